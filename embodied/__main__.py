@@ -63,8 +63,8 @@ def purpose(path: Path) -> str:
     """The purpose of a command, from the first line of its file."""
     with path.open(encoding="utf-8") as file:
         first = file.readline().strip().removeprefix('"""').removesuffix('"""')
-    about, _, _ = first.partition(" python -m ")
-    return about.rstrip(":. ")
+    text, _, _ = first.partition(" python -m ")
+    return text.rstrip(":. ")
 
 
 def listing() -> str:

@@ -126,15 +126,15 @@ def compare_placements(argv: list[str]) -> Path:
     options, rest = read_options(argv)
     configs = variants(options, rest)
     folder = new_folder(options.out, configs[0])
-    about: dict[str, Any] = {"recipe": configs[0].run.name, "rounds": options.rounds, "warm_up": WARM_UP}
-    about |= {"date": now(), "processor": processor(), **provenance(), "load": {"before": load_before()}}
+    header: dict[str, Any] = {"recipe": configs[0].run.name, "rounds": options.rounds, "warm_up": WARM_UP}
+    header |= {"date": now(), "processor": processor(), **provenance(), "load": {"before": load_before()}}
     results = [benchmark(config, options, folder, program) for config in configs]
     others = [result.others for result in results if result.others is not None]
-    about["load"]["during"] = {"others": max(others, default=None), "average": round(os.getloadavg()[0], 2)}
-    write_report(results, about, folder)
+    header["load"]["during"] = {"others": max(others, default=None), "average": round(os.getloadavg()[0], 2)}
+    write_report(results, header, folder)
     for result in results:
         print("\n".join(describe(result)))
-    for line in warnings(results, about):
+    for line in warnings(results, header):
         print(f"\nwarning     {line}")
     print(f"\nresults     {folder / 'bench.html'}, bench.json")
     return folder
@@ -143,26 +143,26 @@ def compare_placements(argv: list[str]) -> Path:
 def benchmark(config: RunConfig, options: Options, folder: Path, program: type[EmbodiedLoop] = EmbodiedLoop) -> Result:
     level = config.pipeline.async_level
     config, _ = launch.planned(in_turns(repeated(config)), roles=roles_of_run(program, config))
-    there = machines(config)
-    profile = measured(config, options, there, program)
+    topology = machines(config)
+    profile = measured(config, options, topology, program)
     profile = replace(profile, dataflow=replace(profile.dataflow, level=level))
-    about = config.cluster.memory_gb, draws_on_gpus(config.env), config.algo.why_not_periodic()
-    planned = plan(profile, there, *about)
+    limits = config.cluster.memory_gb, draws_on_gpus(config.env), config.algo.why_not_periodic()
+    planned = plan(profile, topology, *limits)
     chosen = {mode: choice for mode in options.modes if (choice := planned.modes.get(mode))}
     missing = [mode for mode in options.modes if mode not in chosen and mode != OTHER]  # custom may be absent
     refused = {mode: why_not(planned.planner, mode) for mode in missing}
     for schedule in options.schedules:
-        found = planned.schedules[schedule]
-        if isinstance(found, str):
-            refused[schedule] = found
+        planned_choice = planned.schedules[schedule]
+        if isinstance(planned_choice, str):
+            refused[schedule] = planned_choice
         else:
-            chosen[schedule] = found
+            chosen[schedule] = planned_choice
     if not chosen:
         raise ConfigError("\n".join(f"{mode}: {reason}" for mode, reason in refused.items()))
     fastest_first = sorted(chosen.items(), key=lambda item: item[1].price.seconds)
     expected = {name: predicted(planned, name, choice) for name, choice in fastest_first}
     used = {str(c): c.count for c in planned.planner.classes}
-    result = Result(str(config.env.task), config.env.num_envs, used, len(there.nodes), expected, refused)
+    result = Result(str(config.env.task), config.env.num_envs, used, len(topology.nodes), expected, refused)
     result.profile = dict(profile.made)
     name = f"expected-{len(list(folder.glob('expected-*.json')))}.json"
     (folder / name).write_text(json.dumps({"task": result.task, **asdict(result)}, indent=1) + "\n")
@@ -171,7 +171,7 @@ def benchmark(config: RunConfig, options: Options, folder: Path, program: type[E
     for mode, forecast in expected.items():
         print(f"  {mode:<14}{forecast['env_steps_per_s']:>9.0f} env steps/s   {forecast['layout']}")
     meter = LoadMeter()
-    run_all(config, there, options.rounds, result, folder, program)
+    run_all(config, topology, options.rounds, result, folder, program)
     result.others = None if config.cluster.backend == "ray" else meter.others()  # Ray's workers would count
     return result
 
@@ -198,20 +198,20 @@ def predicted(planned: Planned, name: str, choice: Choice) -> dict[str, Any]:
 
 
 def run_all(
-    config: RunConfig, there: Topology, rounds: int, result: Result, folder: Path, program: type[EmbodiedLoop]
+    config: RunConfig, topology: Topology, rounds: int, result: Result, folder: Path, program: type[EmbodiedLoop]
 ) -> None:
     """Start all modes, then run them in turns, so that a slow minute of the machine affects all of them."""
     with ExitStack() as stack:
         timed_runs = {}
         for mode, expected in result.expected.items():
-            mode_config, mode_plan = runnable(config, expected, there, roles_of(roles_of_run(program, config)))
+            mode_config, mode_plan = runnable(config, expected, topology, roles_of(roles_of_run(program, config)))
             timed_runs[mode] = stack.enter_context(TimedRun(mode_config, mode_plan, folder / "logs" / mode, program))
         order = list(timed_runs)
         for turn in range(rounds + WARM_UP):
             for mode in order[turn % len(order) :] + order[: turn % len(order)]:
-                one = timed_runs[mode].iterate()
+                done = timed_runs[mode].iterate()
                 if turn >= WARM_UP:
-                    result.rounds.setdefault(mode, []).append(one)
+                    result.rounds.setdefault(mode, []).append(done)
             print(f"round {turn + 1} of {rounds + WARM_UP}{' (warm-up)' if turn < WARM_UP else ''}", flush=True)
         for mode, timed_run in timed_runs.items():
             result.peak_bytes[mode] = timed_run.peak_bytes()
@@ -226,20 +226,20 @@ def new_trace(folder: Path, mode: str) -> Path:
 
 
 def runnable(
-    config: RunConfig, expected: dict[str, Any], there: Topology, roles: Sequence[PlacedRole]
+    config: RunConfig, expected: dict[str, Any], topology: Topology, roles: Sequence[PlacedRole]
 ) -> tuple[RunConfig, PlacementPlan]:
     """The recipe under this placement and schedule."""
     keys = ("stages", "granularity", "schedule", "async_level")
     changed = config.with_values("pipeline", **{key: expected[key] for key in keys})
     changed = changed.model_copy(update={"placement": expected["placement"]})
     shares = (config.env.num_envs, expected["stages"])
-    return changed, make_plan(expected["placement"], there, *shares, roles=roles, shared=divides_requests(config))
+    return changed, make_plan(expected["placement"], topology, *shares, roles=roles, shared=divides_requests(config))
 
 
-def measured(config: RunConfig, options: Options, there: Topology, program: type[EmbodiedLoop]) -> Profile:
+def measured(config: RunConfig, options: Options, topology: Topology, program: type[EmbodiedLoop]) -> Profile:
     """The stored profile of these machines, or a new one."""
     roles = roles_of(roles_of_run(program, config))
-    path, why_none = profile_for(config, there, roles) if options.profile != "new" else (None, "")
+    path, why_none = profile_for(config, topology, roles) if options.profile != "new" else (None, "")
     if path is None and options.profile == "stored":
         reason = why_none or "none has been measured for this recipe here"
         raise ConfigError(f"profile=stored, but {reason}; try profile=new")
@@ -287,10 +287,10 @@ def variants(options: Options, rest: list[str]) -> list[RunConfig]:
     """A recipe for each task and number of envs."""
     tasks = [f"env.task={task}" for task in options.tasks] or [""]
     sizes = [f"env.num_envs={n}" for n in options.num_envs] or [""]
-    found = [load([*rest, *filter(None, pair)]) for pair in product(tasks, sizes)]
-    if not all(found):
+    recipes = [load([*rest, *filter(None, pair)]) for pair in product(tasks, sizes)]
+    if not all(recipes):
         raise ConfigError("a benchmark measures; python -m embodied.train --cfg shows the recipe")
-    return [loaded.config for loaded in found if loaded]
+    return [loaded.config for loaded in recipes if loaded]
 
 
 def new_folder(out: str, config: RunConfig) -> Path:

@@ -61,8 +61,8 @@ def demonstrated(loaded: Loaded) -> Loaded:
     text = issubclass(kind, TextEnv)
     if config.sft.data or text:
         if idle := without_effect(loaded):
-            there = f"there is sft.data={config.sft.data}" if config.sft.data else "nothing is collected"
-            raise ConfigError(f"{', '.join(idle)} has no effect, since {there}; leave it out")
+            source = f"there is sft.data={config.sft.data}" if config.sft.data else "nothing is collected"
+            raise ConfigError(f"{', '.join(idle)} has no effect, since {source}; leave it out")
         if not text:
             check_still_there(config)
         return loaded
@@ -143,8 +143,8 @@ def collect(loaded: Loaded, out: Path, checkpoint: str | None) -> None:
         warn_of_time(episodes, spec.max_episode_steps)
     kept = write(out, spec, config, episodes, buffers)
     by = {"by": name, "policy": source.described() if checkpoint else None, "played": results["overall"]}
-    about = {**by, "env": config.env.model_dump(mode="json"), "provenance": provenance()}
-    (out / SOURCE).write_text(json.dumps(about, indent=2) + "\n", encoding="utf-8")
+    metadata = {**by, "env": config.env.model_dump(mode="json"), "provenance": provenance()}
+    (out / SOURCE).write_text(json.dumps(metadata, indent=2) + "\n", encoding="utf-8")
     shutil.rmtree(buffers)  # after a failure the folder stays, with the workers' logs
     print(f"{name}: {describe_results(results)}{describe_tasks(results)}")
     print(f"  kept        {kept} of {len(episodes)} episodes")

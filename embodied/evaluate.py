@@ -186,8 +186,8 @@ def announce(loaded: Loaded, parts: list[Part], sources: list[PolicySource]) -> 
     for source in sources:
         if source.published:
             print(f"protocol    {describe_published(source.config, env)}")
-        noted = [other_training(source, loaded, protocol.options), unlike_reference(played, source)]
-        for note in filter(None, noted):
+        warnings = [other_training(source, loaded, protocol.options), unlike_reference(played, source)]
+        for note in filter(None, warnings):
             print(f"note        {note}")
 
 

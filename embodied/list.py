@@ -131,9 +131,9 @@ def policies(machine: Machine) -> Iterable[Item]:
 
 
 def models(machine: Machine) -> Iterable[Item]:
-    found = machine.models()
-    yield from (Item(name, f"A language model of the kind {kind}.", "") for name, kind in found.items())
-    if not found:
+    kinds = machine.models()
+    yield from (Item(name, f"A language model of the kind {kind}.", "") for name, kind in kinds.items())
+    if not kinds:
         yield Item("none", "ORG/NAME is fetched from the hub; python scripts/smollm2.py makes one.", "none is here")
 
 

@@ -74,8 +74,8 @@ class Planned:
     @property
     def ranked(self) -> dict[str, Choice]:
         """The modes that fit, the fastest first."""
-        found = {mode: choice for mode, choice in self.modes.items() if choice}
-        return dict(sorted(found.items(), key=lambda item: item[1].price.seconds))
+        fitting = {mode: choice for mode, choice in self.modes.items() if choice}
+        return dict(sorted(fitting.items(), key=lambda item: item[1].price.seconds))
 
     @property
     def winner(self) -> Choice:
@@ -136,8 +136,8 @@ def compare_predictions(argv: list[str]) -> Path:
         where = stored_profiles.homes(config, topology, roles) if config else None
         if why := why_not_measured(profile, topology, name, where):
             raise ConfigError(why)
-        about = (config.cluster.memory_gb, draws_on_gpus(config.env), config.algo.why_not_periodic()) if config else ()
-        planned = plan(profile, topology, *about)
+        limits = (config.cluster.memory_gb, draws_on_gpus(config.env), config.algo.why_not_periodic()) if config else ()
+        planned = plan(profile, topology, *limits)
     except (PlacementError, ConfigError) as err:
         advised = f"python -m embodied.profiling {named_program}"
         raise ConfigError(str(err).replace("python -m embodied.profiling ", advised)) from None
@@ -182,17 +182,17 @@ def why_not_measured(
     """Names the measurements that this profile lacks for these machines; "" if it lacks none. `where`: the devices of
     each role of the recipe."""
     classes = [c for c in topology.classes() if c.count]
-    found = gather((str(on), role) for role, on in profile.missing(classes, where))
-    if not found:
+    missing = gather((str(on), role) for role, on in profile.missing(classes, where))
+    if not missing:
         return ""
     recipe = profile.made.get("recipe", "NAME")
-    lacks = "; ".join(f"{reasons.words(roles)} on {kind}" for kind, roles in found.items())
+    lacks = "; ".join(f"{reasons.words(roles)} on {kind}" for kind, roles in missing.items())
     known = ", ".join(sorted({kind for on in profile.costs.values() for kind in on}))
     if measured := profile.made.get("devices"):
         known = stored_profiles.describe_devices(measured)
     lines = [
         f"{name} was measured on {known}; {topology.name} would need unmeasured costs: {lacks}",
-        f"measure it on a machine with {reasons.words([*found])}: python -m embodied.profiling recipe={recipe}",
+        f"measure it on a machine with {reasons.words([*missing])}: python -m embodied.profiling recipe={recipe}",
     ]
     if all("cpu" in on for on in profile.costs.values()) and topology.cores:
         lines.append(f"or plan for its cores alone: cluster={topology.cores}xCPU")
@@ -246,11 +246,11 @@ def under(planner: Planner, schedule: str, modes: dict[str, Choice | None]) -> C
     if schedule == "periodic" and not dataflow.groups:
         return ""
     if schedule == dataflow.schedule:
-        found = min(filter(None, modes.values()), key=lambda choice: choice.price.seconds, default=None)
+        fastest = min(filter(None, modes.values()), key=lambda choice: choice.price.seconds, default=None)
     else:
         planner = Planner(dataflow.under(schedule), planner.pricer.profile, planner.classes, planner.stages)
-        found = planner.best()
-    return found or reasons.why_not_apart(planner)
+        fastest = planner.best()
+    return fastest or reasons.why_not_apart(planner)
 
 
 # The result in words, as a drawing, as JSON and as a page
@@ -269,9 +269,9 @@ def describe(planned: Planned, name: str) -> list[str]:
     lines += [row(planned, mode, choice, mean_idle(planned, choice)) for mode, choice in planned.ranked.items()]
     lines += [f"{mode:<14}{'does not fit':>12}: {reason}" for mode, reason in planned.refused.items()]
     lines += ["", f"{'schedule':<14}{'s/iteration':>12}{'env steps/s':>13}{'':>6}  layout"]
-    for schedule, found in planned.schedules.items():
-        fits = not isinstance(found, str)
-        lines.append(row(planned, schedule, found) if fits else f"{schedule:<14}{'no plan':>12}: {found}")
+    for schedule, fastest in planned.schedules.items():
+        fits = not isinstance(fastest, str)
+        lines.append(row(planned, schedule, fastest) if fits else f"{schedule:<14}{'no plan':>12}: {fastest}")
     left = [c.name for c in planned.topology.classes() if c.count and c.name not in planned.planner.pricer.classes]
     lines += [f"nothing of this recipe runs on {one} (learner.device, env.backend)" for one in left if one != "cpu"]
     lines += ["", planned.verdict, *(f"  {line}" for line in (*planned.why, *waits(planned)))]
@@ -338,15 +338,15 @@ def write(planned: Planned, name: str, out: Path) -> None:
 
 
 def as_json(planned: Planned, name: str) -> dict:
-    found = {mode: choice_as_json(planned, choice) for mode, choice in planned.ranked.items()}
+    modes = {mode: choice_as_json(planned, choice) for mode, choice in planned.ranked.items()}
     schedules = {
         name: {"refused": choice} if isinstance(choice, str) else choice_as_json(planned, choice)
         for name, choice in planned.schedules.items()
     }
-    about = {"profile": name, "cluster": planned.topology.name}
-    about |= {"winner": planned.equal[0] if len(planned.equal) == 1 else None, "equal": planned.equal}
-    about |= {"modes": found, "schedules": schedules}
-    return about | ({"refused": planned.refused} if planned.refused else {})
+    fields = {"profile": name, "cluster": planned.topology.name}
+    fields |= {"winner": planned.equal[0] if len(planned.equal) == 1 else None, "equal": planned.equal}
+    fields |= {"modes": modes, "schedules": schedules}
+    return fields | ({"refused": planned.refused} if planned.refused else {})
 
 
 def choice_as_json(planned: Planned, choice: Choice) -> dict:

@@ -77,7 +77,7 @@ def is_running(folder: Path) -> bool:
     if (folder / SHARE).is_file():  # the command that serves the runs removes its socket when it ends
         return Path(str(read_object(folder / SHARE).get("socket") or "no socket")).exists()
     runs = read_all([folder])
-    return any(run.info.get("state") == "running" for found in runs for run in getattr(found, "runs", [found]))
+    return any(run.info.get("state") == "running" for shown in runs for run in getattr(shown, "runs", [shown]))
 
 
 def write(folders: list[Path], out: Path | None, live: bool = False) -> Path:
@@ -87,8 +87,8 @@ def write(folders: list[Path], out: Path | None, live: bool = False) -> Path:
     if len(folders) == 1:
         shown, unread = page_of(folders[0], out.parent)
     else:
-        found = read_all(folders)
-        shown, unread = comparison(found, out.parent), unread_files(found)
+        entries = read_all(folders)
+        shown, unread = comparison(entries, out.parent), unread_files(entries)
     write_page(out, shown, EVERY_S if live else 0)
     if unread:
         files = "1 file" if unread == 1 else f"{unread} files"
@@ -98,10 +98,10 @@ def write(folders: list[Path], out: Path | None, live: bool = False) -> Path:
 
 def read_all(folders: list[Path]) -> list[Run | SeedSet]:
     """The runs, and the groups' sets of seeds, in the order of the command line."""
-    found: list[Run | SeedSet] = []
+    shown: list[Run | SeedSet] = []
     for folder in folders:
-        found += sets_of(read_group(folder), beside_others=True) if is_group(folder) else [read_run(folder)]
-    return found
+        shown += sets_of(read_group(folder), beside_others=True) if is_group(folder) else [read_run(folder)]
+    return shown
 
 
 if __name__ == "__main__":

@@ -158,12 +158,12 @@ async def serve(policy: Policy, config: ServeConfig) -> None:
     from embodied.serving.robot_server import Answers, PolicyServer
 
     answers = Answers(policy, config)
-    about = answers.metadata()
+    metadata = answers.metadata()
 
     def ready(port: int) -> None:
-        sees = ", ".join([*about["cameras"], *(["state"] if about["state_dim"] else [])]) or "nothing"
-        actions = f"{about['action_chunk']} actions of {about['action_dim']} numbers"
-        print(f"policy      {about['policy']}: sees {sees}; {actions}")
+        sees = ", ".join([*metadata["cameras"], *(["state"] if metadata["state_dim"] else [])]) or "nothing"
+        actions = f"{metadata['action_chunk']} actions of {metadata['action_dim']} numbers"
+        print(f"policy      {metadata['policy']}: sees {sees}; {actions}")
         print(f"clients     {'show the token in ' + TOKEN if config.token else 'of this machine, without a token'}")
         print(f"listening   ws://{config.host}:{port}", flush=True)
 
@@ -206,7 +206,7 @@ def with_options(config: LanguageConfig, words: list[str]) -> LanguageConfig:
     try:
         return LanguageConfig.model_validate(own | changed)
     except ValidationError as err:
-        raise ConfigError("; ".join(f"policy.{one['loc'][0]}: {one['msg']}" for one in err.errors())) from None
+        raise ConfigError("; ".join(f"policy.{error['loc'][0]}: {error['msg']}" for error in err.errors())) from None
 
 
 def load_language(config: LanguageConfig, source: PolicySource) -> LanguagePolicy:

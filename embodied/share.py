@@ -148,24 +148,24 @@ def read_weights(given: Any, count: int, problems: list[str]) -> tuple[float, ..
 def new_runs(order: ShareOrder) -> SharedRuns:
     """The runs of a command line, with their devices; nothing is started."""
     first = load_run(order.runs[0]).config
-    there = machines(first)
-    devices = named_devices(order.devices, there) if order.devices else devices_of(there)
+    topology = machines(first)
+    devices = named_devices(order.devices, topology) if order.devices else devices_of(topology)
     folder = order.folder or first.run.dir / f"share-{datetime.now():%Y%m%d-%H%M%S}"
     if folder.exists():
         raise ConfigError(f"folder={folder} exists; continue its runs: resume={folder}, or name another one")
     shared = SharedRuns(folder, devices, order.rule)
-    shared.runs = prepare(shared, order.runs, order.weights, there)
+    shared.runs = prepare(shared, order.runs, order.weights, topology)
     return shared
 
 
-def named_devices(text: str, there: Topology) -> tuple[str, ...]:
+def named_devices(text: str, topology: Topology) -> tuple[str, ...]:
     """The devices of devices=, with their names in gangs."""
     try:
         slots = parse_devices(text)
     except PlacementError as err:
         raise ConfigError(f"devices={text}: {err}") from None
-    nodes = {"": there.nodes[0], **{node.name: node for node in there.nodes}}
-    found = []
+    nodes = {"": topology.nodes[0], **{node.name: node for node in topology.nodes}}
+    devices = []
     for slot in slots:
         if (node := nodes.get(slot.node)) is None:
             raise ConfigError(
@@ -177,8 +177,8 @@ def named_devices(text: str, there: Topology) -> tuple[str, ...]:
                 has = f"{node.name or 'this machine'} has {node.cores} cores and {len(node.gpus)} GPUs"
                 raise ConfigError(f"devices={text}: {slot.kind}:{number} is not there: {has}")
             core = node.core_numbers[number] if slot.kind == "cpu" else number
-            found.append(on_node(node, f"{slot.kind}:{core}"))
-    return tuple(found)
+            devices.append(on_node(node, f"{slot.kind}:{core}"))
+    return tuple(devices)
 
 
 def describe(shared: SharedRuns) -> list[str]:
@@ -248,10 +248,10 @@ def ask_to_join(folder: Path, runs: list[list[str]]) -> int:
         raise EmbodiedError(
             f"join={folder}: no command is running them; start them first: python -m embodied.share resume={folder}"
         ) from None
-    said = str(answer.get("said", "error: it was not answered"))
-    if said.startswith("error: "):
-        raise EmbodiedError(f"join={folder}: {said.removeprefix('error: ')}")
-    launch.say(said)
+    answer_text = str(answer.get("said", "error: it was not answered"))
+    if answer_text.startswith("error: "):
+        raise EmbodiedError(f"join={folder}: {answer_text.removeprefix('error: ')}")
+    launch.say(answer_text)
     return 0
 
 

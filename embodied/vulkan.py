@@ -136,9 +136,9 @@ def bookworm_mirror(etc: Path = Path("/etc/apt")) -> Mirror:
     texts = [
         path.read_text() for path in [etc / "sources.list", *sorted(etc.glob("sources.list.d/*"))] if path.is_file()
     ]
-    for found in map(read_mirror, texts):
-        if found:
-            return found
+    for mirror in map(read_mirror, texts):
+        if mirror:
+            return mirror
     raise EmbodiedError(
         f"{etc} names no mirror of Debian 12 (bookworm main), from which the software Vulkan driver could be fetched"
     )

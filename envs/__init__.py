@@ -91,14 +91,14 @@ def env_class(config: Any) -> type[Any]:
     from embodied.envs.text.text_env import TextEnv
     from embodied.envs.vector_env import VectorEnv
 
-    found = import_class(config.name)
-    if inspect.isclass(found) and issubclass(found, VectorEnv | TextEnv):
-        return found
-    if simulator := simulator_of(found):
+    imported = import_class(config.name)
+    if inspect.isclass(imported) and issubclass(imported, VectorEnv | TextEnv):
+        return imported
+    if simulator := simulator_of(imported):
         raise ConfigError(f"{config.name} is a task of env.name={simulator}: set env.task={config.name}")
-    if inspect.isclass(found) and issubclass(found, gymnasium.Env):
+    if inspect.isclass(imported) and issubclass(imported, gymnasium.Env):
         return plugin("gym")
     raise ConfigError(
         f"env.name={config.name!r} is not a class of embodied.envs.vector_env.VectorEnv or gymnasium.Env, and not a "
-        f"task of a simulator: {found!r}"
+        f"task of a simulator: {imported!r}"
     )

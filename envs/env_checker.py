@@ -139,12 +139,14 @@ class Checker:
         self.equal(rule, once.part(rows - 1), again.part(rows), "an episode depends on its row or its company")
 
     def arrays_stay_as_they_were_returned(self) -> None:
-        held, _ = self.reset(self.first)
-        shown = copied(held)
+        first, _ = self.reset(self.first)
+        shown = copied(first)
         later = self.env.step_chunk(self.actions(1))
         rewards = later.rewards.copy()
         self.env.step_chunk(self.actions(2))
-        self.same("fresh-arrays", shown, held, "a later step wrote into an observation that was handed out", exact=True)
+        self.same(
+            "fresh-arrays", shown, first, "a later step wrote into an observation that was handed out", exact=True
+        )
         if not np.array_equal(rewards, later.rewards):
             fail("fresh-arrays", "a later step wrote into rewards that were handed out")
 
@@ -336,8 +338,8 @@ class Checker:
         if success is not None:
             array_is("success", success, bool, (self.num,), "success")
 
-    def same(self, rule: str, one: Observation, other: Observation, what: str, exact: bool = False) -> None:
-        difference = far(one, other)
+    def same(self, rule: str, first: Observation, other: Observation, what: str, exact: bool = False) -> None:
+        difference = far(first, other)
         if not difference <= (0.0 if exact else self.atol):
             fail(rule, f"{what} (by {difference:.3g})")
 
@@ -402,7 +404,7 @@ def flat(obs: Observation, row: int) -> np.ndarray:
     return np.concatenate([np.asarray(part[row], float).ravel() for part in leaves(obs) if not is_text(part)])
 
 
-def far(one: Observation, other: Observation) -> float:
+def far(first: Observation, other: Observation) -> float:
     """The largest difference of two observations; infinite if texts differ."""
 
     def distance(part: Any, others: Any) -> float:
@@ -410,7 +412,7 @@ def far(one: Observation, other: Observation) -> float:
             return 0.0 if list(part) == list(others) else np.inf
         return float(np.abs(part.astype(float) - others.astype(float)).max(initial=0.0))
 
-    return max(leaves(map_obs(distance, one, other)), default=0.0)
+    return max(leaves(map_obs(distance, first, other)), default=0.0)
 
 
 def images_are_painted_where_promised(check: Checker) -> None:

@@ -379,8 +379,8 @@ class Record:
     def trajectory(self, end: int | None = None) -> Trajectory:
         """The decisions before `end` (None: all) that have not been handed on."""
         count = len(self.decisions) if end is None else end - self.handed
-        taken, self.decisions = self.decisions[:count], self.decisions[count:]
-        ids, lengths, arrays = in_sequences(taken)
+        recorded, self.decisions = self.decisions[:count], self.decisions[count:]
+        ids, lengths, arrays = in_sequences(recorded)
         first, self.handed = self.handed, self.handed + count
         last = not self.horizon or self.handed == self.horizon
         return Trajectory(ids=ids, lengths=lengths, source=self.source, first=first, last=last, **arrays)

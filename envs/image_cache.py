@@ -35,10 +35,10 @@ class ImageCache:
         return {camera: frames.copy() for camera, frames in self.last.items()}
 
     def _painted(self, rows: np.ndarray) -> Images:
-        found = self.paint(rows)
+        images = self.paint(rows)
         for camera, whole in self.last.items():
-            wanted, frames = (len(rows), *whole.shape[1:]), found.get(camera)
+            wanted, frames = (len(rows), *whole.shape[1:]), images.get(camera)
             if frames is None or frames.dtype != np.uint8 or frames.shape != wanted:
                 what = "missing" if frames is None else f"{frames.dtype} {list(frames.shape)}"
                 raise WrongShape(f"image {camera!r} is {what}, it must be uint8 {list(wanted)}")
-        return found
+        return images

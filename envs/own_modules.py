@@ -50,10 +50,10 @@ PREPARE: dict[str, Callable[[], None]] = {
 LOCAL = threading.local()
 
 
-def import_module(name: str, said: str) -> ModuleType:
+def import_module(name: str, option: str) -> ModuleType:
     """A module by its name, also from the working directory; `said` is the option that names it, for messages."""
     if not MODULE.fullmatch(name) or name.endswith(".py"):
-        raise ConfigError(f"{said}: {name!r} is not the name of a module{as_module(name)}")
+        raise ConfigError(f"{option}: {name!r} is not the name of a module{as_module(name)}")
     if not {"", str(Path.cwd())} & set(sys.path):
         sys.path.append(str(Path.cwd()))
     try:
@@ -61,17 +61,17 @@ def import_module(name: str, said: str) -> ModuleType:
             return importlib.import_module(name)
     except ModuleNotFoundError as err:
         if err.name is None or not f"{name}.".startswith(f"{err.name}."):
-            raise ConfigError(f"{said}: importing {name} failed: {err}{place(err)}") from err
+            raise ConfigError(f"{option}: importing {name} failed: {err}{place(err)}") from err
         raise ConfigError(
-            f"{said}: there is no module {err.name}; install it or start from the folder that holds it "
+            f"{option}: there is no module {err.name}; install it or start from the folder that holds it "
             f"(this is {Path.cwd()})"
         ) from None
     except EmbodiedError:
         raise
     except SyntaxError as err:
-        raise ConfigError(f"{said}: importing {name} failed: {err.msg} ({err.filename}, line {err.lineno})") from err
+        raise ConfigError(f"{option}: importing {name} failed: {err.msg} ({err.filename}, line {err.lineno})") from err
     except (Exception, SystemExit) as err:
-        raise ConfigError(f"{said}: importing {name} failed: {in_a_line(err)}{place(err)}") from err
+        raise ConfigError(f"{option}: importing {name} failed: {in_a_line(err)}{place(err)}") from err
 
 
 def import_all(config: Any) -> None:
@@ -95,13 +95,13 @@ def import_class(where: str, key: str = "env.name") -> Any:
 def registered_with_libero(module: ModuleType, name: str) -> type | None:
     """The class that LIBERO's decorator `register_problem` has replaced by None."""
     envs = sys.modules.get("libero.libero.envs")
-    found = envs.TASK_MAPPING.get(name.lower()) if envs else None
-    return found if found and found.__module__ == module.__name__ else None
+    kind = envs.TASK_MAPPING.get(name.lower()) if envs else None
+    return kind if kind and kind.__module__ == module.__name__ else None
 
 
-def simulator_of(found: Any) -> str | None:
+def simulator_of(kind: Any) -> str | None:
     """The `env.name` that runs this class as a task; None if it is not a simulator's task."""
-    bases = [f"{base.__module__}.{base.__qualname__}" for base in (found.__mro__ if inspect.isclass(found) else ())]
+    bases = [f"{base.__module__}.{base.__qualname__}" for base in (kind.__mro__ if inspect.isclass(kind) else ())]
     return next((SIMULATORS[base] for base in bases if base in SIMULATORS), None)
 
 
@@ -124,16 +124,16 @@ def is_own(task: str) -> bool:
 def own_task(task: str) -> tuple[ModuleType, str]:
     """The imported module and the name in `my_tasks:Name`."""
     module, _, name = task.partition(":")
-    said = f"env.task={task!r}"
+    option = f"env.task={task!r}"
     if not name.strip():
-        raise ConfigError(f"{said}: name the task too: {module or 'my_tasks'}:MyTask-v1, or the name of its class")
-    return import_module(module, said), name
+        raise ConfigError(f"{option}: name the task too: {module or 'my_tasks'}:MyTask-v1, or the name of its class")
+    return import_module(module, option), name
 
 
 def tasks_in(module: ModuleType, simulator: str) -> dict[str, type]:
     """The classes that are tasks of this simulator and are defined in this module."""
-    found = {name: value for name, value in vars(module).items() if simulator_of(value) == simulator}
-    return {name: value for name, value in found.items() if value.__module__ == module.__name__}
+    classes = {name: value for name, value in vars(module).items() if simulator_of(value) == simulator}
+    return {name: value for name, value in classes.items() if value.__module__ == module.__name__}
 
 
 def own_modules(env: Any) -> list[str]:
@@ -185,8 +185,8 @@ def where(err: BaseException) -> str:
     """The deepest line outside of packages."""
     frames = traceback.extract_tb(err.__traceback__)
     ours = (str(Path(__file__).parent), str(Path(inspect.getfile(EmbodiedError)).parent))
-    mine = [f for f in frames if "site-packages" not in f.filename and not f.filename.startswith(ours)]
-    frame = (mine or frames or [None])[-1]
+    of_module = [f for f in frames if "site-packages" not in f.filename and not f.filename.startswith(ours)]
+    frame = (of_module or frames or [None])[-1]
     return f" ({frame.filename}, line {frame.lineno})" if frame else ""
 
 

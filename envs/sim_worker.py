@@ -52,10 +52,10 @@ class SimWorker(PlayerWorker):
             return self.eval_spec()
         if not self.stages:
             tasks = len(env_class(self.config).tasks(self.config))
-            mine = rows_of_sims(self.config.num_envs, self.world_size, tasks)[self.rank]
-            per_stage = len(mine) // self.num_stages
+            rows = rows_of_sims(self.config.num_envs, self.world_size, tasks)[self.rank]
+            per_stage = len(rows) // self.num_stages
             for stage in range(self.num_stages):
-                ids = mine[stage * per_stage : (stage + 1) * per_stage]
+                ids = rows[stage * per_stage : (stage + 1) * per_stage]
                 with self.memory.measured():
                     env = make_env(self.config, per_stage)
                 self.stages.append(
@@ -184,8 +184,8 @@ class SimWorker(PlayerWorker):
         """Play the episodes of an evaluation, one decision for each item of the iterator."""
         self.eval_spec()
         actions = PolicyActions(PolicyClient(servers), share.rule)
-        about = (actions, share.recording, share.notes, frozenset[int](), self.timers)
-        return play_episodes(self.eval_env, list(share.episodes), *about)
+        options = (actions, share.recording, share.notes, frozenset[int](), self.timers)
+        return play_episodes(self.eval_env, list(share.episodes), *options)
 
     def get_state(self) -> dict[str, np.ndarray]:
         """Open episodes and, where the simulator can save it, its state: arrays with one row per env (empty: nothing

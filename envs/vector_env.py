@@ -250,8 +250,8 @@ class VectorEnv(EnvCapabilities, GymnasiumVectorEnv):
         state = self._get_state()
         if state is None:
             return {}
-        mine = {name: getattr(self, f"_{name}") for name in COUNTERS} | {"reward": self._reward.memory}
-        return {name: np.array(host(array)) for name, array in {**state, **mine}.items()}
+        counters = {name: getattr(self, f"_{name}") for name in COUNTERS} | {"reward": self._reward.memory}
+        return {name: np.array(host(array)) for name, array in {**state, **counters}.items()}
 
     def set_state(self, state: dict[str, np.ndarray]) -> Observation:
         """Continue from `get_state`. Returns the observation of all rows."""
@@ -410,8 +410,8 @@ class VectorEnv(EnvCapabilities, GymnasiumVectorEnv):
     def _check_shape(self, what: str, array: Any, row: tuple[int, ...]) -> None:
         wanted = [self.num_envs, *row]
         if array is None or list(array.shape) != wanted:
-            found = "missing" if array is None else f"of shape {list(array.shape)}"
-            raise WrongShape(f"{self.config.name} {self.config.task}: {what} is {found}, it must be {wanted}")
+            actual = "missing" if array is None else f"of shape {list(array.shape)}"
+            raise WrongShape(f"{self.config.name} {self.config.task}: {what} is {actual}, it must be {wanted}")
 
     def _where(self, what: str, rows: np.ndarray, when: str = "") -> str:
         place = f"in env rows {rows[:8].tolist()} {when or f'at steps {self._elapsed[rows[:8]].tolist()}'}"

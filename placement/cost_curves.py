@@ -95,9 +95,9 @@ def simplest(sizes: Sequence[float], values: Sequence[float]) -> list[tuple[floa
     """Points of the curve: (size, value), rising."""
     level = rising(values)
     if len(sizes) >= 4:
-        found = floor_and_line(sizes, level)
-        if found is not None:
-            return found
+        points = floor_and_line(sizes, level)
+        if points is not None:
+            return points
     return [(float(size), value) for size, value in zip(sizes, level)]
 
 

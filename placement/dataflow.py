@@ -153,14 +153,14 @@ def traced_edges(flows: Mapping[tuple[str, str], tuple[float, float]]) -> tuple[
 
 
 def reachable(start: str, after: Mapping[str, set[str]]) -> set[str]:
-    found: set[str] = set()
+    names_reached: set[str] = set()
     ahead = list(after[start])
     while ahead:
         name = ahead.pop()
-        if name not in found:
-            found.add(name)
+        if name not in names_reached:
+            names_reached.add(name)
             ahead += after[name]
-    return found
+    return names_reached
 
 
 def dataflow_from_json(content: Mapping[str, Any]) -> Dataflow:

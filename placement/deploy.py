@@ -25,14 +25,14 @@ def as_placement(
     several = topology is not None and len(topology.nodes) > 1
     for layer in layout.layers:
         at = {name: (zone, zone.devices) for zone in layer for name in zone.components}
-        taken: dict[str, int] = {}
+        workers: dict[str, int] = {}
         for zone in sorted(layer, key=lambda zone: several and not any(map(dataflow.is_learner, zone.components))):
-            first = taken.get(zone.device_class, 0)
+            first = workers.get(zone.device_class, 0)
             devices = devices_of(pricer.classes[zone.device_class], topology)[first : first + zone.devices]
             counts = {name: int(pricer.count(name, at, layout.stages)) for name in zone.components}
             for roles in hosts_of(zone, counts, dataflow):
                 placement[",".join(roles)] = text_of(devices[: counts[roles[0]]])
-            taken[zone.device_class] = first + zone.devices
+            workers[zone.device_class] = first + zone.devices
     on_cores = draws and all(pricer.classes[layout.zone_of(name).device_class].kind == "cpu" for name in askers)
     return with_drawing(placement, topology) if on_cores and topology else placement
 
@@ -49,15 +49,15 @@ def devices_of(on: DeviceClass, topology: Topology | None) -> list[tuple[str, st
         if on.num_nodes > 1 or on.name != on.kind:  # then a device number is ambiguous
             raise PlacementError(f"{on.name} is on several kinds of machines or GPUs; write the map by hand")
         return [("", on.kind, i) for i in range(on.count)]
-    found = []
+    devices = []
     for node in topology.nodes:
         name = node.name if len(topology.nodes) > 1 else ""
         if on.kind == "gpu":
             numbers = [gpu.index for gpu in node.gpus if on.name in ("gpu", f"gpu-{gpu.model}")]
         else:
             numbers = list(range(node.cores if on.kind == "cpu" else node.fakes))
-        found += [(name, on.kind, number) for number in numbers]
-    return found
+        devices += [(name, on.kind, number) for number in numbers]
+    return devices
 
 
 def hosts_of(zone: Zone, counts: dict[str, int], dataflow: Dataflow) -> list[tuple[str, ...]]:

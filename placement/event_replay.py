@@ -75,12 +75,12 @@ class LayoutReplay:
         self.names: dict[Zone, list[str]] = {}
         used: dict[str, list[str]] = {name: [] for name in pricer.classes}
         for layer in layout.layers:
-            taken: dict[str, int] = defaultdict(int)
+            workers: dict[str, int] = defaultdict(int)
             for zone in layer:
-                first = taken[zone.device_class]
-                taken[zone.device_class] += zone.devices
+                first = workers[zone.device_class]
+                workers[zone.device_class] += zone.devices
                 self.names[zone] = [f"{zone.device_class}:{first + i}" for i in range(zone.devices)]
-            for name, number in taken.items():
+            for name, number in workers.items():
                 used[name] += [f"{name}:{i}" for i in range(len(used[name]), number)]
         self.schedule.devices = [device for devices in used.values() for device in devices]
 
@@ -147,7 +147,7 @@ class LayoutReplay:
             for group in groups
         ]
         late = end - max(played)  # costs once per rollout are spread over its waves
-        return sorted(there + late * max(group.values()) / waves for there, group in zip(played, groups))
+        return sorted(played_s + late * max(group.values()) / waves for played_s, group in zip(played, groups))
 
     def _learn_groups(self, name: str, at: dict, start: float, arrivals: list[float]) -> float:
         """Learn from groups in order of arrival; then add the costs that occur once per update."""
@@ -156,8 +156,8 @@ class LayoutReplay:
         each = [(seconds - tail) / len(arrivals) for seconds, tail in zip(whole, tails)]
         now = start + self._swap((name,), at, "onload_s")
         self._show_swap([at[name][0]], start, now)
-        for there in arrivals:
-            now = self._show_work(name, at, max(now, there), *each)
+        for arrived_s in arrivals:
+            now = self._show_work(name, at, max(now, arrived_s), *each)
         now = self._show_work(name, at, now, *tails)
         gone = now + self._swap((name,), at, "offload_s")
         self._show_swap([at[name][0]], now, gone)
@@ -182,12 +182,12 @@ class LayoutReplay:
             begin = max(free[zone] for zone in zones)
             now = begin + self._swap(node, at, "onload_s")
             self._show_swap(zones, begin, now)
-            there = [[ready[source][chunk] for source in turn.waits if source in ready] for chunk in range(chunks)]
+            arrived = [[ready[source][chunk] for source in turn.waits if source in ready] for chunk in range(chunks)]
             if self.dataflow[node[0]].ahead:
-                now = self._encode(node[0], at, now, there)
+                now = self._encode(node[0], at, now, arrived)
             ready[turn.node] = []
             for chunk in range(1 if cut else chunks):
-                now = max([now, *there[chunk if turn.streams else -1]])
+                now = max([now, *arrived[chunk if turn.streams else -1]])
                 begin = now
                 for _ in range(self.dataflow.passes if cut else passes):
                     now = self._pass(node, at, now)
@@ -258,8 +258,8 @@ class Cycle:
         self.station: dict[str, list[tuple[float, float]]] = {}  # (while the other side works, alone)
         slowed = [pricer.slowed(node, at, self.stages, beside) for beside in (True, False)]
         for name in node:
-            found = (pricer.station(name, self.asker, at, self.stages, each[name]) for each in slowed)
-            self.station[name] = [(float(both), float(alone)) for both, alone in zip(*found)]
+            stations = (pricer.station(name, self.asker, at, self.stages, each[name]) for each in slowed)
+            self.station[name] = [(float(both), float(alone)) for both, alone in zip(*stations)]
         self.workers = {name: int(pricer.count(name, at, self.stages)) for name in self.others}
         merging = {name: pricer.merging(name, self.asker, at, self.stages) for name in self.others}
         self.cuts = {name: int(pricer.cuts(name, self.asker, at, self.stages)) for name in self.others}
@@ -317,11 +317,11 @@ class Cycle:
             self.pass_on([request], hop, max(self.work(device, name, now, which) for device in devices))
             return
         worker = self.worker_of(name, request.asker, request.stage)
-        mine = [asker for asker in range(self.num) if self.worker_of(name, asker, request.stage) == worker]
-        call, most = mine.index(request.asker) // self.together[name], self.together[name]
+        askers = [asker for asker in range(self.num) if self.worker_of(name, asker, request.stage) == worker]
+        call, most = askers.index(request.asker) // self.together[name], self.together[name]
         group = self.waiting[name, worker, request.stage, request.number, call]
         group.append(request)
-        if len(group) == min(most, len(mine) - call * most):
+        if len(group) == min(most, len(askers) - call * most):
             self.pass_on(group, hop, self.work(self.device(zone, worker), name, now, which))
 
     def worker_of(self, name: str, asker: int, stage: int) -> int:

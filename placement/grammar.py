@@ -92,15 +92,15 @@ def parse_devices(text: str) -> list[Slot]:
 
 
 def _parse_part(part: str, whole: str) -> list[Slot]:
-    found = DEVICES.fullmatch(part)
-    if not found:
+    match = DEVICES.fullmatch(part)
+    if not match:
         raise PlacementError(f"{whole!r} does not name devices; {EXAMPLES}")
-    first = int(found["first"])
-    last = first if found["last"] is None else int(found["last"])
-    node, kind = found["node"] or "", found["kind"]
+    first = int(match["first"])
+    last = first if match["last"] is None else int(match["last"])
+    node, kind = match["node"] or "", match["kind"]
     if last < first:
         raise PlacementError(f"{part!r} counts down; write {kind}:{last}-{first}")
-    workers = None if found["workers"] is None else int(found["workers"])
+    workers = None if match["workers"] is None else int(match["workers"])
     if (largest := max(last, workers or 0)) > MOST:
         raise PlacementError(f"{part!r} counts to {largest}; at most {MOST} devices and workers can be named")
     devices = tuple(range(first, last + 1))
@@ -150,7 +150,7 @@ def not_a_role(placed: Sequence[str], known: Sequence[str], more: bool) -> str |
     missing = [name for name in known if name not in placed]
     likest = (get_close_matches(name, unknown, 1, 0.0) for name in missing)
     bad = [name for name in unknown if not name.isidentifier()]
-    return next(iter([*bad, *(found[0] for found in likest if found)]), None)
+    return next(iter([*bad, *(names[0] for names in likest if names)]), None)
 
 
 def parse_text(key: str, text: Any) -> list[Slot]:

@@ -188,8 +188,8 @@ class Pricer:
         """The time at which frozen parts have computed all input; input from other devices is computed chunk by
         chunk."""
         for chunk in range(chunks):
-            there = (ready[source][chunk] for source in turn.waits if source in ready)
-            time = max_of(time, *there) + seconds / chunks
+            arrived = (ready[source][chunk] for source in turn.waits if source in ready)
+            time = max_of(time, *arrived) + seconds / chunks
         return time
 
     def encoding_seconds(self, name: str, at: Mapping) -> Array:
@@ -198,16 +198,16 @@ class Pricer:
 
     def _turns_of(self, layer: Layer) -> tuple[NodeTurn, ...]:
         place = {name: z for z, zone in enumerate(layer) for name in zone.components}
-        found = []
+        turns = []
         for i, node in enumerate(self.dataflow.order):
             if node[0] in place:
-                mine = sorted({place[name] for name in node})
-                parts = tuple((z, tuple(name for name in node if place[name] == z)) for z in mine)
+                places = sorted({place[name] for name in node})
+                parts = tuple((z, tuple(name for name in node if place[name] == z)) for z in places)
                 sources = [(j, self.dataflow.order[j]) for j in self.dataflow.sources[i]]
                 here = [(j, names) for j, names in sources if names[0] in place]
-                waits = tuple(j for j, names in here if all(place[name] not in mine for name in names))
-                found.append(NodeTurn(i, parts, waits, all(self.dataflow[name].streams for name in node)))
-        return tuple(found)
+                waits = tuple(j for j, names in here if all(place[name] not in places for name in names))
+                turns.append(NodeTurn(i, parts, waits, all(self.dataflow[name].streams for name in node)))
+        return tuple(turns)
 
     def swap_seconds(self, node: Sequence[str], at: Mapping, swapped: frozenset[str], which: str) -> float:
         """Seconds to load memory: zones load in parallel, components of one zone one after the other."""
@@ -242,17 +242,17 @@ class Pricer:
             return dict.fromkeys(node, 1.0)
         busy = self.at_work(node, at, stages)
         if beside:
-            mine = any(map(self.dataflow.is_learner, node))
+            learns = any(map(self.dataflow.is_learner, node))
             for i, other in enumerate(self.dataflow.order):
-                if other[0] in at and schedule_overlap.is_learner_node(self.dataflow, i) != mine:
+                if other[0] in at and schedule_overlap.is_learner_node(self.dataflow, i) != learns:
                     for name, more in self.at_work(other, at, stages).items():
                         busy[name] = busy.get(name, 0) + more
-        found = {}
+        factors = {}
         for name, cost in costs.items():
             on = self.classes[at[name][0].device_class]
             others = (busy[on.name] - 1) / max(on.count - 1, 1)
-            found[name] = cost.alone + (1 - cost.alone) * np.clip(others, 0, 1)
-        return found
+            factors[name] = cost.alone + (1 - cost.alone) * np.clip(others, 0, 1)
+        return factors
 
     def at_work(self, node: tuple[str, ...], at: Mapping, stages: int) -> dict[str, Array]:
         """Returns how many devices of each class a node keeps busy at a time."""
@@ -295,25 +295,25 @@ class Pricer:
         (zone, devices), (home, home_devices) = at[name], at[asker]
         asking = self.table(asker, home.device_class, stages)
         if name == asker:
-            one = asking.seconds[devices] * slowed
-            return one, one, one * stages, 0.0
+            seconds = asking.seconds[devices] * slowed
+            return seconds, seconds, seconds * stages, 0.0
         component, cost = self.dataflow[name], self.cost(name, zone.device_class)
         ratio = slowed * component.calls / self.dataflow[asker].calls * self.unequal(name, at, stages)
         parts = asking.workers[home_devices] * stages
         if zone is home:
             size = component.items / np.maximum(parts, 1)
-            one = cost.seconds.at(size) * ratio
-            return one, one, one * stages, cost.last_s.at(size) * slowed
+            seconds = cost.seconds.at(size) * ratio
+            return seconds, seconds, seconds * stages, cost.last_s.at(size) * slowed
         workers = np.maximum(np.minimum(devices, parts), 1)
         each, waiting, together = self.merging(name, asker, at, stages)
-        one = np.where(devices > 0, cost.seconds.at(together * each) * ratio, np.inf)
+        seconds = np.where(devices > 0, cost.seconds.at(together * each) * ratio, np.inf)
         full, rest = np.divmod(waiting, together)
-        stage = full * one + np.where(rest > 0, cost.seconds.at(rest * each) * ratio, 0.0)
+        stage = full * seconds + np.where(rest > 0, cost.seconds.at(rest * each) * ratio, 0.0)
         alone = (together == 1) & (self.cuts(name, asker, at, stages) == 1)
         requests = np.where(alone, -(-parts // workers), stages)
-        first = np.where(together == 1, one * -(-requests // stages), stage)
-        whole = np.where(together == 1, one, stage) * requests
-        return one, first, whole, cost.last_s.at(together * each) * slowed
+        first = np.where(together == 1, seconds * -(-requests // stages), stage)
+        whole = np.where(together == 1, seconds, stage) * requests
+        return seconds, first, whole, cost.last_s.at(together * each) * slowed
 
     def unequal(self, name: str, at: Mapping, stages: int) -> Array:
         """The factor by which unequal lengths of answers prolong the work of a component's workers."""
@@ -389,9 +389,9 @@ class Pricer:
         component, cost = self.dataflow[name], self.cost(name, device_class)
         on, learns = self.classes[device_class], self.dataflow.is_learner(name)
         groups = self.dataflow.groups if learns and self.dataflow.schedule == "periodic" else 1
-        held = schedule_overlap.held_items(self.dataflow) if learns else 0
+        kept_items = schedule_overlap.held_items(self.dataflow) if learns else 0
         unequal = self.dataflow.learner_ratios(on.count) if learns else None
-        return make_table(component, cost, on, stages if component.splits else 1, groups, held, unequal)
+        return make_table(component, cost, on, stages if component.splits else 1, groups, kept_items, unequal)
 
 
 # Memory

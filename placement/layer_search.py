@@ -68,11 +68,11 @@ class Bounds:
         asker = self.pricer.asker_for(names[0])
         if asker is None:
             seconds = self.pricer.table(names[0], device_class, stages).seconds
-            found = (seconds * self.pricer.cost(names[0], device_class).alone,)
+            floors = (seconds * self.pricer.cost(names[0], device_class).alone,)
         else:
-            found = self._round_least(names, asker, device_class, stages)
+            floors = self._round_least(names, asker, device_class, stages)
         least = []
-        for seconds in found:
+        for seconds in floors:
             spent = np.where(np.isnan(seconds), np.inf, seconds)
             spent[0] = np.inf
             least.append(np.minimum.accumulate(spent))
@@ -90,7 +90,7 @@ class Bounds:
         if asker in names:
             at = dict.fromkeys(names, (here, count))
             rounds = [self.pricer.station(name, asker, at, stages, alone[name]) for name in names]
-            return calls * sum(whole for _, _, whole, _ in rounds), calls * sum(one for one, _, _, _ in rounds)
+            return calls * sum(whole for _, _, whole, _ in rounds), calls * sum(least for least, _, _, _ in rounds)
         busy, waits = np.full((2, len(count)), np.inf)
         for name in self.pricer.runs_on()[asker]:
             asking = np.flatnonzero(np.diff(self.pricer.table(asker, name, stages).workers) > 0) + 1
@@ -98,19 +98,19 @@ class Bounds:
             if len(asking):
                 rounds = [self.pricer.station(name, asker, at, stages, alone[name]) for name in names]
                 every = len(asking), len(count)
-                whole, one = (np.broadcast_to(sum(r[i] for r in rounds), every).min(axis=0) for i in (2, 0))
-                busy, waits = np.minimum(busy, whole), np.minimum(waits, one)
+                whole, least = (np.broadcast_to(sum(r[i] for r in rounds), every).min(axis=0) for i in (2, 0))
+                busy, waits = np.minimum(busy, whole), np.minimum(waits, least)
         return calls * busy, calls * waits
 
     def least_seconds(self, layer: Layer, most: Sequence[Array], stages: int, chunks: int) -> Array:
         """A lower bound on the seconds of this layer if its zones have at most `most` devices (numbers, or arrays)."""
         work = {}
         for turn in self.pricer.turns(layer):
-            found = [self.floor(names, layer[z].device_class, stages) for z, names in turn.parts]
+            floors = [self.floor(names, layer[z].device_class, stages) for z, names in turn.parts]
             counts = [most[z] for z, _ in turn.parts]
-            busiest = max_of(*(busy[count] for (busy, _), count in zip(found, counts)))
-            if len(found) > 1:
-                busiest = max_of(busiest, sum(one[count] for (_, one), count in zip(found, counts)))
+            busiest = max_of(*(busy[count] for (busy, _), count in zip(floors, counts)))
+            if len(floors) > 1:
+                busiest = max_of(busiest, sum(one[count] for (_, one), count in zip(floors, counts)))
             work[turn.node] = busiest
         return self.pricer.least_turns(layer, work, chunks)
 
@@ -163,8 +163,8 @@ class LayerSearch:
                 self._fastest[label] = best
             else:
                 self._slower[label] = bound
-        found = self._fastest.get(label)
-        return found if found and found.seconds[0] < bound else None
+        known = self._fastest.get(label)
+        return known if known and known.seconds[0] < bound else None
 
     def least(self, layer: Layer) -> float:
         """A lower bound on the seconds of a layer, in which every zone gets all devices that other zones do not
@@ -194,15 +194,15 @@ class LayerSearch:
 
     def front(self, label: tuple, bound: float) -> Points | None:
         """Splits of less than `bound` seconds on the Pareto front of seconds and bytes."""
-        found: list[Points] = []
+        fronts: list[Points] = []
         for layer in self.groups[label]:
             splits, _ = self.splits(layer, bound)
             for swapped in self.swaps(self.components):
                 points = self.price(Way(layer, swapped), splits)
                 points = points.take(fit(points, self.limits) & (points.seconds < bound))
                 if len(points):
-                    found.append(pareto_front(points))
-        return pareto_front(concatenated(found)) if found else None
+                    fronts.append(pareto_front(points))
+        return pareto_front(concatenated(fronts)) if fronts else None
 
     def swaps(self, components: Sequence[str]) -> list[frozenset[str]]:
         """All sets of components that can give their memory back, small ones first."""
@@ -210,26 +210,26 @@ class LayerSearch:
         return [frozenset(s) for size in range(len(able) + 1) for s in combinations(able, size)]
 
     def price(self, way: Way, devices: np.ndarray) -> Points:
-        found = self.pricer.layer(way.layer, list(devices), self.stages, self.chunks, way.swapped)
+        priced = self.pricer.layer(way.layer, list(devices), self.stages, self.chunks, way.swapped)
         shape = devices.shape[1]
         none = np.zeros(shape)
-        idle = [np.broadcast_to(found.idle.get(c.name, none), shape) for c in self.classes]
-        active = [np.broadcast_to(found.active.get(c.name, none), shape) for c in self.classes]
+        idle = [np.broadcast_to(priced.idle.get(c.name, none), shape) for c in self.classes]
+        active = [np.broadcast_to(priced.active.get(c.name, none), shape) for c in self.classes]
         memory = np.stack([*idle, *(a - i for a, i in zip(active, idle))])
-        points = Points([way], np.zeros(shape, int), devices, np.broadcast_to(found.seconds, shape), memory)
+        points = Points([way], np.zeros(shape, int), devices, np.broadcast_to(priced.seconds, shape), memory)
         return points.take(np.isfinite(points.seconds))
 
     def seconds(self, layer: Layer, devices: np.ndarray) -> np.ndarray:
         """Seconds of every split (column of `devices`)."""
-        found = self.pricer.seconds(layer, list(devices), self.stages, self.chunks)
-        return np.broadcast_to(found, devices.shape[1])
+        priced = self.pricer.seconds(layer, list(devices), self.stages, self.chunks)
+        return np.broadcast_to(priced, devices.shape[1])
 
     def least_seconds(self, layer: Layer, most: np.ndarray, waiting: Sequence[int]) -> np.ndarray:
         """Lower bounds on the seconds of splits (columns) in which `waiting` zones have at most `most` devices, and
         other zones exactly these numbers."""
         if overlaps(self.pricer.dataflow) or self.pricer.work_slowed_by_more(self.components):
-            found = self.bounds.least_seconds(layer, list(most), self.stages, self.chunks)
-            return np.broadcast_to(found, most.shape[1])
+            bounds = self.bounds.least_seconds(layer, list(most), self.stages, self.chunks)
+            return np.broadcast_to(bounds, most.shape[1])
         if not any(self.pricer.receives(layer[i].components) for i in waiting):
             return self.seconds(layer, most)
         at = {name: (zone, count) for zone, count in zip(layer, most) for name in zone.components}

@@ -60,11 +60,11 @@ def completion_times(lengths: np.ndarray, slots: int) -> np.ndarray:
     Lengths 3, 1, 4 in two slots: 3, 1, 5.
     """
     free = [0.0] * min(slots, len(lengths))
-    found = np.empty(len(lengths))
+    times = np.empty(len(lengths))
     for place, length in enumerate(lengths):
-        found[place] = heapq.heappop(free) + length
-        heapq.heappush(free, found[place])
-    return found
+        times[place] = heapq.heappop(free) + length
+        heapq.heappush(free, times[place])
+    return times
 
 
 @cache
@@ -75,11 +75,11 @@ def engine_ratios(lengths: Lengths, answers: int, most: int) -> np.ndarray:
 
 
 def engine_ratio(lengths: Lengths, answers: int, engines: int) -> float:
-    found = []
+    ratios = []
     for batch in lengths.batches(1, answers)[:, 0]:
         alone = [completion_times(part, lengths.running).max() for part in np.array_split(batch, engines)]
-        found.append((completion_times(batch, engines * lengths.running).max(), np.mean(alone)))
-    together_s, alone_s = np.mean(found, axis=0)
+        ratios.append((completion_times(batch, engines * lengths.running).max(), np.mean(alone)))
+    together_s, alone_s = np.mean(ratios, axis=0)
     return max(1.0, float(together_s / alone_s))
 
 
@@ -128,18 +128,18 @@ def dealt_ratio(lengths: Lengths, batch: np.ndarray, ranks: int) -> float:
 @cache
 def group_times(lengths: Lengths, groups: int, size: int, engines: int) -> tuple[float, ...]:
     """The share of a rollout after which each group is complete, in ascending order."""
-    found = []
+    times = []
     for batch in lengths.batches(groups, size):
-        there = completion_times(batch.reshape(-1), engines * lengths.running).reshape(groups, size).max(axis=1)
-        found.append(np.sort(there) / there.max())
-    return tuple(np.mean(found, axis=0).tolist())
+        ends = completion_times(batch.reshape(-1), engines * lengths.running).reshape(groups, size).max(axis=1)
+        times.append(np.sort(ends) / ends.max())
+    return tuple(np.mean(times, axis=0).tolist())
 
 
 @cache
 def shares_by_time(lengths: Lengths, groups: int, size: int, most: int) -> np.ndarray:
     """[most + 1, PARTS] By the number of engines: the share of complete groups at the end of each part of a rollout."""
-    found = np.zeros((most + 1, PARTS))
+    shares = np.zeros((most + 1, PARTS))
     for engines in range(1, most + 1):
         at = np.ceil(np.array(group_times(lengths, groups, size, engines)) * PARTS).astype(int) - 1
-        found[engines] = np.bincount(np.clip(at, 0, PARTS - 1), minlength=PARTS) / groups
-    return found
+        shares[engines] = np.bincount(np.clip(at, 0, PARTS - 1), minlength=PARTS) / groups
+    return shares

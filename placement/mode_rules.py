@@ -84,9 +84,9 @@ def choose(
     more, draws = extra_roles(roles), draws and not gpu_sims
     if not is_loop(roles):
         apart = [role for role in roles if networks == "gpu" and not (role.network or gpu_sims)]
-        held = cores[: even_workers(num_envs, stages, min(len(cores), most_sims or len(cores)))]
+        own_cores = cores[: even_workers(num_envs, stages, min(len(cores), most_sims or len(cores)))]
         left, devices = [role for role in roles if role not in apart], gpus if networks == "gpu" else cores
-        groups = [*((role.name, held) for role in apart), *by_declaration(mode, left, devices, num_envs, stages)]
+        groups = [*((role.name, own_cores) for role in apart), *by_declaration(mode, left, devices, num_envs, stages)]
         return as_map(groups, machines, draws), "collocated: roles take turns" * (mode == "auto")
     by_rule = mode == "auto"
     mode, reason = resolved(mode, networks, gpu_sims, overlap)
@@ -102,11 +102,11 @@ def choose(
         on = on_gpus if networks == "gpu" else on_cores
         groups = on(mode, gpus if networks == "gpu" else cores, num_envs, stages, asked)
     apart = [role for role in more if overlap and role not in own and (role.phase, role.home) == ("rollout", "learner")]
-    acting = next((held for names, held in groups if "policy" in names.split(",")), [])
+    acting = next((own_cores for names, own_cores in groups if "policy" in names.split(",")), [])
     groups = [with_roles_beside(group, [role for role in more if role not in [*own, *apart]]) for group in groups]
     groups += [*((role.name, acting) for role in apart), *kept_cores, *kept_gpus]
     if by_rule and mode == "collocated" and networks == "cpu" and small_steps:
-        groups = [(names, held[:1] if names == "learner" else held) for names, held in groups]
+        groups = [(names, own_cores[:1] if names == "learner" else own_cores) for names, own_cores in groups]
         reason = "collocated: sims take turns with one learner, since gradient steps are small"
     if len(machines.nodes) > 1:
         groups = learner_at_home(groups, machines.nodes[0].name)
@@ -119,9 +119,11 @@ def choose(
 def as_map(groups: Groups, machines: Topology, draws: bool) -> dict[str, Any]:
     """The groups in the notation of `grammar.py`."""
     order = {node.name: place for place, node in enumerate(machines.nodes)}
-    in_order = {roles: sorted(held, key=lambda device: (order.get(device[0], 0), device[2])) for roles, held in groups}
-    found: dict[str, Any] = {roles: text_of(held) for roles, held in in_order.items()}
-    return with_drawing(found, machines) if draws else found
+    in_order = {
+        roles: sorted(devices, key=lambda device: (order.get(device[0], 0), device[2])) for roles, devices in groups
+    }
+    devices_by_roles: dict[str, Any] = {roles: text_of(devices) for roles, devices in in_order.items()}
+    return with_drawing(devices_by_roles, machines) if draws else devices_by_roles
 
 
 def by_declaration(mode: str, roles: Sequence[PlacedRole], devices: list[Device], num_envs: int, stages: int) -> Groups:
@@ -165,8 +167,8 @@ def split_off(devices: list[Device], names: list[str], kind: str, asked: DeviceR
 
 def with_roles_beside(group: tuple[str, list[Device]], more: Sequence[PlacedRole]) -> tuple[str, list[Device]]:
     """Adds to a group the roles that are beside one of its roles, each behind that role."""
-    names, held = group
-    return ",".join(name for head in names.split(",") for name in with_those_beside(head, more)), held
+    names, devices = group
+    return ",".join(name for head in names.split(",") for name in with_those_beside(head, more)), devices
 
 
 def with_those_beside(name: str, roles: Sequence[PlacedRole]) -> list[str]:
@@ -185,12 +187,14 @@ def with_drawing(placement: dict[str, Any], machines: Topology) -> dict[str, Any
 
 def learner_at_home(groups: Groups, home: str) -> Groups:
     """Ensures that the first learner is on the machine that starts the run: it writes the checkpoints."""
-    learning = next(held for roles, held in groups if "learner" in roles.split(","))
-    theirs = [device for _, held in groups for device in held if device[0] == home and device[1] == learning[0][1]]
+    learning = next(devices for roles, devices in groups if "learner" in roles.split(","))
+    theirs = [
+        device for _, devices in groups for device in devices if device[0] == home and device[1] == learning[0][1]
+    ]
     if not theirs or any(device[0] == home for device in learning):
         return groups
     other = {learning[0]: theirs[0], theirs[0]: learning[0]}
-    return [(roles, [other.get(device, device) for device in held]) for roles, held in groups]
+    return [(roles, [other.get(device, device) for device in devices]) for roles, devices in groups]
 
 
 def devices_of(machines: Topology, kind: str) -> list[Device]:

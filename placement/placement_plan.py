@@ -192,8 +192,8 @@ def node_of(name: str, machines: Topology) -> Node:
     """The machine with this name; "" is the machine that starts the run."""
     if not name:
         return machines.nodes[0]
-    if found := next((node for node in machines.nodes if node.name == name), None):
-        return found
+    if named := next((node for node in machines.nodes if node.name == name), None):
+        return named
     known = ", ".join(f"{node.name} ({number(node.cores, 'core')})" for node in machines.nodes if node.name)
     alone = f"this run uses one machine; leave out {name}/, or join a Ray cluster: cluster.address=host:port"
     raise PlacementError(f"placement names the node {name!r}, but {f'the cluster has {known}' if known else alone}")
@@ -208,8 +208,8 @@ def check_alike(roles: tuple[str, ...], slots: list[Slot]) -> None:
 
 def check_hardware(hosts: list[PlannedHost]) -> None:
     """Refuse workers of a role that share a device other than a fake one, a GPU or cores."""
-    held = sorted((name, role) for h in hosts for role in h.roles for name in h.held if h.device)
-    for (name, role), (other, other_role) in pairwise(held):
+    uses = sorted((name, role) for h in hosts for role in h.roles for name in h.held if h.device)
+    for (name, role), (other, other_role) in pairwise(uses):
         if (name, role) == (other, other_role) and name.rpartition("/")[2].partition(":")[0] not in ("gpu", "fake"):
             raise PlacementError(f"two {role} workers are on {name}, and there is one of it")
 

@@ -225,9 +225,9 @@ def make_table(
     seconds = np.where(allowed, seconds, np.inf)
     better = np.where(allowed, count, 0) if component.splits else records(seconds, used)
     best = np.maximum.accumulate(better)
-    found = best > 0
+    fits = best > 0
     return Table(
-        np.where(found, workers[best], 0), np.where(found, seconds[best], np.inf), np.where(found, used[best], 0.0)
+        np.where(fits, workers[best], 0), np.where(fits, seconds[best], np.inf), np.where(fits, used[best], 0.0)
     )
 
 

@@ -77,14 +77,14 @@ class Planner:
 
     def _all_options(self) -> list[Option]:
         """All options, by ascending lower bound."""
-        found = []
+        options = []
         cuts = [cut for cut in layer_sets(self.dataflow) if len(cut) == 1 or not overlaps(self.dataflow)]
         for stages, chunks, cut in product(self.stages, self.chunks, cuts):
             searches = [self.search(nodes, stages, chunks) for nodes in cut]
             for labels in product(*(search.groups for search in searches)):
                 way = tuple(zip(searches, labels))
-                found.append(Option(self._least(way), stages, chunks, way))
-        finite = (option for option in found if np.isfinite(option.least))
+                options.append(Option(self._least(way), stages, chunks, way))
+        finite = (option for option in options if np.isfinite(option.least))
         return sorted(finite, key=lambda option: (option.least, len(option.way)))  # if equal, fewer layers first
 
     def search(self, nodes: frozenset[int], stages: int, chunks: int) -> LayerSearch:
@@ -104,8 +104,8 @@ class Planner:
         for option in options:
             bound = best.price.seconds if best else np.inf
             if option.least < bound:
-                found = self._together(option.way, option.stages, option.chunks, bound)
-                best = found if found and found.price.seconds < bound else best
+                layout = self._together(option.way, option.stages, option.chunks, bound)
+                best = layout if layout and layout.price.seconds < bound else best
         return best
 
     def _least(self, way: tuple) -> float:

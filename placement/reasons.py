@@ -18,7 +18,7 @@ SMALL = 0.01  # share of an iteration; smaller differences are not mentioned
 
 def phases(pricer: Pricer, layout: Layout) -> dict[str, float]:
     """Seconds of the parts of an iteration. Parts that overlap in time all count."""
-    found: dict[str, float] = {}
+    seconds: dict[str, float] = {}
     for layer in layout.layers:
         at = {name: (zone, zone.devices) for zone in layer for name in zone.components}
         for node in pricer.dataflow.order:
@@ -27,14 +27,14 @@ def phases(pricer: Pricer, layout: Layout) -> dict[str, float]:
                 name = (
                     "rollout" if len(node) > 1 else "update" if pricer.dataflow.is_learner(node[0]) else "+".join(node)
                 )
-                found[name] = found.get(name, 0.0) + work
+                seconds[name] = seconds.get(name, 0.0) + work
                 if pricer.dataflow[node[0]].ahead:
-                    found["encoding"] = found.get("encoding", 0.0) + float(pricer.encoding_seconds(node[0], at))
+                    seconds["encoding"] = seconds.get("encoding", 0.0) + float(pricer.encoding_seconds(node[0], at))
                 swap = sum(pricer.swap_seconds(node, at, layout.swapped, which) for which in ("onload_s", "offload_s"))
-                found["swap"] = found.get("swap", 0.0) + swap
-        found["weights"] = found.get("weights", 0.0) + float(pricer.sync_seconds(at, layout.stages))
-    found["rest"] = pricer.dataflow.fixed_s
-    return found
+                seconds["swap"] = seconds.get("swap", 0.0) + swap
+        seconds["weights"] = seconds.get("weights", 0.0) + float(pricer.sync_seconds(at, layout.stages))
+    seconds["rest"] = pricer.dataflow.fixed_s
+    return seconds
 
 
 def describe_layout(layout: Layout, pricer: Pricer) -> str:
@@ -67,14 +67,14 @@ def words(names: Sequence[str]) -> str:
 
 def why_it_wins(pricer: Pricer, winner: Choice, others: Mapping[str, Choice]) -> list[str]:
     """A line for each other mode: how much slower it is, and in which part of the iteration."""
-    mine = phases(pricer, winner.layout)
+    winner_phases = phases(pricer, winner.layout)
     lines = []
     for mode, other in sorted(others.items(), key=lambda item: item[1].price.seconds):
         theirs = phases(pricer, other.layout)
         seconds = winner.price.seconds
-        gains = {name: theirs.get(name, 0.0) - mine.get(name, 0.0) for name in {**mine, **theirs}}
+        gains = {name: theirs.get(name, 0.0) - winner_phases.get(name, 0.0) for name in {**winner_phases, **theirs}}
         parts = [
-            f"{name} {mine.get(name, 0.0):.3g} s instead of {theirs.get(name, 0.0):.3g} s"
+            f"{name} {winner_phases.get(name, 0.0):.3g} s instead of {theirs.get(name, 0.0):.3g} s"
             for name, gain in sorted(gains.items(), key=lambda item: -abs(item[1]))
             if abs(gain) > SMALL * seconds
         ]
@@ -91,16 +91,16 @@ def describe_lengths(pricer: Pricer, layout: Layout) -> list[str]:
     """How much longer engines and learners take because of unequal answer lengths; [] if lengths are equal."""
     if (lengths := pricer.dataflow.lengths) is None:
         return []
-    found = []
+    lines = []
     for layer in layout.layers:
         at = {name: (zone, zone.devices) for zone in layer for name in zone.components}
         for name in at:
             count, on = int(pricer.count(name, at, layout.stages)), pricer.classes[at[name][0].device_class]
             if (ratios := pricer.dataflow.learner_ratios(on.count)) is not None and pricer.dataflow.is_learner(name):
-                found.append((name, count, ratios[count]))
+                lines.append((name, count, ratios[count]))
             elif pricer.asker_for(name) not in (None, name):
-                found.append((name, count, pricer.unequal(name, at, layout.stages)))
-    longer = " and ".join(f"{name} on {count} {float(ratio):.2f} times" for name, count, ratio in found)
+                lines.append((name, count, pricer.unequal(name, at, layout.stages)))
+    longer = " and ".join(f"{name} on {count} {float(ratio):.2f} times" for name, count, ratio in lines)
     return [f"answers of {lengths.answers[0]:,} to {lengths.answers[-1]:,} tokens take {longer} as long as equal ones"]
 
 

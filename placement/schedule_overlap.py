@@ -71,11 +71,11 @@ def waves_of(dataflow: Dataflow, num_envs: int, sims: int) -> list[dict[int, int
     """
     episodes, rows = dataflow.groups * dataflow.group_size, max(num_envs // sims, 1)
     borders = [episodes * sim // sims for sim in range(sims + 1)]
-    found: list[dict[int, int]] = [{} for _ in range(dataflow.groups)]
+    waves: list[dict[int, int]] = [{} for _ in range(dataflow.groups)]
     for sim in range(sims):
         for place, episode in enumerate(range(borders[sim], borders[sim + 1])):
-            found[episode // dataflow.group_size][sim] = place // rows + 1
-    return found
+            waves[episode // dataflow.group_size][sim] = place // rows + 1
+    return waves
 
 
 @cache
@@ -111,10 +111,10 @@ def engine_of(dataflow: Dataflow) -> str | None:
 
 def sides(pricer: Pricer, layer: Layer) -> tuple[tuple[NodeTurn, ...], tuple[NodeTurn, ...]]:
     """Returns the turns of the collecting side and of the learners."""
-    found: tuple[list[NodeTurn], list[NodeTurn]] = ([], [])
+    turns: tuple[list[NodeTurn], list[NodeTurn]] = ([], [])
     for turn in pricer.turns(layer):
-        found[is_learner_node(pricer.dataflow, turn.node)].append(turn)
-    return tuple(found[0]), tuple(found[1])
+        turns[is_learner_node(pricer.dataflow, turn.node)].append(turn)
+    return tuple(turns[0]), tuple(turns[1])
 
 
 def overlapped(pricer: Pricer, layer: Layer, at: Mapping, stages: int, swapped: frozenset[str]) -> Array:

@@ -98,9 +98,9 @@ def divide_sequences(
     best = at = place(sequences, num_ranks, exchange, chosen)
     while at.imbalance > BALANCED:
         for raised in raised_degrees(sequences, exchange, degrees, chosen, at):
-            found = place(sequences, num_ranks, exchange, raised)
-            if is_lower(found.by_load, at.by_load):
-                chosen, at = raised, found
+            division = place(sequences, num_ranks, exchange, raised)
+            if is_lower(division.by_load, at.by_load):
+                chosen, at = raised, division
                 break
         else:
             break

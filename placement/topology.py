@@ -135,8 +135,8 @@ def gpu_of(device: str, node: Node) -> Gpu | None:
 def not_there(device: str, node: Node) -> str:
     """The error text for a device that a machine lacks, with the available devices of that kind."""
     kind = device.partition(":")[0]
-    if mine := [name for name in node.named if name.startswith(f"{kind}:")]:
-        return f"{device} is not there: this run may use {', '.join(mine)}"
+    if of_kind := [name for name in node.named if name.startswith(f"{kind}:")]:
+        return f"{device} is not there: this run may use {', '.join(of_kind)}"
     if kind == "gpu":
         return f"{device} is not there: no NVIDIA GPU is seen here"
     known = sorted({"cpu", "gpu", "fake", *(name.partition(":")[0] for name in node.devices)})
@@ -150,24 +150,24 @@ def read_topology(text: str) -> Topology:
     """The machines described by text such as 64x8xGPU, or by a YAML file."""
     if text.endswith((".yaml", ".yml")):
         return read_file(Path(text))
-    found = TEXT.fullmatch(text)
-    model = found["model"].upper() if found else ""
-    if not found or model not in {*GPU_GB, "CPU", "FAKE"}:
+    match = TEXT.fullmatch(text)
+    model = match["model"].upper() if match else ""
+    if not match or model not in {*GPU_GB, "CPU", "FAKE"}:
         raise PlacementError(f"cluster={text} does not describe machines; {EXAMPLES}; models: {', '.join(GPU_GB)}")
-    nodes, count = int(found["nodes"] or 1), int(found["count"])
+    nodes, count = int(match["nodes"] or 1), int(match["count"])
     if not nodes or not count:
         raise PlacementError(f"cluster={text} has no device; {EXAMPLES}")
     if max(nodes, count) > MOST:
         raise PlacementError(f"cluster={text} counts to {max(nodes, count)}; at most {MOST} can be named")
     if model == "CPU":
-        one = Node("", cores=count)
+        node = Node("", cores=count)
     elif model == "FAKE":
-        one = Node("", cores=count * CORES_PER_GPU, fakes=count)
+        node = Node("", cores=count * CORES_PER_GPU, fakes=count)
     else:
         gpus = tuple(Gpu(i, model, GPU_GB[model] * GB) for i in range(count))
-        one = Node("", cores=count * CORES_PER_GPU, gpus=gpus)
-    one = replace(one, memory_bytes=one.cores * CORE_GB * GB)
-    return Topology(tuple(replace(one, name=f"node{i}") for i in range(nodes)), text)
+        node = Node("", cores=count * CORES_PER_GPU, gpus=gpus)
+    node = replace(node, memory_bytes=node.cores * CORE_GB * GB)
+    return Topology(tuple(replace(node, name=f"node{i}") for i in range(nodes)), text)
 
 
 def read_file(path: Path) -> Topology:

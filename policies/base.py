@@ -241,10 +241,10 @@ class Policy(nn.Module):
         """Replace all weights; names and shapes must match."""
         self.check_names(tensors)
         with torch.no_grad():
-            for name, mine in self.state_dict(keep_vars=True).items():
+            for name, tensor in self.state_dict(keep_vars=True).items():
                 new = torch.tensor(np.asarray(tensors[name]))  # a copy: arrays of other processes are read-only
-                check_like(name, new, mine)
-                mine.copy_(new)
+                check_like(name, new, tensor)
+                tensor.copy_(new)
 
 
 def check_like(name: str, new: Tensor, mine: Tensor) -> None:

@@ -38,13 +38,15 @@ class CNNPolicy(ActorCritic):
             raise ConfigError(
                 "policy.estimate=true needs privileged numbers, but this env gives none; set env.privileged=true"
             )
-        found = len(spec.images) * (2 * config.channels[-1] if config.keypoints else config.features)
-        width = (spec.privileged_dim if config.estimate else found) + (spec.state_dim or 0)
+        num_features = len(spec.images) * (2 * config.channels[-1] if config.keypoints else config.features)
+        width = (spec.privileged_dim if config.estimate else num_features) + (spec.state_dim or 0)
         super().__init__(config, spec, width)
         self.trunks = nn.ModuleDict(
             {camera: trunk(size, config, self.dtype) for camera, size in sorted(spec.images.items())}
         )
-        self.estimator = mlp(found, (), spec.privileged_dim, config.activation, self.dtype) if config.estimate else None
+        self.estimator = (
+            mlp(num_features, (), spec.privileged_dim, config.activation, self.dtype) if config.estimate else None
+        )
         self.own_losses = ("estimate_loss",) if config.estimate else ()
 
     def nets(self) -> list[tuple[nn.Sequential, float]]:
@@ -56,14 +58,16 @@ class CNNPolicy(ActorCritic):
 
     def encode(self, obs: Observation) -> Tensor:
         """Features of the images, or estimates of the privileged numbers."""
-        found = torch.cat([trunk(self._pixels(obs["images"][camera])) for camera, trunk in self.trunks.items()], dim=-1)
-        return self.estimator(found) if self.estimator else found
+        features = torch.cat(
+            [trunk(self._pixels(obs["images"][camera])) for camera, trunk in self.trunks.items()], dim=-1
+        )
+        return self.estimator(features) if self.estimator else features
 
     @torch.inference_mode()
     def act(self, obs: Observation, noise: np.ndarray, temperature: float = 1.0) -> PolicyOutput:
-        found = self.encode(obs)
-        output = self.decide(obs, self._with_state(found, obs), noise, temperature)
-        return replace(output, replay={"estimates": as_asked(found, obs)}) if self.estimator else output
+        features = self.encode(obs)
+        output = self.decide(obs, self._with_state(features, obs), noise, temperature)
+        return replace(output, replay={"estimates": as_asked(features, obs)}) if self.estimator else output
 
     def forward(self, inputs: dict[str, Any]) -> Scores:
         if not self.estimator:
@@ -71,16 +75,16 @@ class CNNPolicy(ActorCritic):
         scores = self.score(inputs, self._with_state(tensor_of(inputs["estimates"], self.device), inputs["obs"]))
         return replace(scores, own_loss=self._estimate_loss(inputs["obs"]))
 
-    def _with_state(self, found: Tensor, obs: Observation) -> Tensor:
-        return found if self.spec.state_dim is None else torch.cat([found, self.state(obs)], dim=-1)
+    def _with_state(self, features: Tensor, obs: Observation) -> Tensor:
+        return features if self.spec.state_dim is None else torch.cat([features, self.state(obs)], dim=-1)
 
     def _estimate_loss(self, obs: Observation) -> Tensor:
         """Huber loss of each row, with errors in units of each number's deviation: squared up to 1, linear beyond."""
-        found, truth = self.encode(obs), self.privileged(obs)
+        estimates, truth = self.encode(obs), self.privileged(obs)
         if self.normalizer is not None:
             unit = self.normalizer.spread(self.spec.state_dim or 0, LEAST).to(truth.dtype)
-            found, truth = found / unit, truth / unit
-        return smooth_l1_loss(found, truth, reduction="none").mean(-1)
+            estimates, truth = estimates / unit, truth / unit
+        return smooth_l1_loss(estimates, truth, reduction="none").mean(-1)
 
     def _pixels(self, frames) -> Tensor:
         """uint8 [N, H, W, 3] -> [N, 3, H, W], in the channels-last memory format, which is fast for convolutions."""

@@ -157,10 +157,10 @@ def adds_families(folder: str) -> bool:
     """True if a package that is installed in this folder has entry points in our group."""
     if not os.path.isdir(folder):
         return False
-    found = (
+    entries = (
         os.path.join(each.path, "entry_points.txt") for each in os.scandir(folder) if each.name[-10:] == ".dist-info"
     )
-    return any(os.path.isfile(path) and f"[{GROUP}]" in Path(path).read_text("utf-8") for path in found)
+    return any(os.path.isfile(path) and f"[{GROUP}]" in Path(path).read_text("utf-8") for path in entries)
 
 
 def outside_families() -> dict[str, type[PolicyOptions]]:
@@ -169,7 +169,7 @@ def outside_families() -> dict[str, type[PolicyOptions]]:
         return {}
     from importlib.metadata import entry_points  # 40 ms and 69 modules, which --help would pay for
 
-    found = {}
+    families = {}
     for entry in entry_points(group=GROUP):
         try:
             options = entry.load()
@@ -183,8 +183,8 @@ def outside_families() -> dict[str, type[PolicyOptions]]:
                 stacklevel=2,
             )
             continue
-        found[entry.name] = options
-    return found
+        families[entry.name] = options
+    return families
 
 
 def _family(value: Any) -> str:

@@ -47,8 +47,8 @@ class ObservationNormalizer(nn.Module):
     def spread(self, first: int, least: float) -> Tensor:
         """The deviation of `forward`'s numbers from `first` on. Numbers that vary by less than `least`, in units of the
         state, have the deviation that `least` corresponds to."""
-        found = (self._deviation(least) / self._deviation(self.floor))[first:]
-        return torch.where(self.count < 2, torch.ones_like(found), found)
+        deviations = (self._deviation(least) / self._deviation(self.floor))[first:]
+        return torch.where(self.count < 2, torch.ones_like(deviations), deviations)
 
     def within(self, states: np.ndarray) -> np.ndarray:
         """Numbers [..., D] to count, clipped like in `forward`: otherwise a cube that flies off the table would shrink

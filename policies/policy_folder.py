@@ -79,9 +79,9 @@ def published_family(folder: Path) -> str | None:
     content = read_json(folder / CONFIG) if (folder / CONFIG).is_file() else {}
     if not content or "policy" in content:
         return None
-    found = PublishedFolder(content, frozenset(path.name for path in folder.iterdir()), partial(read_blobs, folder))
+    files = PublishedFolder(content, frozenset(path.name for path in folder.iterdir()), partial(read_blobs, folder))
     kinds = dict.fromkeys(FAMILIES.values())
-    return next((name for options in kinds if (name := options.recognise(found))), None)
+    return next((name for options in kinds if (name := options.recognise(files))), None)
 
 
 def families_of(folder: Path) -> tuple[str, ...]:
@@ -99,9 +99,9 @@ def copy_files(source: Path, folder: Path, patterns: Iterable[str]) -> None:
     if source.resolve() == folder.resolve():
         return
     for file in (file for pattern in patterns for file in source.glob(pattern)):
-        there = folder / file.relative_to(source)
-        there.parent.mkdir(parents=True, exist_ok=True)
-        shutil.copyfile(file, there)
+        target = folder / file.relative_to(source)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(file, target)
 
 
 def read_blobs(folder: Path) -> dict[str, Blob]:

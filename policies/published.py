@@ -73,12 +73,12 @@ class PublishedPolicy(Policy):
 
     def stored_weights(self) -> dict[str, Blob]:
         """Weights of the published folder for acting only; missing weights are zero."""
-        stored, found = self.read_stored(), {}
+        stored, weights = self.read_stored(), {}
         for name, tensor in self.state_dict().items():
             blob = stored.get(self.stored_name(stored, name))
             own = tensor if name.startswith(self.own_scales) else torch.zeros_like(tensor)
-            found[name] = blob_of(own) if blob is None else blob
-        return found
+            weights[name] = blob_of(own) if blob is None else blob
+        return weights
 
     # On disk
 

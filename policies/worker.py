@@ -110,8 +110,8 @@ class PolicyWorker(Worker):
         """Load a published version; buckets come through the channel. Returns the loaded version; None if a newer
         version was published meanwhile, which it loads later."""
         self.policy.check_names(publication.specs)
-        found = self.weights.load(publication, route, channel, whole)
-        self.policy.use_weights({n: tensor_of(w) if isinstance(w, Blob) else w for n, w in found.items()})
+        loaded = self.weights.load(publication, route, channel, whole)
+        self.policy.use_weights({n: tensor_of(w) if isinstance(w, Blob) else w for n, w in loaded.items()})
         return self.weights.version
 
     @served_while_busy
@@ -133,8 +133,8 @@ class PolicyWorker(Worker):
         belong to an earlier round. Returns the number of decisions. Waiting requests are merged by `merging`; `mine`
         are the sources that ask this worker at first (None: all)."""
         decisions, batcher = 0, RequestBatcher(requests, replies, self.merging, mine)
-        while taken := self._take(batcher):
-            for reply in self._answers(taken, version, rule):
+        while batch := self._take(batcher):
+            for reply in self._answers(batch, version, rule):
                 decisions += 0 if reply.output is None else len(reply.values)
                 replies[reply.source].put(reply)
         self._check_noted()
@@ -312,26 +312,26 @@ class RequestBatcher:
         first, self.next = self.next or (None if self.over else self._get()), None
         if first is None:
             return []
-        taken, until = [first], time.monotonic() + self.merging.wait_s
+        requests, until = [first], time.monotonic() + self.merging.wait_s
         room = self.merging.rows - first.rows
-        while room > 0 and not self.over and (more := self._another(taken, until)) is not None:
+        while room > 0 and not self.over and (more := self._another(requests, until)) is not None:
             room -= more.rows
             if room < 0:
                 self.next = more
                 break
-            taken.append(more)
-        return taken
+            requests.append(more)
+        return requests
 
-    def _another(self, taken: Sequence[ActRequest], until: float) -> ActRequest | None:
+    def _another(self, requests: Sequence[ActRequest], until: float) -> ActRequest | None:
         """The next request. Waits only for sims without a request here: a sim sends its second request only after an
         answer, or simulates the other half of its envs meanwhile. A sim for which this worker waits in vain asks
         another worker now; it is not waited for until it asks here again."""
-        asked = {sim_of(request.source) for request in taken}
+        asked = {sim_of(request.source) for request in requests}
         self.sims |= asked
-        found = self._get(until if self.sims - asked else 0.0)
-        if found is None and not self.over:
+        item = self._get(until if self.sims - asked else 0.0)
+        if item is None and not self.over:
             self.sims = asked
-        return found
+        return item
 
     def _get(self, until: float | None = None) -> ActRequest | None:
         """The next request of this round; None if none arrived by `until`, or if the round is over."""

@@ -107,9 +107,9 @@ def token_gae(
     played = side_by_side(np.ones(len(of)))[:-1, :, None] > 0
     guess, nothing = side_by_side(values[sampled]), np.zeros((steps, rows))
     paid = side_by_side(rewards[sampled])[:-1, :, None]
-    found = gae(paid, terminated[:-1], np.zeros_like(played), played, guess, nothing, gamma, lam)
+    results = gae(paid, terminated[:-1], np.zeros_like(played), played, guess, nothing, gamma, lam)
     advantages, returns = np.zeros(len(sampled)), np.zeros(len(sampled))
-    advantages[sampled], returns[sampled] = (each[at] for each in found)
+    advantages[sampled], returns[sampled] = (each[at] for each in results)
     return advantages, returns
 
 

@@ -82,17 +82,19 @@ class GroupPool:
         self.playing.difference_update(scores)
         for episode in sorted(scores):
             number, size = episode // self.config.group_size, self.config.group_size
-            found = self.open.setdefault(number, {})
-            found[episode] = scores[episode]
-            if len(found) == size:
+            scores_of_group = self.open.setdefault(number, {})
+            scores_of_group[episode] = scores[episode]
+            if len(scores_of_group) == size:
                 del self.open[number]
-                group = Group(tuple(sorted(found)), tuple(found[e] for e in sorted(found)))
+                group = Group(
+                    tuple(sorted(scores_of_group)), tuple(scores_of_group[e] for e in sorted(scores_of_group))
+                )
                 verdict = judge(group.scores, self.config, [self.solved.get(e, False) for e in group.episodes])
                 self.counts[verdict] += 1
                 if verdict == "kept":
                     self.ready[number] = group
-        held = set(self.held)
-        self.solved = {episode: success for episode, success in self.solved.items() if episode in held}
+        known = set(self.held)
+        self.solved = {episode: success for episode, success in self.solved.items() if episode in known}
 
     def lose(self, episodes: Collection[int]) -> None:
         """Drop the groups of lost episodes. Call it after adding all surviving episodes: the rest of a partly dealt
@@ -210,20 +212,20 @@ class PromptPools:
         """Record the success of episodes; a prompt's rate is known when its whole group has ended."""
         for episode, success in solved.items():
             group = episode // self.group_size
-            found = self.solved.setdefault(group, {})
-            found[episode] = success
-            if len(found) == self.group_size:
-                self.rates[self.drawn.pop(group)] = sum(found.values()) / self.group_size
+            solved_of_group = self.solved.setdefault(group, {})
+            solved_of_group[episode] = success
+            if len(solved_of_group) == self.group_size:
+                self.rates[self.drawn.pop(group)] = sum(solved_of_group.values()) / self.group_size
                 del self.solved[group]
 
     def forget_all_but(self, groups: Collection[int]) -> None:
         """Forget other unfinished groups, which will never end."""
         self.drawn = {group: prompt for group, prompt in self.drawn.items() if group in groups}
-        self.solved = {group: found for group, found in self.solved.items() if group in groups}
+        self.solved = {group: episodes for group, episodes in self.solved.items() if group in groups}
 
     def state(self) -> dict[str, np.ndarray]:
         """Its state, as arrays for a checkpoint."""
-        solved = {episode: success for found in self.solved.values() for episode, success in found.items()}
+        solved = {episode: success for episodes in self.solved.values() for episode, success in episodes.items()}
         return {
             "prompts": np.array(list(self.rates), np.int64),
             "rates": np.array(list(self.rates.values()), np.float64),

@@ -36,8 +36,8 @@ def base_recipe(
             return str(run / CONFIG)
         return named
     for stored in (values.get("resume"), *own.get("checkpoint", ())):
-        if isinstance(stored, str) and (found := stored_recipe(as_path(stored))):
-            return str(found)
+        if isinstance(stored, str) and (recipe_path := stored_recipe(as_path(stored))):
+            return str(recipe_path)
     if family := published(values | own):
         task = values.get("env.task")
         env = values.get("env.name") or (env_that_knows(task) if isinstance(task, str | list) else None)
@@ -62,17 +62,17 @@ def run_to_resume(recipe: str, values: dict[str, Any], command: Command, schema:
 
     sources = recipe_sources(recipe, schema, [])
     sources.append(Source(COMMAND_LINE, Path.cwd(), flatten(schema, values, COMMAND_LINE, [])))
-    said = {key: own_path(schema, key, value, each.folder) for each in sources for key, value in each.values}
-    name = str(said.get(("run", "name")) or usual_name(recipe, command))
-    parent = Path(str(said.get(("run", "dir"), "runs")))
-    found, notes = newest_run(parent, name)
-    if found is None:
+    given = {key: own_path(schema, key, value, each.folder) for each in sources for key, value in each.values}
+    name = str(given.get(("run", "name")) or usual_name(recipe, command))
+    parent = Path(str(given.get(("run", "dir"), "runs")))
+    run, notes = newest_run(parent, name)
+    if run is None:
         notes.append(f"{parent} has no run called {name}, so a new one begins")
     else:
-        saved = any(found.glob("checkpoints/v[0-9]*"))
-        notes.append(f"goes on with {found}{'' if saved else ' from its start: it has saved nothing yet'}")
+        saved = any(run.glob("checkpoints/v[0-9]*"))
+        notes.append(f"goes on with {run}{'' if saved else ' from its start: it has saved nothing yet'}")
     print("\n".join(f"resume=auto {note}" for note in notes), flush=True)
-    return found
+    return run
 
 
 def usual_name(recipe: str, command: Command) -> str:

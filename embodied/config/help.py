@@ -67,10 +67,10 @@ def found_text(command: Command, schema: Section, words: Sequence[str]) -> str:
         lines += [line for key in command.own if key == word for line in wrapped(key, command.own[key])]
         named = [key for key in keys if word in key.split(".")[:-1]] or [key for key in keys if word in key]
         named += [key for key in USUAL.get(word, ()) if key in keys]
-        found = {at: owners for at, owners in every.items() if at[0] in named}
-        found = found or {at: owners for at, owners in every.items() if word in at[1].lower()}
-        chosen |= found
-        if not (found or lines):
+        matches = {at: owners for at, owners in every.items() if at[0] in named}
+        matches = matches or {at: owners for at, owners in every.items() if word in at[1].lower()}
+        chosen |= matches
+        if not (matches or lines):
             lines.append(f"no key of {command.name} has {word!r} in its name or meaning{hint(word, keys)}")
     return "\n".join([*lines, *key_lines(chosen)]).strip("\n")
 
@@ -83,10 +83,10 @@ def recipe_lines() -> list[str]:
     return lines
 
 
-def key_lines(found: dict[tuple[str, str], list[str]]) -> list[str]:
+def key_lines(entries_shown: dict[tuple[str, str], list[str]]) -> list[str]:
     """The keys with their meaning, an empty line before each section."""
     lines, section = [], ""
-    for (key, text), owners in found.items():
+    for (key, text), owners in entries_shown.items():
         head = key.partition(".")[0]
         if head != section:
             section = head
@@ -103,11 +103,11 @@ def wrapped(key: str, text: str) -> list[str]:
 
 def entries(command: Command, schema: Section) -> dict[tuple[str, str], list[str]]:
     """For each (key, description) of a section the variants that have it."""
-    found: dict[tuple[str, str], list[str]] = {}
+    tags: dict[tuple[str, str], list[str]] = {}
     for key, field, only in leaves(schema):
         if not command.ignores(key):
-            found.setdefault((key, describe(field)), []).append(only)
-    return found
+            tags.setdefault((key, describe(field)), []).append(only)
+    return tags
 
 
 def describe(field: FieldInfo) -> str:

@@ -56,7 +56,7 @@ class Section:
 
 def section_of(field: FieldInfo) -> Section | None:
     """The section a field holds, or None for a plain value."""
-    found = {}
+    models = {}
     union = get_origin(field.annotation) in (Union, UnionType)
     for kind in get_args(field.annotation) if union else (field.annotation,):
         tag = None
@@ -64,11 +64,11 @@ def section_of(field: FieldInfo) -> Section | None:
             kind, *marks = get_args(kind)
             tag = next((mark.tag for mark in marks if isinstance(mark, Tag)), None)
         if isinstance(kind, type) and issubclass(kind, BaseModel):
-            found[tag or ("" if not union else get_args(kind.model_fields["name"].annotation)[0])] = kind
-    if not found:
+            models[tag or ("" if not union else get_args(kind.model_fields["name"].annotation)[0])] = kind
+    if not models:
         return None
     mark = field.discriminator or next((m for m in field.metadata if isinstance(m, Discriminator)), None)
-    return Section(found, mark.discriminator if isinstance(mark, Discriminator) else mark)
+    return Section(models, mark.discriminator if isinstance(mark, Discriminator) else mark)
 
 
 def root(model: type[BaseModel]) -> Section:

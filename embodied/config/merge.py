@@ -172,7 +172,7 @@ def read_recipe(path: Path, problems: list[str]) -> dict[str, Any]:
 def flatten(root: Section, values: dict, where: str, problems: list[str]) -> list[tuple[Key, Any]]:
     """Nested sections as a list of (key, value). Dotted keys equal nested keys, and a list of one task equals the
     task."""
-    found: dict[Key, Any] = {}
+    values_by_key: dict[Key, Any] = {}
     first_below: dict[Key, Key] = {}  # a key or prefix -> the first key set there
 
     def visit(prefix: Key, values: dict) -> None:
@@ -190,15 +190,17 @@ def flatten(root: Section, values: dict, where: str, problems: list[str]) -> lis
                 problems.append(f"{not_a_section_value(below, key, value)} (from {where})")
             elif has_no_finite_value(value):
                 problems.append(f"{'.'.join(key)}={value!r}: NaN and infinity are refused (from {where})")
-            elif clash := first_below.get(key) or next((k for k in prefixes(key) if k in found), None):
+            elif clash := first_below.get(key) or next((k for k in prefixes(key) if k in values_by_key), None):
                 problems.append(f"{'.'.join(key)} is set twice: also as {'.'.join(clash)} (both from {where})")
             else:
-                found[key] = value[0] if key == ENV_TASK and isinstance(value, list) and len(value) == 1 else value
+                values_by_key[key] = (
+                    value[0] if key == ENV_TASK and isinstance(value, list) and len(value) == 1 else value
+                )
                 for above in prefixes(key):
                     first_below.setdefault(above, key)
 
     visit((), values)
-    return list(found.items())
+    return list(values_by_key.items())
 
 
 def prefixes(key: Key) -> list[Key]:
@@ -323,9 +325,9 @@ def _own_path(root: Section, key: Key, value: Any, folder: Path) -> Any:
         files = [str(folder / as_path(one)) if str(one).endswith(".bddl") else one for one in named]
         return files if isinstance(value, list) else files[0]
     section = root.at(key[:-1])
-    found = section.field(key[-1]) if section else None
-    mark = path_mark(found) if found else None
-    if mark is None or not isinstance(value, str) or value in choices(found.annotation):
+    field = section.field(key[-1]) if section else None
+    mark = path_mark(field) if field else None
+    if mark is None or not isinstance(value, str) or value in choices(field.annotation):
         return value
     path = folder / as_path(value)
     return value if mark.or_recipe and value in recipe_names() and not path.exists() else str(path)

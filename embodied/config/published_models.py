@@ -39,14 +39,18 @@ class PublishedModel:
 @cache
 def published_models() -> dict[str, PublishedModel]:
     """All published models by name."""
-    found = read_yaml(FILE.read_text(encoding="utf-8"))
-    return {name: PublishedModel(name, **{**about, "train": tuple(about["train"])}) for name, about in found.items()}
+    models = read_yaml(FILE.read_text(encoding="utf-8"))
+    return {
+        name: PublishedModel(name, **{**fields, "train": tuple(fields["train"])}) for name, fields in models.items()
+    }
 
 
 def recipes_to_train(evaluation: str) -> list[str]:
     """The RL recipes for the models evaluated by this recipe; empty for other recipes."""
-    found = [recipe for model in published_models().values() if model.evaluate == evaluation for recipe in model.train]
-    return list(dict.fromkeys(found))
+    recipes = [
+        recipe for model in published_models().values() if model.evaluate == evaluation for recipe in model.train
+    ]
+    return list(dict.fromkeys(recipes))
 
 
 def reference_of(name: str, task: str | Sequence[str]) -> tuple[PublishedModel, str]:

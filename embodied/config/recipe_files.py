@@ -36,8 +36,8 @@ def recipe_file(name: str) -> Path:
 def env_of(recipe: str) -> str:
     """The env of a packaged recipe or of its base."""
     text = recipe_file(recipe).read_text(encoding="utf-8")
-    if found := ENV_NAME.search(text):
-        return found[1]
+    if match := ENV_NAME.search(text):
+        return match[1]
     base = BASE.search(text)
     return env_of(base[1]) if base else DEFAULT_ENV
 
@@ -46,16 +46,16 @@ def env_of(recipe: str) -> str:
 def family_of(env: str) -> str:
     """The family under which an env's recipes are listed: `FAMILY` in its folder, else the env's name; envs without a
     folder are "language". Read without importing the env."""
-    about = ENVS / env / "__init__.py"
-    if not about.is_file():
+    module = ENVS / env / "__init__.py"
+    if not module.is_file():
         return LANGUAGE
-    said = FAMILY.search(about.read_text(encoding="utf-8"))
-    return said[1] if said else env
+    match = FAMILY.search(module.read_text(encoding="utf-8"))
+    return match[1] if match else env
 
 
 def by_family(names: list[str]) -> dict[str, list[str]]:
     """The recipes by family; the default env comes first, language models come last."""
-    found: dict[str, list[str]] = {}
+    families: dict[str, list[str]] = {}
     for name in names:
-        found.setdefault(family_of(env_of(name)), []).append(name)
-    return dict(sorted(found.items(), key=lambda item: (item[0] == LANGUAGE, item[0] != DEFAULT_ENV, item[0])))
+        families.setdefault(family_of(env_of(name)), []).append(name)
+    return dict(sorted(families.items(), key=lambda item: (item[0] == LANGUAGE, item[0] != DEFAULT_ENV, item[0])))

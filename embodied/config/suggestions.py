@@ -89,7 +89,9 @@ def meant(key: str, known: list[str]) -> list[str]:
     if word in ours:
         return in_section(section, ours[word], known)
     theirs = {
-        name: found for name, keys in USUAL.items() if name not in known and (found := in_section(section, keys, known))
+        name: matching
+        for name, keys in USUAL.items()
+        if name not in known and (matching := in_section(section, keys, known))
     }
     beside = [one for one in known if section and one.startswith(f"{section}.")]
     for names in ({one.rpartition(".")[2]: [one] for one in beside}, ours | theirs):
@@ -101,8 +103,10 @@ def meant(key: str, known: list[str]) -> list[str]:
 def in_section(section: str, keys: list[str], known: list[str]) -> list[str]:
     """The known keys among these: in that section if it has them, else as they are, else in another section."""
     ends = [key.rpartition(".")[2] for key in keys]
-    mine = [one for end in ends if (one := f"{section}.{end}") in known] if section else []
-    return mine or [key for key in keys if key in known] or [key for key in known if key.rpartition(".")[2] in ends]
+    of_section = [path for end in ends if (path := f"{section}.{end}") in known] if section else []
+    return (
+        of_section or [key for key in keys if key in known] or [key for key in known if key.rpartition(".")[2] in ends]
+    )
 
 
 def as_word(word: str) -> str:
@@ -117,8 +121,8 @@ def hint(key: str, known: list[str]) -> str:
             ": rollouts draw from all tokens, since losses need log-probs of the distribution that tokens are drawn "
             f"from; policy.temperature sharpens it, and eval.{as_word(last)} truncates it in evaluations"
         )
-    found = meant(key, known)
-    return f", did you mean {' or '.join(map(repr, found))}?" if found else ""
+    likely = meant(key, known)
+    return f", did you mean {' or '.join(map(repr, likely))}?" if likely else ""
 
 
 def usual(word: str) -> str:

@@ -129,17 +129,19 @@ class FiniteChecks:
 
     def read(self) -> dict[str, np.ndarray]:
         """By name, the rows with non-finite numbers since the last call; empty if everything was finite."""
-        noted, self.wrong = self.wrong, {}
-        found = ((what, np.isnan(rows)) for (what, _), rows in zip(noted, on_host([*noted.values()]), strict=True))
-        return {what: np.flatnonzero(rows) for what, rows in found if rows.any()}
+        pending, self.wrong = self.wrong, {}
+        results = (
+            (what, np.isnan(rows)) for (what, _), rows in zip(pending, on_host([*pending.values()]), strict=True)
+        )
+        return {what: np.flatnonzero(rows) for what, rows in results if rows.any()}
 
 
 def training_state(net: torch.nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, np.ndarray]:
     """A network's weights and its optimizer's tensors, as arrays for a checkpoint."""
-    found = {f"net.{name}": tensor for name, tensor in net.state_dict().items()}
+    tensors = {f"net.{name}": tensor for name, tensor in net.state_dict().items()}
     for number, kept in optimizer.state_dict()["state"].items():
-        found |= {f"optimizer.{number}.{name}": tensor for name, tensor in kept.items()}
-    return {name: tensor.cpu().numpy().copy() for name, tensor in found.items()}
+        tensors |= {f"optimizer.{number}.{name}": tensor for name, tensor in kept.items()}
+    return {name: tensor.cpu().numpy().copy() for name, tensor in tensors.items()}
 
 
 def load_training_state(net: torch.nn.Module, optimizer: torch.optim.Optimizer, arrays: dict[str, np.ndarray]) -> None:
@@ -176,10 +178,10 @@ def leaves(obs: Observation) -> Iterator[Any]:
 
 def gather(pairs: Iterable[tuple[Any, Any]]) -> dict[Any, list[Any]]:
     """The values of each key: [("a", 1), ("b", 2), ("a", 3)] -> {"a": [1, 3], "b": [2]}"""
-    found: dict[Any, list[Any]] = {}
+    values_by_key: dict[Any, list[Any]] = {}
     for key, value in pairs:
-        found.setdefault(key, []).append(value)
-    return found
+        values_by_key.setdefault(key, []).append(value)
+    return values_by_key
 
 
 def flat_dict(tree: dict[str, Any], above: str = "") -> dict[str, Any]:

@@ -16,7 +16,7 @@ _UNPRINTABLE = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff]")
 
 def printable(text: str) -> str:
     """Foreign text in a form for any file, terminal and page: unprintable characters become escapes."""
-    return _UNPRINTABLE.sub(lambda found: ascii(found[0])[1:-1], text)
+    return _UNPRINTABLE.sub(lambda match: ascii(match[0])[1:-1], text)
 
 
 class EmbodiedError(Exception):

@@ -153,12 +153,12 @@ class Strict(BaseModel):
         name = str(info.field_name)
         kinds = set(types_of(cls.model_fields[name].annotation))
         numbers_only = bool(kinds & {int, float}) and bool not in kinds
-        for one in value if isinstance(value, list | tuple) else [value]:
-            if isinstance(one, bool) and numbers_only:
-                raise ValueError("should be a number" if one is value else f"{str(one).lower()} is not a number")
-            if isinstance(one, int | float) and kinds & {int, float}:
-                check_size(name, one)
-            if isinstance(one, str) and "\0" in one:
+        for item in value if isinstance(value, list | tuple) else [value]:
+            if isinstance(item, bool) and numbers_only:
+                raise ValueError("should be a number" if item is value else f"{str(item).lower()} is not a number")
+            if isinstance(item, int | float) and kinds & {int, float}:
+                check_size(name, item)
+            if isinstance(item, str) and "\0" in item:
                 raise ValueError("holds a NUL character, which no name or path may have; leave it out")
         return value
 

@@ -53,7 +53,7 @@ class RequestQueue:
 
     def drop(self, unwanted: Callable[[Waiting], bool]) -> None:
         """Forget cancelled waiting requests."""
-        self.waiting = deque(one for one in self.waiting if not unwanted(one))
+        self.waiting = deque(request for request in self.waiting if not unwanted(request))
 
     def workers(self, most: Mapping[str, float], others: Collection[str] = ()) -> None:
         """Set the active workers, each with its largest number of rows. Workers in `others` only finish their requests.
@@ -65,8 +65,8 @@ class RequestQueue:
     def give_back(self, key: Hashable) -> None:
         """A worker returns a request that it cannot answer: it waits again, in front."""
         for had in self.taken.values():
-            if (one := had.pop(key, None)) is not None:
-                self.waiting.appendleft(one)
+            if (request := had.pop(key, None)) is not None:
+                self.waiting.appendleft(request)
 
     def answered(self, key: Hashable) -> bool:
         """Forget an answered request. False if no worker has it: then this is a second answer."""
@@ -79,7 +79,7 @@ class RequestQueue:
 
     def load(self, worker: str) -> int:
         """The number of rows of a worker's requests."""
-        return sum(one.rows for one in self.taken.get(worker, {}).values())
+        return sum(request.rows for request in self.taken.get(worker, {}).values())
 
     def take(self) -> dict[str, list[Waiting]]:
         """The requests that workers take now. A conversation continues on the worker with its cache, if there is room.
@@ -87,29 +87,29 @@ class RequestQueue:
         if not self.waiting or not self.most:
             return {}
         loads = {worker: self.load(worker) for worker in self.most}
-        found: dict[str, list[Waiting]] = {worker: [] for worker in self.most}
+        requests: dict[str, list[Waiting]] = {worker: [] for worker in self.most}
         others: deque[Waiting] = deque()
-        for one in self.waiting:
-            worker = self.kept_by.get(one.conversation, "")
-            if worker in loads and self.most[worker] - loads[worker] >= one.rows:
-                found[worker].append(one)
-                loads[worker] += one.rows
+        for request in self.waiting:
+            worker = self.kept_by.get(request.conversation, "")
+            if worker in loads and self.most[worker] - loads[worker] >= request.rows:
+                requests[worker].append(request)
+                loads[worker] += request.rows
             else:
-                others.append(one)
-        shares = level(loads, self.most, sum(one.rows for one in others))
+                others.append(request)
+        shares = level(loads, self.most, sum(request.rows for request in others))
         for worker, share in shares.items():
             while share:
-                one = others.popleft()
-                if one.rows > share:
-                    one, rest = one.split(share)
+                request = others.popleft()
+                if request.rows > share:
+                    request, rest = request.split(share)
                     others.appendleft(rest)
-                found[worker].append(one)
-                share -= one.rows
+                requests[worker].append(request)
+                share -= request.rows
         self.waiting = others
-        for worker, mine in found.items():
-            self.taken.setdefault(worker, {}).update((one.key, one) for one in mine)
-            self.kept_by |= {one.conversation: worker for one in mine if one.goes_on}
-        return {worker: mine for worker, mine in found.items() if mine}
+        for worker, batch in requests.items():
+            self.taken.setdefault(worker, {}).update((request.key, request) for request in batch)
+            self.kept_by |= {request.conversation: worker for request in batch if request.goes_on}
+        return {worker: batch for worker, batch in requests.items() if batch}
 
 
 def level(loads: Mapping[str, int], most: Mapping[str, float], rows: int) -> dict[str, int]:

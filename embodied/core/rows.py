@@ -36,8 +36,8 @@ def read_rows(path: Path) -> Generator[Row]:
 
 def files_of(folder: Path) -> list[Path]:
     for kind in KINDS:
-        if found := sorted(folder.rglob(kind)):
-            return found
+        if files := sorted(folder.rglob(kind)):
+            return files
     raise ConfigError(f"{folder} holds no {', no '.join(kind[1:] for kind in KINDS)} files")
 
 

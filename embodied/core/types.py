@@ -395,8 +395,8 @@ DECISIONS = (*FIELDS, "values", "next_values")  # arrays with a row per decision
 
 def decisions_of(trajectory: Trajectory) -> Observation:
     """All arrays with a row per decision, as one tree; without values if there are none."""
-    found = {name: getattr(trajectory, name) for name in ("obs", "replay", *DECISIONS)}
-    return {name: part for name, part in found.items() if part is not None}
+    fields = {name: getattr(trajectory, name) for name in ("obs", "replay", *DECISIONS)}
+    return {name: part for name, part in fields.items() if part is not None}
 
 
 def map_decisions(function: Callable, *trajectories: Trajectory) -> dict[str, Any]:
@@ -409,8 +409,8 @@ def join(parts: Sequence[Trajectory]) -> Trajectory:
     if len(parts) == 1:
         return parts[0]
     parts = sorted(parts, key=lambda part: int(part.ids[0]))
-    about = {name: np.concatenate([getattr(part, name) for part in parts]) for name in ("ids", "lengths")}
-    joined = replace(parts[0], source="", **about, **map_decisions(lambda *arrays: concatenate(arrays), *parts))
+    facts = {name: np.concatenate([getattr(part, name) for part in parts]) for name in ("ids", "lengths")}
+    joined = replace(parts[0], source="", **facts, **map_decisions(lambda *arrays: concatenate(arrays), *parts))
     return joined if (np.diff(joined.ids) > 0).all() else choose(joined, np.sort(joined.ids))
 
 
@@ -428,13 +428,13 @@ def choose(trajectory: Trajectory, ids: Sequence[int] | np.ndarray, source: str 
     ids = np.array(ids, np.int64)
     if np.array_equal(ids, trajectory.ids):
         return replace(trajectory, source=source)
-    place = {int(one): at for at, one in enumerate(trajectory.ids)}
-    at = np.array([place[one] for one in ids.tolist()], np.int64)
+    place = {int(number): at for at, number in enumerate(trajectory.ids)}
+    at = np.array([place[number] for number in ids.tolist()], np.int64)
     ends = np.cumsum(trajectory.lengths)
     starts = ends - trajectory.lengths
     rows = np.concatenate([np.empty(0, np.int64), *(np.arange(starts[i], ends[i]) for i in at)])
-    about: dict[str, Any] = {"ids": trajectory.ids[at], "lengths": trajectory.lengths[at], "source": source}
-    return replace(trajectory, **about, **map_decisions(lambda array: array[rows], trajectory))
+    facts: dict[str, Any] = {"ids": trajectory.ids[at], "lengths": trajectory.lengths[at], "source": source}
+    return replace(trajectory, **facts, **map_decisions(lambda array: array[rows], trajectory))
 
 
 def in_sequences(decisions: list[tuple[np.ndarray, Observation]]) -> tuple[np.ndarray, np.ndarray, Observation]:

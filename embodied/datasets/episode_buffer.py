@@ -65,8 +65,8 @@ class EpisodeBuffer:
         stats = {name: of_values(array) for name, array in arrays.items()}
         stats |= {name: pixels.stats() for name, pixels in self._pixels.items()}
         np.savez(self._place / NUMBERS, **arrays)
-        about = {"task": task, "success": success, "length": self.length, "stats": as_lists(stats)}
-        (self._place / ABOUT).write_text(json.dumps(about), encoding="utf-8")
+        metadata = {"task": task, "success": success, "length": self.length, "stats": as_lists(stats)}
+        (self._place / ABOUT).write_text(json.dumps(metadata), encoding="utf-8")
         shutil.rmtree(self.folder, ignore_errors=True)
         self._place.rename(self.folder)
         return self.folder

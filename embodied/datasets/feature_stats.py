@@ -50,28 +50,30 @@ class PixelCounts:
         def quantile(q: float) -> np.ndarray:
             return values[np.minimum((cumulated < q - 1e-12).sum(axis=1), 255)]
 
-        found = {
+        figures = {
             "min": np.array([values[np.flatnonzero(row)[0]] for row in self.counts]),
             "max": np.array([values[np.flatnonzero(row)[-1]] for row in self.counts]),
             "mean": mean,
             "std": np.sqrt(np.maximum(shares @ values**2 - mean**2, 0.0)),
             **{name: quantile(q) for name, q in QUANTILES.items()},
         }
-        return {name: array.reshape(3, 1, 1) for name, array in found.items()} | {"count": np.array([self.num_frames])}
+        return {name: array.reshape(3, 1, 1) for name, array in figures.items()} | {
+            "count": np.array([self.num_frames])
+        }
 
 
-def merge(one: Stats, other: Stats) -> Stats:
+def merge(stats: Stats, other: Stats) -> Stats:
     """The figures of two sets of frames together."""
-    n, m = one["count"][0], other["count"][0]
+    n, m = stats["count"][0], other["count"][0]
     share = m / (n + m)
-    mean = one["mean"] + (other["mean"] - one["mean"]) * share
-    spread = (one["std"] ** 2 + (one["mean"] - mean) ** 2) * (1 - share)
+    mean = stats["mean"] + (other["mean"] - stats["mean"]) * share
+    spread = (stats["std"] ** 2 + (stats["mean"] - mean) ** 2) * (1 - share)
     spread = spread + (other["std"] ** 2 + (other["mean"] - mean) ** 2) * share
     return {
-        "min": np.minimum(one["min"], other["min"]),
-        "max": np.maximum(one["max"], other["max"]),
+        "min": np.minimum(stats["min"], other["min"]),
+        "max": np.maximum(stats["max"], other["max"]),
         "mean": mean,
         "std": np.sqrt(spread),
         "count": np.array([n + m]),
-        **{name: one[name] * (1 - share) + other[name] * share for name in QUANTILES},
+        **{name: stats[name] * (1 - share) + other[name] * share for name in QUANTILES},
     }

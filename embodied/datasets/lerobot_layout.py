@@ -99,10 +99,10 @@ def place(number: int) -> dict[str, int]:
     return {"chunk_index": chunk, "file_index": file}
 
 
-def renamed(found: dict[str, Any], theirs: dict[str, str]) -> dict[str, Any]:
+def renamed(mapping: dict[str, Any], theirs: dict[str, str]) -> dict[str, Any]:
     """The mapping under our names of features; `theirs`: the dataset's names of some features."""
     ours = {other: name for name, other in theirs.items()}
-    return {ours.get(name, name): value for name, value in found.items() if name in ours or name not in theirs}
+    return {ours.get(name, name): value for name, value in mapping.items() if name in ours or name not in theirs}
 
 
 def image_shape(feature: dict[str, Any]) -> tuple[int, ...]:

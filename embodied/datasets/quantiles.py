@@ -27,10 +27,10 @@ def write_figures(folder: Path, names: dict[str, str]) -> Path:
     if all(QUANTILES.keys() <= dataset.stats.get(name, {}).keys() for name in wanted):
         raise EmbodiedError(f"{folder / STATS} has quantiles already")
     played = list(dataset)
-    found = dataset.stats | {ACTION: of_values(np.concatenate([episode.actions for episode in played]))}
+    stats = dataset.stats | {ACTION: of_values(np.concatenate([episode.actions for episode in played]))}
     if STATE in wanted:
-        found[STATE] = of_values(np.concatenate([episode.obs["state"] for episode in played]))
-    replace_text(folder / STATS, json.dumps(as_lists(found), indent=4) + "\n")
+        stats[STATE] = of_values(np.concatenate([episode.obs["state"] for episode in played]))
+    replace_text(folder / STATS, json.dumps(as_lists(stats), indent=4) + "\n")
     return folder / STATS
 
 

@@ -149,8 +149,8 @@ class Dataset:
         for name in (ACTION, *([STATE] if STATE in self.features else [])):
             values, shape = as_vectors(columns[name]), self.features[name]["shape"]
             if values.dtype.kind not in "fiub" or values.shape[1:] != shape:
-                found = f"{values.dtype} {list(values.shape[1:])}"
-                raise ValueError(f"{name} is {found}, {lerobot_layout.INFO} says {list(shape)}")
+                actual = f"{values.dtype} {list(values.shape[1:])}"
+                raise ValueError(f"{name} is {actual}, {lerobot_layout.INFO} says {list(shape)}")
             if not np.isfinite(values).all():
                 raise ValueError(f"{name} holds NaN or infinity in frame {int(np.argmin(np.isfinite(values).all(1)))}")
         if "frame_index" in columns and not np.array_equal(columns["frame_index"], np.arange(length)):
@@ -197,11 +197,11 @@ def read_stats(path: Path) -> dict[str, Stats]:
     """The statistics of every feature, from stats.json."""
     stats = read_object(path, ConfigError, AGAIN)
     with reading(path, ConfigError, AGAIN):
-        found = as_arrays(stats)
-        for name, values in ((name, values) for name, figures in found.items() for values in figures.values()):
+        arrays = as_arrays(stats)
+        for name, values in ((name, values) for name, figures in arrays.items() for values in figures.values()):
             if values.dtype.kind not in "fiub" or not np.isfinite(values).all():
                 raise ValueError(f"the figures of {name} are not finite numbers")
-    return found
+    return arrays
 
 
 def read_tasks(path: Path) -> dict[int, str]:
@@ -301,12 +301,12 @@ def entry_of(line: dict[str, Any], info: dict[str, Any]) -> dict[str, Any]:
     """A line as an entry of layout 3.0: the episode fills its file, whose number is the episode's."""
     episode, length = line.get("episode_index"), line.get("length")
     chunk = episode // info["chunks_size"] if is_count(episode) else None
-    found = {"episode_index": episode, "length": length, "tasks": line.get("tasks")}
-    found |= {"dataset_from_index": 0, "dataset_to_index": length, "success": None}
+    entry = {"episode_index": episode, "length": length, "tasks": line.get("tasks")}
+    entry |= {"dataset_from_index": 0, "dataset_to_index": length, "success": None}
     videos = [f"videos/{name}" for name in cameras(info["features"])]
     for part in ("data", *videos):
-        found |= {f"{part}/chunk_index": chunk, f"{part}/file_index": episode}
-    return found | {f"{video}/from_timestamp": 0.0 for video in videos}
+        entry |= {f"{part}/chunk_index": chunk, f"{part}/file_index": episode}
+    return entry | {f"{video}/from_timestamp": 0.0 for video in videos}
 
 
 def lines(path: Path, name: str) -> Iterator[tuple[int, dict[str, Any]]]:
@@ -317,9 +317,9 @@ def lines(path: Path, name: str) -> Iterator[tuple[int, dict[str, Any]]]:
             if not line.strip():
                 continue
             try:
-                found = json.loads(line)
+                mapping = json.loads(line)
             except ValueError as err:
                 raise ValueError(f"line {number} is no JSON ({err})") from None
-            if not isinstance(found, dict):
+            if not isinstance(mapping, dict):
                 raise ValueError(f"line {number} holds no mapping")
-            yield number, found
+            yield number, mapping

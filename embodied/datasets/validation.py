@@ -87,11 +87,11 @@ def fill(path: Path, key: str, template: Any, fields: dict[str, Any]) -> str:
     if not isinstance(template, str) or len(template) > 1000:
         raise ConfigError(f"{problem}, not a path; {AGAIN}")
     rest = PLACEHOLDER.sub("", template)
-    unknown = {found[0] for found in PLACEHOLDER.findall(template)} - fields.keys()
+    unknown = {match[0] for match in PLACEHOLDER.findall(template)} - fields.keys()
     if unknown or "{" in rest or "}" in rest:
         known = ", ".join(f"{{{name}}}" for name in sorted(fields))
         raise ConfigError(f"{problem}; only {known} are filled in, numbers also as {{NAME:03d}}")
-    return PLACEHOLDER.sub(lambda found: str(fields[found[1]]).zfill(int(found[2] or 0)), template)
+    return PLACEHOLDER.sub(lambda match: str(fields[match[1]]).zfill(int(match[2] or 0)), template)
 
 
 def inside(root: Path, relative: str | Path) -> Path:
@@ -102,11 +102,11 @@ def inside(root: Path, relative: str | Path) -> Path:
     path, home = root / relative, root.resolve()
     homes = [home, *([home.parent.parent / "blobs"] if home.parent.name == "snapshots" else [])]
     try:
-        there = path.resolve()
+        resolved = path.resolve()
     except (OSError, RuntimeError, ValueError) as err:
         raise ConfigError(f"{path} cannot be a file's name: {err}") from None
-    if not any(there.is_relative_to(home) for home in homes):
-        raise ConfigError(f"{path} leaves the dataset's folder (it is {there}); put its files into {root}")
+    if not any(resolved.is_relative_to(home) for home in homes):
+        raise ConfigError(f"{path} leaves the dataset's folder (it is {resolved}); put its files into {root}")
     return path
 
 

@@ -66,11 +66,11 @@ class DatasetWriter:
 
     def add_buffer(self, folder: Path) -> None:
         """Append an episode from the folder of an `EpisodeBuffer` with the same features; the folder stays."""
-        about = json.loads((folder / ABOUT).read_text(encoding="utf-8"))
-        length, episode = about["length"], self.num_episodes
+        metadata = json.loads((folder / ABOUT).read_text(encoding="utf-8"))
+        length, episode = metadata["length"], self.num_episodes
         with np.load(folder / NUMBERS) as numbers:
             columns = {name: numbers[name] for name in numbers.files}
-        task = printable(about["task"])
+        task = printable(metadata["task"])
         indices = self._indices(length, self._tasks.setdefault(task, len(self._tasks)))
         row: dict[str, Any] = {"episode_index": episode, "tasks": [task], "length": length}
         row["dataset_from_index"], row["dataset_to_index"] = self.num_frames, self.num_frames + length
@@ -80,10 +80,10 @@ class DatasetWriter:
             row |= located(f"videos/{name}", file)
             row[f"videos/{name}/from_timestamp"] = begins_s
             row[f"videos/{name}/to_timestamp"] = begins_s + length / self.fps
-        stats = as_arrays(about["stats"])
+        stats = as_arrays(metadata["stats"])
         stats |= {name: of_values(array[:, None]) for name, array in indices.items()}
         row |= {f"stats/{name}/{key}": array for name, figures in stats.items() for key, array in figures.items()}
-        row["success"] = about["success"]
+        row["success"] = metadata["success"]
         self._entries.append(row | located("meta/episodes", self._episodes.file))
         if len(self._entries) == ENTRIES:
             self._write_entries()

@@ -50,10 +50,10 @@ class ImitationLearner(LearnerWorker):
         dataset = read_dataset(self.algo.data, images=bool(policy.spec.images), names=self.algo.names)
         count = min(self.algo.episodes or len(dataset), len(dataset))
         lengths = [entry["length"] for entry in dataset.entries[:count]]
-        mine = env_blocks(count, self.world_size)[self.rank]
-        self.demos = Demonstrations(policy.spec, policy.horizon, sum(lengths[: mine.start]), sum(lengths))
-        own = sum(lengths[mine.start : mine.stop])
-        seen = self.demos.read((dataset[number] for number in mine), own, self.algo.cache)
+        block = env_blocks(count, self.world_size)[self.rank]
+        self.demos = Demonstrations(policy.spec, policy.horizon, sum(lengths[: block.start]), sum(lengths))
+        own = sum(lengths[block.start : block.stop])
+        seen = self.demos.read((dataset[number] for number in block), own, self.algo.cache)
         moments = [policy.observation_moments(map_obs(lambda array: array[:, None], obs)) for obs in seen]
         if moments[0] is not None and not self.started:
             policy.merge_observation_moments(np.concatenate(self.collective.gather(np.concatenate(moments))))
@@ -69,15 +69,15 @@ class ImitationLearner(LearnerWorker):
         """A pass over all demonstrations, or an iteration's part of one."""
         self._restore_gpus()
         demos, config, rows = self.demos, self.algo, []
-        epoch, taken = config.minibatches(demos.total, iteration)
+        epoch, minibatches = config.minibatches(demos.total, iteration)
         parts = rng.minibatches(rng.permutation(self.seed, epoch, 0, demos.total), config.minibatch_size)
         every = total * config.epochs // config.iterations(demos.total) * len(parts)
         with self.store.updating(), self.computing.measured():
-            for at in taken:
+            for at in minibatches:
                 minibatch, factor = parts[at], sft_factor(config, epoch * len(parts) + at, len(parts), every)
-                mine = torch.from_numpy(owned(minibatch, self.blocks[self.rank]))
+                items = torch.from_numpy(owned(minibatch, self.blocks[self.rank]))
                 count, passes = self._count(minibatch), self._passes(minibatch)
-                totals, norm = self.optimizer.exchange(self._gradient(mine, count, passes, epoch))
+                totals, norm = self.optimizer.exchange(self._gradient(items, count, passes, epoch))
                 *losses, grad_norm = torch.cat([(totals / count).double(), norm.view(1)]).tolist()
                 rows.append({**dict(zip(self._losses, losses, strict=True)), "grad_norm": grad_norm})
                 check_finite(rows[-1], iteration, 0)
@@ -87,20 +87,20 @@ class ImitationLearner(LearnerWorker):
         means = {f"train/{name}": float(np.mean([row[name] for row in rows])) for name in rows[0]}
         return means | {"train/lr": config.lr * factor}
 
-    def _gradient(self, mine: Tensor, count: float, passes: int, iteration: int) -> Tensor:
+    def _gradient(self, items: Tensor, count: float, passes: int, iteration: int) -> Tensor:
         """Leave the gradient of this rank's items, divided by `count`, in the parameters; return the sum of their
         losses."""
         demos, sums = self.demos, torch.zeros(len(self._losses), dtype=self.model.dtype, device=self.device)
-        micro_batches = [(mine[part], True) for part in self._parts(mine.numpy() + demos.first)]
+        micro_batches = [(items[part], True) for part in self._parts(items.numpy() + demos.first)]
         micro_batches += [(torch.zeros(1, dtype=torch.int64), False)] * (passes - len(micro_batches))  # padding
         for number, (part, counts) in enumerate(micro_batches, 1):
             inputs = demos.batch(part)
             inputs |= {name: inputs[name].to(self.device) for name in ("actions", "mask")}
             losses, beside = self.model.imitate(inputs, self._noise(part.numpy() + demos.first, iteration))
             parts = [self._loss_sum(losses, inputs["mask"]), *([] if beside is None else [beside.sum()])]
-            found = torch.stack(parts) * float(counts)
-            self.model.backward(found.sum() / count, last=number == len(micro_batches))
-            sums += found.detach()
+            values = torch.stack(parts) * float(counts)
+            self.model.backward(values.sum() / count, last=number == len(micro_batches))
+            sums += values.detach()
         return sums
 
     @property
@@ -198,11 +198,11 @@ class Demonstrations:
         if self.spec.instruction:
             obs["instruction"] = [self._texts[episode] for episode in episodes]
         actions = torch.from_numpy(self._actions[np.minimum(steps, ends - 1)])
-        found = {"obs": obs, "actions": actions, "mask": torch.from_numpy(steps < ends)}
+        inputs = {"obs": obs, "actions": actions, "mask": torch.from_numpy(steps < ends)}
         if self.spec.state_dim:
             ahead = np.stack([self._keyframes[rows], ends[:, 0] - 1], axis=1)
-            found["keyframes"] = torch.from_numpy(self._states[ahead])
-        return found
+            inputs["keyframes"] = torch.from_numpy(self._states[ahead])
+        return inputs
 
     def close(self) -> None:
         if self.image_cache:
@@ -254,12 +254,12 @@ class DemoImages:
         for row, item in zip(rows, items.tolist(), strict=True):
             if os.preadv(self._file, [row], item * self.item_bytes) != self.item_bytes:
                 raise OSError(f"the images of item {item} are not there any more")
-        found, at = {}, 0
+        images, at = {}, 0
         for camera, shape in self.shapes.items():
             size = int(np.prod(shape))
-            found[camera] = torch.from_numpy(rows[:, at : at + size].reshape(len(items), *shape))
+            images[camera] = torch.from_numpy(rows[:, at : at + size].reshape(len(items), *shape))
             at += size
-        return found
+        return images
 
     def close(self) -> None:
         if self._file >= 0:

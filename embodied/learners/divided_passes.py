@@ -46,14 +46,14 @@ class SharedPass:
     def inputs(self) -> dict[str, Any]:
         """The inputs of `Policy.forward`. Refuses a pass out of order, since ranks would wait for each other in a
         circle."""
-        mine, owner = self.group.ranks[self.group.place], self.group.ranks[self.owner]
+        this_rank, owner = self.group.ranks[self.group.place], self.group.ranks[self.owner]
         if (turn := self.order.popleft()) != self.number:
-            raise EmbodiedError(f"learner rank {mine} begins pass {self.number} of the table before pass {turn}")
+            raise EmbodiedError(f"learner rank {this_rank} begins pass {self.number} of the table before pass {turn}")
         tokens, conversations, spelt = self.sizes
         number, *told, names = self.told.wait().cpu().split([1, *2 * [tokens], *2 * [conversations], spelt])
         if int(number) != self.number:
             raise EmbodiedError(
-                f"learner rank {owner} runs pass {int(number)} where rank {mine} runs pass {self.number}: "
+                f"learner rank {owner} runs pass {int(number)} where rank {this_rank} runs pass {self.number}: "
                 "their tables differ"
             )
         inputs = dict(zip(TOLD, told, strict=True))
@@ -117,11 +117,11 @@ class PassTable:
             for number in order
         }
         nothing = torch.zeros(0, dtype=torch.int64)
-        found = [Pass(own[n][0] if n in own else nothing, shared=shared.get(n)) for n in mine]
+        own_passes = [Pass(own[n][0] if n in own else nothing, shared=shared.get(n)) for n in mine]
         if padding is None:
-            return found
+            return own_passes
         most = max(sum(rank in group for group in ranks) for rank in range(len(of_ranks)))
-        return found + [Pass(padding, counts=False)] * (most - len(found))
+        return own_passes + [Pass(padding, counts=False)] * (most - len(own_passes))
 
     def _row(
         self, tokens: np.ndarray, mask: np.ndarray, lengths: np.ndarray, groups: np.ndarray, names: np.ndarray

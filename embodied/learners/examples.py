@@ -61,12 +61,12 @@ def read_examples(path: Path, count: int | None = None) -> list[Example]:
     """The first `count` examples of a data set, or all; one for each row."""
     try:
         with closing(read_rows(path)) as rows:
-            found = [example_of(row, where, path) for where, row in islice(rows, count)]
+            examples = [example_of(row, where, path) for where, row in islice(rows, count)]
     except ConfigError as err:
         raise ConfigError(f"{err}; sft.data is JSONL or parquet, {LINES}") from None
-    if not found:
+    if not examples:
         raise ConfigError(f"{path} holds no examples; sft.data is JSONL or parquet, {LINES}")
-    return found
+    return examples
 
 
 def example_of(row: dict[str, Any], where: str, data: Path) -> Example:

@@ -83,8 +83,8 @@ def estimate(config: RunConfig, items: int = 1) -> Memory | None:
     if kind.speaks and env_class(config.env).shows_pictures(config.env):
         inputs["places"] = longest_pass(policy, config.learner)  # an upper bound, as if pictures filled the prompts
     copied = num_bytes(p for p in policy.parameters() if p.requires_grad)
-    found = count(policy, config.learner, inputs)
-    return replace(found, reference=copied) if config.algo.kl_coef and not config.roles.reference else found
+    memory = count(policy, config.learner, inputs)
+    return replace(memory, reference=copied) if config.algo.kl_coef and not config.roles.reference else memory
 
 
 def spec_of_arm(config: RunConfig) -> EnvSpec:
@@ -216,9 +216,9 @@ def longest_pass(policy: Policy, config: LearnerConfig) -> int:
 
 def conversations(tokens: int) -> dict[str, Any]:
     """Inputs of `tokens` tokens for a language policy: one conversation, all sampled except a short prompt."""
-    said = np.arange(tokens)[:, None] >= min(PROMPT, tokens // 2)
-    one = np.zeros(1, np.int64)
-    return {"actions": np.zeros((tokens, 1, 1), np.int32), "mask": said, "lengths": one + tokens, "groups": one}
+    is_answer = np.arange(tokens)[:, None] >= min(PROMPT, tokens // 2)
+    zero = np.zeros(1, np.int64)
+    return {"actions": np.zeros((tokens, 1, 1), np.int32), "mask": is_answer, "lengths": zero + tokens, "groups": zero}
 
 
 def made_up(policy: Policy, rows: int) -> dict[str, Any]:

@@ -104,8 +104,8 @@ class Model:
         """The losses of actions, and the auxiliary losses."""
         self.tick()
         with self.cast():
-            found = self.policy.imitate(inputs, noise)
-        actions, beside = found if isinstance(found, tuple) else (found, None)
+            losses = self.policy.imitate(inputs, noise)
+        actions, beside = losses if isinstance(losses, tuple) else (losses, None)
         return actions.to(self.dtype), None if beside is None else beside.to(self.dtype)
 
     def most_passes(self, passes: int) -> int:
@@ -128,14 +128,14 @@ class FrozenFeatures:
         """Encode the observations of these items in one pass."""
         if not len(items):
             return
-        found = self.model.features(obs)
+        features = self.model.features(obs)
         if not self.kept:
-            each = sum(tensor[0].nbytes for tensor in found.values())
+            each = sum(tensor[0].nbytes for tensor in features.values())
             self.wanted = 0 < each * self.num_items <= KEPT_BYTES
             if not self.wanted:
                 return
-            self.kept = {name: tensor.new_empty(self.num_items, *tensor.shape[1:]) for name, tensor in found.items()}
-        for name, tensor in found.items():
+            self.kept = {name: tensor.new_empty(self.num_items, *tensor.shape[1:]) for name, tensor in features.items()}
+        for name, tensor in features.items():
             self.kept[name][items] = tensor
 
 
@@ -335,17 +335,17 @@ class PolicyOptimizer:
 
 def read_shards(folder: Path) -> tuple[Path, dict[str, list[Blob]]]:
     """The first file of an optimizer's state, and the rows of each tensor in all files, in the order of ranks."""
-    found = sorted(folder.glob(SHARD.format("*", "*")), key=lambda path: int(path.stem.split("-")[1]))
-    if not found:
+    shards = sorted(folder.glob(SHARD.format("*", "*")), key=lambda path: int(path.stem.split("-")[1]))
+    if not shards:
         return folder / FILE, {name: [blob] for name, blob in read_safetensors(folder / FILE).items()}
-    count = int(found[0].stem.split("-")[-1])
-    if {path.name for path in found} != {SHARD.format(rank + 1, count) for rank in range(count)}:
+    count = int(shards[0].stem.split("-")[-1])
+    if {path.name for path in shards} != {SHARD.format(rank + 1, count) for rank in range(count)}:
         raise CheckpointError(
-            f"{folder} has {len(found)} of the optimizer's {count} files; it is damaged: remove {folder.parent} to "
+            f"{folder} has {len(shards)} of the optimizer's {count} files; it is damaged: remove {folder.parent} to "
             "resume from the checkpoint before it"
         )
-    files = [read_safetensors(path) for path in found]
-    return found[0], {name: [file[name] for file in files] for name in files[0] if all(name in file for file in files)}
+    files = [read_safetensors(path) for path in shards]
+    return shards[0], {name: [file[name] for file in files] for name in files[0] if all(name in file for file in files)}
 
 
 class Adam:

@@ -58,7 +58,7 @@ def shard(policy: nn.Module) -> None:
     half = next((p.dtype for p in policy.parameters() if p.dtype in HALVES), None)
     dtypes = [(part, {p.dtype for p in part.parameters()}) for part in policy.children()]
     trained = any(p.requires_grad for p in policy.parameters())
-    exact = [part for part, found in dtypes if half and found and not found & {*HALVES}]
+    exact = [part for part, kinds in dtypes if half and kinds and not kinds & {*HALVES}]
     for p in policy.parameters():
         if p.requires_grad and p.dtype in HALVES:
             p.data = p.data.float()
@@ -114,12 +114,12 @@ def join_rows(shards: Sequence[Blob], rows: slice) -> Tensor:
         return tensor_of(shards[0])[rows] if shards[0].spec.shape else tensor_of(shards[0])
     ends = np.cumsum([shard.spec.shape[0] for shard in shards]).tolist()
     first, last, _ = rows.indices(ends[-1])
-    found = []
+    pieces = []
     for shard, end in zip(shards, ends, strict=True):
         begin = end - shard.spec.shape[0]
         if max(first, begin) < min(last, end):
-            found.append(tensor_of(shard)[max(first - begin, 0) : last - begin])
-    return torch.cat(found) if found else tensor_of(shards[0])[:0]
+            pieces.append(tensor_of(shard)[max(first - begin, 0) : last - begin])
+    return torch.cat(pieces) if pieces else tensor_of(shards[0])[:0]
 
 
 def whole_of(rows: Tensor, like: Tensor) -> Tensor:
@@ -143,5 +143,5 @@ def load_whole(policy, tensors: dict[str, Tensor]) -> None:
     """Replace all weights by this rank's parts of whole tensors, which may be read lazily."""
     policy.check_names(tensors)
     with torch.no_grad():
-        for name, mine in policy.state_dict(keep_vars=True).items():
-            local(mine).copy_(tensors[name][rows_of(mine)] if is_sharded(mine) else tensors[name])
+        for name, tensor in policy.state_dict(keep_vars=True).items():
+            local(tensor).copy_(tensors[name][rows_of(tensor)] if is_sharded(tensor) else tensors[name])

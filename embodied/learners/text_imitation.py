@@ -38,9 +38,9 @@ class TextImitationLearner(ImitationLearner):
         total = config.episodes if given is None else len(given)
         if total < self.world_size:
             raise ConfigError(f"{self.world_size} learners share {total} examples; give more, or use fewer learners")
-        mine = env_blocks(total, self.world_size)[self.rank]
-        found = solved(self.env, self.seed, mine) if given is None else given[mine.start : mine.stop]
-        self.demos = ExampleTokens(self.policy, found, mine.start, total)
+        block = env_blocks(total, self.world_size)[self.rank]
+        examples = solved(self.env, self.seed, block) if given is None else given[block.start : block.stop]
+        self.demos = ExampleTokens(self.policy, examples, block.start, total)
         self.sizes = np.concatenate(self.collective.gather(self.demos.sizes))  # sizes of all ranks' conversations
         self.blocks = self.blocks_of_ranks()
         return total

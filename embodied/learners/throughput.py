@@ -42,9 +42,9 @@ class Throughput:
                 torch.bfloat16 if self.model.config.precision == "bf16" else next(self.model.policy.parameters()).dtype
             )
             self.peak = peak_rate(self.model.device, dtype)
-        mine = np.array([[tokens, 2.0 * products, self.peak, self.seconds]])
+        of_rank = np.array([[tokens, 2.0 * products, self.peak, self.seconds]])
         self.seconds = 0.0
-        rows = np.concatenate(collective.gather(mine))
+        rows = np.concatenate(collective.gather(of_rank))
         trained, operations, peak, _ = rows.sum(axis=0).tolist()
         longest = float(rows[:, 3].max())
         if not trained:
@@ -56,9 +56,9 @@ class Throughput:
 def peak_rate(device: str, dtype: torch.dtype) -> float:
     """Operations a second of a product of two large matrices, the best of several tries."""
     side = SIDES.get(device, 512)
-    one, best = torch.full((side, side), 0.01, dtype=dtype, device=device), float("inf")
+    matrix, best = torch.full((side, side), 0.01, dtype=dtype, device=device), float("inf")
     for _ in range(TRIES):
         started = perf_counter()
-        (one @ one)[0, 0].item()  # waits for a GPU
+        (matrix @ matrix)[0, 0].item()  # waits for a GPU
         best = min(best, perf_counter() - started)
     return 2.0 * side**3 / best

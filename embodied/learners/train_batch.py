@@ -71,10 +71,10 @@ class RankBatch:
 
     def part(self, items: Tensor) -> RankBatch:
         """These items with the arrays of the loss, without the network's inputs."""
-        there = items.to(self.mask.device, non_blocking=True)
+        index = items.to(self.mask.device, non_blocking=True)
         known = {name: getattr(self, name) for name in OF_ITEMS}
-        taken = {name: take(tensor, there) for name, tensor in known.items() if tensor is not None}
-        return replace(self, obs={}, replay={}, **taken)
+        tensors = {name: take(tensor, index) for name, tensor in known.items() if tensor is not None}
+        return replace(self, obs={}, replay={}, **tensors)
 
     def select(self, items: Tensor) -> RankBatch:
         """These items with all their arrays."""
@@ -96,12 +96,12 @@ class RankBatch:
 
     def owned(self, minibatches: Sequence[np.ndarray]) -> tuple[Tensor, ...]:
         """For each minibatch the local numbers of this rank's units, on the batch's device."""
-        found = [owned(minibatch, self.numbers) for minibatch in minibatches]
-        units = torch.from_numpy(np.concatenate(found))
-        there = self.mask.device
-        if self.groups is None and all(is_tensor(each) and each.device == there for each in leaves(self.obs)):
+        own_units = [owned(minibatch, self.numbers) for minibatch in minibatches]
+        units = torch.from_numpy(np.concatenate(own_units))
+        device = self.mask.device
+        if self.groups is None and all(is_tensor(each) and each.device == device for each in leaves(self.obs)):
             units = units.to(self.mask.device, non_blocking=True)
-        return units.split([len(part) for part in found])
+        return units.split([len(part) for part in own_units])
 
     def divisor(self, units: int) -> float:
         """The divisor of the loss of a minibatch of `units` units. The minibatches' gradients sum to the gradient of
@@ -292,12 +292,12 @@ def items_of(
     """The decisions of a trajectory as items of a single rank; `trained` marks counted ones."""
     speaks, lengths = model.policy.speaks, trajectory.lengths
     mask, current = host(trajectory.mask) & trained[:, None], (trajectory.versions == version) & trained
-    taken = {"actions": trajectory.actions, "logprobs": trajectory.logprobs, "mask": mask, "current": current}
+    arrays = {"actions": trajectory.actions, "logprobs": trajectory.logprobs, "mask": mask, "current": current}
     batch = RankBatch(
         obs=map_obs(copied, trajectory.obs),
         replay={name: copied(array) for name, array in trajectory.replay.items() if name != REFERENCE},
         numbers=np.arange(len(lengths) if speaks else len(trained)),
-        **sent(taken | {"of": episodes_within(trajectory)}, model.device),
+        **sent(arrays | {"of": episodes_within(trajectory)}, model.device),
     )
     if not speaks:
         return batch
@@ -484,16 +484,16 @@ def moments_of(trajectory: Trajectory, moments: Callable[[Observation], np.ndarr
         alike = np.flatnonzero(trajectory.lengths == length)
         at = (starts[alike, None] + np.arange(length)).ravel()
         rows_of = slice(None) if len(alike) == len(starts) else at
-        found = moments(map_obs(partial(by_step, rows=rows_of, count=len(alike)), trajectory.obs))
-        if found is None:
+        result = moments(map_obs(partial(by_step, rows=rows_of, count=len(alike)), trajectory.obs))
+        if result is None:
             return None
-        rows |= zip(alike.tolist(), found, strict=True)
+        rows |= zip(alike.tolist(), result, strict=True)
     return np.array([rows[sequence] for sequence in range(len(starts))])
 
 
 def by_step(array: Array, rows: Any, count: int) -> Array:
     """These rows [count * T, ...], sequence after sequence, as [T, count, ...]; images are not copied."""
-    found = array[rows].reshape(count, -1, *array.shape[1:]).swapaxes(0, 1)
-    if found.ndim > 3:
-        return found
-    return found.contiguous() if is_tensor(found) else np.ascontiguousarray(found)
+    result = array[rows].reshape(count, -1, *array.shape[1:]).swapaxes(0, 1)
+    if result.ndim > 3:
+        return result
+    return result.contiguous() if is_tensor(result) else np.ascontiguousarray(result)

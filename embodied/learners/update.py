@@ -103,8 +103,8 @@ class GradientSteps:
         weights = weight * part.weights
         self.sums += torch.stack([*parts, (weights * k3).sum(), (weights * error).sum()])
         if weight:
-            found = torch.stack([gap.max(), k3.max(), sequence_errors(part, error).max()])
-            torch.maximum(self.largest, found, out=self.largest)
+            largest = torch.stack([gap.max(), k3.max(), sequence_errors(part, error).max()])
+            torch.maximum(self.largest, largest, out=self.largest)
 
     def add_all(self, batch: RankBatch) -> None:
         """Add one of several batches; the divisors are summed, too."""
@@ -373,10 +373,10 @@ def mismatch_numbers(k3: float, error: float, largest: np.ndarray) -> dict[str, 
 
 def check_scores(scores: Scores, acted: Tensor) -> None:
     """Refuse scores with another shape than the log-probs stored at act time, since they would broadcast."""
-    wanted, found = list(acted.shape), [list(each.shape) for each in (scores.logprobs, scores.entropy, scores.values)]
-    if found != [wanted, wanted, wanted[:1]]:
+    wanted, shapes = list(acted.shape), [list(each.shape) for each in (scores.logprobs, scores.entropy, scores.values)]
+    if shapes != [wanted, wanted, wanted[:1]]:
         raise WrongShape(
-            f"the policy's forward returned logprobs {found[0]}, entropy {found[1]}, values {found[2]}; "
+            f"the policy's forward returned logprobs {shapes[0]}, entropy {shapes[1]}, values {shapes[2]}; "
             f"act's logprobs ask for {wanted}, {wanted} and {wanted[:1]}"
         )
 

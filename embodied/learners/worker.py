@@ -349,5 +349,7 @@ def check_learns(policy: Policy) -> None:
         raise ConfigError(f"{kind.__name__} has no parameters, so there is nothing to train; evaluate it instead")
     for name, tensor in policy.state_dict().items():
         if not isinstance(tensor, Tensor) or spec_of(tensor).dtype not in ITEM_BYTES:
-            found = tensor.dtype if isinstance(tensor, Tensor) else type(tensor).__name__
-            raise ConfigError(f"{kind.__name__} keeps {name}, which is {found}; weights are {', '.join(ITEM_BYTES)}")
+            kind_of_tensor = tensor.dtype if isinstance(tensor, Tensor) else type(tensor).__name__
+            raise ConfigError(
+                f"{kind.__name__} keeps {name}, which is {kind_of_tensor}; weights are {', '.join(ITEM_BYTES)}"
+            )

@@ -83,7 +83,7 @@ class EngineAnswers(DirectChannel):
         self.waiting += [(batch.source, prompt) for prompt in batch.prompts]
 
     def answer(self) -> CompletionBatch:
-        found: dict[str, Any] = {}
-        while not found:
-            found = self.policy.go_on(self.waiting, 0)
-        return CompletionBatch("probe", tuple(found["probe"]))
+        answers: dict[str, Any] = {}
+        while not answers:
+            answers = self.policy.go_on(self.waiting, 0)
+        return CompletionBatch("probe", tuple(answers["probe"]))

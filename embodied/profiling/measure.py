@@ -101,13 +101,13 @@ def measure(
     roles = roles_of(roles_of_run(program, config))
     config = in_turns(repeated(config)).with_values("cluster", memory_gb=None)  # without a memory limit
     clock = Clock(seconds)
-    there = devices.machines(config)
-    counts, nodes = device_counts(there), len(there.nodes)
+    topology = devices.machines(config)
+    counts, nodes = device_counts(topology), len(topology.nodes)
     on = describe_devices(counts, nodes)
     before, meter = load_before(), LoadMeter()
     with tempfile.TemporaryDirectory(prefix="embodied-profile-") as logs:
-        say(f"measuring on {on}, about {seconds:.0f} s: {', '.join(map(str, sites_of(config, there)))}")
-        probed = probe(config, there, clock, Path(logs))
+        say(f"measuring on {on}, about {seconds:.0f} s: {', '.join(map(str, sites_of(config, topology)))}")
+        probed = probe(config, topology, clock, Path(logs))
         made = {
             "recipe": config.run.name,
             "name": f"{config.run.name} on {processor()}, {on}",
@@ -123,14 +123,14 @@ def measure(
             # Episodes of an untrained policy last until their step limit.
             made["episode_decisions"] = probed.horizon
         costs = probed.costs | {
-            role.name: {str(c): Cost(NOTHING) for c in homes(config, there, roles)[role.name]}
+            role.name: {str(c): Cost(NOTHING) for c in homes(config, topology, roles)[role.name]}
             for role in extra_roles(roles)
         }
         if probed.lengths:
             made["lengths"] = asdict(probed.lengths)
         whole = dataflow_of(config, probed.horizon, roles, probed.lengths)
         profile = Profile(whole, costs, made=made)
-        profile = calibrate(config, profile, there, clock, Path(logs), say, probed.reset_s, program)
+        profile = calibrate(config, profile, topology, clock, Path(logs), say, probed.reset_s, program)
         whole = replace(whole, edges=profile.dataflow.edges, fixed_s=profile.dataflow.fixed_s)
         profile = replace(profile, dataflow=whole)
     # Workers on a Ray cluster are not child processes of this one, and would count as other programs.
@@ -162,23 +162,23 @@ class Site:
         return f"{words(self.parts)} on {describe_devices({str(self.on): self.on.count})}"
 
 
-def sites_of(config: RunConfig, there: Topology) -> list[Site]:
+def sites_of(config: RunConfig, topology: Topology) -> list[Site]:
     """Every used kind of device, the simulators' kind first."""
-    where = homes(config, there)
+    where = homes(config, topology)
     kinds = {c.name: c for classes in where.values() for c in classes}
     sims = sum(c.count for c in where["sim"])
     return [Site(c, tuple(role for role, classes in where.items() if c in classes), sims) for c in kinds.values()]
 
 
-def probe_hosts(site: Site, there: Topology, draws: bool) -> list[PlannedHost]:
+def probe_hosts(site: Site, topology: Topology, draws: bool) -> list[PlannedHost]:
     """A process on each device of all machines; `draws`: simulators on cores render on GPUs."""
-    chosen = sorted(devices_of(site.on, there), key=lambda device: device[2])[:MOST_PROBES]
-    cards = min(len(node.gpus) for node in there.nodes) if draws and site.on.kind == "cpu" else 0
+    chosen = sorted(devices_of(site.on, topology), key=lambda device: device[2])[:MOST_PROBES]
+    cards = min(len(node.gpus) for node in topology.nodes) if draws and site.on.kind == "cpu" else 0
     slots = [
         Slot(kind, (number,), node, render=f"gpu:{i * cards // len(chosen)}" if cards else "")
         for i, (node, kind, number) in enumerate(chosen)
     ]
-    return hosts_on(("probe",), slots, there)
+    return hosts_on(("probe",), slots, topology)
 
 
 @dataclass(frozen=True)
@@ -189,19 +189,19 @@ class Probed:
     lengths: Lengths | None = None  # of conversations
 
 
-def probe(config: RunConfig, there: Topology, clock: Clock, logs: Path) -> Probed:
+def probe(config: RunConfig, topology: Topology, clock: Clock, logs: Path) -> Probed:
     """The costs of every part on each of its kinds of devices."""
     costs: dict[str, dict[str, Cost]] = {"sim": {}, "policy": {}, "learner": {}}
-    sites, horizon, reset_s, lengths = sites_of(config, there), 1, 0.0, None
+    sites, horizon, reset_s, lengths = sites_of(config, topology), 1, 0.0, None
     for place, site in enumerate(sites):
         share = PROBING * (place + 1) / len(sites)
-        hosts = probe_hosts(site, there, devices.draws_on_gpus(config.env))
-        found = probe_site(config, site, hosts, clock, share, logs / f"probe-{site.on}")
-        for name, on in found.costs.items():
+        hosts = probe_hosts(site, topology, devices.draws_on_gpus(config.env))
+        curves = probe_site(config, site, hosts, clock, share, logs / f"probe-{site.on}")
+        for name, on in curves.costs.items():
             costs[name] |= on
-        horizon = found.horizon
-        reset_s = found.reset_s if "sim" in site.parts else reset_s
-        lengths = found.lengths or lengths
+        horizon = curves.horizon
+        reset_s = curves.reset_s if "sim" in site.parts else reset_s
+        lengths = curves.lengths or lengths
     return Probed(costs, horizon, reset_s, lengths)
 
 
@@ -210,7 +210,7 @@ def probe_site(
 ) -> Probed:
     """The costs of a site's parts on one device, while its other devices do the same. `share`: the largest share of the
     time."""
-    found: dict[str, dict[float, list[float]]] = defaultdict(lambda: defaultdict(list))
+    measured: dict[str, dict[float, list[float]]] = defaultdict(lambda: defaultdict(list))
     alone: dict[str, float] = defaultdict(lambda: 1.0)
     used_bytes: dict[str, dict[float, float]] = defaultdict(lambda: defaultdict(float))
     resets: list[float] = []
@@ -229,9 +229,9 @@ def probe_site(
                 break
             for samples in probes.rollout(num_envs, decisions, REPEATS).wait():
                 for name, seconds in samples.seconds.items():
-                    found[name][num_envs] += seconds
-                for name, taken in (("sim", samples.bytes), ("policy", samples.policy_bytes)):
-                    used_bytes[name][num_envs] = max(used_bytes[name][num_envs], taken)
+                    measured[name][num_envs] += seconds
+                for name, num_bytes in (("sim", samples.bytes), ("policy", samples.policy_bytes)):
+                    used_bytes[name][num_envs] = max(used_bytes[name][num_envs], num_bytes)
                 resets += samples.reset_s if place == 0 else []
                 conversations += samples.conversations
                 pass_cost = samples.pass_cost
@@ -239,21 +239,21 @@ def probe_site(
             for learned in probes.update(num_envs, minibatch, 1).wait() if learns else []:
                 used_bytes["learner"][minibatch] = max(used_bytes["learner"][minibatch], *learned.pop("bytes"))
                 for name, values in learned.items():
-                    found[name][minibatch] += values
+                    measured[name][minibatch] += values
             if place == 0 and len(hosts) > 1:
-                alone |= beside_nobody(probes[0], found, num_envs, decisions, minibatch)
+                alone |= beside_nobody(probes[0], measured, num_envs, decisions, minibatch)
         moves = probes.moves(sizes[0]).wait() if learns else []
-    needed = {name: fit({size: [taken] for size, taken in used.items()}) for name, used in used_bytes.items()}
+    needed = {name: fit({size: [num_bytes] for size, num_bytes in used.items()}) for name, used in used_bytes.items()}
     costs = {}
     if "sim" in site.parts:
-        costs["sim"] = Cost(fit(found["sim"]), bytes=needed["sim"], alone=alone["sim"])
+        costs["sim"] = Cost(fit(measured["sim"]), bytes=needed["sim"], alone=alone["sim"])
     if "policy" in site.parts:
-        last_s = fit(found["value"]) if "value" in found else NOTHING
-        policy = Cost(fit(found["policy"]), bytes=needed["policy"], last_s=last_s, alone=alone["policy"])
+        last_s = fit(measured["value"]) if "value" in measured else NOTHING
+        policy = Cost(fit(measured["policy"]), bytes=needed["policy"], last_s=last_s, alone=alone["policy"])
         costs["policy"] = movable(policy, [each["policy"] for each in moves], site.on)
     if learns:
-        first = {name: median(next(iter(found[name].values()))) for name in ("fixed", "ahead", "item_bytes")}
-        learner = Cost(fit(found["step"]), needed["learner"], first["fixed"], alone=alone["whole"])
+        first = {name: median(next(iter(measured[name].values()))) for name in ("fixed", "ahead", "item_bytes")}
+        learner = Cost(fit(measured["step"]), needed["learner"], first["fixed"], alone=alone["whole"])
         learner = replace(learner, ahead_s=first["ahead"], item_bytes=first["item_bytes"])
         costs["learner"] = movable(learner, [each["learner"] for each in moves], site.on)
     on = {name: {str(site.on): cost} for name, cost in costs.items()}
@@ -311,7 +311,7 @@ def affordable(sizes: list[int], probes, clock: Clock, share: float) -> tuple[in
     recipe's number of decisions."""
     samples = probes.rollout(sizes[0], FEWEST_DECISIONS, 1).wait()
     horizon = samples[0].horizon
-    decision_s = max(found.decision_s for found in samples)
+    decision_s = max(sample.decision_s for sample in samples)
     rows = sum(sizes[:2]) / sizes[0] + 1  # and the first size again, alone
     left = share * clock.seconds - clock.spent()
     most = int(left / 2 / ((REPEATS + 1) * rows * decision_s))

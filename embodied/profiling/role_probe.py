@@ -134,14 +134,14 @@ class ProbeWorker(Worker):
         whole = wall - sum(direct.act_s) - sum(direct.value_s)
         decisions = self._num_decisions(direct)
         samples.decision_s = wall / decisions
-        found = {}
+        times = {}
         if "sim" in self.measured:
             samples.reset_s.append(reset_s)
-            found["sim"] = (whole - reset_s) / decisions + reset_s / samples.horizon
+            times["sim"] = (whole - reset_s) / decisions + reset_s / samples.horizon
         if "policy" in self.measured:
-            found["policy"] = sum(direct.act_s) / decisions
-            found |= {"value": float(np.mean(direct.value_s))} if direct.value_s else {}
-        for name, seconds in found.items():
+            times["policy"] = sum(direct.act_s) / decisions
+            times |= {"value": float(np.mean(direct.value_s))} if direct.value_s else {}
+        for name, seconds in times.items():
             samples.seconds.setdefault(name, []).append(seconds)
 
     def _rows(self, num_envs: int) -> int:
@@ -189,7 +189,7 @@ class ProbeWorker(Worker):
         """The number of items that gradient steps and their minibatches count."""
         return len(played.mask)
 
-    def _updates(self, algo: Any, part: ProbedPart, repeats: int, found: list[float]) -> tuple[list[float], float]:
+    def _updates(self, algo: Any, part: ProbedPart, repeats: int, seconds: list[float]) -> tuple[list[float], float]:
         """Adds seconds of updates of a new learner to `found`. Returns seconds of encoding, and needed bytes."""
         learner, encoding = self._learner(algo, part), []
         for repeat in range(repeats + 1):
@@ -197,7 +197,7 @@ class ProbeWorker(Worker):
             self._learn(learner, part)
             if repeat:
                 encoding += [0.0] if self.grouped else learner.timers.seconds_since(before, "look")
-                found.append(perf_counter() - started - encoding[-1])
+                seconds.append(perf_counter() - started - encoding[-1])
             self.tick()
         needed = learner.needs().num_bytes
         learner.close()
@@ -224,16 +224,16 @@ class ProbeWorker(Worker):
     def moves(self, num_envs: int) -> dict[str, Moves]:
         """Moves of the policy, and of a learner that has learned once."""
         part = self.parts[self._rows(num_envs)]
-        found = {"policy": moves_of(part.policy)}
+        measured = {"policy": moves_of(part.policy)}
         with self._away(part):
             learner = self._learner(self.config.algo.model_copy(update={"epochs": 1}), part)
             self._learn(learner, part)
-            found["learner"] = moves_of(learner)
+            measured["learner"] = moves_of(learner)
             if self.config.learner.shard:
-                found["learner"] = in_shards(learner, found["learner"])
+                measured["learner"] = in_shards(learner, measured["learner"])
             learner.close()
             del learner
-        return found
+        return measured
 
     def _play(self, part: ProbedPart, num_envs: int, decisions: int, route: Route) -> float:
         """Play the rollout; returns the seconds of whole episodes' resets."""
@@ -266,11 +266,11 @@ class ProbeWorker(Worker):
             before = used_bytes(simulator)
             sim = real(self.sim_worker, self.config.env.model_copy(update={"num_envs": rows}), tick=self.tick)
             limit = sim.spec().max_episode_steps
-            taken = max(used_bytes(simulator) - before, 0)
+            num_bytes = max(used_bytes(simulator) - before, 0)
             if self.grouped:
                 self._cut_episodes(sim, limit)
             policy = self._policy(sim) if "policy" in self.measured else None
-            self.parts[rows] = ProbedPart(sim, ReplayedChannel(), policy, taken, limit)
+            self.parts[rows] = ProbedPart(sim, ReplayedChannel(), policy, num_bytes, limit)
         return self.parts[rows]
 
     def _horizon(self, limit: int) -> int:

@@ -78,11 +78,11 @@ def dataflow_of(
     calls = algo.epochs * -(-items // minibatch)
     more = [role.name for role in extra_roles(roles)]
     schedule = config.pipeline.schedule
-    about: dict[str, Any] = {"schedule": "sync" if schedule == "auto" else schedule, "lengths": lengths}
-    about |= {"level": config.pipeline.async_level}
+    fields: dict[str, Any] = {"schedule": "sync" if schedule == "auto" else schedule, "lengths": lengths}
+    fields |= {"level": config.pipeline.async_level}
     if algo.whole_episodes and not algo.why_not_periodic():
-        about |= {"groups": algo.groups, "group_size": algo.group_size}
-    return embodied_dataflow(envs, decisions, calls, minibatch, steps, ahead, config.merged_rows, more, **about)
+        fields |= {"groups": algo.groups, "group_size": algo.group_size}
+    return embodied_dataflow(envs, decisions, calls, minibatch, steps, ahead, config.merged_rows, more, **fields)
 
 
 def with_memory(profile: Profile, machines: Topology, memory_gb: float | None) -> tuple[Profile, list[DeviceClass]]:
@@ -101,20 +101,20 @@ def with_memory(profile: Profile, machines: Topology, memory_gb: float | None) -
 
 def cost_key(config: RunConfig, roles: Sequence[PlacedRole] = EMBODIED) -> str:
     """A key that is equal for recipes with equal costs."""
-    said = config.model_dump(mode="json", include={"env", "policy", "algo", "learner"})
+    settings = config.model_dump(mode="json", include={"env", "policy", "algo", "learner"})
     free = {(section, key) for section, keys in AMOUNTS.items() for key in keys}
     if config.algo.name == "ppo" and not config.algo.kl_coef:  # without a reference
         free |= {("algo", key) for key in ("kl_coef", "kl_estimator", "kl_in")}
     if not config.algo.whole_episodes:
         free |= {("algo", key) for key in ("truncated", "overlong", "pools", "weighting")}
-    said = {
+    settings = {
         section: {key: value for key, value in values.items() if (section, key) not in free}
-        for section, values in said.items()
+        for section, values in settings.items()
     }
     more: list[Any] = sorted(role.name for role in extra_roles(roles))
     added = config.roles.model_dump(mode="json", exclude_defaults=True, exclude={"critic_lr", "reward_weight"})
     more += [added] if more and added else []  # a verifier costs less than a reward model in the same role
-    return hashlib.sha256(json.dumps([said, processor(), *more], sort_keys=True).encode()).hexdigest()[:12]
+    return hashlib.sha256(json.dumps([settings, processor(), *more], sort_keys=True).encode()).hexdigest()[:12]
 
 
 # The machines of a profile
@@ -152,9 +152,9 @@ def why_it_does_not_count(profile: Profile, machines: Topology) -> str:
     measured, nodes = made.get("devices", {}), made.get("nodes", 1)
     if (measured, nodes) == (device_counts(machines), len(machines.nodes)):
         return ""
-    there = describe_devices(device_counts(machines), len(machines.nodes))
+    devices = describe_devices(device_counts(machines), len(machines.nodes))
     has = "this run has" if len(machines.nodes) > 1 or nodes > 1 else "this machine has"
-    return f"measured on {describe_devices(measured, nodes)}, {has} {there}"
+    return f"measured on {describe_devices(measured, nodes)}, {has} {devices}"
 
 
 def profile_for(
@@ -189,8 +189,8 @@ def profile_path(config: RunConfig, made: Mapping = {}, roles: Sequence[PlacedRo
 
 def stored_profiles(config: RunConfig, roles: Sequence[PlacedRole] = EMBODIED) -> list[Path]:
     """Profiles with this cost key from this processor, also of other recipes' names; the newest first."""
-    found = (Path(config.run.dir) / "profiles").glob(f"*-{cost_key(config, roles)}.json")
-    return sorted(found, key=lambda path: path.stat().st_mtime, reverse=True)
+    paths = (Path(config.run.dir) / "profiles").glob(f"*-{cost_key(config, roles)}.json")
+    return sorted(paths, key=lambda path: path.stat().st_mtime, reverse=True)
 
 
 def newest_profile(config: RunConfig, roles: Sequence[PlacedRole] = EMBODIED) -> Path:

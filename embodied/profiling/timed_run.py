@@ -106,7 +106,7 @@ class TimedRun:
     def flows(self) -> dict[tuple[str, str], tuple[float, float]]:
         """The edges between roles in the last iteration, with first and last time. Weights do not only use channels."""
         known = {group.role for group in self.loop.groups}
-        found: dict[tuple[str, str], tuple[float, float]] = {("learner", "policy"): self.loop.weight_sync.times}
+        edges: dict[tuple[str, str], tuple[float, float]] = {("learner", "policy"): self.loop.weight_sync.times}
         here = []  # through channels whose home is the driver
         for host in hosts_of_runs.values():
             here.append(host.flows)
@@ -115,9 +115,9 @@ class TimedRun:
             for workers, (first, last) in flows.items():
                 roles = tuple(worker.rpartition("-")[0] for worker in workers)
                 if known.issuperset(roles):
-                    before, after = found.get(roles, (first, last))
-                    found[roles] = min(before, first), max(after, last)
-        return through_the_driver(found, roles_of_run(self.program, self.loop.config))
+                    before, after = edges.get(roles, (first, last))
+                    edges[roles] = min(before, first), max(after, last)
+        return through_the_driver(edges, roles_of_run(self.program, self.loop.config))
 
     def peak_bytes(self) -> int:
         """The sum of the peak bytes of the plan's processes; shared pages count in every process that maps them."""
@@ -132,11 +132,11 @@ class TimedRun:
         return max(0.0, 1 - busy / num_devices)
 
     def _totals(self) -> dict[str, dict[str, Total]]:
-        found = {"driver": self.loop.timers.totals()}
+        seconds = {"driver": self.loop.timers.totals()}
         for group in self.loop.groups:
             for worker, totals in zip(group.workers, group.timings().wait(), strict=True):
-                found[worker] = totals
-        return found
+                seconds[worker] = totals
+        return seconds
 
     def _busy(self, before: dict[str, Total], after: dict[str, Total], role: str) -> float:
         if role not in OUTER:
@@ -154,12 +154,12 @@ def through_the_driver(
     learner. `roles`: as declared by the program."""
     declared = {(role.name, other) for role in roles for other in role.sends_to}
     routed = {pair: flows[pair[::-1]] for pair in declared if pair not in flows and pair[::-1] in flows}
-    found = flows | routed
+    edges = flows | routed
     for role in roles:
-        if role.asks and found.pop((role.asks, role.name), None):
-            handed_on = {pair for pair in found if pair[0] == role.name and pair[1] != role.asks}
-            found |= {(role.asks, target): found[source, target] for source, target in handed_on}
-    return found
+        if role.asks and edges.pop((role.asks, role.name), None):
+            handed_on = {pair for pair in edges if pair[0] == role.name and pair[1] != role.asks}
+            edges |= {(role.asks, target): edges[source, target] for source, target in handed_on}
+    return edges
 
 
 # Costs for a profile
@@ -197,13 +197,20 @@ class RunTimings:
 
 
 def calibrate(
-    config: RunConfig, profile: Profile, there: Topology, clock: Clock, logs: Path, say, reset_s: float, program: type
+    config: RunConfig,
+    profile: Profile,
+    topology: Topology,
+    clock: Clock,
+    logs: Path,
+    say,
+    reset_s: float,
+    program: type,
 ) -> Profile:
     """Short real runs: first rollout and update in turns on all devices, then policies with learners on other devices
     than sims. Both always run, since without the second one transfers would cost nothing."""
-    classes = [c for c in there.classes() if c.count and profile.knows(c)]
+    classes = [c for c in topology.classes() if c.count and profile.knows(c)]
     roles = roles_of(roles_of_run(program, config))
-    where, draws = homes(config, there, roles), draws_on_gpus(config.env)
+    where, draws = homes(config, topology, roles), draws_on_gpus(config.env)
     layouts = timed_layouts(where["sim"][0], where["learner"][0], config.env.num_envs, extra_roles(roles))
     expected_s = Pricer(profile.dataflow, profile, classes).price(layouts[0]).seconds
     config, profile = shortened(config, profile, expected_s, clock, roles)
@@ -212,8 +219,8 @@ def calibrate(
     for place, layout in enumerate(layouts):
         say(f"a short real run: {layout}")
         pricer = Pricer(profile.dataflow, profile, classes)
-        placement, shared = as_placement(pricer, layout, there, draws), divides_requests(config)
-        plan = make_plan(placement, there, config.env.num_envs, roles=roles, shared=shared)
+        placement, shared = as_placement(pricer, layout, topology, draws), divides_requests(config)
+        plan = make_plan(placement, topology, config.env.num_envs, roles=roles, shared=shared)
         seen = real_run(config, plan, logs / f"run-{place}", clock, program)
         if not place:
             profile = replace(profile, dataflow=replace(profile.dataflow, edges=seen.edges))

@@ -72,8 +72,8 @@ def middle(values: Iterable[float | None]) -> float | None:
 
 
 def rows_of(result: Any) -> dict[str, dict[str, float | None]]:
-    found = {mode: row_of(result, mode) for mode in result.rounds}
-    return dict(sorted(found.items(), key=lambda item: item[1]["measured_s"]))
+    rows = {mode: row_of(result, mode) for mode in result.rounds}
+    return dict(sorted(rows.items(), key=lambda item: item[1]["measured_s"]))
 
 
 # In words
@@ -183,14 +183,14 @@ def num_rounds(result: Any) -> int:
 # The page
 
 
-def write_report(results: Sequence[Any], about: dict[str, Any], folder: Path) -> None:
-    found = [{**asdict(result), "table": rows_of(result), "verdict": verdict(result)} for result in results]
-    (folder / "bench.json").write_text(json.dumps({"about": about, "results": found}, indent=1, default=str) + "\n")
-    write_page(folder / "bench.html", benchmark_page(results, about))
+def write_report(results: Sequence[Any], header: dict[str, Any], folder: Path) -> None:
+    tables = [{**asdict(result), "table": rows_of(result), "verdict": verdict(result)} for result in results]
+    (folder / "bench.json").write_text(json.dumps({"about": header, "results": tables}, indent=1, default=str) + "\n")
+    write_page(folder / "bench.html", benchmark_page(results, header))
 
 
-def benchmark_page(results: Sequence[Any], about: dict[str, Any]) -> Block:
-    parts = [section("Measured", measurement(results, about), chart(results))]
+def benchmark_page(results: Sequence[Any], header: dict[str, Any]) -> Block:
+    parts = [section("Measured", measurement(results, header), chart(results))]
     for result in results:
         shown = table(head_of(result), [cells(mode, row) for mode, row in rows_of(result).items()])
         plans = [f"{mode}: {layout_of(result, mode)}" for mode in result.expected]
@@ -198,19 +198,19 @@ def benchmark_page(results: Sequence[Any], about: dict[str, Any]) -> Block:
         traced = [part for mode, path in result.traces.items() for part in timeline(mode, Path(path))]
         blocks = [shown, *[text(line, note=False) for line in verdict(result)], bullets([*plans, *refused]), *traced]
         parts.append(section(f"{result.task}, {result.num_envs} envs, {result.where}", *blocks))
-    return page(f"Placements of {about['recipe']}", parts, problems=warnings(results, about))
+    return page(f"Placements of {header['recipe']}", parts, problems=warnings(results, header))
 
 
-def measurement(results: Sequence[Any], about: dict[str, Any]) -> Block:
+def measurement(results: Sequence[Any], header: dict[str, Any]) -> Block:
     """Date, machine, code, load and profiles of this measurement."""
-    machine = [about.get("host"), about.get("processor"), results[0].where if results else "", about.get("platform")]
+    machine = [header.get("host"), header.get("processor"), results[0].where if results else "", header.get("platform")]
     facts = {
-        "recipe": about["recipe"],
-        "date": about.get("date", ""),
-        "commit": about.get("commit"),
+        "recipe": header["recipe"],
+        "date": header.get("date", ""),
+        "commit": header.get("commit"),
         "machine": ", ".join(str(part) for part in machine if part),
-        "load": load_in_words(about.get("load", {})),
-        "command": " ".join(map(str, about.get("command", []))),
+        "load": load_in_words(header.get("load", {})),
+        "command": " ".join(map(str, header.get("command", []))),
     }
     for result in results:
         name = f"profile of {result.task}, {result.num_envs} envs" if len(results) > 1 else "profile"
@@ -221,8 +221,8 @@ def measurement(results: Sequence[Any], about: dict[str, Any]) -> Block:
 def load_in_words(load: dict[str, Any]) -> str:
     """The cores that other programs kept busy before and during the measurement, and the load averages."""
     return "; ".join(
-        f"{when}: other programs kept {cores_in_words(one.get('others'))} busy, load average {one.get('average')}"
-        for when, one in load.items()
+        f"{when}: other programs kept {cores_in_words(value.get('others'))} busy, load average {value.get('average')}"
+        for when, value in load.items()
     )
 
 
@@ -242,19 +242,19 @@ def profile_in_words(profile: dict[str, Any]) -> str:
     return ", ".join(filter(None, parts))
 
 
-def warnings(results: Sequence[Any], about: dict[str, Any]) -> list[str]:
+def warnings(results: Sequence[Any], header: dict[str, Any]) -> list[str]:
     """Warns of measurements that were taken under load."""
-    cores, found = about.get("cores", 1), []
-    load = {when: one.get("others") for when, one in about.get("load", {}).items()}
+    cores, lines = header.get("cores", 1), []
+    load = {when: value.get("others") for when, value in header.get("load", {}).items()}
     if busy := under_load(load, cores):
-        found.append(f"this benchmark was measured under load: {busy}. Measure again when the machine is quiet.")
+        lines.append(f"this benchmark was measured under load: {busy}. Measure again when the machine is quiet.")
     for result in results:
         if busy := under_load(result.profile.get("busy") or {}, cores):
-            found.append(
+            lines.append(
                 f"the profile that predicts {result.task}, {result.num_envs} envs was measured under load: {busy}. "
                 "What it predicts may be off: profile=new measures it again."
             )
-    return found
+    return lines
 
 
 def timeline(mode: str, path: Path) -> list[Block]:

@@ -39,9 +39,9 @@ SAME = ("env", "eval", "name", "backend", "max_episode_steps")
 IRRELEVANT = {"env.num_envs", "eval.num_envs", "eval.videos"}  # keys that change no episode
 
 
-def comparison(found: Sequence[Run | SeedSet], beside: Path, group: RunGroup | None = None) -> Block:
+def comparison(given: Sequence[Run | SeedSet], beside: Path, group: RunGroup | None = None) -> Block:
     """The page; links are relative to the folder `beside`. `group`: the group of all these runs, if they are one."""
-    sets = with_names(found)
+    sets = with_names(given)
     colors = {one.label: place for place, one in enumerate(sets)}
     runs = [run for one in sets for run in one.runs]
     singles = len(sets) > 1 and all(len(one.runs) == 1 and not one.missing for one in sets)
@@ -77,10 +77,10 @@ def comparison(found: Sequence[Run | SeedSet], beside: Path, group: RunGroup | N
     )
 
 
-def with_names(found: Sequence[Run | SeedSet]) -> list[SeedSet]:
+def with_names(shown: Sequence[Run | SeedSet]) -> list[SeedSet]:
     """All entries as sets of seeds, with distinct labels."""
-    names = iter(labels([one for one in found if isinstance(one, Run)]))
-    sets = [alone(one, next(names)) if isinstance(one, Run) else one for one in found]
+    names = iter(labels([one for one in shown if isinstance(one, Run)]))
+    sets = [alone(one, next(names)) if isinstance(one, Run) else one for one in shown]
     same = {one.label for one in sets if [other.label for other in sets].count(one.label) > 1}
     return [replace(one, label=f"{one.label} ({i})") if one.label in same else one for i, one in enumerate(sets, 1)]
 
@@ -258,18 +258,18 @@ def what_differs(sets: list[SeedSet]) -> Block:
     return table(["", *[cell(one.label, color=place) for place, one in enumerate(sets)]], rows, numeric=False)
 
 
-def settings_of(one: SeedSet) -> dict[str, Any]:
+def settings_of(seed_set: SeedSet) -> dict[str, Any]:
     """The settings of the runs of a set, with all values of a key that differs among them."""
-    found = [settings(run) for run in one.runs]
+    settings_by_run = [settings(run) for run in seed_set.runs]
     return {
-        key: ", ".join(dict.fromkeys(str(each.get(key)) for each in found))
-        for key in dict.fromkeys(chain.from_iterable(found))
+        key: ", ".join(dict.fromkeys(str(each.get(key)) for each in settings_by_run))
+        for key in dict.fromkeys(chain.from_iterable(settings_by_run))
     }
 
 
 def settings(run: Run) -> dict[str, Any]:
     """The recipe's keys and the facts of provenance."""
     flat = flat_dict(read_yaml(run.config) or {})
-    found = {key: value for key, value in flat.items() if key not in {"run.dir", *IRRELEVANT}}
-    found |= {key: run.provenance.get(key) for key in ("commit", "python", "platform", "cores")}
-    return found | {f"package {name}": version for name, version in run.provenance.get("packages", {}).items()}
+    values = {key: value for key, value in flat.items() if key not in {"run.dir", *IRRELEVANT}}
+    values |= {key: run.provenance.get(key) for key in ("commit", "python", "platform", "cores")}
+    return values | {f"package {name}": version for name, version in run.provenance.get("packages", {}).items()}

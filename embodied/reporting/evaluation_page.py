@@ -119,8 +119,8 @@ def conversation_blocks(evaluation: Evaluation, beside: Path) -> list[Block]:
 
 def transcripts_of(evaluation: Evaluation, wanted: Sequence[int]) -> dict[int, dict[str, Any]]:
     """These episodes' transcripts, except damaged ones."""
-    found = read_transcripts(evaluation.folder, set(wanted))
-    return {index: written for index, written in found.items() if can_be_shown(written)}
+    transcripts = read_transcripts(evaluation.folder, set(wanted))
+    return {index: written for index, written in transcripts.items() if can_be_shown(written)}
 
 
 def prompt_name(episode: EpisodeResult) -> str:

@@ -50,7 +50,7 @@ class PartialEvaluation:
         self.earlier: list[dict[str, Any]] = []
         if partial := is_part_of(folder, asked):
             with suppress(OSError, ValueError, KeyError, TypeError):  # else it is played from the start
-                self.finished = {one.index: one for one in read_episodes(folder)}
+                self.finished = {episode.index: episode for episode in read_episodes(folder)}
                 self.earlier = partial["provenance"]
         if not self.finished:
             remove_transcripts(folder)
@@ -70,7 +70,7 @@ class PartialEvaluation:
     def add(self, episodes: Iterable[EpisodeResult]) -> None:
         """Add finished episodes; they are written if the last write is long enough ago."""
         before = len(self.finished)
-        self.finished |= {one.index: one for one in episodes}
+        self.finished |= {episode.index: episode for episode in episodes}
         if len(self.finished) > before:
             self.changed, self.ended_s = True, self.clock()
         if self.changed and self.clock() >= self.next_s:
@@ -85,12 +85,12 @@ class PartialEvaluation:
 
     def progress(self) -> str:
         """The number of finished episodes, their outcomes, the speed, and the remaining time at this speed."""
-        over, found = len(self.finished), figures(list(self.finished.values()))
+        over, results = len(self.finished), figures(list(self.finished.values()))
         parts = [f"{over:,} of {self.num_episodes:,} episodes are over"]
-        if found["success_once"]:
-            parts.append(f"success_once {found['success_once']['rate']:.0%} of these")
-        elif found["return"] is not None:
-            parts.append(f"return {found['return']:.2f}")
+        if results["success_once"]:
+            parts.append(f"success_once {results['success_once']['rate']:.0%} of these")
+        elif results["return"] is not None:
+            parts.append(f"return {results['return']:.2f}")
         if played := over - self.began:
             speed = played / (self.clock() - self.began_s)
             left_s = (self.num_episodes - over) / speed

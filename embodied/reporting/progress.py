@@ -218,7 +218,7 @@ def text_numbers(finished: list[EpisodeResult], elapsed_s: float) -> dict[str, f
     turns, tokens = (sum(getattr(episode, name) for episode in played) for name in ("length", "tokens"))
     if not turns:
         return {}
-    found = {
+    metrics = {
         "text/truncated": sum(bool(episode.truncated) for episode in played) / len(played),
         "text/tokens": tokens / turns,  # per answer, on average
         "text/tokens_per_s": tokens / elapsed_s,
@@ -227,11 +227,11 @@ def text_numbers(finished: list[EpisodeResult], elapsed_s: float) -> dict[str, f
     for episode in played:
         by_task.setdefault(episode.task, []).append(episode)
     for task, some in sorted(by_task.items()) if len(by_task) > 1 else ():
-        found[f"task/{task}/conversations"] = len(some)
-        found[f"task/{task}/success"] = sum(bool(episode.success_once) for episode in some) / len(some)
-        found[f"task/{task}/return"] = sum(episode.total_reward for episode in some) / len(some)
-        found[f"task/{task}/tokens"] = sum(episode.tokens for episode in some) / len(some)
-    return found
+        metrics[f"task/{task}/conversations"] = len(some)
+        metrics[f"task/{task}/success"] = sum(bool(episode.success_once) for episode in some) / len(some)
+        metrics[f"task/{task}/return"] = sum(episode.total_reward for episode in some) / len(some)
+        metrics[f"task/{task}/tokens"] = sum(episode.tokens for episode in some) / len(some)
+    return metrics
 
 
 # Metrics, in metrics.jsonl and with other loggers
@@ -401,9 +401,9 @@ def in_folders(numbers: dict) -> dict[str, float]:
     }
 
 
-def missing_rows(there: Sequence[int]) -> str:
+def missing_rows(iterations: Sequence[int]) -> str:
     """The missing numbers between these, in words: `3 to 39, 41` for 2, 40 and 42."""
-    gaps = [(before + 1, after - 1) for before, after in pairwise(there) if after - before > 1]
+    gaps = [(before + 1, after - 1) for before, after in pairwise(iterations) if after - before > 1]
     return ", ".join(f"{first} to {last}" if last > first else f"{first}" for first, last in gaps)
 
 

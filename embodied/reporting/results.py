@@ -104,9 +104,9 @@ def evaluation_numbers(results: dict[str, Any]) -> dict[str, float]:
     rates = {"success_once": overall["success_once"], "success_at_end": overall["success_at_end"]}
     rates |= {"truncated": text.get("truncated"), **{f"pass@{k}": rate for k, rate in text.get("pass", {}).items()}}
     means = {"return": overall["return"], "length": overall["length"], "tokens": text.get("tokens")}
-    found = {name: rate["rate"] for name, rate in rates.items() if rate} | means
-    found["episodes"] = overall["episodes"]
-    return {f"eval/{name}": value for name, value in found.items() if value is not None}
+    numbers = {name: rate["rate"] for name, rate in rates.items() if rate} | means
+    numbers["episodes"] = overall["episodes"]
+    return {f"eval/{name}": value for name, value in numbers.items() if value is not None}
 
 
 def write_comparison(folder: Path, played: dict[str, list[EpisodeResult]]) -> dict[str, Any]:
@@ -277,17 +277,17 @@ def errors_and_return(overall: dict[str, Any]) -> list[str]:
 def describe_answers(results: dict) -> str:
     """`T=1: avg@4 52.0% [44.1%, 59.8%], pass@2 ..., return 0.52, 3.0% cut off, 12.3 tokens an answer (50 prompts)`"""
     overall = results["overall"]
-    found, samples = overall["text"], overall["text"]["samples"]
-    rates = {f"avg@{samples}": found["avg"]} if samples > 1 else {"success": found["avg"]}
-    rates |= {f"pass@{k}": rate for k, rate in found["pass"].items() if k != "1"}
+    figures_of_answers, samples = overall["text"], overall["text"]["samples"]
+    rates = {f"avg@{samples}": figures_of_answers["avg"]} if samples > 1 else {"success": figures_of_answers["avg"]}
+    rates |= {f"pass@{k}": rate for k, rate in figures_of_answers["pass"].items() if k != "1"}
     parts = [rate_in_words(name, rate) for name, rate in rates.items() if rate] + errors_and_return(overall)
-    if found["truncated"]:
-        parts.append(f"{found['truncated']['rate']:.1%} cut off")
-    if found["tokens"] is not None:
-        parts.append(f"{found['tokens']:.1f} tokens an answer")
+    if figures_of_answers["truncated"]:
+        parts.append(f"{figures_of_answers['truncated']['rate']:.1%} cut off")
+    if figures_of_answers["tokens"] is not None:
+        parts.append(f"{figures_of_answers['tokens']:.1f} tokens an answer")
     how = sampling(results)
     begin = f"{how}: " if how else ""
-    return f"{begin}{', '.join(parts)} ({found['prompts']} prompts)"
+    return f"{begin}{', '.join(parts)} ({figures_of_answers['prompts']} prompts)"
 
 
 def rate_in_words(name: str, rate: dict[str, Any]) -> str:
@@ -326,21 +326,24 @@ def describe_tasks(results: dict) -> str:
     if len(tasks) < 2:
         return ""
     width = max(map(len, tasks))
-    return "".join(f"\n  {task:<{width}}  {describe_results({'overall': found})}" for task, found in tasks.items())
+    return "".join(
+        f"\n  {task:<{width}}  {describe_results({'overall': figures_of_task})}"
+        for task, figures_of_task in tasks.items()
+    )
 
 
-def reference_lines(found: dict[str, Any]) -> list[str]:
+def reference_lines(comparison: dict[str, Any]) -> list[str]:
     """The published rate with its source, our rate minus it with an interval, and the settings that differ."""
-    published = found["published"]
+    published = comparison["published"]
     lines = [
-        f"published {found['name']} on {found['task']}, {found['hub']}: "
-        f"{rate_in_words('success_once', published)} ({published['of']} episodes; {found['source']})"
+        f"published {comparison['name']} on {comparison['task']}, {comparison['hub']}: "
+        f"{rate_in_words('success_once', published)} ({published['of']} episodes; {comparison['source']})"
     ]
-    if "difference" in found:
-        low, high = found["interval"]
+    if "difference" in comparison:
+        low, high = comparison["interval"]
         meaning = "may be chance" if low <= 0 <= high else "is more than chance"
-        lines.append(f"here - published: {found['difference']:+.1%} [{low:+.1%}, {high:+.1%}], which {meaning}")
-    differs = found["differs"]
+        lines.append(f"here - published: {comparison['difference']:+.1%} [{low:+.1%}, {high:+.1%}], which {meaning}")
+    differs = comparison["differs"]
     lines.append(f"settings that differ: {'; '.join(differs)}" if differs else "the same settings, as far as published")
     return lines
 
@@ -349,13 +352,13 @@ def describe_pair(pair: dict) -> str:
     """`b - a on the same 200 episodes: success_once +4.5% [0.2%, 8.9%], p 0.049; return ...`"""
     parts = []
     for name in ("success_once",) if "prompts" in pair else ("success_once", "success_at_end"):
-        if (found := pair[name]) is not None:
-            low, high = found["interval"]
-            p_value = f", p {found['p_value']:.2g}" if "p_value" in found else ""
-            parts.append(f"{name} {found['difference']:+.1%} [{low:+.1%}, {high:+.1%}]{p_value}")
-    if (found := pair["return"]) is not None:
-        low, high = found["interval"]
-        parts.append(f"return {found['difference']:+.2f} [{low:+.2f}, {high:+.2f}]")
+        if (difference := pair[name]) is not None:
+            low, high = difference["interval"]
+            p_value = f", p {difference['p_value']:.2g}" if "p_value" in difference else ""
+            parts.append(f"{name} {difference['difference']:+.1%} [{low:+.1%}, {high:+.1%}]{p_value}")
+    if (difference := pair["return"]) is not None:
+        low, high = difference["interval"]
+        parts.append(f"return {difference['difference']:+.2f} [{low:+.2f}, {high:+.2f}]")
     differences = "; ".join(parts) or "nothing to compare"
     common = f"{pair['prompts']} prompts" if "prompts" in pair else f"{pair['episodes']} episodes"
     return f"{pair['second']} - {pair['first']} on the same {common}: {differences}"

@@ -160,30 +160,32 @@ def span_of_time(run: Run) -> str:
 
 def figures(run: Run) -> Block | None:
     """The most important figures, one per tile."""
-    found: list[tuple[str, str, str]] = []
+    tiles_shown: list[tuple[str, str, str]] = []
     if run.last:
         overall = run.last.results["overall"]
         if "text" in overall:
-            found += text_tiles(overall["text"], sampling(run.last.results))
-        found += start_tiles(run)
+            tiles_shown += text_tiles(overall["text"], sampling(run.last.results))
+        tiles_shown += start_tiles(run)
         for name in () if "text" in overall else MEASURES:
             if overall[name]:
                 rate, *rest = describe_rate(overall[name])
-                found.append((name, rate, " ".join(rest)))
+                tiles_shown.append((name, rate, " ".join(rest)))
         if overall["return"] is not None:
-            found.append(("return", short(overall["return"]), f"mean of {overall['episodes']} episodes"))
+            tiles_shown.append(("return", short(overall["return"]), f"mean of {overall['episodes']} episodes"))
         if overall["errors"]:
-            found.append(("error episodes", str(overall["errors"]), "neither success nor failure"))
+            tiles_shown.append(("error episodes", str(overall["errors"]), "neither success nor failure"))
     if run.metrics:
         row = run.metrics[-1]
-        found.append(("env steps", f"{row['env_steps']:,}", f"{row['iteration']} iterations"))
-        found.append(("training time", duration(row["train_s"]), "without start and evaluations"))
-        found.append(("env steps per second", f"{row['env_steps'] / max(row['train_s'], 1e-9):,.0f}", "on average"))
+        tiles_shown.append(("env steps", f"{row['env_steps']:,}", f"{row['iteration']} iterations"))
+        tiles_shown.append(("training time", duration(row["train_s"]), "without start and evaluations"))
+        tiles_shown.append(
+            ("env steps per second", f"{row['env_steps'] / max(row['train_s'], 1e-9):,.0f}", "on average")
+        )
         faults = [f"faults/{name}" for name in ("restarts", "lost_decisions")]
         restarts, lost = (int(sum(row.get(name, 0) for row in run.metrics)) for name in faults)
         if restarts or lost:
-            found.append(("workers restarted", f"{restarts:,}", f"{lost:,} decisions lost"))
-    return tiles(found)
+            tiles_shown.append(("workers restarted", f"{restarts:,}", f"{lost:,} decisions lost"))
+    return tiles(tiles_shown)
 
 
 def start_tiles(run: Run) -> list[tuple[str, str, str]]:
@@ -199,8 +201,8 @@ def start_tiles(run: Run) -> list[tuple[str, str, str]]:
     first = run.metrics[0] if run.metrics else {}
     if first.get("iteration") != 1 or "text/tokens" not in first or first.get("success_once") is None:
         return []
-    about = f"{first.get('episodes', 'the')} answers of iteration 1, before any update"
-    return [("success at the start", percent(first["success_once"]), about)]
+    basis = f"{first.get('episodes', 'the')} answers of iteration 1, before any update"
+    return [("success at the start", percent(first["success_once"]), basis)]
 
 
 def text_tiles(text: dict[str, Any], drawn: str) -> list[tuple[str, str, str]]:
@@ -209,8 +211,10 @@ def text_tiles(text: dict[str, Any], drawn: str) -> list[tuple[str, str, str]]:
     samples, most = text["samples"], max(map(int, text["pass"]), default=1)
     rates = [(f"avg@{samples}" if samples > 1 else "success", text["avg"])]
     rates += [(f"pass@{most}", text["pass"][str(most)])] if most > 1 else []
-    found = [(name, describe_rate(rate), rate["of"]) for name, rate in rates if rate]
-    shown = [(f"{name}{how}", value, f"{interval} {prompts} prompts") for name, (value, interval), prompts in found]
+    shown_rates = [(name, describe_rate(rate), rate["of"]) for name, rate in rates if rate]
+    shown = [
+        (f"{name}{how}", value, f"{interval} {prompts} prompts") for name, (value, interval), prompts in shown_rates
+    ]
     if text["truncated"]:
         shown.append(("answers cut off", percent(text["truncated"]["rate"]), "before the policy ended them"))
     if text["tokens"] is not None:

@@ -85,9 +85,9 @@ class Run:
     @property
     def last(self) -> Evaluation | None:
         """The newest evaluation during training; if there is none, the last evaluation started by hand."""
-        own = [one for one in self.evaluations if one.in_training]
-        found = own or self.evaluations
-        return found[-1] if found else None
+        own = [evaluation for evaluation in self.evaluations if evaluation.in_training]
+        candidates = own or self.evaluations
+        return candidates[-1] if candidates else None
 
     @property
     def provenance(self) -> dict[str, Any]:
@@ -126,17 +126,17 @@ def read_run(folder: Path | str) -> Run:
 
 
 def read_evaluations(run: Path, problems: list[str]) -> list[Evaluation]:
-    found = []
+    evaluations = []
     for path in sorted(run.glob(f"eval/*/{RESULTS}")):
         with noted(problems):
-            found.append(Evaluation(path.parent, *read_results(path.parent)))
-    return sorted(found, key=lambda one: (not one.in_training, one.version, one.name))
+            evaluations.append(Evaluation(path.parent, *read_results(path.parent)))
+    return sorted(evaluations, key=lambda entry: (not entry.in_training, entry.version, entry.name))
 
 
 def read_partial(run: Path) -> dict[str, str]:
     """The progress of each interrupted evaluation, by name."""
-    found = {path.parent.name: partial_in(path.parent) for path in sorted(run.glob(f"eval/*/{PARTIAL}"))}
-    return {name: how_far(partial) for name, partial in found.items() if partial}
+    contents = {path.parent.name: partial_in(path.parent) for path in sorted(run.glob(f"eval/*/{PARTIAL}"))}
+    return {name: how_far(partial) for name, partial in contents.items() if partial}
 
 
 def how_far(partial: dict[str, Any]) -> str:
@@ -157,9 +157,9 @@ def start_of(run: Run) -> Evaluation | None:
     return start if episodes_of(start) == episodes_of(run.last) else None
 
 
-def episodes_of(one: Evaluation) -> dict[str, Any]:
+def episodes_of(evaluation: Evaluation) -> dict[str, Any]:
     """The part of the results that identifies an evaluation's episodes and the sampling of its answers."""
-    protocol = one.results.get("protocol", {})
+    protocol = evaluation.results.get("protocol", {})
     env = {key: value for key, value in (protocol.get("env") or {}).items() if key != "num_envs"}
     how = protocol.get("eval") or {}
     return {"name": protocol.get("name"), "env": env} | {key: how.get(key) for key in CHOOSES_EPISODES}

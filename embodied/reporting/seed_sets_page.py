@@ -88,71 +88,73 @@ def alone(run: Run, label: str) -> SeedSet:
 def sets_of(group: RunGroup, beside_others: bool = False) -> list[SeedSet]:
     """A set for each setting of a group, in the order of the command line; `beside_others`: labels also name the
     group."""
-    found = []
+    sets = []
     for setting in dict.fromkeys(member.setting for member in group.members):
-        mine = [member for member in group.members if member.setting == setting]
-        states = {member.key: group.state(member) for member in mine}
-        there = [member for member in mine if states[member.key] != MISSING]
+        members = [member for member in group.members if member.setting == setting]
+        states = {member.key: group.state(member) for member in members}
+        present = [member for member in members if states[member.key] != MISSING]
         missing = [
             f"seed {one.seed} has not begun{f': {one.problem}' if one.problem else ''}"
-            for one in mine
-            if one not in there
+            for one in members
+            if one not in present
         ]
-        runs = [read_run(path) for member in there if (path := group.path(member))]
-        over = [states[member.key] in OVER for member in there]
+        runs = [read_run(path) for member in present if (path := group.path(member))]
+        over = [states[member.key] in OVER for member in present]
         folder = group.folder.resolve().name
         label = ", ".join(filter(None, [folder, setting])) if beside_others else setting or folder
-        found.append(SeedSet(label, runs, [one.seed for one in there], over, missing))
-    return found
+        sets.append(SeedSet(label, runs, [one.seed for one in present], over, missing))
+    return sets
 
 
 # Averages over seeds
 
 
-def scores_of(one: SeedSet, name: str) -> list[list[float]] | None:
+def scores_of(seed_set: SeedSet, name: str) -> list[list[float]] | None:
     """The final figure of every finished run of a set, by task; None if unknown."""
-    found = [task_scores(run.last, name) for run in one.done if run.last]
-    same = found and all(row and row.keys() == found[0].keys() for row in found)
-    return [list(row.values()) for row in found] if same else None
+    scores = [task_scores(run.last, name) for run in seed_set.done if run.last]
+    same = scores and all(row and row.keys() == scores[0].keys() for row in scores)
+    return [list(row.values()) for row in scores] if same else None
 
 
 def task_scores(evaluation: Evaluation, name: str) -> dict[str, float]:
     """A figure by task; empty if a task lacks it."""
-    figures = {task: one[name] for task, one in evaluation.results["per_task"].items()}
+    figures = {task: result[name] for task, result in evaluation.results["per_task"].items()}
     if any(figure is None for figure in figures.values()):
         return {}
     return {task: figure["rate"] if isinstance(figure, dict) else figure for task, figure in figures.items()}
 
 
-def summary(one: SeedSet, name: str) -> dict[str, Any] | None:
+def summary(seed_set: SeedSet, name: str) -> dict[str, Any] | None:
     """IQM, interval and number of seeds; for one run the interval is over its episodes."""
-    scores = scores_of(one, name)
+    scores = scores_of(seed_set, name)
     if not scores:
         return None
-    found = over_seeds(scores)
-    alone = one.done[0].last.results["overall"][name] if found["seeds"] == 1 and one.done[0].last else None
-    return found | ({"interval": alone["interval"]} if isinstance(alone, dict) else {})
+    interval = over_seeds(scores)
+    alone = seed_set.done[0].last.results["overall"][name] if interval["seeds"] == 1 and seed_set.done[0].last else None
+    return interval | ({"interval": alone["interval"]} if isinstance(alone, dict) else {})
 
 
 def ranked_by(sets: Sequence[SeedSet]) -> str | None:
     """The figure by which sets are ranked: success, or the return if the env has no success; None if no run is
     finished."""
-    there = [one for one in sets if one.done]
-    return next((name for name in ("success_once", "return") if there and all(scores_of(o, name) for o in there)), None)
+    finished = [seed_set for seed_set in sets if seed_set.done]
+    return next(
+        (name for name in ("success_once", "return") if finished and all(scores_of(o, name) for o in finished)), None
+    )
 
 
 def in_order(sets: Sequence[SeedSet]) -> list[SeedSet]:
     """Sets from best to worst; sets without results come last."""
     name = ranked_by(sets)
-    found = {one.label: summary(one, name) if name else None for one in sets}
-    return sorted(sets, key=lambda one: -found[one.label]["iqm"] if found[one.label] else np.inf)
+    summaries = {seed_set.label: summary(seed_set, name) if name else None for seed_set in sets}
+    return sorted(sets, key=lambda seed_set: -summaries[seed_set.label]["iqm"] if summaries[seed_set.label] else np.inf)
 
 
 def places_of(sets: Sequence[SeedSet]) -> dict[str, str]:
     """The standing of each set, by its label: best, not distinguishable from the best, or behind."""
     name = ranked_by(sets)
-    found = {one.label: summary(one, name) for one in sets} if name else {}
-    return standings({label: (one["iqm"], one["interval"]) for label, one in found.items() if one})
+    summaries = {seed_set.label: summary(seed_set, name) for seed_set in sets} if name else {}
+    return standings({label: (figures["iqm"], figures["interval"]) for label, figures in summaries.items() if figures})
 
 
 def verdict(sets: Sequence[SeedSet]) -> str:
@@ -164,24 +166,24 @@ def verdict(sets: Sequence[SeedSet]) -> str:
         return "No run has come to its end yet."
     if len(places) == 1:
         return ""
-    by_place = gather((places.get(one.label, "-"), one.label) for one in in_order(sets))
+    by_place = gather((places.get(seed_set.label, "-"), seed_set.label) for seed_set in in_order(sets))
     near, behind = (by_place.get(place, []) for place in ("not apart", "behind"))
     if not behind:
-        said = "no setting is apart from the one with the highest figure: their 95% intervals overlap."
+        sentence = "no setting is apart from the one with the highest figure: their 95% intervals overlap."
     elif "best" in by_place:
-        said = f"{by_place['best'][0]} is best: its 95% interval lies above all others."
+        sentence = f"{by_place['best'][0]} is best: its 95% interval lies above all others."
     elif "highest" in by_place:
         highest = by_place["highest"][0]
-        said = f"{highest} is highest, and not apart from {'; '.join(near)}: their 95% intervals overlap."
+        sentence = f"{highest} is highest, and not apart from {'; '.join(near)}: their 95% intervals overlap."
     else:
-        said = f"{'; '.join(near)} are not apart: their 95% intervals overlap."
+        sentence = f"{'; '.join(near)} are not apart: their 95% intervals overlap."
     after = f" Behind: {'; '.join(behind)}." if near and behind else ""
-    return f"By {ranked_by(sets)}, {said}{after}"
+    return f"By {ranked_by(sets)}, {sentence}{after}"
 
 
 def tasks_differ(sets: Sequence[SeedSet]) -> bool:
     """True if sets were evaluated on different tasks, so that their figures cannot be ranked."""
-    played = {tuple(sorted(run.last.results["per_task"])) for one in sets for run in one.done if run.last}
+    played = {tuple(sorted(run.last.results["per_task"])) for seed_set in sets for run in seed_set.done if run.last}
     return len(played) > 1
 
 
@@ -189,26 +191,34 @@ def ranking_table(sets: Sequence[SeedSet], colors: dict[str, int]) -> Block:
     """A row per setting, from best to worst, with its standing."""
     places = {} if tasks_differ(sets) else places_of(sets)
     rows = []
-    for one in sets if tasks_differ(sets) else in_order(sets):
-        total = len(one.runs) + len(one.missing)
-        figures = [cell(*spelt(s, name), value=s) if (s := summary(one, name)) else "-" for name in SCORES]
-        cost = [mean_of(one.done, key) for key in ("env_steps", "train_s")]
-        seeds = f"{len(one.done)} of {total}" if len(one.done) < total else str(total)
-        rows.append([cell(one.label, color=colors[one.label]), places.get(one.label, "-"), seeds, *figures, *cost])
+    for seed_set in sets if tasks_differ(sets) else in_order(sets):
+        total = len(seed_set.runs) + len(seed_set.missing)
+        figures = [cell(*spelt(s, name), value=s) if (s := summary(seed_set, name)) else "-" for name in SCORES]
+        cost = [mean_of(seed_set.done, key) for key in ("env_steps", "train_s")]
+        seeds = f"{len(seed_set.done)} of {total}" if len(seed_set.done) < total else str(total)
+        rows.append(
+            [
+                cell(seed_set.label, color=colors[seed_set.label]),
+                places.get(seed_set.label, "-"),
+                seeds,
+                *figures,
+                *cost,
+            ]
+        )
     head = ["setting", "", "runs", *(f"{name}, IQM" for name in SCORES), "env steps", "training s"]
     return table(head, rows)
 
 
-def spelt(found: dict[str, Any], name: str) -> tuple[str, str]:
+def spelt(figure: dict[str, Any], name: str) -> tuple[str, str]:
     """("96.7%", "[95.0%, 98.0%]"); the interval may be empty."""
     show = short if name == "return" else percent
-    bounds = map(show, found["interval"] or ())
-    return show(found["iqm"]), f"[{', '.join(bounds)}]" if found["interval"] else ""
+    bounds = map(show, figure["interval"] or ())
+    return show(figure["iqm"]), f"[{', '.join(bounds)}]" if figure["interval"] else ""
 
 
 def iqm_note(sets: Sequence[SeedSet]) -> str:
     """Explains the figures over seeds and their intervals."""
-    fewest = min(len(one.runs) + len(one.missing) for one in sets)
+    fewest = min(len(seed_set.runs) + len(seed_set.missing) for seed_set in sets)
     return IQM_NOTE + FEW_NOTE.format(FEW) * (fewest < FEW)
 
 
@@ -219,14 +229,14 @@ def mean_of(runs: Sequence[Run], key: str) -> str:
 
 def figures(one: SeedSet) -> Block | None:
     """The figures of one set of seeds."""
-    found = [("runs at their end", f"{len(one.done)} of {len(one.runs) + len(one.missing)}", "with an evaluation")]
+    shown = [("runs at their end", f"{len(one.done)} of {len(one.runs) + len(one.missing)}", "with an evaluation")]
     for name in SCORES:
         if known := summary(one, name):
             iqm, interval = spelt(known, name)
-            found.append((f"{name}, IQM", iqm, f"{interval or 'one seed: no interval'}, {known['seeds']} seeds"))
+            shown.append((f"{name}, IQM", iqm, f"{interval or 'one seed: no interval'}, {known['seeds']} seeds"))
     for key, words in (("env_steps", "env steps"), ("train_s", "seconds of training")):
-        found.append((words, mean_of(one.done, key), "mean over runs"))
-    return tiles(found)
+        shown.append((words, mean_of(one.done, key), "mean over runs"))
+    return tiles(shown)
 
 
 # Curves
@@ -236,7 +246,7 @@ def curve_charts(sets: Sequence[SeedSet], colors: dict[str, int]) -> list[Block 
     """Charts of success, return, speed, answers and losses: every run, and the mean of each set with several runs."""
 
     def chart(key: str, title: str, x: str = "env_steps", **how: Any) -> Block | None:
-        series = [each for one in sets for each in set_curves(one, sets, key, x, colors)]
+        series = [each for seed_set in sets for each in set_curves(seed_set, sets, key, x, colors)]
         over = f" over {AXES[x]}" if key in SCORES else ""
         return lines(f"{title}{over}", series, y=title, x=AXES[x], **how)
 
@@ -250,17 +260,17 @@ def curve_charts(sets: Sequence[SeedSet], colors: dict[str, int]) -> list[Block 
 
 
 def all_of(sets: Sequence[SeedSet]) -> list[Run]:
-    return [run for one in sets for run in one.runs]
+    return [run for seed_set in sets for run in seed_set.runs]
 
 
-def set_curves(one: SeedSet, sets: Sequence[SeedSet], name: str, x: str, colors: dict[str, int]) -> list[Series]:
+def set_curves(seed_set: SeedSet, sets: Sequence[SeedSet], name: str, x: str, colors: dict[str, int]) -> list[Series]:
     """The lines of one set: its runs, their mean with its interval, and evaluations of single runs."""
-    single, alone = len(sets) == 1, len(one.runs) == 1
-    own = colors[one.label]
-    shown = list(enumerate(one.runs)) if single or alone or len(all_of(sets)) <= MOST_LINES else []
+    single, alone = len(sets) == 1, len(seed_set.runs) == 1
+    own = colors[seed_set.label]
+    shown = list(enumerate(seed_set.runs)) if single or alone or len(all_of(sets)) <= MOST_LINES else []
     series = []
     for place, run in shown:
-        label = label_of(one, place, sets)
+        label = label_of(seed_set, place, sets)
         color = 1 + place if single else own
         if alone and name in MEASURES and x == "env_steps" and len(sets) <= MOST_BANDS:
             series += success_in_training(run, name, label, color)
@@ -269,25 +279,25 @@ def set_curves(one: SeedSet, sets: Sequence[SeedSet], name: str, x: str, colors:
         if (single or alone) and x == "env_steps" and name in SCORES:
             series += in_evaluations(run, name, f"{label}, evaluation", color)
     if not alone:
-        series += mean_curve(one, name, x, own, len(sets) <= MOST_BANDS, "" if single else one.label)
+        series += mean_curve(seed_set, name, x, own, len(sets) <= MOST_BANDS, "" if single else seed_set.label)
     return series
 
 
-def mean_curve(one: SeedSet, name: str, x: str, color: int, band: bool, label: str = "") -> list[Series]:
+def mean_curve(seed_set: SeedSet, name: str, x: str, color: int, band: bool, label: str = "") -> list[Series]:
     """The mean over the finished runs (over all runs if fewer than two are finished), at the points that all of them
     have."""
-    done = one.done if len(one.done) > 1 else one.runs
-    found = [curve(run, name, "", x=x) for run in done]
-    found = [each for each in found if len(each.x) > 1]
-    if len(found) < 2:
+    done = seed_set.done if len(seed_set.done) > 1 else seed_set.runs
+    curves = [curve(run, name, "", x=x) for run in done]
+    curves = [each for each in curves if len(each.x) > 1]
+    if len(curves) < 2:
         return []
-    first, last = max(each.x[0] for each in found), min(each.x[-1] for each in found)
-    at = sorted({point for each in found for point in each.x if first <= point <= last})
+    first, last = max(each.x[0] for each in curves), min(each.x[-1] for each in curves)
+    at = sorted({point for each in curves for point in each.x if first <= point <= last})
     if len(at) < 2:
         return []
     at = np.array(at) if len(at) <= MOST_POINTS else np.linspace(first, last, MOST_POINTS)
-    mean, low, high = mean_with_interval([np.interp(at, each.x, each.y) for each in found])
-    label = f"{label}, mean of {len(found)}" if label else f"mean of {len(found)}"
+    mean, low, high = mean_with_interval([np.interp(at, each.x, each.y) for each in curves])
+    label = f"{label}, mean of {len(curves)}" if label else f"mean of {len(curves)}"
     bounds = (low.tolist(), high.tolist()) if band else ((), ())
     return [Series(label, at.tolist(), mean.tolist(), *bounds, color=color)]
 
@@ -312,9 +322,9 @@ class ComparedRun:
 def entries_of(sets: Sequence[SeedSet], colors: dict[str, int]) -> list[ComparedRun]:
     """Every run; the runs of a single set have their own colours."""
     return [
-        ComparedRun(run, label_of(one, place, sets), 1 + place if len(sets) == 1 else colors[one.label])
-        for one in sets
-        for place, run in enumerate(one.runs)
+        ComparedRun(run, label_of(seed_set, place, sets), 1 + place if len(sets) == 1 else colors[seed_set.label])
+        for seed_set in sets
+        for place, run in enumerate(seed_set.runs)
     ]
 
 
@@ -337,7 +347,9 @@ def runs_table(entries: Sequence[ComparedRun], beside: Path) -> Block:
 def made_table(sets: Sequence[SeedSet]) -> Block:
     """Date, commit and machine of each run."""
     rows = []
-    for label, run in [(label_of(one, place, sets), run) for one in sets for place, run in enumerate(one.runs)]:
+    for label, run in [
+        (label_of(seed_set, place, sets), run) for seed_set in sets for place, run in enumerate(seed_set.runs)
+    ]:
         made_by = run.provenance
         began = str(run.info.get("started", "-"))[:16].replace("T", "\u00a0")
         again = len(run.info.get("resumed", []))
@@ -351,43 +363,43 @@ def made_table(sets: Sequence[SeedSet]) -> Block:
 def in_words(sets: Sequence[SeedSet]) -> list[str]:
     """A line per setting for the console, from best to worst: its success, or the return if the env has no success."""
     name, lines = ranked_by(sets), []
-    for one in in_order(sets) if name else ():
-        if found := summary(one, name):
-            seeds = f"IQM of {found['seeds']} seeds" if found["seeds"] > 1 else "one seed"
-            lines.append(f"{one.label}: {name} {' '.join(filter(None, spelt(found, name)))}, {seeds}")
+    for seed_set in in_order(sets) if name else ():
+        if figure := summary(seed_set, name):
+            seeds = f"IQM of {figure['seeds']} seeds" if figure["seeds"] > 1 else "one seed"
+            lines.append(f"{seed_set.label}: {name} {' '.join(filter(None, spelt(figure, name)))}, {seeds}")
     return lines
 
 
-def label_of(one: SeedSet, place: int, sets: Sequence[SeedSet]) -> str:
+def label_of(seed_set: SeedSet, place: int, sets: Sequence[SeedSet]) -> str:
     """The label of a run on the page."""
     if len(sets) == 1:
-        return one.name(place)
-    return one.label if one.seeds[place] is None else f"{one.label}, {one.name(place)}"
+        return seed_set.name(place)
+    return seed_set.label if seed_set.seeds[place] is None else f"{seed_set.label}, {seed_set.name(place)}"
 
 
-def unread_files(found: Sequence[Run | SeedSet]) -> int:
+def unread_files(shown: Sequence[Run | SeedSet]) -> int:
     """The number of files of these runs that could not be read."""
-    return sum(len(run.problems) for one in found for run in (one.runs if isinstance(one, SeedSet) else [one]))
+    return sum(len(run.problems) for one in shown for run in (one.runs if isinstance(one, SeedSet) else [one]))
 
 
 def problems(sets: Sequence[SeedSet]) -> list[str]:
     """A line for each failed or stopped run, unreadable file and missing run."""
-    found = []
-    for one in sets:
-        prefix = f"{one.label}, " if len(sets) > 1 else ""
-        for place, run in enumerate(one.runs):
-            name, state, cause = label_of(one, place, sets), run.info.get("state"), run.info.get("cause")
+    lines = []
+    for seed_set in sets:
+        prefix = f"{seed_set.label}, " if len(sets) > 1 else ""
+        for place, run in enumerate(seed_set.runs):
+            name, state, cause = label_of(seed_set, place, sets), run.info.get("state"), run.info.get("cause")
             if state in ("failed", "killed") or (state == "stopped" and cause):
-                found.append(f"{name} {state}: {cause or 'it does not say why'}")
-            found += [f"{name}: {problem}" for problem in run.problems]
-        found += [f"{prefix}{line}" for line in one.missing]
-    return found
+                lines.append(f"{name} {state}: {cause or 'it does not say why'}")
+            lines += [f"{name}: {problem}" for problem in run.problems]
+        lines += [f"{prefix}{line}" for line in seed_set.missing]
+    return lines
 
 
 def commits(runs: Sequence[Run]) -> list[str]:
     """The distinct commits of the code that started or resumed the runs."""
-    found: list[str] = []
+    hashes: list[str] = []
     for run in runs:
         made = [run.provenance, *(one.get("provenance", {}) for one in run.info.get("resumed", []))]
-        found += [str(one["commit"]) for one in made if one.get("commit")]
-    return list(dict.fromkeys(found))
+        hashes += [str(one["commit"]) for one in made if one.get("commit")]
+    return list(dict.fromkeys(hashes))

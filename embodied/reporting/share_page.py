@@ -84,11 +84,11 @@ def holds_of(record: ShareRecord, run: SharingRun) -> str:
     """`cpu:0 cpu:1 update`; or the run's end."""
     if run.how:
         return run.how
-    held: dict[str, list[str]] = defaultdict(list)
+    holders: dict[str, list[str]] = defaultdict(list)
     for hold in record.held.values():
         if hold.run == run.name:
-            held[UPDATE if hold.phase == UPDATE else "rollout"].append(hold.device)
-    return ", ".join(f"{' '.join(sorted(devices))} {phase}" for phase, devices in held.items()) or "-"
+            holders[UPDATE if hold.phase == UPDATE else "rollout"].append(hold.device)
+    return ", ".join(f"{' '.join(sorted(devices))} {phase}" for phase, devices in holders.items()) or "-"
 
 
 def last_iteration(folder: Path | None) -> tuple[str, str]:
@@ -162,9 +162,9 @@ def runs_table(record: ShareRecord, predicted: ShareRecord | None) -> Block:
     whole = len(record.devices) * record.makespan_s() or 1.0
     rows = []
     for name, run in record.runs.items():
-        mine = [hold for hold in record.holds_until(record.now_s) if hold.run == name]
-        updates = sum(hold.seconds for hold in mine if hold.phase == UPDATE)
-        lent = sum(hold.seconds for hold in mine if hold.device not in run.own)
+        holds = [hold for hold in record.holds_until(record.now_s) if hold.run == name]
+        updates = sum(hold.seconds for hold in holds if hold.phase == UPDATE)
+        lent = sum(hold.seconds for hold in holds if hold.device not in run.own)
         end = run.ended_s if run.ended_s is not None else record.now_s
         row: list[object] = [name, len(run.own), f"{short(end)} s", f"{short(record.waited_s(name))} s"]
         row += [percent(used[name] / whole), percent(targets[name])]

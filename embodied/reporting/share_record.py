@@ -146,10 +146,10 @@ class ShareRecord:
 
     def device_seconds(self) -> dict[str, float]:
         """Seconds of held devices, by run."""
-        found = dict.fromkeys(self.runs, 0.0)
+        seconds = dict.fromkeys(self.runs, 0.0)
         for hold in self.holds_until(self.now_s):
-            found[hold.run] += hold.seconds
-        return found
+            seconds[hold.run] += hold.seconds
+        return seconds
 
     def utilisation(self) -> float:
         """The share of all devices' time in which a run had them."""
@@ -158,12 +158,12 @@ class ShareRecord:
 
     def targets(self) -> dict[str, float]:
         """The share of the devices that each run owns. A device of several runs is divided by their weights."""
-        found = dict.fromkeys(self.runs, 0.0)
+        shares = dict.fromkeys(self.runs, 0.0)
         for device in self.devices:
             owners = [run for run in self.runs.values() if device in run.own]
             for run in owners:
-                found[run.name] += run.weight / sum(one.weight for one in owners) / len(self.devices)
-        return found
+                shares[run.name] += run.weight / sum(owner.weight for owner in owners) / len(self.devices)
+        return shares
 
 
 def read_share(path: Path) -> ShareRecord:

@@ -83,7 +83,9 @@ def measure(outcomes: list[bool | None], prompts: Sequence[Prompt] = ()) -> dict
     count, alone = sum(map(bool, known)), float(len(known))
     if prompts:
         by_prompt = gather((prompt, outcome) for prompt, outcome in zip(prompts, outcomes) if outcome is not None)
-        alone = effective_sample_size([fmean(map(bool, found)) for found in by_prompt.values()], len(known))
+        alone = effective_sample_size(
+            [fmean(map(bool, outcomes_of_prompt)) for outcomes_of_prompt in by_prompt.values()], len(known)
+        )
     interval = wilson(count * alone / len(known), alone)
     return {"count": count, "of": len(known), "rate": count / len(known), "interval": list(interval)}
 
@@ -104,15 +106,15 @@ def prompt_of(episode: EpisodeResult) -> Prompt:
 def text_figures(played: list[EpisodeResult]) -> dict[str, Any]:
     """avg@k and pass@k for k answers to each prompt, the share of truncated answers, and their length."""
     prompts = [prompt_of(episode) for episode in played]
-    found = gather((prompt_of(one), bool(one.success_once)) for one in played if one.success_once is not None)
-    most = max(map(len, found.values()), default=0)
+    outcomes = gather((prompt_of(one), bool(one.success_once)) for one in played if one.success_once is not None)
+    most = max(map(len, outcomes.values()), default=0)
     sizes = [2**power for power in range(most.bit_length())]
     turns = sum(episode.length for episode in played)
     return {
         "prompts": len(set(prompts)),
         "samples": most,
-        "avg": rate_over_prompts([fmean(right) for right in found.values()], sum(map(len, found.values()))),
-        "pass": {str(k): pass_rate(found.values(), k) for k in sizes},
+        "avg": rate_over_prompts([fmean(right) for right in outcomes.values()], sum(map(len, outcomes.values()))),
+        "pass": {str(k): pass_rate(outcomes.values(), k) for k in sizes},
         "truncated": measure([episode.truncated for episode in played], prompts),
         "tokens": sum(episode.tokens for episode in played) / turns if turns else None,
     }
@@ -270,35 +272,35 @@ def iqm(scores: Any) -> Any:
 def over_seeds(scores: Sequence[Sequence[float]]) -> dict[str, Any]:
     """The IQM of scores [seeds, tasks], with its 95% bootstrap interval over seeds. Seeds are drawn separately for
     every task (stratified, as in rliable). None for one seed."""
-    found = np.asarray(scores, float)
-    seeds, tasks = found.shape
+    table = np.asarray(scores, float)
+    seeds, tasks = table.shape
     interval = None
     if seeds > 1:
         picks = np.random.default_rng(0).integers(0, seeds, (DRAWS, seeds, tasks))
-        drawn = found[picks, np.arange(tasks)].reshape(DRAWS, -1)
+        drawn = table[picks, np.arange(tasks)].reshape(DRAWS, -1)
         interval = np.percentile(iqm(drawn), [2.5, 97.5]).tolist()
-    return {"iqm": float(iqm(found.ravel())), "interval": interval, "seeds": seeds}
+    return {"iqm": float(iqm(table.ravel())), "interval": interval, "seeds": seeds}
 
 
 def mean_with_interval(curves: Sequence[Sequence[float]]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Mean, low and high at each point of curves [seeds, points]: the bootstrap's 95% interval of the mean over
     seeds."""
-    found = np.asarray(curves, float)
-    picks = np.random.default_rng(0).integers(0, len(found), (DRAWS // 10, len(found)))
-    low, high = np.percentile(found[picks].mean(axis=1), [2.5, 97.5], axis=0)
-    return found.mean(axis=0), low, high
+    table = np.asarray(curves, float)
+    picks = np.random.default_rng(0).integers(0, len(table), (DRAWS // 10, len(table)))
+    low, high = np.percentile(table[picks].mean(axis=1), [2.5, 97.5], axis=0)
+    return table.mean(axis=0), low, high
 
 
-def standings(found: dict[str, tuple[float, Sequence[float] | None]]) -> dict[str, str]:
+def standings(figures: dict[str, tuple[float, Sequence[float] | None]]) -> dict[str, str]:
     """The standing of figures with intervals, by name: `behind` where an interval lies below the highest figure's, else
     `not apart`. The highest is `best` if all other intervals lie below it, else `highest`; equal highest figures have
     neither."""
-    if len(found) < 2:
-        return dict.fromkeys(found, "-")
-    top = max(found, key=lambda name: found[name][0])
-    low = (found[top][1] or (-math.inf,))[0]
-    intervals = {name: interval for name, (_, interval) in found.items()}
+    if len(figures) < 2:
+        return dict.fromkeys(figures, "-")
+    top = max(figures, key=lambda name: figures[name][0])
+    low = (figures[top][1] or (-math.inf,))[0]
+    intervals = {name: interval for name, (_, interval) in figures.items()}
     places = {name: "behind" if span and span[1] < low else "not apart" for name, span in intervals.items()}
-    tied = sum(figure == found[top][0] for figure, _ in found.values()) > 1
+    tied = sum(figure == figures[top][0] for figure, _ in figures.values()) > 1
     alone = all(place == "behind" for name, place in places.items() if name != top)
     return places | {top: "not apart" if tied else "best" if alone else "highest"}

@@ -111,16 +111,16 @@ def shares(before: dict[str, dict], after: dict[str, dict], wall_s: float) -> di
         for name, total in new.items():
             own[name] += total.own_s - (old[name].own_s if name in old else 0.0)
     whole = wall_s * max(len(after), 1)
-    found = {name: seconds / whole for name, seconds in own.items() if name != "wait"}
-    found = dict(sorted(found.items(), key=lambda item: -item[1]))
-    return found | {"idle": max(0.0, 1.0 - sum(found.values()))}
+    shares_by_name = {name: seconds / whole for name, seconds in own.items() if name != "wait"}
+    shares_by_name = dict(sorted(shares_by_name.items(), key=lambda item: -item[1]))
+    return shares_by_name | {"idle": max(0.0, 1.0 - sum(shares_by_name.values()))}
 
 
 def describe(groups: dict[str, dict[str, float]]) -> str:
     """The large shares of each role in words: `sim: step 61%, reset 8%, idle 31%; policy: ...`"""
     large = {
-        role: [f"{name} {share:.0%}" for name, share in found.items() if share >= SMALL]
-        for role, found in groups.items()
+        role: [f"{name} {share:.0%}" for name, share in shares_of_role.items() if share >= SMALL]
+        for role, shares_of_role in groups.items()
     }
     return "; ".join(f"{role}: {', '.join(words)}" for role, words in large.items())
 
@@ -136,9 +136,9 @@ def clock_differences(group: WorkerGroup) -> dict[str, float]:
 def ping(worker: WorkerGroup) -> tuple[float, float]:
     """(seconds of the round trip, the driver's clock minus the worker's)."""
     sent = perf_counter()
-    (there,) = worker.clock().wait()
+    (worker_s,) = worker.clock().wait()
     back = perf_counter()
-    return back - sent, (sent + back) / 2 - there
+    return back - sent, (sent + back) / 2 - worker_s
 
 
 class TraceWriter:
@@ -205,14 +205,14 @@ def events_in(line: str, number: int, damaged: list[int]) -> list[Any]:
     """The events of a line: one in our files, or all events of a viewer's file. The number of an unreadable line is
     added to `damaged`, except for the brackets around all events and the unfinished end of a killed run's file."""
     try:
-        found = json.loads(line.rstrip(",\n"))
+        content = json.loads(line.rstrip(",\n"))
     except (ValueError, RecursionError):
         if line.endswith("\n") and line.strip() not in ("[", "]", ""):
             damaged.append(number)
         return []
-    if isinstance(found, dict):
-        found = found.get("traceEvents", found)
-    return found if isinstance(found, list) else [found]
+    if isinstance(content, dict):
+        content = content.get("traceEvents", content)
+    return content if isinstance(content, list) else [content]
 
 
 def span_of(event: dict[str, Any], names: dict[tuple[str, int], str]) -> TimedSpan:

@@ -162,13 +162,15 @@ def success_in_training(run: Run, measure: str, name: str = "training", color: i
 
 def in_evaluations(run: Run, key: str, name: str = "evaluation", color: int = 1) -> list[Series]:
     """A figure of each evaluation during training that has it: a rate with its interval, or a mean."""
-    overall = {one.version: one.results["overall"] for one in run.evaluations if one.in_training}
-    found = [(run.env_steps(version), (all_ | all_.get("text", {})).get(key)) for version, all_ in overall.items()]
-    found = [(steps, figure) for steps, figure in found if steps is not None and figure is not None]
-    if not found:
+    overall = {
+        evaluation.version: evaluation.results["overall"] for evaluation in run.evaluations if evaluation.in_training
+    }
+    points = [(run.env_steps(version), (all_ | all_.get("text", {})).get(key)) for version, all_ in overall.items()]
+    points = [(steps, figure) for steps, figure in points if steps is not None and figure is not None]
+    if not points:
         return []
-    steps, figures = zip(*found)
+    steps, figures = zip(*points)
     if not isinstance(figures[0], dict):
         return [Series(name, steps, figures, points=True, color=color)]
-    low, high = ([one["interval"][side] for one in figures] for side in (0, 1))
-    return [Series(name, steps, [one["rate"] for one in figures], low, high, points=True, color=color)]
+    low, high = ([figure["interval"][side] for figure in figures] for side in (0, 1))
+    return [Series(name, steps, [figure["rate"] for figure in figures], low, high, points=True, color=color)]

@@ -102,14 +102,14 @@ def ends_line(iteration: int, ends: Sequence[tuple[int, float]]) -> bytes:
 
 def read_ends(run: Path) -> list[dict[str, Any]]:
     """The lines of a run's answers.jsonl, without damaged lines; of a repeated iteration the later line."""
-    path, found = run / ANSWERS, {}
+    path, lines = run / ANSWERS, {}
     for line in path.read_bytes().splitlines() if path.is_file() else ():
         with suppress(ValueError, TypeError, KeyError):
             row = json.loads(line)
             numbers = [list(map(float, row[name])) for name in ("tokens", "ended_s")]
             if type(row["iteration"]) is int and numbers[0] and len(numbers[0]) == len(numbers[1]):
-                found[row["iteration"]] = row
-    return [found[iteration] for iteration in sorted(found)]
+                lines[row["iteration"]] = row
+    return [lines[iteration] for iteration in sorted(lines)]
 
 
 def plain(value: Any) -> Any:
@@ -172,8 +172,8 @@ def starts_in(path: Path) -> Iterator[tuple[int, int | None]]:
 def episode_of(line: bytes) -> int | None:
     """The episode of a line; None if it is not a whole transcript."""
     try:
-        found = json.loads(line)
+        content = json.loads(line)
     except (ValueError, RecursionError):
         return None
-    whole = line.endswith(b"\n") and isinstance(found, dict) and isinstance(found.get("turns"), list)
-    return found["index"] if whole and type(found.get("index")) is int else None
+    whole = line.endswith(b"\n") and isinstance(content, dict) and isinstance(content.get("turns"), list)
+    return content["index"] if whole and type(content.get("index")) is int else None

@@ -263,7 +263,7 @@ def write_mosaic(folder: Path) -> Path | None:
     """
     from imageio_ffmpeg import count_frames_and_secs
 
-    names = {path: found for path in sorted(folder.glob("*.mp4")) if (found := VIDEO_NAME.fullmatch(path.name))}
+    names = {path: match for path in sorted(folder.glob("*.mp4")) if (match := VIDEO_NAME.fullmatch(path.name))}
     if not (videos := list(names)):
         return None
     draft = folder / f".{MOSAIC}"

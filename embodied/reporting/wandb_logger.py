@@ -21,8 +21,8 @@ PROJECT = "embodied-loop"
 def check_log(names: Sequence[str]) -> None:
     """Refuse a package of `run.log` that is not installed. A folder wandb/ in the working directory does not count."""
     for name in ("wandb", "trackio"):
-        found = importlib.util.find_spec(name) if name in names else None
-        if name in names and (found is None or found.origin is None):
+        spec = importlib.util.find_spec(name) if name in names else None
+        if name in names and (spec is None or spec.origin is None):
             raise ConfigError(
                 f"run.log={list(names)} needs the package {name}, which is not installed: python -m pip install "
                 f"{name}, or 'embodied-loop[{name}]'"

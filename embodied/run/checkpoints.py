@@ -153,10 +153,10 @@ def prune(run: Path, version: int, keep: int) -> None:
     parent = run / "checkpoints"
     for rest in [*parent.glob(f"{DRAFT}v*"), *parent.glob(f"{DOOMED}v*")]:
         shutil.rmtree(rest)
-    saved = sorted(int(found[1]) for path in parent.iterdir() if (found := NAME.fullmatch(path.name)))
-    old = [one for one in saved if one <= version][:-keep]
+    saved = sorted(int(match[1]) for path in parent.iterdir() if (match := NAME.fullmatch(path.name)))
+    old = [checkpoint for checkpoint in saved if checkpoint <= version][:-keep]
     spared = {best_version(run), *by_hand(run)}
-    for path in (parent / name_of(one) for one in old if one not in spared):
+    for path in (parent / name_of(checkpoint) for checkpoint in old if checkpoint not in spared):
         if is_ours(path):
             os.rename(path, doomed := parent / f"{DOOMED}{path.name}")
             shutil.rmtree(doomed)
@@ -173,20 +173,20 @@ def is_ours(checkpoint: Path) -> bool:
 def best_version(run: Path) -> int | None:
     """The version with the highest success in the run's own evaluations; ties are broken by return, then by age
     (newest)."""
-    found = []
+    ranked = []
     for path in run.glob("eval/v*/results.json"):
         with suppress(CheckpointError, KeyError, TypeError):
             overall = read_json(path)["overall"]
             if NAME.fullmatch(path.parent.name) and overall["return"] is not None:
                 success = overall["success_once"]["rate"] if overall["success_once"] else 0.0
-                found.append((success, overall["return"], int(path.parent.name[1:])))
-    return max(found)[2] if found else None
+                ranked.append((success, overall["return"], int(path.parent.name[1:])))
+    return max(ranked)[2] if ranked else None
 
 
 def by_hand(run: Path) -> set[int]:
     """The versions that were evaluated by hand."""
     names = (NAME.match(path.name) for path in run.glob("eval/v*-*"))
-    return {int(found[1]) for found in names if found}
+    return {int(match[1]) for match in names if match}
 
 
 def newest_run(parent: Path, name: str) -> tuple[Path | None, list[str]]:
@@ -196,9 +196,9 @@ def newest_run(parent: Path, name: str) -> tuple[Path | None, list[str]]:
     folders = [path for path in parent.glob(f"{escape(name)}-*") if dated.fullmatch(path.name) and path.is_dir()]
     lacks = {path: next((file for file in RECORD if not (path / file).is_file()), None) for path in folders}
     whole = [path for path in folders if lacks[path] is None]
-    found = max(whole, key=lambda path: (path / "run.json").stat().st_mtime, default=None)
-    newer = sorted(path for path in folders if lacks[path] and (found is None or path.name > found.name))
-    return found, [f"{path} cannot be resumed: {lacks[path]} is missing" for path in newer]
+    last = max(whole, key=lambda path: (path / "run.json").stat().st_mtime, default=None)
+    newer = sorted(path for path in folders if lacks[path] and (last is None or path.name > last.name))
+    return last, [f"{path} cannot be resumed: {lacks[path]} is missing" for path in newer]
 
 
 def locate(text: str) -> tuple[Path, Path | None, Path | None]:

@@ -180,48 +180,48 @@ class Children:
 
     def look(self) -> None:
         """Record new folders and ended runs, and report the progress of active runs."""
-        for one in list(self.going):
-            self.find_folder(one)
-            if one.ended:
-                self.over(one)
+        for active in list(self.going):
+            self.find_folder(active)
+            if active.ended:
+                self.over(active)
         if self.sharing:
             self.sharing.leases.table.show(
                 self.sharing.leases.now, {str(m): path for m in self.group.members if (path := self.group.path(m))}
             )
         elif self.going and (self.live or time.monotonic() - self.reported_at > REPORT_S):
             self.reported_at = time.monotonic()
-            text = " | ".join(f"{one.member}: {last_line(one)}" for one in self.going)
+            text = " | ".join(f"{active.member}: {last_line(active)}" for active in self.going)
             if text != self.reported:
                 self.reported = text
                 print(f"\r\033[K{text[:WIDTH]}" if self.live else text, end="" if self.live else "\n", flush=True)
 
-    def find_folder(self, one: ActiveRun) -> None:
+    def find_folder(self, active: ActiveRun) -> None:
         """Record the folder created by this run."""
-        if folder := one.find_folder():
+        if folder := active.find_folder():
             there = os.path.relpath(folder.resolve(), self.group.folder.resolve())
-            self.group = self.group.with_member(replace(one.member, folder=there, problem=""))
-            one.member = next(m for m in self.group.members if m.key == one.member.key)
+            self.group = self.group.with_member(replace(active.member, folder=there, problem=""))
+            active.member = next(m for m in self.group.members if m.key == active.member.key)
 
-    def over(self, one: ActiveRun) -> None:
+    def over(self, active: ActiveRun) -> None:
         """Record how a run ended, and update the page of all runs."""
-        self.going.remove(one)
-        self.find_folder(one)
+        self.going.remove(active)
+        self.find_folder(active)
         if self.sharing:
-            how = "stopped" if one.process.returncode in STOPPED else self.group.state(one.member)
-            self.sharing.leases.end(str(one.member), how)
-        code, state = one.process.returncode, self.group.state(one.member)
-        problem = "" if state == FINISHED else last_words(one)
-        self.group = self.group.with_member(replace(one.member, problem=problem))
-        seconds = time.monotonic() - one.begun
-        where = f": {one.folder}" if one.folder else ""
+            how = "stopped" if active.process.returncode in STOPPED else self.group.state(active.member)
+            self.sharing.leases.end(str(active.member), how)
+        code, state = active.process.returncode, self.group.state(active.member)
+        problem = "" if state == FINISHED else last_words(active)
+        self.group = self.group.with_member(replace(active.member, problem=problem))
+        seconds = time.monotonic() - active.begun
+        where = f": {active.folder}" if active.folder else ""
         if state == FINISHED:
-            self.say(f"{one.member} finished after {seconds:.0f} s{where}")
+            self.say(f"{active.member} finished after {seconds:.0f} s{where}")
         elif code in STOPPED:
-            self.say(f"{one.member} stopped{where}")
+            self.say(f"{active.member} stopped{where}")
         elif state == ENDED:
-            self.say(f"{one.member} ended early: {problem}")
+            self.say(f"{active.member} ended early: {problem}")
         else:
-            self.say(f"{one.member} failed (exit code {code}): {problem}\n  its log: {one.log}")
+            self.say(f"{active.member} failed (exit code {code}): {problem}\n  its log: {active.log}")
         report_or_say_why(self.group.folder)
 
     def say(self, text: str) -> None:
@@ -234,17 +234,17 @@ class Children:
             file.write(encode(f"{time.strftime('%Y-%m-%dT%H:%M:%S')} {text}\n"))
 
     def signal(self, sign: int) -> None:
-        for one in self.going:
-            one.signal(sign)
+        for active in self.going:
+            active.signal(sign)
 
     def close(self) -> None:
         """Wait for stopping runs; kill a run that does not stop in time."""
         until = time.monotonic() + CLOSE_S
-        while time.monotonic() < until and not all(one.ended for one in self.going):
+        while time.monotonic() < until and not all(active.ended for active in self.going):
             self.pass_time(POLL_S)
-        for one in self.going:
-            one.kill()
-            self.find_folder(one)
+        for active in self.going:
+            active.kill()
+            self.find_folder(active)
         if self.sharing:
             self.sharing.leases.close()
 
@@ -290,26 +290,26 @@ def what_it_says(run: Path) -> dict:
     return {}
 
 
-def last_line(one: ChildRun) -> str:
+def last_line(active: ChildRun) -> str:
     """The last line that a run printed."""
-    path = one.folder / "logs" / "driver.log" if one.folder else one.log
+    path = active.folder / "logs" / "driver.log" if active.folder else active.log
     with suppress(OSError):
         with path.open("rb") as file:
             file.seek(max(path.stat().st_size - 2000, 0))
             lines = file.read().decode(errors="replace").split("\n")
-        if found := [line for line in lines if line.strip()]:
-            return re.sub(r"^\S+T\S+ ", "", found[-1]).strip()
+        if texts := [line for line in lines if line.strip()]:
+            return re.sub(r"^\S+T\S+ ", "", texts[-1]).strip()
     return "begins"
 
 
-def last_words(one: ChildRun) -> str:
+def last_words(active: ChildRun) -> str:
     """One line on why a run did not finish: from run.json, else the last line of its output."""
-    info = what_it_says(one.folder) if one.folder else {}
+    info = what_it_says(active.folder) if active.folder else {}
     if info.get("state") in ("stopped", "failed"):
         return (str(info.get("cause", "")).splitlines() or [""])[0]
-    if (code := one.process.returncode) is not None and code < 0:
+    if (code := active.process.returncode) is not None and code < 0:
         return f"it was ended by {signal.Signals(-code).name}"
-    lines = one.log.read_text(errors="replace").splitlines()
+    lines = active.log.read_text(errors="replace").splitlines()
     errors = [line for line in lines if line.startswith("error: ")]
     return (errors or [line for line in lines if line.strip()] or ["it printed nothing"])[-1].removeprefix("error: ")
 

@@ -31,25 +31,25 @@ def machines(config: RunConfig) -> Topology:
     cluster = config.cluster
     if cluster.machines:
         try:
-            found = read_topology(cluster.machines)
+            topology = read_topology(cluster.machines)
         except PlacementError as err:
             raise ConfigError(f"cluster.machines={cluster.machines}: {err}") from None
     elif address := cluster.joined:
         nodes = nodes_of(address, on_ray_node)
-        found = Topology(tuple(replace(node, name=name) for name, node in nodes.items()), address)
+        topology = Topology(tuple(replace(node, name=name) for name, node in nodes.items()), address)
     else:
-        found = discover()
-        found = replace(found, nodes=(replace(found.nodes[0], name=""),))
+        topology = discover()
+        topology = replace(topology, nodes=(replace(topology.nodes[0], name=""),))
     return replace(
-        found, nodes=tuple(with_hardware(node, i == 0, cluster.devices) for i, node in enumerate(found.nodes))
+        topology, nodes=tuple(with_hardware(node, i == 0, cluster.devices) for i, node in enumerate(topology.nodes))
     )
 
 
 def with_hardware(node, first: bool, declared: tuple[str, ...]):
     """The node with the user's own devices: arm:0 is on the first machine, node1/arm:0 on node 1."""
     parted = [name.rpartition("/") for name in declared]
-    mine = tuple(device for where, _, device in parted if (where == node.name if where else first))
-    return replace(node, devices=(*node.devices, *mine))
+    devices = tuple(device for where, _, device in parted if (where == node.name if where else first))
+    return replace(node, devices=(*node.devices, *devices))
 
 
 def networks_on(config: RunConfig, machines: Topology) -> str:
@@ -113,13 +113,13 @@ def torch_device(kind: str) -> str:
 def environment(host: PlannedHost) -> dict[str, str]:
     """Environment variables of a host's process, set before it imports anything. GPUs are counted by PCI address, as
     nvidia-smi does: CUDA would put the fastest first."""
-    found = {"EMBODIED_DEVICE": host.device} if host.device else {}
+    variables = {"EMBODIED_DEVICE": host.device} if host.device else {}
     if host.gpu:
         card = str(host.gpu.index if host.gpu.card is None else host.gpu.card)
-        found |= {"CUDA_DEVICE_ORDER": "PCI_BUS_ID", "CUDA_VISIBLE_DEVICES": host.gpu.cuda_name}
-        found |= {"MUJOCO_EGL_DEVICE_ID": card}
-        found |= {"EMBODIED_RENDER_FILE": host.gpu.render} if host.gpu.render else {}
-    return found | ({"EMBODIED_RENDER": host.render} if host.render else {})
+        variables |= {"CUDA_DEVICE_ORDER": "PCI_BUS_ID", "CUDA_VISIBLE_DEVICES": host.gpu.cuda_name}
+        variables |= {"MUJOCO_EGL_DEVICE_ID": card}
+        variables |= {"EMBODIED_RENDER_FILE": host.gpu.render} if host.gpu.render else {}
+    return variables | ({"EMBODIED_RENDER": host.render} if host.render else {})
 
 
 def host_plans(

@@ -68,8 +68,8 @@ def first_run(loaded: Loaded, before: tuple[str, ...] = ()) -> FirstRun | None:
     except ConfigError as err:
         raise ConfigError(f"run.start_from={recipe}: {err}") from None
     assert first is not None, "it was asked for no help"
-    found = FirstRun(recipe, command, arguments, replace(first, flags=loaded.flags))
-    return replace(found, folder=newest_finished(first, config.policy))
+    run = FirstRun(recipe, command, arguments, replace(first, flags=loaded.flags))
+    return replace(run, folder=newest_finished(first, config.policy))
 
 
 def recipe_named(start: Path) -> str | None:

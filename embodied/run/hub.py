@@ -97,9 +97,9 @@ def check_model(folder: Path, policy: Any, weights: bool = True) -> None:
         if weights:
             raise CheckpointError(f"{given}: the model has no weights there, no file *.safetensors")
         return
-    held = families_of(folder)
-    if held and policy.name not in held:
+    families = families_of(folder)
+    if families and policy.name not in families:
         raise CheckpointError(
-            f"{given}: the model there is {held[0]}, and policy.name={policy.name}; set policy.name={held[0]}, or name "
-            f"a folder of {policy.name}"
+            f"{given}: the model there is {families[0]}, and policy.name={policy.name}; "
+            f"set policy.name={families[0]}, or name a folder of {policy.name}"
         )

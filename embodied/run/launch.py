@@ -88,9 +88,9 @@ def say(line: str) -> None:
 
 def split(argv: list[str], keys: tuple[str, ...]) -> tuple[dict[str, Any], list[str], list[str]]:
     """A command's own keys with their values, their mistakes, and the recipe's arguments."""
-    mine = [arg for arg in argv if arg.partition("=")[0] in keys]
-    arguments = parse(mine, recipe_names())
-    return dict(arguments.values), list(arguments.problems), [arg for arg in argv if arg not in mine]
+    of_command = [arg for arg in argv if arg.partition("=")[0] in keys]
+    arguments = parse(of_command, recipe_names())
+    return dict(arguments.values), list(arguments.problems), [arg for arg in argv if arg not in of_command]
 
 
 # From a recipe to a plan for these machines
@@ -112,9 +112,9 @@ def planned(
     if not speaks(kind):
         refuse(broken_rules(ACTING, config))
     # The env decides the recipe's open options.
-    there = machines(config)
-    check_simulator(config, there)
-    config = devices.for_all_gpus(config, there) if learn else config
+    topology = machines(config)
+    check_simulator(config, topology)
+    config = devices.for_all_gpus(config, topology) if learn else config
     env = kind.proven(config.env, proofs(config))
     try:
         kind.check(env)
@@ -148,9 +148,9 @@ def planned(
     if learn and ":" in config.policy.name:
         check_package(config.policy.name)
     # Roles get devices with enough memory.
-    config = chosen_cluster(config, len(there.nodes) > 1)
+    config = chosen_cluster(config, len(topology.nodes) > 1)
     try:
-        config, plan = placed(config, there, learn, roles)
+        config, plan = placed(config, topology, learn, roles)
     except PlacementError as err:
         raise ConfigError(f"placement: {err}") from None
     check_devices(config, plan)
@@ -161,16 +161,16 @@ def planned(
         return config, plan  # the memory of the user's own workers is unknown
     plan = plan if learn else plan.only("sim", "policy")
     if learn and config.learner.shard and plan.count("learner") == 1:  # a single rank holds all weights
-        memory_check.check_memory(config.with_values("learner", shard=False), plan, there, learn)
+        memory_check.check_memory(config.with_values("learner", shard=False), plan, topology, learn)
     if learn:
-        check_learners(config, plan, there, roles)
+        check_learners(config, plan, topology, roles)
     if not memory_check.is_large(config):
-        memory = sum(node.memory_bytes for node in there.nodes)
+        memory = sum(node.memory_bytes for node in topology.nodes)
         memory_check.check_simulators(config, plan.count("sim"), memory, learn)
         if learn:
             memory_check.check_images(config, memory)
-    found = memory_check.check_memory(config, plan, there, learn)
-    return config, replace(plan, memory=tuple(memory_check.describe_memory(found)))
+    memories = memory_check.check_memory(config, plan, topology, learn)
+    return config, replace(plan, memory=tuple(memory_check.describe_memory(memories)))
 
 
 def check_learners(config: RunConfig, plan: PlacementPlan, machines: Topology, roles: tuple[PlacedRole, ...]) -> None:
@@ -214,9 +214,9 @@ def with_two_learners(machines: Topology) -> str:
 def gives_way(config: RunConfig, plan: PlacementPlan, updating: list[str]) -> bool:
     """True if only policy workers in separate processes share the learners' devices, and other policy workers can act
     meanwhile."""
-    mine = {device for host in plan.hosts if {*updating} & {*host.roles} for device in host.held}
+    learning_devices = {device for host in plan.hosts if {*updating} & {*host.roles} for device in host.held}
     acting = [host for host in plan.hosts if "policy" in host.roles]
-    sharing = [host for host in plan.hosts if not {*updating} >= {*host.roles} and mine & {*host.held}]
+    sharing = [host for host in plan.hosts if not {*updating} >= {*host.roles} and learning_devices & {*host.held}]
     alone = all(host.roles == ("policy",) for host in sharing)
     return config.pipeline.schedule == "async" and alone and len(sharing) < len(acting)
 
@@ -293,12 +293,12 @@ def describe(config: RunConfig, plan: PlacementPlan, weights: Path | str | None 
     env, physics = config.env, config.env.physics
     kind = env_class(env)
     protocol = choose_protocol(kind, env, config.eval.protocol)
-    noted = [] if len(kind.tasks(env)) > 1 else [*kind.remarks(env, proofs(config)), *other_recipes(config)]
+    remarks = [] if len(kind.tasks(env)) > 1 else [*kind.remarks(env, proofs(config)), *other_recipes(config)]
     if config.cluster.machines and (missing := files_missing_here(config)):
-        noted.append(f"missing on this machine: {missing}")
+        remarks.append(f"missing on this machine: {missing}")
     lines = [
         f"task        {played_task(env.name, env.task)}{f', physics {physics}' if physics else ''}",
-        *(line for note in noted for line in wrap(f"note        {note}", WIDTH, subsequent_indent=" " * 12)),
+        *(line for note in remarks for line in wrap(f"note        {note}", WIDTH, subsequent_indent=" " * 12)),
         *wrap(f"evaluation  {protocol.name}: {protocol.rules}", WIDTH, subsequent_indent=" " * 12),
         f"policy      {config.policy.name}{describe_weights(config, weights)}",
         *placement_lines(plan),
@@ -396,8 +396,8 @@ def describe_learner(config: RunConfig) -> str:
     from embodied.learners.memory_estimate import estimate
 
     shared = ", shared out among the learners" if config.learner.shard else " in each learner"
-    found = memory_check.measured(config, 1) or estimate(config, memory_check.decisions_of(config) or 1)
-    return f"learner     {found}{shared}\n" if found else ""
+    estimated = memory_check.measured(config, 1) or estimate(config, memory_check.decisions_of(config) or 1)
+    return f"learner     {estimated}{shared}\n" if estimated else ""
 
 
 def cluster(
@@ -459,5 +459,5 @@ def is_own(program: type) -> bool:
 
 def modules_of(config: RunConfig, program: type | None) -> list[str]:
     """The user's modules that a run imports; nodes of a Ray cluster may lack them."""
-    found = own_modules(config.env) + [config.policy.name.partition(":")[0]] * (":" in config.policy.name)
-    return [*found, program.__module__] if program and is_own(program) else found
+    modules = own_modules(config.env) + [config.policy.name.partition(":")[0]] * (":" in config.policy.name)
+    return [*modules, program.__module__] if program and is_own(program) else modules

@@ -300,15 +300,15 @@ class LeaseServer:
 
     def _told(self, run: str, leaving: set[str]) -> dict[str, Any]:
         coordinator, start = self.coordinator, f"{run}/"
-        mine = sorted(coordinator.gangs_of.get(run, ()))
+        gangs = sorted(coordinator.gangs_of.get(run, ()))
 
         def without_run(names: Iterable[str]) -> list[str]:
             return [name.removeprefix(start) for name in names if name.startswith(start)]
 
-        waiting = [gang for gang in mine if gang in coordinator.waiting]
+        waiting = [gang for gang in gangs if gang in coordinator.waiting]
         return {
-            "granted": without_run(gang for gang in mine if coordinator.granted(gang)),
-            "holding": without_run(gang for gang in mine if gang in coordinator.holding),
+            "granted": without_run(gang for gang in gangs if coordinator.granted(gang)),
+            "holding": without_run(gang for gang in gangs if gang in coordinator.holding),
             "waiting": without_run(waiting),
             "leaving": without_run(sorted(leaving)),
             "in_the_way": {

@@ -85,15 +85,15 @@ class Need:
 
     def __str__(self) -> str:
         begins = self._during(START) > self._late  # then the start is the peak
-        there = [load for load in self.loads if load.phase == "" or (load.phase == START) == begins]
-        taken = self.whole if self.whole <= self.has else self.least
-        if taken == self.whole:
-            parts = describe_sum(there)
+        loads = [load for load in self.loads if load.phase == "" or (load.phase == START) == begins]
+        needed = self.whole if self.whole <= self.has else self.least
+        if needed == self.whole:
+            parts = describe_sum(loads)
         else:
             phases = (f"{phase}: {' + '.join(describe_sum(self._only(phase)))}" for phase in (ROLLOUT, UPDATE))
             parts = [*describe_sum(self._only("")), f"in turns ({'; '.join(phases)})"]
         has = f" of {number(self.has)}" if self.has < float("inf") else ""
-        total = f" = {number(taken)}" if len(parts) > 1 or " x " in parts[0] else ""
+        total = f" = {number(needed)}" if len(parts) > 1 or " x " in parts[0] else ""
         return f"{' + '.join(parts)}{total}{has} GB"
 
     def _only(self, phase: str) -> list[Load]:
@@ -134,12 +134,12 @@ def measured(config: RunConfig, ranks: int) -> Memory | None:
     rows = min(rows, config.learner.micro_batch_size or rows)
     alike = config.with_values("learner", micro_batch_size=rows, shard=False)
     alike = alike if config.policy.speaks else alike.with_values("policy", preset="full")
-    said = alike.model_dump_json(include={"policy", "learner", "algo", "env", "roles"})
-    if said not in counted:
+    settings = alike.model_dump_json(include={"policy", "learner", "algo", "env", "roles"})
+    if settings not in counted:
         from embodied.learners.memory_estimate import estimate
 
-        counted[said] = estimate(alike)
-    return counted[said]
+        counted[settings] = estimate(alike)
+    return counted[settings]
 
 
 def of_layers(num_weights: int) -> Memory:
@@ -153,7 +153,7 @@ def of_layers(num_weights: int) -> Memory:
 # What workers hold where
 
 
-def loads(config: RunConfig, plan: PlacementPlan, learn: bool, found: Memory | None) -> Iterator[Load]:
+def loads(config: RunConfig, plan: PlacementPlan, learn: bool, memory: Memory | None) -> Iterator[Load]:
     """All counted memory, with its place."""
     learners, each = (
         [host for host in plan.hosts if "learner" in host.roles],
@@ -165,12 +165,12 @@ def loads(config: RunConfig, plan: PlacementPlan, learn: bool, found: Memory | N
     if learn and (images := image_bytes(config)):
         for host in learners:
             yield Load("images", copies(config) * images / len(learners), host.node, phase=UPDATE)
-    added = role_bytes(config, found) if learn else {}
+    added = role_bytes(config, memory) if learn else {}
     for host in plan.hosts:
         device = host.device if host.device.startswith("gpu:") else ""
         for role in (role for role in host.roles if role in added):
             yield Load(role, added[role], host.node, device, ROLLOUT)
-    if found is None:
+    if memory is None:
         cache = vllm_cache(config)
         for host in plan.hosts:
             if cache and "policy" in host.roles:
@@ -178,8 +178,8 @@ def loads(config: RunConfig, plan: PlacementPlan, learn: bool, found: Memory | N
                 yield Load("vLLM's cache", cache, host.node, device, ROLLOUT, discarded=cache)
         return
     sharded = config.learner.shard and len(learners) > 1
-    acting = acting_bytes(config, found, -(-config.env.num_envs // plan.count("policy")))
-    engine = found.weights + acting if config.policy.speaks and config.policy.engine == "vllm" else 0
+    acting = acting_bytes(config, memory, -(-config.env.num_envs // plan.count("policy")))
+    engine = memory.weights + acting if config.policy.speaks and config.policy.engine == "vllm" else 0
     for host in plan.hosts:
         on_gpu = host.device.startswith("gpu:")
         device = host.device if on_gpu else ""
@@ -190,32 +190,32 @@ def loads(config: RunConfig, plan: PlacementPlan, learn: bool, found: Memory | N
         if on_gpu and learn and "learner" in host.roles and len(learners) > 1:
             yield Load("NCCL", NCCL_BYTES, host.node, device)
         if on_gpu and set(host.roles) & {"policy", "learner"}:
-            yield Load("weights on their way to GPUs", found.weights, host.node, phase=START)
+            yield Load("weights on their way to GPUs", memory.weights, host.node, phase=START)
         shared = learn and {"policy", "learner"} <= set(host.roles) and not sharded
-        apart = 0 if shared else found.weights
+        apart = 0 if shared else memory.weights
         if shared:
-            yield Load("weights of both", found.weights, host.node, device)
+            yield Load("weights of both", memory.weights, host.node, device)
         if learn and "learner" in host.roles:
-            own = found.sharded(len(learners)) if sharded else found.total - found.weights + apart
-            gradients = found.gradient if sharded else 2 * EXACT * found.num_trained
-            yield Load("learner", own, host.node, device, UPDATE, discarded=found.activations + gradients)
+            own = memory.sharded(len(learners)) if sharded else memory.total - memory.weights + apart
+            gradients = memory.gradient if sharded else 2 * EXACT * memory.num_trained
+            yield Load("learner", own, host.node, device, UPDATE, discarded=memory.activations + gradients)
         cache = 0 if engine else acting
         if "policy" in host.roles and (own := apart + cache):
             yield Load("policy", own, host.node, device, ROLLOUT, discarded=cache)
         if "policy" in host.roles and engine:  # a sleeping engine keeps no memory
             yield Load("vLLM", engine, host.node, device, ROLLOUT, discarded=engine)
     if learn and (sharded or any("policy" in h.roles and "learner" not in h.roles for h in plan.hosts)):
-        yield Load("weights handed over", found.trained, learners[0].node)
+        yield Load("weights handed over", memory.trained, learners[0].node)
 
 
-def role_bytes(config: RunConfig, found: Memory | None) -> dict[str, float]:
+def role_bytes(config: RunConfig, memory: Memory | None) -> dict[str, float]:
     """Bytes of a worker of each extra role with a large model, without the activations of its passes."""
     roles, policy = config.roles, config.policy
     needed: dict[str, float] = {}
-    if found and roles.reference:
-        needed["reference"] = found.weights
-    if found and roles.critic:
-        needed["critic"] = found.weights + found.training + found.activations
+    if memory and roles.reference:
+        needed["reference"] = memory.weights
+    if memory and roles.critic:
+        needed["critic"] = memory.weights + memory.training + memory.activations
     if roles.reward_model and (stored := stored_bytes(as_path(roles.reward_model))) > LARGE_BYTES:
         needed["reward"] = stored
     if roles.judge:
@@ -231,43 +231,46 @@ def vllm_cache(config: RunConfig) -> float:
     return 1e9 * (policy.cache_gb or 0.0) if policy.speaks and policy.engine == "vllm" else 0.0
 
 
-def acting_bytes(config: RunConfig, found: Memory, rows: int) -> float:
+def acting_bytes(config: RunConfig, memory: Memory, rows: int) -> float:
     """Bytes of a policy worker's activations for `rows` env rows; for language policies its KV cache, at most
     `policy.cache_gb`."""
     policy = config.policy
     if not policy.speaks:
-        return found.acting * rows
+        return memory.acting * rows
     given = 1e9 * policy.cache_gb if policy.cache_gb else None
     if policy.engine == "http":  # on the server
         return 0.0
     if policy.engine == "vllm":  # vLLM reserves its whole cache at the start
-        return given or found.acting * policy.max_running
-    return min(found.acting * min(policy.max_running, rows), given or float("inf"))
+        return given or memory.acting * policy.max_running
+    return min(memory.acting * min(policy.max_running, rows), given or float("inf"))
 
 
 def needs(config: RunConfig, plan: PlacementPlan, machines: Topology, learn: bool = True) -> list[Need]:
     """Every memory of the machines with counted contents."""
-    found = measured(config, plan.count("learner") if learn else 1)
-    by_place = gather(((load.node, load.device), load) for load in loads(config, plan, learn, found))
+    estimated = measured(config, plan.count("learner") if learn else 1)
+    by_place = gather(((load.node, load.device), load) for load in loads(config, plan, learn, estimated))
     nodes = {"": machines.nodes[0], **{node.name: node for node in machines.nodes}}
     limit = float("inf") if config.cluster.memory_gb is None else config.cluster.memory_gb * 1e9
     gpus = []
-    for (name, device), there in by_place.items():
+    for (name, device), device_loads in by_place.items():
         if device:
             memory = {f"gpu:{gpu.index}": gpu.memory_bytes for gpu in nodes[name].gpus}
-            gpus.append(Need(name, device, min(limit, memory[device]), tuple(there)))
+            gpus.append(Need(name, device, min(limit, memory[device]), tuple(device_loads)))
     for need in gpus:  # offloaded data is copied to host memory, which stays allocated
         if need.whole > need.has and need.whole > need.least:
             copied = sum(load.bytes - load.discarded for load in need.loads if load.phase)
             aside = Load("set aside from GPUs", copied, need.node, phase=UPDATE)  # not allocated at the start
             by_place.setdefault((need.node, ""), []).append(aside)
-    on_hosts = {name: there for (name, device), there in by_place.items() if not device}
-    return [*gpus, *(Need(name, "", nodes[name].memory_bytes, tuple(there)) for name, there in on_hosts.items())]
+    on_hosts = {name: device_loads for (name, device), device_loads in by_place.items() if not device}
+    return [
+        *gpus,
+        *(Need(name, "", nodes[name].memory_bytes, tuple(device_loads)) for name, device_loads in on_hosts.items()),
+    ]
 
 
-def describe_memory(found: list[Need]) -> list[str]:
+def describe_memory(memories: list[Need]) -> list[str]:
     """One line for each group of equal memories."""
-    alike = gather(((bool(need.device), str(need)), need) for need in found)
+    alike = gather(((bool(need.device), str(need)), need) for need in memories)
     more = [f" and {len(same) - 1} more alike" if len(same) > 1 else "" for same in alike.values()]
     return [f"{same[0].place}{others}: {text}" for ((_, text), same), others in zip(alike.items(), more)]
 
@@ -277,14 +280,14 @@ def describe_memory(found: list[Need]) -> list[str]:
 
 def check_memory(config: RunConfig, plan: PlacementPlan, machines: Topology, learn: bool) -> list[Need]:
     """Raise ConfigError if a memory cannot hold the plan's workers; else return every memory."""
-    found = needs(config, plan, machines, learn)
-    if over := [need for need in found if need.least > need.has]:
+    memories = needs(config, plan, machines, learn)
+    if over := [need for need in memories if need.least > need.has]:
         fewer = "policy.max_length" if config.policy.speaks else "env.num_envs"
         saving = saving_options(config, plan, machines) if learn else ""
         works = saving or f"a smaller policy, fewer {fewer} or larger machines"
         lines = [f"memory: {line}" for line in describe_memory(over)]
         raise ConfigError("\n".join([*lines, f"that is more than the machines have; try {works}"]))
-    return found
+    return memories
 
 
 def saving_options(config: RunConfig, plan: PlacementPlan, machines: Topology) -> str:
@@ -346,8 +349,8 @@ def decisions_of(config: RunConfig) -> int:
 
 def check_images(config: RunConfig, memory_bytes: float) -> None:
     """Raise if machines with so much memory could not hold them."""
-    held = copies(config)
-    need = held * image_bytes(config)
+    num_bytes = copies(config)
+    need = num_bytes * image_bytes(config)
     if need > memory_bytes:
         env, algo = config.env, config.algo
         if not algo.whole_episodes:
@@ -359,7 +362,7 @@ def check_images(config: RunConfig, memory_bytes: float) -> None:
         works = f"{key}={value}" if value else "a smaller env.image_size"
         raise ConfigError(
             f"{played} images of {len(env.cameras)} "
-            f"camera(s) are {gigabytes(need / held)} an iteration and are held up to {held} times: "
+            f"camera(s) are {gigabytes(need / num_bytes)} an iteration and are held up to {num_bytes} times: "
             f"{gigabytes(need)}, and this machine has {gigabytes(memory_bytes)}; try {works}"
         )
 

@@ -73,10 +73,10 @@ def find_all(loaded: Loaded) -> list[PolicySource]:
     checkpoints = loaded.checkpoints
     sources: list[PolicySource] = []
     for checkpoint in checkpoints:
-        found = find(checkpoint, loaded)
-        taken = {source.name for source in sources}
-        names = [found.name, *(f"{found.name}-{number}" for number in range(2, len(checkpoints) + 1))]
-        sources.append(PolicySource(**{**vars(found), "name": next(name for name in names if name not in taken)}))
+        policy = find(checkpoint, loaded)
+        known = {source.name for source in sources}
+        names = [policy.name, *(f"{policy.name}-{number}" for number in range(2, len(checkpoints) + 1))]
+        sources.append(PolicySource(**{**vars(policy), "name": next(name for name in names if name not in known)}))
     asked = loaded.config.policy.name if loaded.sources.get("policy.name") == COMMAND_LINE else None
     if asked and asked not in [source.config.name for source in sources]:
         raise ConfigError(
@@ -142,8 +142,8 @@ def check_named(checkpoint: str, name: str, named: list[str | None]) -> None:
 def trained_class(policy: Path) -> str | None:
     """`policy.name` in the config.yaml of the run that contains a policy folder; None outside a run."""
     recipe = stored_recipe(policy)
-    found = (read_yaml(recipe.read_text(encoding="utf-8")) or {}) if recipe else {}
-    return (found.get("policy") or {}).get("name")
+    values = (read_yaml(recipe.read_text(encoding="utf-8")) or {}) if recipe else {}
+    return (values.get("policy") or {}).get("name")
 
 
 def answering(config: Any, loaded: Loaded | None) -> Any:
@@ -181,11 +181,11 @@ def find_start(start: Path, policy: Any) -> PolicySource:
     return source
 
 
-def check_same_policy(start: str, there: Any, here: Any) -> None:
+def check_same_policy(start: str, trained: Any, here: Any) -> None:
     """Refuse to start from the weights of another policy."""
-    from_folders = all(policy.published and policy.pretrained is not None for policy in (there, here))
+    from_folders = all(policy.published and policy.pretrained is not None for policy in (trained, here))
     free = (*FREE, "policy.pretrained") if from_folders else FREE
-    if odd := [line for line in differing("policy", there, here) if line.partition("=")[0] not in free]:
+    if odd := [line for line in differing("policy", trained, here) if line.partition("=")[0] not in free]:
         raise ConfigError(f"{start} is another policy: {'; '.join(odd)}; set these keys to the same values")
 
 
@@ -215,13 +215,13 @@ def stored(run: Path) -> dict[str, Any]:
     return (read_yaml(file.read_text(encoding="utf-8")) if file.is_file() else None) or {}
 
 
-def differing(section: str, there: Any, here: Any) -> list[str]:
+def differing(section: str, trained: Any, here: Any) -> list[str]:
     """`policy.hidden=[64, 64] there, [8, 8] here` for every option that differs between two configs."""
-    one, two = there.model_dump(mode="json"), here.model_dump(mode="json")
+    ours, two = trained.model_dump(mode="json"), here.model_dump(mode="json")
     return [
-        f"{section}.{key}={write_yaml(one.get(key))} there, {write_yaml(two.get(key))} here"
-        for key in sorted(one.keys() | two.keys())
-        if one.get(key) != two.get(key) and f"{section}.{key}" != HOW
+        f"{section}.{key}={write_yaml(ours.get(key))} there, {write_yaml(two.get(key))} here"
+        for key in sorted(ours.keys() | two.keys())
+        if ours.get(key) != two.get(key) and f"{section}.{key}" != HOW
     ]
 
 
@@ -238,7 +238,9 @@ def check_fits(source: PolicySource, env: Any, spec: EnvSpec) -> None:
         "images": (made.images, offered),
         "instruction": (made.instruction, made.instruction and spec.instruction),
     }
-    if wrong := [f"{what} {mine} there, {theirs} here" for what, (mine, theirs) in words.items() if mine != theirs]:
+    if wrong := [
+        f"{what} {stored} there, {theirs} here" for what, (stored, theirs) in words.items() if stored != theirs
+    ]:
         raise ConfigError(f"{source.name} was made for another env than {env.name} {env.task}: {'; '.join(wrong)}")
 
 

@@ -38,26 +38,26 @@ def compare_with_published(results: dict[str, Any], played: Any, policy: Any) ->
     model, suite = reference_of(played.eval.reference, task)
     count = round(model.rates[suite] / 100 * model.episodes)
     ours = results["overall"]["success_once"]
-    found: dict[str, Any] = {"name": model.name, "task": suite, "hub": model.hub_id(suite), "source": model.source}
-    found["published"] = {
+    comparison: dict[str, Any] = {"name": model.name, "task": suite, "hub": model.hub_id(suite), "source": model.source}
+    comparison["published"] = {
         "rate": model.rates[suite] / 100,
         "of": model.episodes,
         "interval": list(wilson(count, model.episodes)),
     }
     if ours:
         difference, *interval = independent_difference(ours["count"], ours["of"], count, model.episodes)
-        found |= {"difference": difference, "interval": interval}
+        comparison |= {"difference": difference, "interval": interval}
     protocol = results["protocol"]
     differs = differing_settings(model, suite, protocol["name"], protocol["env"], played, policy)
-    return found | {"differs": differing_episodes(model, suite, task, ours) + differs}
+    return comparison | {"differs": differing_episodes(model, suite, task, ours) + differs}
 
 
 def differing_episodes(model: PublishedModel, suite: str, task: Any, ours: dict[str, Any] | None) -> list[str]:
     """Differences in tasks and number of episodes. One seed of a published evaluation has at most `ONE_SEED`
     episodes."""
     whole, count = min(model.episodes, ONE_SEED), ours["of"] if ours else 0
-    found = [f"env.task={write_yaml(task)} here, {suite} there"] if task not in (suite, [suite]) else []
-    return found + ([f"{count} episodes here, {whole} there"] if count < whole else [])
+    differences = [f"env.task={write_yaml(task)} here, {suite} there"] if task not in (suite, [suite]) else []
+    return differences + ([f"{count} episodes here, {whole} there"] if count < whole else [])
 
 
 def differing_before(played: Any, policy: Any) -> list[str]:
@@ -74,12 +74,12 @@ def differing_settings(
     """`env.image_size=128 here, 256 there` for every setting that differs from the published evaluation."""
     recipe = load([f"recipe={model.evaluate}", f"env.task={suite}"], entry="evaluate")
     assert recipe is not None, "it was asked for no help"
-    there = recipe.config
-    protocol = choose_protocol(env_class(there.env), there.env, there.eval.protocol)
-    env = protocol.apply(there.env).model_dump(mode="json")
-    wanted = settings(protocol.published_name, env, there.policy, there.eval.temperature) | model.options
+    published = recipe.config
+    protocol = choose_protocol(env_class(published.env), published.env, published.eval.protocol)
+    env = protocol.apply(published.env).model_dump(mode="json")
+    wanted = settings(protocol.published_name, env, published.policy, published.eval.temperature) | model.options
     here = settings(protocol_name, env_played, policy, played.eval.temperature)
-    if policy.name != there.policy.name:  # another family has other options
+    if policy.name != published.policy.name:  # another family has other options
         wanted = {key: value for key, value in wanted.items() if not key.startswith("policy.") or key == "policy.name"}
     differs = [
         f"{key}={write_yaml(here.get(key))} here, {write_yaml(value)} there"
@@ -98,7 +98,7 @@ def statistics_of_another_suite(model: PublishedModel, suite: str, policy: Any) 
 
 def settings(protocol: str, env: dict[str, Any], policy: Any, temperature: float) -> dict[str, Any]:
     """The settings that an evaluation's outcome depends on, besides weights and episodes, by key."""
-    found = {"eval.protocol": protocol, "eval.temperature": temperature}
+    values_by_key = {"eval.protocol": protocol, "eval.temperature": temperature}
     for section, values in (("env", env), ("policy", policy.model_dump(mode="json"))):
-        found |= {f"{section}.{key}": value for key, value in values.items() if key not in APART}
-    return found | {"policy.name": policy.name}
+        values_by_key |= {f"{section}.{key}": value for key, value in values.items() if key not in APART}
+    return values_by_key | {"policy.name": policy.name}

@@ -102,8 +102,8 @@ def state_of(run: Path) -> str:
 
 def recipe_mark(config: RunConfig) -> str:
     """A hash of a resolved recipe, independent of the seed and the run's name."""
-    said = config.model_dump(mode="json", exclude={"seed": True, "resume": True, "run": {"name": True}})
-    return hashlib.sha256(json.dumps(said, sort_keys=True, default=str).encode()).hexdigest()[:12]
+    settings = config.model_dump(mode="json", exclude={"seed": True, "resume": True, "run": {"name": True}})
+    return hashlib.sha256(json.dumps(settings, sort_keys=True, default=str).encode()).hexdigest()[:12]
 
 
 def is_group(folder: Path) -> bool:
@@ -116,7 +116,7 @@ def read_group(folder: Path) -> RunGroup:
     with reading(path):
         if content.get("format") != FORMAT:
             raise ValueError(f"its format is not {FORMAT}")
-        members = tuple(Member(**one) for one in content["runs"])
+        members = tuple(Member(**entry) for entry in content["runs"])
         asked, made = dict(content["asked"]), dict(content["made"])
         swept, command = tuple(content["swept"]), tuple(content["command"])
         return RunGroup(folder, content["name"], asked, swept, members, command, made)
@@ -126,19 +126,19 @@ def find_group(parent: Path, wanted: RunGroup, named: Path | None) -> tuple[RunG
     """The existing group with these runs, to which missing runs are added, or a new group; and True if it is new.
     `named`: the group's folder on the command line; without it the newest fitting group is taken."""
     if named and is_group(named):
-        found = read_group(named)
-        if reason := other(found, wanted):
+        group = read_group(named)
+        if reason := other(group, wanted):
             raise ConfigError(f"group={named} holds other runs: {reason}; name another folder")
-        return joined(found, wanted), False
+        return joined(group, wanted), False
     if named is None:
         folders = sorted(parent.glob(f"*/{GROUP}"), key=lambda path: path.stat().st_mtime, reverse=True)
         for folder in (path.parent for path in folders):
             try:
-                found = read_group(folder)
+                group = read_group(folder)
             except EmbodiedError:
                 continue  # damaged
-            if not other(found, wanted):
-                return joined(found, wanted), False
+            if not other(group, wanted):
+                return joined(group, wanted), False
     kind = "sweep" if wanted.swept else "seeds"
     folder = named or parent / f"{wanted.name}-{kind}-{datetime.now():%Y%m%d-%H%M%S}"
     if folder.exists():
@@ -146,23 +146,23 @@ def find_group(parent: Path, wanted: RunGroup, named: Path | None) -> tuple[RunG
     return replace(wanted, folder=folder, made=provenance()), True
 
 
-def other(found: RunGroup, wanted: RunGroup) -> str:
+def other(group: RunGroup, wanted: RunGroup) -> str:
     """Why these groups have different runs; "" if they have the same."""
-    if found.swept != wanted.swept:
-        return f"they differ in {', '.join(found.swept) or 'their seeds alone'}"
-    if found.asked != wanted.asked:
-        keys = [key for key in {**found.asked, **wanted.asked} if found.asked.get(key) != wanted.asked.get(key)]
+    if group.swept != wanted.swept:
+        return f"they differ in {', '.join(group.swept) or 'their seeds alone'}"
+    if group.asked != wanted.asked:
+        keys = [key for key in {**group.asked, **wanted.asked} if group.asked.get(key) != wanted.asked.get(key)]
         return f"of other {', '.join(sorted(keys))}"
-    marks = {member.setting: member.recipe for member in found.members}
+    marks = {member.setting: member.recipe for member in group.members}
     changed = [one.setting for one in wanted.members if marks.get(one.setting, one.recipe) != one.recipe]
     return f"the recipe has changed since{f' ({changed[0]})' if changed[0] else ''}" if changed else ""
 
 
-def joined(found: RunGroup, wanted: RunGroup) -> RunGroup:
+def joined(group: RunGroup, wanted: RunGroup) -> RunGroup:
     """The group with the missing runs added, and the newest command."""
-    known = {member.key for member in found.members}
+    known = {member.key for member in group.members}
     more = [member for member in wanted.members if member.key not in known]
-    return replace(found, members=(*found.members, *more), command=wanted.command)
+    return replace(group, members=(*group.members, *more), command=wanted.command)
 
 
 @contextmanager

@@ -110,16 +110,16 @@ def read_order(argv: Sequence[str], sweep: bool) -> Order:
         problems.append("nothing is swept: give a key several values, for example algo.lr=1e-4,3e-4,1e-3")
     names = {key for key in grid if key in given}
     problems += [f"{key} is given twice" for key in sorted(names)]
-    said = parse([word for word in words if "=" in word], recipe_names())
+    parsed = parse([word for word in words if "=" in word], recipe_names())
     if problems:
         raise ConfigError("\n".join(problems))
     group = as_path(str(own["group"])) if "group" in own else None
-    return Order(tuple(words), flags, dict(said.values), grid, seeds, at_once, group)
+    return Order(tuple(words), flags, dict(parsed.values), grid, seeds, at_once, group)
 
 
 def read_seeds(text: str, problems: list[str]) -> tuple[int, ...]:
     """0-4, 0,2,5 or both: 0-2,7."""
-    found: list[int] = []
+    seeds: list[int] = []
     for part in text.strip().removeprefix("[").removesuffix("]").split(","):
         span = re.fullmatch(r"\s*(\d{1,18})(?:-(\d{1,18}))?\s*", part)
         if not span or int(span[2] or span[1]) < int(span[1]):
@@ -129,10 +129,10 @@ def read_seeds(text: str, problems: list[str]) -> tuple[int, ...]:
         if last - first >= MOST:
             problems.append(f"seeds={text}: at most {MOST} runs")
             return ()
-        found += range(first, last + 1)
-    if len({*found}) < len(found):
+        seeds += range(first, last + 1)
+    if len({*seeds}) < len(seeds):
         problems.append(f"seeds={text}: a seed is given twice")
-    return tuple(found)
+    return tuple(seeds)
 
 
 def parts_of(text: str) -> list[str]:
@@ -156,7 +156,7 @@ def parts_of(text: str) -> list[str]:
 
 def read_values(key: str, values: list[str], problems: list[str]) -> tuple[Any, ...]:
     """The values of a swept key, each once."""
-    found: dict[str, str] = {}  # as YAML -> as typed
+    typed: dict[str, str] = {}  # as YAML -> as typed
     for text in map(str.strip, values):
         try:
             meant = write_yaml(read_yaml(text)) if text else ""
@@ -165,15 +165,15 @@ def read_values(key: str, values: list[str], problems: list[str]) -> tuple[Any, 
             continue
         if not text:
             problems.append(f"{key}={','.join(values)}: a value between commas is empty; null sets a key to nothing")
-        elif meant in found:
-            problems.append(f"{key}: {found[meant]} and {text} are the same value")
-        found[meant] = text
-    return tuple(map(read_yaml, found))
+        elif meant in typed:
+            problems.append(f"{key}: {typed[meant]} and {text} are the same value")
+        typed[meant] = text
+    return tuple(map(read_yaml, typed))
 
 
 def load_all(order: Order) -> dict[str, Loaded]:
     """The recipe of every setting, by its description; raises all mistakes at once."""
-    found, problems = {}, []
+    recipes, problems = {}, []
     for setting in order.settings:
         try:
             loaded = load(order.words_of(setting))
@@ -181,34 +181,34 @@ def load_all(order: Order) -> dict[str, Loaded]:
             problems += str(err).splitlines()
             continue
         assert loaded is not None, "it was asked for no help"
-        found[describe_setting(setting)] = loaded
+        recipes[describe_setting(setting)] = loaded
     if problems:
         raise ConfigError("\n".join(dict.fromkeys(problems)))
-    return found
+    return recipes
 
 
 def members_of(order: Order, recipes: dict[str, Loaded]) -> tuple[Member, ...]:
     """All runs: every setting with the first seed, then with the next."""
     marks = {name: recipe_mark(loaded.config) for name, loaded in recipes.items()}
-    found = [
+    members = [
         Member(setting, seed, marks[describe_setting(setting)]) for seed in order.seeds for setting in order.settings
     ]
-    if len(found) > MOST:
+    if len(members) > MOST:
         raise ConfigError(
-            f"{len(order.settings)} settings x {len(order.seeds)} seeds = {len(found)} runs; at most {MOST}"
+            f"{len(order.settings)} settings x {len(order.seeds)} seeds = {len(members)} runs; at most {MOST}"
         )
-    return tuple(found)
+    return tuple(members)
 
 
 # How many at once
 
 
-def runs_at_once(plan: PlacementPlan, there: Topology, memory: float) -> tuple[int, str]:
+def runs_at_once(plan: PlacementPlan, topology: Topology, memory: float) -> tuple[int, str]:
     """The number of runs that the machine holds at the same time, and the limiting resource. `memory`: bytes of one
     run."""
-    node = there.nodes[0]
-    if len(there.nodes) > 1:
-        return 1, f"a run uses all {len(there.nodes)} machines of the cluster"
+    node = topology.nodes[0]
+    if len(topology.nodes) > 1:
+        return 1, f"a run uses all {len(topology.nodes)} machines of the cluster"
     cores, cards = held_by(plan)
     room = {
         number(len(cores), "core"): (len(cores), node.cores, f"of {node.cores}"),
@@ -226,17 +226,17 @@ def held_by(plan: PlacementPlan) -> tuple[set[int], set[str]]:
     return {core for host in plan.hosts for core in host.cores}, cards
 
 
-def memory_of(loaded: Loaded, plan: PlacementPlan, there: Topology) -> float:
+def memory_of(loaded: Loaded, plan: PlacementPlan, topology: Topology) -> float:
     """Bytes of host memory for a run: its counted memory and its processes."""
-    counted = [need.whole for need in needs(loaded.config, plan, there) if not need.device]
+    counted = [need.whole for need in needs(loaded.config, plan, topology) if not need.device]
     return max(counted, default=0.0) + PROCESS_BYTES * (1 + len(plan.hosts))
 
 
 def decide(order: Order, recipes: dict[str, Loaded], plan: PlacementPlan) -> tuple[int, str]:
     """The number of simultaneous runs, and the reason. Raises ConfigError if `at_once` does not fit the machine."""
     loaded = next(iter(recipes.values()))
-    there = machines(loaded.config)
-    most, why = runs_at_once(plan, there, memory_of(loaded, plan, there))
+    topology = machines(loaded.config)
+    most, why = runs_at_once(plan, topology, memory_of(loaded, plan, topology))
     if start := shared_start(order, recipes):
         most, why = 1, f"their start, a run of {start}, is made by the first of them"
         if order.at_once not in (None, 1):
@@ -244,9 +244,9 @@ def decide(order: Order, recipes: dict[str, Loaded], plan: PlacementPlan) -> tup
     if order.at_once is None:
         return most, why
     if order.at_once == SHARED:
-        return places_that_share(plan, there, memory_of(loaded, plan, there))
-    asked, node = order.at_once, there.nodes[0]
-    if asked > 1 and len(there.nodes) > 1:
+        return places_that_share(plan, topology, memory_of(loaded, plan, topology))
+    asked, node = order.at_once, topology.nodes[0]
+    if asked > 1 and len(topology.nodes) > 1:
         raise ConfigError(f"at_once={asked}: {why}; leave at_once out")
     if asked > node.cores:
         raise ConfigError(
@@ -263,20 +263,20 @@ def decide(order: Order, recipes: dict[str, Loaded], plan: PlacementPlan) -> tup
     return asked, f"as at_once says; {why}"
 
 
-def places_that_share(plan: PlacementPlan, there: Topology, memory: float) -> tuple[int, str]:
+def places_that_share(plan: PlacementPlan, topology: Topology, memory: float) -> tuple[int, str]:
     """The number of simultaneous runs that share all devices, and the reason. Each owns at least one device, and all
     fit into memory."""
     if plan.mode == "explicit":
         raise ConfigError("at_once=shared places the runs itself; leave placement or at_once=shared out")
-    devices, fit = devices_of(there), max(1, int(sum(node.memory_bytes for node in there.nodes) // memory))
+    devices, fit = devices_of(topology), max(1, int(sum(node.memory_bytes for node in topology.nodes) // memory))
     return min(len(devices), fit), f"they share {number(len(devices), 'device')}; a run takes {memory / 1e9:.1f} GB"
 
 
 def places_for_sharing(folder: Path, first: Loaded, count: int) -> SharedPlaces:
-    there = machines(first.config)
-    devices = devices_of(there)
+    topology = machines(first.config)
+    devices = devices_of(topology)
     owns = own_devices(devices, [1.0] * count)
-    placements = [placement_for(first.config, there, devices, owns, place) for place in range(count)]
+    placements = [placement_for(first.config, topology, devices, owns, place) for place in range(count)]
     free = reserve(first.config, devices)
     leases = RecordedLeases(folder, devices, "lend", lambda words: "error: they are seeds or settings of one command")
     leases.free = free
@@ -294,12 +294,12 @@ def shared_start(order: Order, recipes: dict[str, Loaded]) -> str:
     return ""
 
 
-def shares(there: Topology, count: int) -> list[tuple[list[int], str]]:
+def shares(topology: Topology, count: int) -> list[tuple[list[int], str]]:
     """The cores and CUDA_VISIBLE_DEVICES of each of `count` simultaneous runs; empty for a single run, which has
     all."""
     if count == 1:
         return [([], "")]
-    node = there.nodes[0]
+    node = topology.nodes[0]
     numbers = list(node.core_numbers)
     cards = [gpu.cuda_name for gpu in node.gpus]
     each, more = len(numbers) // count, len(cards) // count
@@ -360,11 +360,11 @@ def run_several(argv: Sequence[str], sweep: bool = False) -> tuple[int, Path | N
 def describe(group: RunGroup, new: bool, todo: Sequence[Member], states: dict[str, str], how: str) -> list[str]:
     """A few lines on existing runs and the next ones."""
     counts = {state: [*states.values()].count(state) for state in dict.fromkeys(states.values())}
-    there = ", ".join(f"{count} {state}" for state, count in counts.items() if not new)
+    existing = ", ".join(f"{count} {state}" for state, count in counts.items() if not new)
     settings, seeds = (len({getattr(member, name) for member in todo}) for name in ("setting", "seed"))
     what = f"{settings} settings x {number(seeds, 'seed')} = " if settings > 1 else ""
     return [
         f"group       {group.folder}{'' if new else ', which exists already'}",
-        f"runs        {what}{number(len(todo), 'run')}{f': {there}' if there else ''}",
+        f"runs        {what}{number(len(todo), 'run')}{f': {existing}' if existing else ''}",
         f"            {how}",
     ]

@@ -46,20 +46,20 @@ class IterationCost:
 def iteration_cost(config: RunConfig, own: int, runs: int) -> IterationCost:
     """The cost of an iteration by the newest valid profile of this recipe on this machine. `own`: the number of the
     run's own devices. The cores beside GPUs are divided among `runs` runs."""
-    there, name = machines(config), config.run.name
+    topology, name = machines(config), config.run.name
     roles = roles_of(roles_of_run(EmbodiedLoop, config))
     advice = f"python -m embodied.profiling recipe={name} measures it (a minute)"
-    path, why = stored_profiles.profile_for(config, there, roles)
+    path, why = stored_profiles.profile_for(config, topology, roles)
     if path is None:
         raise ConfigError(f"{name}: {why or 'it has not been measured here'}; {advice}")
     profile = stored_profiles.fitted_to(config, read_profile(path), path, roles)
-    profile, classes = stored_profiles.with_memory(profile, there, config.cluster.memory_gb)
-    if profile.missing(classes, stored_profiles.homes(config, there, roles)):
+    profile, classes = stored_profiles.with_memory(profile, topology, config.cluster.memory_gb)
+    if profile.missing(classes, stored_profiles.homes(config, topology, roles)):
         raise ConfigError(f"{name}: {path} was measured on other devices; {advice}")
     flow = profile.dataflow.under("sync")
     pricer = Pricer(flow, profile, classes)
     kinds = {c.kind: c for c in classes}
-    shared = kinds[networks_on(config, there)]
+    shared = kinds[networks_on(config, topology)]
     home = shared if config.env.on_gpu else kinds["cpu"]
     sims = own if home is shared else max(1, home.count // runs)
 
@@ -92,8 +92,8 @@ def iteration_cost(config: RunConfig, own: int, runs: int) -> IterationCost:
 def run_work(name: str, config: RunConfig, own: int, weight: float, cost: IterationCost) -> RunWork:
     """The run's work, for a replay. A rollout stays on the run's own devices if it cannot be divided, or if simulators
     use these devices."""
-    divides, there = divides_requests(config), machines(config)
-    stays = config.env.on_gpu or networks_on(config, there) == "cpu" or not divides
+    divides, topology = divides_requests(config), machines(config)
+    stays = config.env.on_gpu or networks_on(config, topology) == "cpu" or not divides
 
     def batch(iteration: int) -> SteadyBatch:
         return SteadyBatch(cost.rollout_s, own if not divides else MOST)
@@ -106,14 +106,14 @@ def predict(shared: SharedRuns, warn: Callable[[str], object] = lambda line: Non
     configs = {run.name: planned(run, load_run(run.words))[0] for run in shared.runs}  # profiles name planned configs
     own = {run.name: run.own for run in shared.runs}
     weights = {run.name: run.weight for run in shared.runs}
-    devices = {device for mine in own.values() for device in mine}
+    devices = {device for devices_of_run in own.values() for device in devices_of_run}
 
     def works(sizes: Mapping[str, int], runs: int) -> tuple[list[RunWork], list[IterationCost]]:
         costs = {name: iteration_cost(config, sizes[name], runs) for name, config in configs.items()}
         made = [run_work(name, configs[name], sizes[name], weights[name], cost) for name, cost in costs.items()]
         return made, [*costs.values()]
 
-    together, costs = works({name: len(mine) for name, mine in own.items()}, len(own))
+    together, costs = works({name: len(devices_of_run) for name, devices_of_run in own.items()}, len(own))
     for line in dict.fromkeys(line for cost in costs for line in cost.warnings):
         warn(line)
     alone, _ = works(dict.fromkeys(own, len(devices)), 1)
@@ -129,11 +129,11 @@ def predict(shared: SharedRuns, warn: Callable[[str], object] = lambda line: Non
 def describe_prediction(predicted: Mapping[str, Sequence[Mapping[str, Any]]], rule: str) -> list[str]:
     """A line for each rule: the makespan, and every run's end and share of the devices' time. `rule` is the chosen
     one."""
-    found = {name: record_of(lines) for name, lines in predicted.items()}
-    serial = found["serial"].makespan_s()
-    head = ["predicted", "makespan", "x serial", *(f"{name} ends (share)" for name in found[rule].runs)]
+    records = {name: record_of(lines) for name, lines in predicted.items()}
+    serial = records["serial"].makespan_s()
+    head = ["predicted", "makespan", "x serial", *(f"{name} ends (share)" for name in records[rule].runs)]
     rows = [head]
-    for name, record in found.items():
+    for name, record in records.items():
         makespan, used = record.makespan_s(), record.device_seconds()
         whole = len(record.devices) * makespan or 1.0
         ends = [f"{run.ended_s:.4g} s ({used[run.name] / whole:.0%})" for run in record.runs.values()]

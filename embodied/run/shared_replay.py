@@ -59,20 +59,21 @@ class TimedConversations:
         for gone in [device for device in self.active if device not in devices]:
             self.waiting.extendleft(self.active.pop(gone))
         self.active |= {device: [] for device in devices if device not in self.active}
-        while self.waiting and (free := [mine for mine in self.active.values() if len(mine) < self.slots]):
+        while self.waiting and (free := [running for running in self.active.values() if len(running) < self.slots]):
             min(free, key=len).append(self.waiting.popleft())
 
     def pass_time(self, seconds: float) -> None:
         self.active = {
-            device: [left - seconds for left in mine if left - seconds > 1e-9] for device, mine in self.active.items()
+            device: [left - seconds for left in running if left - seconds > 1e-9]
+            for device, running in self.active.items()
         }
         self.work_on(self.active)
 
     def next_s(self) -> float:
-        return min((left for mine in self.active.values() for left in mine), default=inf)
+        return min((left for running in self.active.values() for left in running), default=inf)
 
     def busy(self) -> set[str]:
-        return {device for device, mine in self.active.items() if mine}
+        return {device for device, running in self.active.items() if running}
 
     def has_more(self) -> bool:
         return bool(self.waiting)
@@ -166,7 +167,10 @@ class _ReplayedRun:
 
     def next_at(self, now: float) -> float:
         """The time of the run's next own event."""
-        moments = [self.until, *(at for one in self.workers for at in (one.begins_at, one.stops_at) if at is not None)]
+        moments = [
+            self.until,
+            *(at for worker in self.workers for at in (worker.begins_at, worker.stops_at) if at is not None),
+        ]
         return min([at for at in moments if at > now] + [now + self.batch.next_s()] * (self.phase == "generate"))
 
     def pass_time(self, seconds: float) -> None:
@@ -176,9 +180,9 @@ class _ReplayedRun:
     def _join(self, now: float) -> None:
         if self.work.joins_s:
             self.turns.joins(self.work.name, self.work.weight, self.own, now)
-        on = {self.update: tuple(self.own)} | {one.gang: one.devices for one in self.workers}
+        on = {self.update: tuple(self.own)} | {worker.gang: worker.devices for worker in self.workers}
         gangs = {gang: [Claim(f"{gang}: worker", devices)] for gang, devices in on.items()}
-        parts = [one.gang for one in self.workers if not one.stays]
+        parts = [worker.gang for worker in self.workers if not worker.stays]
         tiers = {gang: TRAIN if gang == self.update else GENERATE for gang in on}
         residents = [claim.worker for claims in gangs.values() for claim in claims]
         self.coordinator.join(self.work.name, gangs, tiers, parts, residents)
@@ -187,19 +191,19 @@ class _ReplayedRun:
     def _begin_batch(self, now: float) -> None:
         self.batch, self.phase, self.until, self.bucket = self.work.batch(self.iteration), "generate", inf, 0
         self.turns.reports(self.work.name, 0.0, now)
-        for one in self.workers:
-            self.coordinator.acquire(one.gang)
+        for worker in self.workers:
+            self.coordinator.acquire(worker.gang)
 
     def _generate(self, leaving: Collection[str], now: float) -> bool:
-        changed = sum(self._come_or_go(one, one.gang in leaving, now) for one in self.workers)
+        changed = sum(self._come_or_go(worker, worker.gang in leaving, now) for worker in self.workers)
         working = [w for w in self.workers if w.begins_at is not None and w.begins_at <= now and not w.stops_at]
-        self.batch.work_on([device for one in working for device in one.devices])
+        self.batch.work_on([device for worker in working for device in worker.devices])
         if (bucket := int(self.batch.progress * BUCKETS + 1e-9)) != self.bucket:
             self.bucket = bucket
             self.turns.reports(self.work.name, bucket / BUCKETS, now)
         if self.batch.progress == 1:
-            for one in self.workers:
-                self._give_back(one)
+            for worker in self.workers:
+                self._give_back(worker)
             self.resting = set()
             self.turns.rest(self.work.name, (), now)
             self.phase, self.until = "wait", now + self.work.wait_s
@@ -207,16 +211,16 @@ class _ReplayedRun:
         self._rest()
         return bool(changed)
 
-    def _come_or_go(self, one: _Worker, leaves: bool, now: float) -> bool:
-        if one.gang not in self.coordinator.holders.values():
+    def _come_or_go(self, worker: _Worker, leaves: bool, now: float) -> bool:
+        if worker.gang not in self.coordinator.holders.values():
             return False
-        if one.begins_at is None:
-            one.begins_at = now + max(self.replay.waking_s(device, self.work.name) for device in one.devices)
-        elif leaves and one.stops_at is None:
-            one.stops_at = now + self.replay.drain_s
-        elif one.stops_at is not None and now >= one.stops_at:
-            self._give_back(one)
-            self.coordinator.acquire(one.gang)
+        if worker.begins_at is None:
+            worker.begins_at = now + max(self.replay.waking_s(device, self.work.name) for device in worker.devices)
+        elif leaves and worker.stops_at is None:
+            worker.stops_at = now + self.replay.drain_s
+        elif worker.stops_at is not None and now >= worker.stops_at:
+            self._give_back(worker)
+            self.coordinator.acquire(worker.gang)
         else:
             return False
         return True
@@ -226,17 +230,17 @@ class _ReplayedRun:
         resting = set()
         if not self.batch.has_more():
             busy = self.batch.busy()
-            resting = {one.gang for one in self.workers if not busy.intersection(one.devices)}
+            resting = {worker.gang for worker in self.workers if not busy.intersection(worker.devices)}
         if resting != self.resting:
             self.resting = resting
             self.turns.rest(self.work.name, resting, self.coordinator.now)
 
-    def _give_back(self, one: _Worker) -> None:
-        if one.gang in self.coordinator.waiting:
-            self.coordinator.cancel(one.gang)
-        elif one.gang in self.coordinator.holders.values():
-            self.coordinator.release(one.gang)
-        one.begins_at = one.stops_at = None
+    def _give_back(self, worker: _Worker) -> None:
+        if worker.gang in self.coordinator.waiting:
+            self.coordinator.cancel(worker.gang)
+        elif worker.gang in self.coordinator.holders.values():
+            self.coordinator.release(worker.gang)
+        worker.begins_at = worker.stops_at = None
 
     def _ask_to_update(self, now: float) -> None:
         self.phase, self.until = "update", inf

@@ -84,10 +84,10 @@ def own_devices(devices: Sequence[str], weights: Sequence[float]) -> list[tuple[
     return [tuple(devices[end - size : end]) for size, end in zip(sizes, ends)]
 
 
-def devices_of(there: Topology) -> tuple[str, ...]:
+def devices_of(topology: Topology) -> tuple[str, ...]:
     """The devices that runs share: GPUs, or cores if there are no GPUs."""
-    gpus = tuple(on_node(node, f"gpu:{gpu.index}") for node in there.nodes for gpu in node.gpus)
-    return gpus or tuple(on_node(node, f"cpu:{core}") for node in there.nodes for core in node.core_numbers)
+    gpus = tuple(on_node(node, f"gpu:{gpu.index}") for node in topology.nodes for gpu in node.gpus)
+    return gpus or tuple(on_node(node, f"cpu:{core}") for node in topology.nodes for core in node.core_numbers)
 
 
 def on_node(node: Node, device: str) -> str:
@@ -95,12 +95,12 @@ def on_node(node: Node, device: str) -> str:
     return f"{node.name}/{device}" if node.name else device
 
 
-def part_of(there: Topology, owned: Sequence[Sequence[str]], place: int) -> Topology:
+def part_of(topology: Topology, owned: Sequence[Sequence[str]], place: int) -> Topology:
     """The devices of run number `place` of `owned`: its cores, or its GPUs and its part of the cores beside them."""
     nodes = []
-    for node in there.nodes:
-        mine = {*devices_of(replace(there, nodes=(node,)))}
-        owners = [i for i, own in enumerate(owned) if mine.intersection(own)]
+    for node in topology.nodes:
+        of_node = {*devices_of(replace(topology, nodes=(node,)))}
+        owners = [i for i, own in enumerate(owned) if of_node.intersection(own)]
         if place not in owners:
             continue
         cores = tuple(core for core in node.core_numbers if on_node(node, f"cpu:{core}") in owned[place])
@@ -109,21 +109,21 @@ def part_of(there: Topology, owned: Sequence[Sequence[str]], place: int) -> Topo
             cores = node.core_numbers[turn * node.cores // count : max(1, (turn + 1) * node.cores // count)]
         gpus = tuple(gpu for gpu in node.gpus if on_node(node, f"gpu:{gpu.index}") in owned[place])
         nodes.append(replace(node, cores=len(cores), core_ids=cores, numa=(), gpus=gpus))
-    return replace(there, nodes=tuple(nodes))
+    return replace(topology, nodes=tuple(nodes))
 
 
 def placement_for(
-    config: RunConfig, there: Topology, devices: Sequence[str], owned: Sequence[Sequence[str]], place: int
+    config: RunConfig, topology: Topology, devices: Sequence[str], owned: Sequence[Sequence[str]], place: int
 ) -> dict[str, Any] | None:
     """The map of run number `place`, which may borrow devices; None if its recipe has a map, or it is on other
     devices."""
     if isinstance(config.placement, dict):
         return None
-    part, roles = part_of(there, owned, place), roles_of_run(EmbodiedLoop, config)
+    part, roles = part_of(topology, owned, place), roles_of_run(EmbodiedLoop, config)
     _, plan = launch.placed(config, part, True, roles_of(roles))
     slots: dict[str, list[str]] = {}
     renders: dict[str, list[str]] = {}
-    nodes = {node.name: node for node in there.nodes}
+    nodes = {node.name: node for node in topology.nodes}
     for host in plan.hosts:
         key, node = ",".join(host.roles), nodes[host.node or part.nodes[0].name]
         first = node.core_numbers.index(host.cores[0])
@@ -132,28 +132,28 @@ def placement_for(
         renders.setdefault(key, []).extend([host.render] if host.render else [])
     lent = [device for device in devices if device not in owned[place]]
     if divides_requests(config):
-        slots, renders = with_borrowed(slots, lent, there), {"sim": [r for each in renders.values() for r in each]}
+        slots, renders = with_borrowed(slots, lent, topology), {"sim": [r for each in renders.values() for r in each]}
     return {
         roles: {"devices": ",".join(on), "render": ",".join(renders[roles])} if renders.get(roles) else ",".join(on)
         for roles, on in slots.items()
     }
 
 
-def with_borrowed(slots: Mapping[str, list[str]], lent: Sequence[str], there: Topology) -> dict[str, list[str]]:
+def with_borrowed(slots: Mapping[str, list[str]], lent: Sequence[str], topology: Topology) -> dict[str, list[str]]:
     """The same slots with policy workers in separate processes, also on lent devices. Maps count cores from 0."""
     counted = {
         on_node(node, f"cpu:{core}"): on_node(node, f"cpu:{i}")
-        for node in there.nodes
+        for node in topology.nodes
         for i, core in enumerate(node.core_numbers)
     }
-    found: dict[str, list[str]] = {}
+    roles_by_devices: dict[str, list[str]] = {}
     for key, on in slots.items():
         roles = key.split(",")
         if others := ",".join(role for role in roles if role != "policy"):
-            found[others] = on
+            roles_by_devices[others] = on
         if "policy" in roles:
-            found["policy"] = [*on, *(counted.get(device, device) for device in lent)]
-    return found
+            roles_by_devices["policy"] = [*on, *(counted.get(device, device) for device in lent)]
+    return roles_by_devices
 
 
 def reserve(config: RunConfig, devices: Sequence[str]) -> Callable[[], None]:
@@ -163,19 +163,19 @@ def reserve(config: RunConfig, devices: Sequence[str]) -> Callable[[], None]:
         return lambda: None
     plans = []
     for node in machines(config).nodes:
-        if held := tuple(device for device in devices if device.partition("/")[0] == node.name):
-            cores = tuple(core for core in node.core_numbers if on_node(node, f"cpu:{core}") in held)
-            plans.append(HostPlan(node.name, (), cores or node.core_numbers, node=node.name, devices=held))
+        if of_node := tuple(device for device in devices if device.partition("/")[0] == node.name):
+            cores = tuple(core for core in node.core_numbers if on_node(node, f"cpu:{core}") in of_node)
+            plans.append(HostPlan(node.name, (), cores or node.core_numbers, node=node.name, devices=of_node))
     return reserved(config.cluster.address, plans)
 
 
 # Memory
 
 
-def check_memory(runs: Sequence[tuple[str, RunConfig, PlacementPlan]], there: Topology) -> None:
+def check_memory(runs: Sequence[tuple[str, RunConfig, PlacementPlan]], topology: Topology) -> None:
     """Raise ConfigError if the runs do not fit into the memory of a machine or of a GPU."""
     names = [name for name, _, _ in runs]
-    sums = memory_sums(runs, there)
+    sums = memory_sums(runs, topology)
     if not (problems := [each.text(names) for each in sums if not each.fits(names)]):
         return
     fewer = chain.from_iterable(combinations(names, count) for count in range(len(names) - 1, 0, -1))
@@ -212,23 +212,26 @@ class MemorySum:
         return f"{self.place}: {summands} = {sum(parts.values()) / 1e9:.1f} of {self.has / 1e9:.1f} GB"
 
 
-def memory_sums(runs: Sequence[tuple[str, RunConfig, PlacementPlan]], there: Topology) -> list[MemorySum]:
+def memory_sums(runs: Sequence[tuple[str, RunConfig, PlacementPlan]], topology: Topology) -> list[MemorySum]:
     """The memory of each machine and of each GPU. Runs keep their host memory, which also holds data offloaded from
     GPUs; drivers are on the first machine. On a GPU a sleeping run keeps only CUDA's memory of its processes."""
-    found = {name: (needs(config, plan, there), plan) for name, config, plan in runs}
+    needs_by_run = {name: (needs(config, plan, topology), plan) for name, config, plan in runs}
     sums = []
-    for place, node in enumerate(there.nodes):
+    for place, node in enumerate(topology.nodes):
         names = (node.name, "") if place == 0 else (node.name,)
         whole = {}
-        for run, (need, plan) in found.items():
+        for run, (need, plan) in needs_by_run.items():
             processes = sum(host.node in names for host in plan.hosts) + (place == 0)
-            whole[run] = sum(one.whole for one in need if one.node in names) + PROCESS_BYTES * processes
+            whole[run] = sum(load.whole for load in need if load.node in names) + PROCESS_BYTES * processes
         sums.append(MemorySum(node.name or "this machine", node.memory_bytes, whole, whole))
         for gpu in node.gpus:
             device = on_node(node, f"gpu:{gpu.index}")
-            least = {run: sum(one.least for one in need if one.place == device) for run, (need, _) in found.items()}
+            least = {
+                run: sum(load.least for load in need if load.place == device) for run, (need, _) in needs_by_run.items()
+            }
             kept = {
-                run: CONTEXT_BYTES * sum(device in host.held for host in plan.hosts) for run, (_, plan) in found.items()
+                run: CONTEXT_BYTES * sum(device in host.held for host in plan.hosts)
+                for run, (_, plan) in needs_by_run.items()
             }
             sums.append(MemorySum(device, gpu.memory_bytes, least, kept))
     return sums
@@ -269,7 +272,9 @@ def read_shared_runs(folder: Path) -> SharedRuns:
         if content.get("format") != FORMAT:
             raise ValueError(f"its format is not {FORMAT}")
         names = ("name", "own", "weight", "placement", "folder", "ended")
-        runs = [SharedRun(words=tuple(one["words"]), **{name: one[name] for name in names}) for one in content["runs"]]
+        runs = [
+            SharedRun(words=tuple(entry["words"]), **{name: entry[name] for name in names}) for entry in content["runs"]
+        ]
         runs = [replace(run, own=tuple(run.own)) for run in runs]
         return SharedRuns(folder, tuple(content["devices"]), content["rule"], runs, content["socket"])
 
@@ -290,12 +295,12 @@ def planned(run: SharedRun, loaded: Loaded) -> tuple[RunConfig, PlacementPlan]:
 
 
 def prepare(
-    shared: SharedRuns, orders: Sequence[Sequence[str]], weights: Sequence[float], there: Topology
+    shared: SharedRuns, orders: Sequence[Sequence[str]], weights: Sequence[float], topology: Topology
 ) -> list[SharedRun]:
     """The runs of these command lines, each with devices and a unique name. Raises all errors before anything
     starts."""
-    taken = {run.name for run in shared.runs}
-    found: list[SharedRun] = []
+    names = {run.name for run in shared.runs}
+    added: list[SharedRun] = []
     going = [run for run in shared.runs if not run.ended]
     plans = [(run.name, *planned(run, load_run(run.words))) for run in going]  # current runs keep their memory
     free = tuple(device for device in shared.devices if all(device not in run.own for run in going))
@@ -307,18 +312,18 @@ def prepare(
     for place, (words, own, weight) in enumerate(zip(orders, owns, weights), start=len(going)):
         loaded = load_run(words)
         numbered = (f"{loaded.name}-{i}" for i in range(2, 1000))
-        name = next(name for name in (loaded.name, *numbered) if name not in taken)
-        taken.add(name)
+        name = next(name for name in (loaded.name, *numbered) if name not in names)
+        names.add(name)
         config, _ = launch.planned(loaded.config, roles=roles_of_run(EmbodiedLoop, loaded.config))
         try:
-            placement = placement_for(config, there, shared.devices, owned, place)
+            placement = placement_for(config, topology, shared.devices, owned, place)
         except PlacementError as err:
             raise ConfigError(f"{name}: {err}") from None
         run = SharedRun(name, tuple(words), own, weight, placement)
         plans.append((name, *planned(run, loaded)))
-        found.append(run)
-    check_memory(plans, there)
-    return found
+        added.append(run)
+    check_memory(plans, topology)
+    return added
 
 
 # Their processes
@@ -363,8 +368,8 @@ class SharedProcesses:
         if self.stopping:
             return "error: these runs are being stopped"
         try:
-            there = machines(load_run(words).config)
-            (run,) = prepare(self.shared, [words], [1.0], there)
+            topology = machines(load_run(words).config)
+            (run,) = prepare(self.shared, [words], [1.0], topology)
         except EmbodiedError as err:
             return f"error: {err}"
         self.shared.runs.append(run)
@@ -375,45 +380,47 @@ class SharedProcesses:
     def serve(self) -> None:
         """Handle leases, ended runs and hanging runs once."""
         self.server.serve(SERVE_S)
-        for one in list(self.going):
-            self._find_folder(one)
-            if one.ended:
-                self._over(one)
-        for one in self.going:
-            if one.run.name in self.server.overdue(one.hang_s + GRACE_S):
-                self.say(f"{one.run.name} did not give a device back within {one.hang_s:g} s (faults.hang_s): ended")
-                one.process.kill()
+        for process in list(self.going):
+            self._find_folder(process)
+            if process.ended:
+                self._over(process)
+        for process in self.going:
+            if process.run.name in self.server.overdue(process.hang_s + GRACE_S):
+                self.say(
+                    f"{process.run.name} did not give a device back within {process.hang_s:g} s (faults.hang_s): ended"
+                )
+                process.process.kill()
 
     def signal(self, sign: int) -> None:
         self.stopping = True
-        for one in self.going:
-            one.signal(sign)
+        for process in self.going:
+            process.signal(sign)
 
     def close(self) -> None:
         """Wait for stopping runs; kill a run that does not stop in time."""
         until = time.monotonic() + CLOSE_S
         while self.going and time.monotonic() < until:
             self.serve()
-        for one in list(self.going):
-            one.kill()
-            self._over(one)
+        for process in list(self.going):
+            process.kill()
+            self._over(process)
         self.server.close()
 
-    def _find_folder(self, one: _Process) -> None:
+    def _find_folder(self, process: _Process) -> None:
         """Record the folder created by this run."""
-        if folder := one.find_folder():
-            there = os.path.relpath(folder.resolve(), self.shared.folder.resolve())
-            one.run = self.shared.change(one.run.name, folder=there)
+        if folder := process.find_folder():
+            relative = os.path.relpath(folder.resolve(), self.shared.folder.resolve())
+            process.run = self.shared.change(process.run.name, folder=relative)
 
-    def _over(self, one: _Process) -> None:
-        self.going.remove(one)
-        self._find_folder(one)
-        state, code = state_of(one.folder) if one.folder else MISSING, one.process.returncode
+    def _over(self, process: _Process) -> None:
+        self.going.remove(process)
+        self._find_folder(process)
+        state, code = state_of(process.folder) if process.folder else MISSING, process.process.returncode
         how = state if state in OVER else "stopped" if code in STOPPED else "failed"
-        self.server.end(one.run.name, how)
-        self.shared.change(one.run.name, ended=how)
-        cause = last_words(one) if how != "finished" else ""
-        self.say(f"{one.run.name} {how}{cause and f': {cause}'}; {one.folder or one.log}")
+        self.server.end(process.run.name, how)
+        self.shared.change(process.run.name, ended=how)
+        cause = last_words(process) if how != "finished" else ""
+        self.say(f"{process.run.name} {how}{cause and f': {cause}'}; {process.folder or process.log}")
 
     @property
     def folders(self) -> dict[str, Path]:

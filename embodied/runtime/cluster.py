@@ -375,8 +375,8 @@ class Cluster:
                 del self._calls[call_id]
             worker = next((call.worker for call in calls.values()), workers[0] if workers else host)
             doing = f" during {calls[min(calls)].handle.what}" if calls else ""
-            held = f"out of memory? It held {readable(self._backend.pulse(host).resident_bytes)}"
-            hint = f" ({held})" if cause.endswith("SIGKILL") else ""
+            guess = f"out of memory? It held {readable(self._backend.pulse(host).resident_bytes)}"
+            hint = f" ({guess})" if cause.endswith("SIGKILL") else ""
             failure = Failure(worker, f"its process {cause}{hint}{doing} [{self._backend.where(host)}]")
             failure, again = self._watchdog.died(host, failure) if self._watchdog else (failure.final(""), False)
             failure.lost_state = self._watchdog is not None and not self._watchdog.supervisor.replaces(host)

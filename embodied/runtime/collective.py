@@ -57,8 +57,8 @@ class Threads:
     def gather(self, rows: np.ndarray) -> list[np.ndarray]:
         return self._exchange(rows)
 
-    def _exchange(self, mine) -> list:
-        self.room.seats[self.rank] = mine
+    def _exchange(self, value) -> list:
+        self.room.seats[self.rank] = value
         self.room.barrier.wait()
         seen = list(self.room.seats)
         self.room.barrier.wait()
@@ -84,12 +84,12 @@ class Gloo:
         return values
 
     def gather(self, rows: np.ndarray) -> list[np.ndarray]:
-        mine = torch.from_numpy(np.ascontiguousarray(rows))
+        tensor = torch.from_numpy(np.ascontiguousarray(rows))
         counts = [torch.zeros(1, dtype=torch.int64) for _ in range(self.world_size)]
-        self.group.allgather([counts], [torch.tensor([len(mine)])]).wait()
+        self.group.allgather([counts], [torch.tensor([len(tensor)])]).wait()
         widest = max(int(count) for count in counts)
-        padded = mine.new_zeros((widest, *mine.shape[1:]))
-        padded[: len(mine)] = mine
+        padded = tensor.new_zeros((widest, *tensor.shape[1:]))
+        padded[: len(tensor)] = tensor
         parts = [torch.zeros_like(padded) for _ in range(self.world_size)]
         self.group.allgather([parts], [padded]).wait()
         return [part[: int(count)].numpy() for part, count in zip(parts, counts, strict=True)]
@@ -122,21 +122,21 @@ class SharedMemory:
         return values
 
     def gather(self, rows: np.ndarray) -> list[np.ndarray]:
-        mine, row = np.ascontiguousarray(rows), rows.dtype.itemsize * math.prod(rows.shape[1:])
+        array, row = np.ascontiguousarray(rows), rows.dtype.itemsize * math.prod(rows.shape[1:])
         slots = self._next(HEAD)
         fits = (slots.shape[1] - HEAD) // max(row, 1)
-        slots[self.rank, :8].view(np.int64)[0] = len(mine)
-        if len(mine) <= fits:
-            slots[self.rank, HEAD : HEAD + mine.nbytes] = mine.reshape(-1).view(np.uint8)
+        slots[self.rank, :8].view(np.int64)[0] = len(array)
+        if len(array) <= fits:
+            slots[self.rank, HEAD : HEAD + array.nbytes] = array.reshape(-1).view(np.uint8)
         self._wait()
         counts = slots[:, :8].copy().view(np.int64)[:, 0].tolist()
         if max(counts) > fits:
             self._map(HEAD + max(counts) * row)
             return self.gather(rows)
         shown = [
-            slot[HEAD : HEAD + count * row].copy().view(mine.dtype) for slot, count in zip(slots, counts, strict=True)
+            slot[HEAD : HEAD + count * row].copy().view(array.dtype) for slot, count in zip(slots, counts, strict=True)
         ]
-        return [part.reshape(count, *mine.shape[1:]) for part, count in zip(shown, counts, strict=True)]
+        return [part.reshape(count, *array.shape[1:]) for part, count in zip(shown, counts, strict=True)]
 
     def _next(self, size: int) -> np.ndarray:
         """The slots of the next round [ranks, bytes], with room for this size."""
@@ -166,10 +166,10 @@ class SharedMemory:
         through the file at first, later through the previous memory."""
         size = -(-size // 64) * 64
         total = self.world_size * (64 + 2 * size)
-        mine = os.memfd_create("embodied-sums", os.MFD_CLOEXEC) if self.rank == 0 else -1
+        descriptor = os.memfd_create("embodied-sums", os.MFD_CLOEXEC) if self.rank == 0 else -1
         if self.rank == 0:
-            os.ftruncate(mine, total)
-        place = np.array([os.getpid(), mine])
+            os.ftruncate(descriptor, total)
+        place = np.array([os.getpid(), descriptor])
         if self.slots is not None:
             pid, fd = self.gather(place)[0]
         else:
@@ -186,7 +186,7 @@ class SharedMemory:
         self.counters[self.rank, 0] = self.round
         self._wait_for(1, 1)  # all ranks have opened it
         if self.rank == 0:
-            os.close(mine)
+            os.close(descriptor)
 
 
 class Measured:

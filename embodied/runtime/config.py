@@ -51,15 +51,17 @@ class ClusterConfig(Strict):
         """The address of the Ray cluster that the run joins."""
         if self.address is not None or self.backend in ("inline", "local"):
             return self.address
-        found = os.environ.get("RAY_ADDRESS", "")
-        return found if found == "auto" or ADDRESS.fullmatch(found) else None  # http://... is for `ray job` itself
+        address = os.environ.get("RAY_ADDRESS", "")
+        return (
+            address if address == "auto" or ADDRESS.fullmatch(address) else None
+        )  # http://... is for `ray job` itself
 
     @field_validator("devices")
     @classmethod
     def _one_device_each(cls, devices: tuple[str, ...]) -> tuple[str, ...]:
         for name in devices:
-            found = HARDWARE.fullmatch(name)
-            if not found or found["kind"] in ("cpu", "gpu", "fake"):
+            match = HARDWARE.fullmatch(name)
+            if not match or match["kind"] in ("cpu", "gpu", "fake"):
                 raise ValueError(f"{name!r} should be a device of your own by kind and number, arm:0 for example")
         return devices
 

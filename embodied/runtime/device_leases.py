@@ -81,14 +81,14 @@ class Coordinator:
             raise LeaseError(f"{', '.join(sorted(unknown))}: no such device; there are {', '.join(self.capacity)}")
         for name, claims in self.gangs.items():
             for device, limit in self.capacity.items():
-                mine = {c.worker: c.num_bytes for c in claims if device in c.devices}
+                claimed = {c.worker: c.num_bytes for c in claims if device in c.devices}
                 others = {
                     c.worker: c.kept_bytes if c.gives_back else c.num_bytes
                     for c in self.claims.values()
-                    if device in c.devices and c.worker not in mine
+                    if device in c.devices and c.worker not in claimed
                 }
-                if mine and sum(mine.values()) + sum(others.values()) > limit:
-                    parts = [f"{worker} {num / GB:.3g} GB" for worker, num in {**mine, **others}.items() if num]
+                if claimed and sum(claimed.values()) + sum(others.values()) > limit:
+                    parts = [f"{worker} {num / GB:.3g} GB" for worker, num in {**claimed, **others}.items() if num]
                     raise LeaseError(
                         f"{name} does not fit on {device}: {' + '.join(parts)} are more than its {limit / GB:.3g} GB, "
                         "even when all other workers are offloaded; use more devices or smaller batches, "
@@ -150,7 +150,9 @@ class Coordinator:
     def revise(self, claims: Iterable[Claim]) -> None:
         """Updates workers' claims; LeaseError if they cannot fit."""
         new = {claim.worker: claim for claim in claims}
-        self.gangs = {name: tuple(new.get(c.worker, c) for c in mine) for name, mine in self.gangs.items()}
+        self.gangs = {
+            name: tuple(new.get(c.worker, c) for c in gang_claims) for name, gang_claims in self.gangs.items()
+        }
         self.claims |= new
         self._check()
 
@@ -249,10 +251,10 @@ class Coordinator:
     def _switch(self, gang: str) -> list[Action]:
         """Returns the memory moves before this gang works: other workers offload first, then its workers onload."""
         self.turn += 1
-        mine = {claim.worker for claim in self.gangs[gang]}
-        out = [Action("offload", worker, gang) for worker in self._leaving(gang, mine)]
+        workers = {claim.worker for claim in self.gangs[gang]}
+        out = [Action("offload", worker, gang) for worker in self._leaving(gang, workers)]
         absent = [claim.worker for claim in self.gangs[gang] if claim.worker not in self.resident]
-        for worker in mine & set(self.resident):
+        for worker in workers & set(self.resident):
             self.resident[worker] = self.turn
         self.switching[gang] = {(action.verb, action.worker) for action in out}
         self.switching[gang] |= {("onload", worker) for worker in absent}
@@ -261,14 +263,14 @@ class Coordinator:
             return []
         return out or self._onloads(gang)
 
-    def _leaving(self, gang: str, mine: set[str]) -> list[str]:
+    def _leaving(self, gang: str, workers: set[str]) -> list[str]:
         """Idle residents that have to offload, longest idle first."""
         out: list[str] = []
         for device, limit in self.capacity.items():
             needed = sum(c.num_bytes for c in self.gangs[gang] if device in c.devices)
             if not needed:
                 continue
-            others = [c for c in self.claims.values() if device in c.devices and c.worker not in mine]
+            others = [c for c in self.claims.values() if device in c.devices and c.worker not in workers]
             idle = [c for c in others if c.worker in self.resident and c.gives_back]
             used = needed + sum(
                 c.num_bytes if c.worker in self.resident and c.worker not in out else c.kept_bytes for c in others

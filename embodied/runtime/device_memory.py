@@ -102,8 +102,8 @@ class Offloader:
                 bytes_of(storage).copy_(copy, non_blocking=True)
         if any(tensor.is_cuda for tensor, _, _ in self._away):
             torch.cuda.synchronize()
-        taken, self._away = sum(size for _, size, _ in self._away), []
-        return taken
+        num_bytes, self._away = sum(size for _, size, _ in self._away), []
+        return num_bytes
 
     def _copy_for(self, tensor: Any, storage: Any) -> Any:
         import torch

@@ -198,13 +198,13 @@ class DeviceSharing:
         """Wait until something changes. Phases of this thread only change by the calls that end them."""
         holders = self.coordinator.in_the_way(gang)
         phases = {n: p for n, p in self._phases.items() if holders.intersection((n, *self.parts.get(n, ())))}
-        mine = {name: phase for name, phase in phases.items() if phase.thread == threading.get_ident()}
-        calls = [phase.call for phase in mine.values() if phase.call]
-        if len(calls) < len(mine):
+        of_thread = {name: phase for name, phase in phases.items() if phase.thread == threading.get_ident()}
+        calls = [phase.call for phase in of_thread.values() if phase.call]
+        if len(calls) < len(of_thread):
             raise LeaseError(f"{gang} needs devices of another phase: phases that share devices cannot be nested")
         for call in calls:
             call.wait()
-        if mine:
+        if of_thread:
             self.go_on()
         elif not self._changed.wait(max(0.0, min(until - time.monotonic(), LOOK_S))) and time.monotonic() >= until:
             held = " and ".join(phases) or "others"
@@ -270,7 +270,10 @@ def share_devices(
     limited = min(limits.values()) < float("inf")
     growing = claims if limited else {}
     late = {part: claims for found in parts.values() for part, claims in found.items()}
-    left = {name: [c for c in mine if all(c not in part for part in late.values())] for name, mine in leases.items()}
+    left = {
+        name: [c for c in gang_claims if all(c not in part for part in late.values())]
+        for name, gang_claims in leases.items()
+    }
     coordinator = Coordinator(limits, left | late, everyone, dict.fromkeys(late, 1), preemptible=late)
     parts_by_phase = {phase: tuple(found) for phase, found in parts.items()}
     waking = (parts_by_phase, cluster.timeout_s, cluster.wake)
@@ -287,7 +290,7 @@ def parts_of(
     """By phase, the preemptible gangs: their workers share devices with another phase, or use `lent` devices of other
     runs, and share none with a worker of their phase that must stay. Workers that share devices with each other form
     one gang."""
-    found: dict[str, dict[str, list[Claim]]] = {}
+    claims_by_phase: dict[str, dict[str, list[Claim]]] = {}
     for phase, claims in leases.items():
         elsewhere = {d for name, others in leases.items() if name != phase for c in others for d in c.devices} | {*lent}
         staying = {d for claim in claims if claim.worker not in giving_way for d in claim.devices}
@@ -297,12 +300,12 @@ def parts_of(
             clusters = [cluster for cluster in clusters if cluster not in touching]
             devices = set(claim.devices).union(*(devices for devices, _ in touching))
             clusters.append((devices, [*(c for _, members in touching for c in members), claim]))
-        found[phase] = {
+        claims_by_phase[phase] = {
             f"{phase} of {', '.join(claim.worker for claim in members)}": members
             for devices, members in clusters
             if staying and devices & elsewhere and not devices & staying
         }
-    return found
+    return claims_by_phase
 
 
 def shared_weights(groups: Sequence[WorkerGroup]) -> set[str]:

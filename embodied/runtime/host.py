@@ -360,8 +360,8 @@ class _WorkerThread(threading.Thread):
         name = "" if isinstance(error, EmbodiedError) else f"{type(error).__name__}: "
         frames = traceback.extract_tb(error.__traceback__)
         where = f" ({Path(frames[-1].filename).name}:{frames[-1].lineno} in {frames[-1].name})" if frames else ""
-        held = f" (this process held {readable(resident_bytes())})" if isinstance(error, MemoryError) else ""
-        cause = printable(" ".join(f"{name}{error}".split()))[:_MAX_CAUSE_CHARS] + held + where
+        memory = f" (this process held {readable(resident_bytes())})" if isinstance(error, MemoryError) else ""
+        cause = printable(" ".join(f"{name}{error}".split()))[:_MAX_CAUSE_CHARS] + memory + where
         follows = (error.peer, error.cause) if isinstance(error, ChannelClosed) else None
         retry = isinstance(error, Unusable) or not isinstance(error, EmbodiedError)
         code = error.exit_code if isinstance(error, EmbodiedError) else WorkerFailed.exit_code

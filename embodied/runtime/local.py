@@ -97,10 +97,10 @@ class LocalBackend(Processes):
         process = LocalProcess(plan, log, memory, popen, control, channels)
         before = self._processes.pop(plan.name, None)
         for other in self._processes.values():
-            one, two = socket_pair()
-            with one, two:
-                control.post(("peer", other.plan.name), fd=one.fileno())
-                other.control.post(("peer", plan.name), fd=two.fileno())
+            end, other_end = socket_pair()
+            with end, other_end:
+                control.post(("peer", other.plan.name), fd=end.fileno())
+                other.control.post(("peer", plan.name), fd=other_end.fileno())
         self._processes[plan.name] = process
         if before is not None:
             before.free()

@@ -158,8 +158,8 @@ def handle_of(tensor: Any) -> tuple:
 
 def own_gpu() -> str:
     """The plan's name of this process's GPU, such as gpu:3; "" without a GPU."""
-    held = os.environ.get("EMBODIED_DEVICE", "")
-    return held if held.startswith("gpu:") else ""
+    device = os.environ.get("EMBODIED_DEVICE", "")
+    return device if device.startswith("gpu:") else ""
 
 
 def own_device() -> str:

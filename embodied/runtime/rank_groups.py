@@ -39,13 +39,13 @@ class RankGroup:
             self.group.alltoall_base(came, sent, [], []).wait()
         return came.view(parts.dtype).view(parts.shape)
 
-    def gather(self, mine: Tensor) -> list[Tensor]:
+    def gather(self, tensor: Tensor) -> list[Tensor]:
         """All-gather: the tensors of all members, which have equal shapes."""
-        sent = as_bytes(mine)
+        sent = as_bytes(tensor)
         came = [torch.empty_like(sent) for _ in self.ranks]
         with self._measured():
             self.group.allgather([came], [sent]).wait()
-        return [each.view(mine.dtype).view(mine.shape) for each in came]
+        return [each.view(tensor.dtype).view(tensor.shape) for each in came]
 
     def send_from(self, place: int, tensor: Tensor) -> PendingTensor:
         """Begin to broadcast this member's tensor into the other members' tensors of the same shape."""

@@ -177,25 +177,25 @@ class RunTurns(Turns):
     # Rules
 
     def tier(self, gang: str) -> int:
-        one = self.gangs[gang]
-        if one.rests:
+        record = self.gangs[gang]
+        if record.rests:
             return GENERATE + 1
-        late = one.state == "waits" and self.now - one.since > self.runs[one.run].iteration_s
-        return max(0, one.tier - (late and not self.borrows(gang)))
+        late = record.state == "waits" and self.now - record.since > self.runs[record.run].iteration_s
+        return max(0, record.tier - (late and not self.borrows(gang)))
 
     def borrows(self, gang: str) -> bool:
         """True if the gang generates on devices of other runs."""
-        one = self.gangs[gang]
-        return self.rule == "lend" and one.tier == GENERATE and not one.devices <= self.runs[one.run].own
+        record = self.gangs[gang]
+        return self.rule == "lend" and record.tier == GENERATE and not record.devices <= self.runs[record.run].own
 
     def order(self, waiting: Collection[str]) -> list[str]:
         demands = {run: self.demand(run) for run in {self.gangs[gang].run for gang in waiting}}
 
         def turn(gang: str) -> tuple:
-            one = self.gangs[gang]
-            by_demand = self.borrows(gang) or (self.rule == "remaining" and one.tier == GENERATE)
-            demand = -demands[one.run] if by_demand else 0.0
-            return self.tier(gang), self.borrows(gang), demand, one.since, one.place
+            record = self.gangs[gang]
+            by_demand = self.borrows(gang) or (self.rule == "remaining" and record.tier == GENERATE)
+            demand = -demands[record.run] if by_demand else 0.0
+            return self.tier(gang), self.borrows(gang), demand, record.since, record.place
 
         return sorted(waiting, key=turn)
 
@@ -203,21 +203,21 @@ class RunTurns(Turns):
         return (self.tier(holder), self.borrows(holder)) > (self.tier(waiting), self.borrows(waiting))
 
     def may_begin(self, gang: str) -> bool:
-        one = self.gangs[gang]
-        lent = one.devices - self.runs[one.run].own if self.borrows(gang) else ()
+        record = self.gangs[gang]
+        lent = record.devices - self.runs[record.run].own if self.borrows(gang) else ()
         return all(self.idle_from_now_s(device) >= LEND_FACTOR * self.switch_s for device in lent)
 
     def idle_from_now_s(self, device: str) -> float:
         """Expected seconds until its owners have work for it. A device that is idle for the first time, or longer than
         last time, is expected to stay idle for as long as it has been."""
-        found = float("inf")
+        idle_s = float("inf")
         for run in self.runs.values():
             if device in run.own:
                 since, after = run.idle_since.get(device, (self.now, ""))
                 idle = self.now - since
                 before = run.idle_s.get((device, after), 0.0)
-                found = min(found, before - idle if before > idle else idle)
-        return found
+                idle_s = min(idle_s, before - idle if before > idle else idle)
+        return idle_s
 
     def moves(self, waiting: Collection[str], held: Mapping[str, str]) -> set[str]:
         able = {device: gang for device, gang in held.items() if self.gangs[gang].tier == GENERATE}
@@ -251,26 +251,32 @@ class RunTurns(Turns):
 
     def _generates_on(self, run: str) -> int:
         """The number of devices on which it generates."""
-        mine = [one for one in self.gangs.values() if one.run == run and one.tier == GENERATE and one.state == "holds"]
-        return len({device for one in mine for device in one.devices})
+        gangs = [
+            gang for gang in self.gangs.values() if gang.run == run and gang.tier == GENERATE and gang.state == "holds"
+        ]
+        return len({device for gang in gangs for device in gang.devices})
 
     def _busy_on(self, run: str) -> int:
         """The number of devices on which it generates and that it will keep: devices without work are released."""
-        mine = [one for one in self.gangs.values() if one.run == run and one.tier == GENERATE and one.state == "holds"]
-        return len({d for one in mine if not one.rests and one.leaves_since is None for d in one.devices})
+        gangs = [
+            gang for gang in self.gangs.values() if gang.run == run and gang.tier == GENERATE and gang.state == "holds"
+        ]
+        return len({d for gang in gangs if not gang.rests and gang.leaves_since is None for d in gang.devices})
 
     def _wants(self, run: str) -> bool:
         """True if it generates or waits to generate."""
-        mine = [one for one in self.gangs.values() if one.run == run and one.tier == GENERATE and not one.rests]
-        return any(one.state for one in mine)
+        gangs = [gang for gang in self.gangs.values() if gang.run == run and gang.tier == GENERATE and not gang.rests]
+        return any(gang.state for gang in gangs)
 
     def _target(self, run: str) -> float:
         """Its target number of devices for generation, in proportion to its remaining work."""
-        taken = {d for one in self.gangs.values() if one.state == "holds" and one.tier < GENERATE for d in one.devices}
+        taken = {
+            d for gang in self.gangs.values() if gang.state == "holds" and gang.tier < GENERATE for d in gang.devices
+        }
         devices = {d for share in self.runs.values() for d in share.own} - taken
         total = sum(share.remaining_s * share.weight for name, share in self.runs.items() if self.wants(name))
-        mine = self.runs[run]
-        return len(devices) * mine.remaining_s * mine.weight / total if total else 0.0
+        asker = self.runs[run]
+        return len(devices) * asker.remaining_s * asker.weight / total if total else 0.0
 
     def gap(self, run: str) -> float:
         return self.target(run) - self.generates_on(run)
@@ -278,18 +284,18 @@ class RunTurns(Turns):
     # What happens
 
     def waits(self, gang: str, now: float) -> None:
-        self.now, one = now, self.gangs[gang]
-        one.since, one.state = now, "waits"
-        self._has_work(one)
-        self.record(run=one.run, waits=phase_of(gang))
+        self.now, record = now, self.gangs[gang]
+        record.since, record.state = now, "waits"
+        self._has_work(record)
+        self.record(run=record.run, waits=phase_of(gang))
 
     def begins(self, gang: str, now: float) -> None:
-        self.now, one = now, self.gangs[gang]
-        one.since, one.state = now, "holds"
-        for device in sorted(one.devices):
-            self.record(device=device, run=one.run, phase=phase_of(gang))
-        if not one.devices:
-            self.record(run=one.run, waits_no_more=phase_of(gang))
+        self.now, record = now, self.gangs[gang]
+        record.since, record.state = now, "holds"
+        for device in sorted(record.devices):
+            self.record(device=device, run=record.run, phase=phase_of(gang))
+        if not record.devices:
+            self.record(run=record.run, waits_no_more=phase_of(gang))
 
     def asked_to_leave(self, gang: str, now: float) -> None:
         if self.gangs[gang].leaves_since is None:
@@ -297,17 +303,17 @@ class RunTurns(Turns):
             self.record(run=self.gangs[gang].run, leaves=phase_of(gang))
 
     def ends(self, gang: str, now: float) -> None:
-        self.now, one = now, self.gangs[gang]
-        share = self.runs[one.run]
-        if one.leaves_since is not None:
-            self.drain_s, one.leaves_since = mean(self.drain_s, now - one.leaves_since), None
-        if one.state == "holds" and one.tier == GENERATE:
-            share.generated_s += (now - one.since) * len(one.devices)
-        for device in sorted(one.devices) if one.state == "holds" else ():
+        self.now, record = now, self.gangs[gang]
+        share = self.runs[record.run]
+        if record.leaves_since is not None:
+            self.drain_s, record.leaves_since = mean(self.drain_s, now - record.leaves_since), None
+        if record.state == "holds" and record.tier == GENERATE:
+            share.generated_s += (now - record.since) * len(record.devices)
+        for device in sorted(record.devices) if record.state == "holds" else ():
             self.record(device=device, run=None, phase=None)
-        if one.state == "waits":
-            self.record(run=one.run, waits_no_more=phase_of(gang))
-        one.state = ""
+        if record.state == "waits":
+            self.record(run=record.run, waits_no_more=phase_of(gang))
+        record.state = ""
         self._forget_counts()
         self._has_no_work(gang)
 
@@ -316,27 +322,27 @@ class RunTurns(Turns):
         last. The run's other gangs have work."""
         self.now = now
         self._forget_counts()
-        for name, one in self.gangs.items():
-            if one.run == run and one.rests != (name in gangs):
-                one.rests = name in gangs
-                if one.rests:
+        for name, record in self.gangs.items():
+            if record.run == run and record.rests != (name in gangs):
+                record.rests = name in gangs
+                if record.rests:
                     self._has_no_work(name)
-                elif one.state:
-                    self._has_work(one)
+                elif record.state:
+                    self._has_work(record)
 
-    def _has_work(self, one: _Gang) -> None:
+    def _has_work(self, gang: _Gang) -> None:
         """Marks the devices of a gang as in use by their run."""
-        share = self.runs[one.run]
-        for device in () if one.rests else one.devices & share.own:
-            if found := share.idle_since.pop(device, None):
-                share.idle_s[device, found[1]] = self.now - found[0]
+        share = self.runs[gang.run]
+        for device in () if gang.rests else gang.devices & share.own:
+            if idle := share.idle_since.pop(device, None):
+                share.idle_s[device, idle[1]] = self.now - idle[0]
 
     def _has_no_work(self, gang: str) -> None:
         """Marks a gang as without work. Devices of its run that no other of its gangs needs are idle from now on."""
-        one = self.gangs[gang]
-        share = self.runs[one.run]
-        others = [other for other in self.gangs.values() if other.run == one.run and other.state and not other.rests]
-        idle = (one.devices & share.own) - {device for other in others for device in other.devices}
+        record = self.gangs[gang]
+        share = self.runs[record.run]
+        others = [other for other in self.gangs.values() if other.run == record.run and other.state and not other.rests]
+        idle = (record.devices & share.own) - {device for other in others for device in other.devices}
         share.idle_since = dict.fromkeys(idle, (self.now, gang)) | share.idle_since
 
     def passes(self, now: float) -> None:

@@ -216,8 +216,8 @@ class SharedLeases:
     def _devices(self, gang: str) -> set[str]:
         """The shared devices of a gang."""
         claims = self.local.gangs.get(gang, ()) if self.local else ()
-        mine = {device for claim in claims for device in claim.devices} if gang != BEGINNING else self.own
-        return {*mine} & (self.own | self.lent)
+        devices = {device for claim in claims for device in claim.devices} if gang != BEGINNING else self.own
+        return {*devices} & (self.own | self.lent)
 
     def _has(self, devices: Collection[str]) -> bool:
         """Locks these devices once the parent is dead; False if another run still holds one."""
@@ -231,21 +231,21 @@ class SharedLeases:
     def _do(self, verb: str, gang: str) -> list[Action]:
         return [] if self._ask(verb, gang=gang) else getattr(self._now(), verb)(gang)
 
-    def _say(self, verb: str, /, **about: Any) -> bool:
+    def _say(self, verb: str, /, **fields: Any) -> bool:
         """Say something to the parent, which hears everything in its order; False if it is gone."""
         with self._heard:
             if not self.alone:
                 self._asked += 1
                 try:
-                    self._socket.sendall(json.dumps({"do": verb, "n": self._asked, **about}).encode() + b"\n")
+                    self._socket.sendall(json.dumps({"do": verb, "n": self._asked, **fields}).encode() + b"\n")
                 except OSError:
                     self._socket.close()
             return not self.alone
 
-    def _ask(self, verb: str, /, **about: Any) -> bool:
+    def _ask(self, verb: str, /, **fields: Any) -> bool:
         """Send a message to the parent and wait for the confirmation; False if the parent is dead."""
         with self._heard:
-            if not self._say(verb, **about):
+            if not self._say(verb, **fields):
                 return False
             number = self._asked
             if not self._heard.wait_for(lambda: self._answered >= number or self.alone, ANSWER_S):
@@ -273,10 +273,10 @@ class SharedLeases:
             self.own, self.lent = frozenset(message["own"]), frozenset(message["lent"])
             if self._answered >= self._asked:  # otherwise it is older than a request that followed
                 self.told = message["told"]
-                held = {device for gang in self._holding() for device in self._devices(gang)}
-                self._locks.keep(held)
-                self._locks.lock(held)
-            self._actions += [Action(*one) for one in message.get("actions", ())]
+                devices = {device for gang in self._holding() for device in self._devices(gang)}
+                self._locks.keep(devices)
+                self._locks.lock(devices)
+            self._actions += [Action(*action) for action in message.get("actions", ())]
             self._heard.notify_all()
         self._news.set()
 

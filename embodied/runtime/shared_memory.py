@@ -59,8 +59,8 @@ class Segments:
         size = max(1 << (need - 1).bit_length(), _SMALLEST_BYTES)
         with self._lock:
             same = (segment for segment in self._kept if segment.size == size)
-            found = ((segment, fd) for segment in same if (fd := segment.claim()) >= 0)
-            segment, fd = next(found, (None, -1))
+            claimed = ((segment, fd) for segment in same if (fd := segment.claim()) >= 0)
+            segment, fd = next(claimed, (None, -1))
             if segment is None:
                 segment = Segment(size)
                 fd = segment.claim()

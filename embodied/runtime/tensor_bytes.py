@@ -148,9 +148,9 @@ def read_safetensors(path: Path) -> dict[str, Blob]:
         blobs: dict[str, Blob] = {}
         for name, entry in entries.items():
             spec, (begin, end) = Spec(SAFETENSORS[entry["dtype"]], tuple(entry["shape"])), entry["data_offsets"]
-            there = max(min(end, size - 8 - head) - begin, 0)
-            if min(begin, end) < 0 or end - begin != spec.size_bytes or there != spec.size_bytes:
-                raise ValueError(f"{name} has {there} bytes instead of {spec.size_bytes}")
+            num_bytes = max(min(end, size - 8 - head) - begin, 0)
+            if min(begin, end) < 0 or end - begin != spec.size_bytes or num_bytes != spec.size_bytes:
+                raise ValueError(f"{name} has {num_bytes} bytes instead of {spec.size_bytes}")
             blobs[name] = StoredBlob(spec, file, 8 + head + begin)
         return blobs
     except (ValueError, KeyError, TypeError, AttributeError) as err:

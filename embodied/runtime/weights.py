@@ -400,10 +400,10 @@ class WeightReader:
         return not self._overwritten(publication)
 
     def _overwritten(self, publication: Publication) -> bool:
-        held = int(self._head[publication.area])
-        if NONE < held < publication.version:
-            raise StaleWeights(f"the snapshot holds version {held}, not {publication.version}")
-        return held != publication.version
+        version = int(self._head[publication.area])
+        if NONE < version < publication.version:
+            raise StaleWeights(f"the snapshot holds version {version}, not {publication.version}")
+        return version != publication.version
 
     def _receive(self, publication: Publication, channel: Channel, names: Iterable[str]) -> bool:
         """True if this whole version arrived; False if a newer one came instead."""

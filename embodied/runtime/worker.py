@@ -120,11 +120,11 @@ class Worker:
     def flows(self) -> dict[tuple[str, str], tuple[float, float]]:
         """Returns, for channels whose home is this process, (producer, consumer) -> (first, last time) since the last
         call."""
-        found: dict[tuple[str, str], tuple[float, float]] = {}
+        flows_by_edge: dict[tuple[str, str], tuple[float, float]] = {}
         for host in list(hosts_of_runs.values()):
             flows, host.flows = host.flows, {}
-            found |= flows
-        return found
+            flows_by_edge |= flows
+        return flows_by_edge
 
     @served_while_busy
     def process(self) -> tuple[str, int]:

@@ -276,7 +276,7 @@ class Generation:
 
     def score(self, tokens: list[int], count: int) -> tuple[TokenScore, ...]:
         """The log-probs of all tokens except the first, and the `likeliest` tokens at their places."""
-        found: list[TokenScore] = []
+        scores: list[TokenScore] = []
         with torch.no_grad():
             ids = torch.tensor([tokens], device=self.policy.device)
             states = self.policy.model.base_model(input_ids=ids, use_cache=False).last_hidden_state[0, :-1]
@@ -287,8 +287,8 @@ class Generation:
                 best = likely.topk(max(count, 1))
                 for place, (rank, each) in enumerate(zip(ranks.tolist(), given[:, 0].tolist())):
                     pairs = zip(best.indices[place, :count].tolist(), best.values[place, :count].tolist())
-                    found.append(TokenScore(tokens[begin + place + 1], each, rank, tuple(pairs)))
-        return tuple(found)
+                    scores.append(TokenScore(tokens[begin + place + 1], each, rank, tuple(pairs)))
+        return tuple(scores)
 
     def abort(self, mode: Mode) -> None:
         if mode == "abort":
@@ -328,14 +328,14 @@ class Generation:
         names = {name: self.policy.stored_name(stored, name) for name in own}
         if odd := sorted({*names.values()} ^ stored.keys()):
             raise CheckpointError(f"{folder}: these are weights of another model: {', '.join(odd[:4])} differ")
-        found = {name: tensor_of(stored[there]) for name, there in names.items()}  # read once: they may be deleted
-        blobs = [(names[name], blob_of(tensor)) for name, tensor in found.items()]
-        for name, new in found.items():
+        weights = {name: tensor_of(stored[there]) for name, there in names.items()}  # read once: they may be deleted
+        blobs = [(names[name], blob_of(tensor)) for name, tensor in weights.items()]
+        for name, new in weights.items():
             check_like(name, new, own[name])
             if new.is_floating_point() and not torch.isfinite(new.float() if new.itemsize == 1 else new).all():
                 raise CheckpointError(f"{folder}: {name} has numbers that are not finite")
         with torch.no_grad():
-            for name, new in found.items():
+            for name, new in weights.items():
                 own[name].copy_(new)
         self.version, self.fingerprint = version, fingerprint(version, blobs)
         self.begin()

@@ -187,11 +187,11 @@ class LanguageServer:
             conversations = await asyncio.to_thread(self.conversations, ask, number)
             if ask.stream:
                 return await self.stream(request, ask, conversations, number)
-            found = [*map(asyncio.wrap_future, self.generation.ask(*conversations))]
+            futures = [*map(asyncio.wrap_future, self.generation.ask(*conversations))]
             try:
-                written = await asyncio.gather(*found)
+                written = await asyncio.gather(*futures)
             finally:
-                for future in found:  # the client has disconnected, or an answer has failed
+                for future in futures:  # the client has disconnected, or an answer has failed
                     future.cancel()
         scores = [written[at - at % ask.n].prompt for at in range(len(written))]
         choices = [self.choice(ask, *each) for each in zip(conversations, written, scores)]
@@ -204,7 +204,7 @@ class LanguageServer:
         most = self.policy.config.max_tokens if ask.max_tokens is None else ask.max_tokens
         scores = ask.top_logprobs if ask.echo and ask.logprobs else ask.prompt_logprobs
         names = (f"cmpl-{number}", f"chatcmpl-{number}", *([ask.request_id] if ask.request_id else []))
-        found: list[ServedConversation] = []
+        asked: list[ServedConversation] = []
         for prompt in ask.prompts:
             tokens = self.encoded(prompt, ask.tools)
             pictures = () if isinstance(prompt, list) else pictures_in(prompt)
@@ -212,7 +212,7 @@ class LanguageServer:
                 raise BadRequest("tools and prompt_logprobs are not done with pictures; leave them out", "messages")
             for copy in range(ask.n):
                 noise = ask.noise
-                episode = noise.episode if noise else len(found)
+                episode = noise.episode if noise else len(asked)
                 if noise:
                     seed, stream = noise.seed, f"act/{noise.stream}"
                 elif ask.seed is not None:
@@ -222,10 +222,10 @@ class LanguageServer:
                 rule = SamplingRule(ask.temperature, ask.top_p, max(ask.top_k, 0))
                 sampling = Sampling(seed, stream, rule, stops, ask.top_logprobs, ask.proof)
                 scored = None if copy else scores
-                found.append(
+                asked.append(
                     ServedConversation(tokens, most, episode, sampling, names, ask.stop, pictures, scores=scored)
                 )
-        return found
+        return asked
 
     def encoded(self, prompt: openai.Asked, tools: Sequence[dict[str, Any]] = ()) -> list[int]:
         """A prompt as tokens; refuses prompts that leave no room for an answer."""
@@ -262,10 +262,10 @@ class LanguageServer:
             raise UnusableAnswer(answer.dropped)
         ids = answer.tokens.tolist()
         ended = ids and ids[-1] in conversation.sampling.stops  # without the end token
-        text, found = cut(self.policy.tokenizer.decode(ids[:-1] if ended else ids), ask.stop)
+        text, stopped = cut(self.policy.tokenizer.decode(ids[:-1] if ended else ids), ask.stop)
         if ask.echo:
             text = self.policy.tokenizer.decode(conversation.tokens) + text
-        whole = self.part(ask, conversation, answer, 0, text, "stop" if found else written.finish)
+        whole = self.part(ask, conversation, answer, 0, text, "stop" if stopped else written.finish)
         return replace(whole, scores=scores, words=self.words(ask), proof=answer.proof)
 
     def words(self, ask: Ask) -> Callable[[int], str]:
@@ -379,8 +379,8 @@ class LanguageServer:
     # Control
 
     async def weight_info(self, _: web.Request) -> web.Response:
-        about = self.served()
-        return web.json_response({"weight_version": about.fingerprint, "policy_version": about.version})
+        info = self.served()
+        return web.json_response({"weight_version": info.fingerprint, "policy_version": info.version})
 
     async def update_weights(self, request: web.Request) -> web.Response:
         """{"path": FOLDER, "version": N}: load its weights when all open answers have ended, or, with "mode": "abort",
@@ -429,14 +429,14 @@ class LanguageServer:
             return refusal(400, f"path: {str(source)[:200]} is not a folder that this server sees", code=UNSEEN)
         try:
             before = self.generation.fingerprint
-            found = await self.changed(self.generation.update(source, version, mode, known))
+            fingerprint = await self.changed(self.generation.update(source, version, mode, known))
         except BadRequest:
             raise
         except (EmbodiedError, OSError) as err:  # another model's weights, damaged, or not readable
             raise BadRequest(str(err), "path") from None
-        if found != before:
+        if fingerprint != before:
             self.notify(f"weights     version {version}")
-        return web.json_response({"status": "updated", "weight_version": found, "policy_version": version})
+        return web.json_response({"status": "updated", "weight_version": fingerprint, "policy_version": version})
 
     async def abort_requests(self, request: web.Request) -> web.Response:
         """{"request_ids": [...]}, or {} for all: end their answers now."""
@@ -487,9 +487,9 @@ class StreamedAnswer:
 
     def new(self, answer: Answer, text: str, finish: str = "") -> AnswerChoice:
         begin, self.tokens = self.tokens, len(answer.tokens)
-        said, self.letters = text[self.letters :], max(self.letters, len(text))
+        letters, self.letters = text[self.letters :], max(self.letters, len(text))
         self.begun = True
-        return self.server.part(self.ask, self.conversation, answer, begin, said, finish)
+        return self.server.part(self.ask, self.conversation, answer, begin, letters, finish)
 
 
 def cut(text: str, stops: Sequence[str]) -> tuple[str, bool]:

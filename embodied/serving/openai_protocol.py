@@ -175,7 +175,7 @@ def read_chat(body: Any) -> Ask:
     said = fields["messages"]
     if not isinstance(said, list) or not said:
         raise BadRequest("messages should be a list of messages", "messages")
-    messages = tuple(message_of(one, number) for number, one in enumerate(said))
+    messages = tuple(message_of(message, number) for number, message in enumerate(said))
     fields["max_tokens"] = fields.get("max_completion_tokens", fields.get("max_tokens"))
     ask = asked(fields, (messages,), chat=True)
     if ask.top_logprobs and not ask.logprobs:
@@ -251,7 +251,7 @@ def prompts_of(prompt: Any) -> tuple[Asked, ...]:
     if isinstance(prompt, str) or (is_ids(prompt) and prompt):
         return (prompt,)
     several = isinstance(prompt, list) and 0 < len(prompt) <= MOST_CHOICES
-    if not several or not all(isinstance(one, str) or (is_ids(one) and one) for one in prompt):
+    if not several or not all(isinstance(item, str) or (is_ids(item) and item) for item in prompt):
         raise BadRequest(
             f"prompt should be text or a list of token numbers, or a list of at most {MOST_CHOICES} of these", "prompt"
         )
@@ -259,19 +259,19 @@ def prompts_of(prompt: Any) -> tuple[Asked, ...]:
 
 
 def is_ids(value: Any) -> bool:
-    return isinstance(value, list) and all(type(one) is int and one >= 0 for one in value)
+    return isinstance(value, list) and all(type(item) is int and item >= 0 for item in value)
 
 
 def calls_in(text: str) -> tuple[str, list[dict[str, Any]]]:
     """The text around the tool calls in an answer, and the calls. A call without valid JSON stays text."""
     calls: list[dict[str, Any]] = []
 
-    def take(found: re.Match[str]) -> str:
+    def take(match: re.Match[str]) -> str:
         try:
-            said = json.loads(found[1])
-            function = {"name": str(said["name"]), "arguments": json.dumps(said.get("arguments", {}))}
+            call = json.loads(match[1])
+            function = {"name": str(call["name"]), "arguments": json.dumps(call.get("arguments", {}))}
         except (KeyError, ValueError, AttributeError, RecursionError):
-            return found[0]
+            return match[0]
         calls.append({"id": f"call_{secrets.token_hex(8)}", "type": "function", "function": function})
         return ""
 
@@ -284,17 +284,17 @@ def calls_in(text: str) -> tuple[str, list[dict[str, Any]]]:
 
 def reply(ask: Ask, name: str, choices: Sequence[AnswerChoice], served: Served) -> dict[str, Any]:
     """The JSON of an answer, `choices` by prompt; `name` is the request's."""
-    found = about(ask, name, served)
-    prompts = [{"prompt_token_ids": list(one.prompt)} if ask.return_token_ids else {} for one in choices]
+    content = about(ask, name, served)
+    prompts = [{"prompt_token_ids": list(choice.prompt)} if ask.return_token_ids else {} for choice in choices]
     if ask.prompt_logprobs is not None:
-        prompts = [each | {"prompt_logprobs": prompt_logprobs(one)} for each, one in zip(prompts, choices)]
+        prompts = [each | {"prompt_logprobs": prompt_logprobs(choice)} for each, choice in zip(prompts, choices)]
     if ask.chat:
-        said: list[dict[str, Any]] = [{"message": message_in(ask, one)} for one in choices]
-        found |= prompts[0]
+        said: list[dict[str, Any]] = [{"message": message_in(ask, choice)} for choice in choices]
+        content |= prompts[0]
     else:
-        said = [{"text": one.text, **prompt} for one, prompt in zip(choices, prompts)]
-    found["choices"] = [{"index": at, **said[at], **ending(ask, one)} for at, one in enumerate(choices)]
-    return found | {"usage": usage(ask, choices)}
+        said = [{"text": choice.text, **prompt} for choice, prompt in zip(choices, prompts)]
+    content["choices"] = [{"index": at, **said[at], **ending(ask, choice)} for at, choice in enumerate(choices)]
+    return content | {"usage": usage(ask, choices)}
 
 
 def message_in(ask: Ask, choice: AnswerChoice) -> dict[str, Any]:
@@ -306,16 +306,16 @@ def message_in(ask: Ask, choice: AnswerChoice) -> dict[str, Any]:
 def chunk(ask: Ask, name: str, new: AnswerChoice, served: Served, first: bool, index: int = 0) -> dict[str, Any]:
     """The new part of a streamed answer; `finish` is empty until its end."""
     prompt = {"prompt_token_ids": list(new.prompt)} if first and ask.return_token_ids else {}
-    found = about(ask, name, served, ".chunk")
+    content = about(ask, name, served, ".chunk")
     if ask.chat:
         delta = message_in(ask, new) if ask.tools else {"content": new.text}
         calls = [{"index": at, **call} for at, call in enumerate(delta.pop("tool_calls", ()))]
         delta |= ({"role": "assistant"} if first else {}) | ({"tool_calls": calls} if calls else {})
         told: dict[str, Any] = {"delta": delta}
-        found |= prompt
+        content |= prompt
     else:
         told = {"text": new.text} | prompt
-    return found | {"choices": [{"index": index, **told, **ending(ask, new)}]}
+    return content | {"choices": [{"index": index, **told, **ending(ask, new)}]}
 
 
 def about(ask: Ask, name: str, served: Served, part: str = "") -> dict[str, Any]:
@@ -333,12 +333,12 @@ def about(ask: Ask, name: str, served: Served, part: str = "") -> dict[str, Any]
 def ending(ask: Ask, choice: AnswerChoice) -> dict[str, Any]:
     """The reason why an answer ended (null while it is open), and its log-probs and tokens if requested."""
     called = bool(ask.tools and choice.finish == "stop" and calls_in(choice.text)[1])
-    found: dict[str, Any] = {"finish_reason": "tool_calls" if called else choice.finish or None, "logprobs": None}
+    fields: dict[str, Any] = {"finish_reason": "tool_calls" if called else choice.finish or None, "logprobs": None}
     if ask.logprobs:
-        found["logprobs"] = {"content": chat_logprobs(choice)} if ask.chat else text_logprobs(ask, choice)
+        fields["logprobs"] = {"content": chat_logprobs(choice)} if ask.chat else text_logprobs(ask, choice)
     if ask.proof:
-        found["proof"] = [block.to_text() for block in choice.proof]
-    return found | ({"token_ids": list(choice.tokens)} if ask.return_token_ids else {})
+        fields["proof"] = [block.to_text() for block in choice.proof]
+    return fields | ({"token_ids": list(choice.tokens)} if ask.return_token_ids else {})
 
 
 def text_logprobs(ask: Ask, choice: AnswerChoice) -> dict[str, Any]:
@@ -363,17 +363,17 @@ def text_logprobs(ask: Ask, choice: AnswerChoice) -> dict[str, Any]:
 
 def prompt_logprobs(choice: AnswerChoice) -> list[Any]:
     """In vLLM's form: for every token of the prompt the log-probs of this token and of the likeliest tokens."""
-    found: list[Any] = [None]
+    places: list[Any] = [None]
     for score in choice.scores or ():
         ranked = [(token, logprob, rank) for rank, (token, logprob) in enumerate(score.likeliest, 1)]
         ranked += [(score.token, score.logprob, score.rank)]
-        found.append(
+        places.append(
             {
                 str(token): {"logprob": logprob, "rank": rank, "decoded_token": choice.words(token)}
                 for token, logprob, rank in ranked
             }
         )
-    return found
+    return places
 
 
 def chat_logprobs(choice: AnswerChoice) -> list[dict[str, Any]]:
@@ -408,7 +408,7 @@ def prometheus(numbers: Mapping[str, float]) -> str:
 
 def models(served: Served, max_length: int, lora_rank: int | None, slots: int, settings: Any) -> dict[str, Any]:
     """The JSON of /v1/models. Trainers compare the settings with their own."""
-    found = {"id": served.model, "object": "model", "created": served.created, "owned_by": OWNER}
-    found |= {"max_model_len": max_length, "lora_rank": lora_rank, "policy_version": served.version}
-    found |= {"max_running": slots, "settings": settings}
-    return {"object": "list", "data": [found]}
+    model = {"id": served.model, "object": "model", "created": served.created, "owned_by": OWNER}
+    model |= {"max_model_len": max_length, "lora_rank": lora_rank, "policy_version": served.version}
+    model |= {"max_running": slots, "settings": settings}
+    return {"object": "list", "data": [model]}

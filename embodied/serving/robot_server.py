@@ -93,26 +93,26 @@ class Answers:
 
     def answer(self, requests: list[ClientRequest]) -> list[bytes | BadMessage]:
         """Answers in the order of the requests; requests with images of equal sizes share a pass."""
-        found: dict[int, bytes | BadMessage] = {}
+        replies: dict[int, bytes | BadMessage] = {}
         order = sorted(range(len(requests)), key=lambda at: requests[at].shapes)
         for _, alike in itertools.groupby(order, key=lambda at: requests[at].shapes):
             places = list(alike)
-            found |= dict(zip(places, self._answer([requests[at] for at in places]), strict=True))
-        return [found[at] for at in range(len(requests))]
+            replies |= dict(zip(places, self._answer([requests[at] for at in places]), strict=True))
+        return [replies[at] for at in range(len(requests))]
 
     def _answer(self, requests: list[ClientRequest]) -> list[bytes | BadMessage]:
         began = time.perf_counter()
         draw = rng.normal if self.noise.kind == "normal" else rng.uniform
-        clients, numbers = (np.array([getattr(one, key) for one in requests]) for key in ("client", "number"))
+        clients, numbers = (np.array([getattr(request, key) for request in requests]) for key in ("client", "number"))
         noise = draw(self.config.seed, "act/serve", clients, numbers, self.noise.width)
-        obs = text_lists(join_rows([text_arrays(one.obs) for one in requests]))
+        obs = text_lists(join_rows([text_arrays(request.obs) for request in requests]))
         output = self.policy.act(obs, noise, self.config.temperature)
         actions = host(output.actions)
         sound = finite_rows(actions) & finite_rows(output.logprobs)  # tokens are finite even if all else is NaN
         spent = 1000 * (time.perf_counter() - began)
         odd = BadMessage("the policy's actions or their log-probs are not finite for this observation")
-        found = [pack({"actions": row, "policy_timing": {"infer_ms": spent}}) for row in actions]
-        return [answer if fine else odd for answer, fine in zip(found, sound, strict=True)]
+        replies = [pack({"actions": row, "policy_timing": {"infer_ms": spent}}) for row in actions]
+        return [answer if fine else odd for answer, fine in zip(replies, sound, strict=True)]
 
 
 @dataclass

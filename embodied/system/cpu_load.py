@@ -44,9 +44,11 @@ class LoadMeter:
             rows = {words[0][3:]: list(map(int, words[1:9])) for words in lines}
         except (OSError, ValueError):
             return None
-        mine = [row for name, row in rows.items() if name.isdigit() and int(name) in self.cores]
-        ticks = sum(value for row in mine for place, value in enumerate(row) if place not in IDLE)
-        return ticks / os.sysconf("SC_CLK_TCK") if len(mine) == len(self.cores) and any(map(any, mine)) else None
+        of_cores = [row for name, row in rows.items() if name.isdigit() and int(name) in self.cores]
+        ticks = sum(value for row in of_cores for place, value in enumerate(row) if place not in IDLE)
+        return (
+            ticks / os.sysconf("SC_CLK_TCK") if len(of_cores) == len(self.cores) and any(map(any, of_cores)) else None
+        )
 
 
 def own_cpu_s() -> float:

@@ -36,8 +36,15 @@ def on_ray_node(num_gpus: int, num_cpus: int) -> Node:
 
 
 def this_node(cards: list[Gpu], num_cpus: int | None = None) -> Node:
-    mine = cores()[:num_cpus]
-    return Node(platform.node(), len(mine), tuple(cards), memory_bytes(), numa_nodes(SYS, list(mine)), core_ids=mine)
+    used_cores = cores()[:num_cpus]
+    return Node(
+        platform.node(),
+        len(used_cores),
+        tuple(cards),
+        memory_bytes(),
+        numa_nodes(SYS, list(used_cores)),
+        core_ids=used_cores,
+    )
 
 
 def memory_bytes(sys: Path = SYS) -> float:
@@ -55,32 +62,32 @@ def visible(cards: list[Gpu], chosen: str | None) -> list[Gpu]:
     from 0."""
     if chosen is None:
         return cards
-    found: list[Gpu] = []
+    known: list[Gpu] = []
     for name in (part.strip() for part in chosen.split(",")):
         same = [
             c for c in cards if name == str(c.card) or (name.startswith(("GPU-", "MIG-")) and c.uuid.startswith(name))
         ]
         if len(same) != 1:
             break
-        found.append(replace(same[0], index=len(found)))
-    return found
+        known.append(replace(same[0], index=len(known)))
+    return known
 
 
 def numa_nodes(sys: Path, ours: list[int]) -> tuple[tuple[int, ...], ...]:
     """The process's cores, by NUMA node."""
-    found = {}
+    nodes = {}
     for folder in (sys / "devices/system/node").glob("node[0-9]*"):
-        found[int(folder.name[4:])] = read_span((folder / "cpulist").read_text().strip()) & set(ours)
-    return tuple(tuple(sorted(found.get(i, ()))) for i in range(max(found, default=-1) + 1))
+        nodes[int(folder.name[4:])] = read_span((folder / "cpulist").read_text().strip()) & set(ours)
+    return tuple(tuple(sorted(nodes.get(i, ()))) for i in range(max(nodes, default=-1) + 1))
 
 
 def read_span(text: str) -> set[int]:
     """The numbers in a list of ranges: {0, 1, 2, 5} for 0-2,5."""
-    found: set[int] = set()
+    numbers: set[int] = set()
     for part in filter(None, text.split(",")):
         first, _, last = part.partition("-")
-        found |= set(range(int(first), int(last or first) + 1))
-    return found
+        numbers |= set(range(int(first), int(last or first) + 1))
+    return numbers
 
 
 def gpus(sys: Path = SYS) -> list[Gpu]:
@@ -96,18 +103,18 @@ def gpus(sys: Path = SYS) -> list[Gpu]:
         )
     except (OSError, subprocess.SubprocessError):
         return []  # a driver that does not answer offers no GPU; `doctor` says why
-    found = [read_gpu(row, sys) for row in csv.reader(done.stdout.splitlines(), skipinitialspace=True)]
-    return with_slices(found, listed.stdout)
+    cards = [read_gpu(row, sys) for row in csv.reader(done.stdout.splitlines(), skipinitialspace=True)]
+    return with_slices(cards, listed.stdout)
 
 
 def with_slices(cards: list[Gpu], listed: str) -> list[Gpu]:
     """The GPUs, with a GPU in MIG mode replaced by its slices (`nvidia-smi -L`): programs cannot use it as a whole."""
     of: dict[str, list[tuple[float, str]]] = {}
     for line in listed.splitlines():
-        if found := re.search(r"\(UUID: (GPU-[\w-]+)\)", line):
-            slices = of.setdefault(found[1], [])
-        elif found := re.search(r"MIG \S*\.(\d+)gb\S* .*\(UUID: (MIG-[\w-]+)\)", line):
-            slices.append((float(found[1]) * 1e9, found[2]))
+        if match := re.search(r"\(UUID: (GPU-[\w-]+)\)", line):
+            slices = of.setdefault(match[1], [])
+        elif match := re.search(r"MIG \S*\.(\d+)gb\S* .*\(UUID: (MIG-[\w-]+)\)", line):
+            slices.append((float(match[1]) * 1e9, match[2]))
     parts = [
         part
         for card in cards

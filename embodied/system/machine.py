@@ -67,11 +67,11 @@ def version_of(package: str) -> str | None:
 def model_kind(config: str) -> str:
     """The name by which a model folder's config.json calls a causal language model; empty for others."""
     try:
-        about = json.loads(config)
+        fields = json.loads(config)
     except ValueError:
         return ""
-    causal = any(str(name).endswith(CAUSAL) for name in about.get("architectures") or ())
-    return str(about.get("model_type", "")) if causal else ""
+    causal = any(str(name).endswith(CAUSAL) for name in fields.get("architectures") or ())
+    return str(fields.get("model_type", "")) if causal else ""
 
 
 class Machine:
@@ -90,7 +90,11 @@ class Machine:
 
     def installed(self) -> dict[str, str]:
         """The version of every installed distribution, by normalised name."""
-        return {normal(one.metadata["Name"]): one.version for one in metadata.distributions() if one.metadata["Name"]}
+        return {
+            normal(package.metadata["Name"]): package.version
+            for package in metadata.distributions()
+            if package.metadata["Name"]
+        }
 
     def required(self) -> list[str]:
         """Names of the distributions that embodied-loop itself requires, without extras."""
@@ -119,10 +123,10 @@ class Machine:
         the Hugging Face hub's cache."""
         home = Path(self.environ.get("HF_HOME") or Path.home() / ".cache" / "huggingface")
         hub = Path(self.environ.get("HF_HUB_CACHE") or home / "hub")
-        found = {str(path.parent): path for path in sorted(Path("models").glob("*/config.json"))}
+        folders = {str(path.parent): path for path in sorted(Path("models").glob("*/config.json"))}
         for path in sorted(hub.glob("models--*--*/snapshots/*/config.json")):
-            found["/".join(path.parents[2].name.split("--")[1:])] = path
-        kinds = {name: model_kind(self.read(path)) for name, path in found.items()}
+            folders["/".join(path.parents[2].name.split("--")[1:])] = path
+        kinds = {name: model_kind(self.read(path)) for name, path in folders.items()}
         return {name: kind for name, kind in kinds.items() if kind}
 
     def exists(self, path: str | Path) -> bool:

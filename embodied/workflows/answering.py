@@ -60,8 +60,8 @@ class Answering:
 
     def route(self, sim: int) -> Route:
         """The route of a sim at the beginning."""
-        mine = [source for source, (of, _) in self.sources.items() if of == sim]
-        return tuple(replace(self.told[source], replies=self.replies[source]) for source in mine)
+        sources = [source for source, (of, _) in self.sources.items() if of == sim]
+        return tuple(replace(self.told[source], replies=self.replies[source]) for source in sources)
 
     def due(self) -> bool:
         """True if workers can join, should leave or have left, or if prompts wait for a worker."""
@@ -130,10 +130,10 @@ class Answering:
 
     def _serve(self, policy: int) -> None:
         """Start serving. A worker knows every source of the round, since any source may ask it later."""
-        mine = [source for source, told in self.told.items() if self.names[policy] in told.channels]
+        sources = [source for source, told in self.told.items() if self.names[policy] in told.channels]
         shared = (self.names[policy], self.manager.prompts) if self.shared else ()
         requests = self.manager.requests[policy]
-        self.serving[policy] = self.policies[policy].serve(requests, dict(self.replies), *self.how, mine, *shared)
+        self.serving[policy] = self.policies[policy].serve(requests, dict(self.replies), *self.how, sources, *shared)
 
     def _tell(self) -> None:
         """Tell the playing sources their policy workers, if these have changed."""
@@ -221,7 +221,7 @@ class SharedPrompts:
                         for one in item.prompts
                     )
                 )
-        self.queue.drop(lambda one: one.key[0] not in playing)
+        self.queue.drop(lambda prompt: prompt.key[0] not in playing)
 
     def hand_out(self, taking: Iterable[str], others: Collection[str]) -> dict[str, list[PromptBatch]]:
         """The prompts to send to the `taking` engines now; engines in `others` only finish their prompts."""
@@ -229,12 +229,12 @@ class SharedPrompts:
         self.queue.workers({name: self.room[name] for name in taking if name in self.room}, others)
         if any(name in self.first and name not in self.room for name in taking):
             return {}
-        return {name: in_batches(mine) for name, mine in self.queue.take().items()}
+        return {name: in_batches(prompts) for name, prompts in self.queue.take().items()}
 
 
-def in_batches(taken: list[Waiting]) -> list[PromptBatch]:
+def in_batches(waiting: list[Waiting]) -> list[PromptBatch]:
     """Batches of neighbouring prompts of the same source."""
     return [
-        PromptBatch(source, tuple(one.request for one in mine))
-        for source, mine in groupby(taken, lambda one: one.key[0])
+        PromptBatch(source, tuple(prompt.request for prompt in prompts))
+        for source, prompts in groupby(waiting, lambda prompt: prompt.key[0])
     ]

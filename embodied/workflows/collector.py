@@ -86,23 +86,23 @@ class Relays:
             self.passed += 1
             dealt = [left[rank :: len(group)] for rank in range(len(group))]
             sending = [
-                experience.hand_in([one for episodes in mine for one in episodes], channel, self.passed)
-                for mine, channel in zip(dealt, channels, strict=False)
+                experience.hand_in([episode for episodes in for_rank for episode in episodes], channel, self.passed)
+                for for_rank, channel in zip(dealt, channels, strict=False)
             ]
             self.rollouts.settle(*(call for calls in sending for call in calls.values()))
             shares = []
             for rank, calls in enumerate(sending):
                 dealt[rank] = [episodes for episodes in dealt[rank] if not experience.gone(episodes)]
-                there = [source for source, call in calls.items() if call.succeeded() and call.wait()[0]]
-                shares.append((self.passed, channels[rank], there, dealt[rank]))
+                reached = [source for source, call in calls.items() if call.succeeded() and call.wait()[0]]
+                shares.append((self.passed, channels[rank], reached, dealt[rank]))
             with self._answered(group):
                 self.rollouts.settle(passing := group.pass_groups.each(shares))
             rewards, metrics = {}, metrics | passing.wait()[0][1]
-            for found, _ in passing.wait():
-                rewards |= found
-            kept = [[one for episodes in mine for one in episodes] for mine in dealt]
+            for totals, _ in passing.wait():
+                rewards |= totals
+            kept = [[episode for episodes in for_rank for episode in episodes] for for_rank in dealt]
             experience.keep_at(dict(zip(group.workers, kept, strict=True)))
-            left = sorted(episodes for mine in dealt for episodes in mine)
+            left = sorted(episodes for for_rank in dealt for episodes in for_rank)
         return rewards, metrics
 
 

@@ -55,8 +55,8 @@ class Dealer:
         """The numbers of ranks that may compute a sequence together, and the cost of their exchange."""
         if self.config.learner.sequence_degree == 1:
             return None
-        found = self.learners[0].divides().wait()[0]
-        return None if found is None else (found[0], ExchangeCosts(*found[1]))
+        answer = self.learners[0].divides().wait()[0]
+        return None if answer is None else (answer[0], ExchangeCosts(*answer[1]))
 
     @cached_property
     def pass_cost(self) -> PassCost:
@@ -73,10 +73,10 @@ class Dealer:
             together = [(episode,) for episodes in together for episode in episodes]
         steps = self.steps(len(together), iteration)
         try:
-            found = deal_groups(together, self.cost, num_ranks, steps, self.items, most)
+            ranks = deal_groups(together, self.cost, num_ranks, steps, self.items, most)
         except PlacementError as err:
             raise ConfigError(str(err)) from None
-        return found if steps or most < inf else self._deal_divided(together, found)
+        return ranks if steps or most < inf else self._deal_divided(together, ranks)
 
     def _deal_divided(self, groups: Sequence[Sequence[int]], dealt: dict[int, int]) -> dict[int, int]:
         """If ranks may compute a group together: the first rank of each group, if this lowers the largest load more
@@ -113,7 +113,10 @@ class Dealer:
     def balance_ratio(self, of_ranks: Sequence[Sequence[Unit]], iteration: int) -> float:
         """Maximum over mean of the learner ranks' costs for these units."""
         units = [
-            (unit.ids.tolist(), rank) for rank, mine in enumerate(of_ranks) for unit in mine if not unit.is_padding
+            (unit.ids.tolist(), rank)
+            for rank, of_rank in enumerate(of_ranks)
+            for unit in of_rank
+            if not unit.is_padding
         ]
         if len(of_ranks) == 1 or not units:
             return 1.0

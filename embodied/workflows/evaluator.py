@@ -127,8 +127,10 @@ class Evaluator:
 
     def failures_to_film(self, out: Path, results: Iterable[EpisodeResult]) -> list[EpisodeSpec]:
         """The failures to be replayed for a video in `out/videos`."""
-        mine = {spec.index for spec in self.episodes}
-        again = to_record_again(self.config.eval, self.episodes, [one for one in results if one.index in mine])
+        indices = {spec.index for spec in self.episodes}
+        again = to_record_again(
+            self.config.eval, self.episodes, [result for result in results if result.index in indices]
+        )
         return again if any((out / "videos").glob("*.mp4")) else []  # else this machine writes no videos
 
     def film(
@@ -145,7 +147,7 @@ class Evaluator:
         notify(f"videos      {count} to film, played once more; the results do not wait for it")
 
         def heard(episodes: Iterable[EpisodeResult]) -> None:
-            for index in sorted({one.index for one in episodes} - done):
+            for index in sorted({episode.index for episode in episodes} - done):
                 done.add(index)
                 notify(f"videos      {len(done)} of {count} filmed (episode {index})")
 
@@ -233,12 +235,12 @@ def play_fixed(
         calls, routes = rollouts.play(left, share, 1, sampling, asked=not by_expert, background=listener)
         noted = listener.all_notes()
         for sim, call in calls.items():
-            mine = [note for note in noted if note.source == routes[sim][0].source]
-            results |= {result.index: result for note in mine for result in note.finished}
+            of_sim = [note for note in noted if note.source == routes[sim][0].source]
+            results |= {result.index: result for note in of_sim for result in note.finished}
             if call.succeeded():
                 results |= {result.index: result for result in call.wait()[0]}
             else:
-                suspects = {index for note in mine for index in note.begun} - results.keys()
+                suspects = {index for note in of_sim for index in note.begun} - results.keys()
                 attempts.update(suspects)
                 hopeless = {index for index in suspects if attempts[index] >= MAX_ATTEMPTS}
                 cause = next(iter(call.failed.values())).cause

@@ -65,16 +65,16 @@ class Experience:
     def keep_at(self, episodes: Mapping[str, Collection[int]]) -> None:
         """Record the workers that play or keep these episodes."""
         lives = self.rollouts.lives
-        self.kept_by |= {one: (worker, lives[worker]) for worker, mine in episodes.items() for one in mine}
+        self.kept_by |= {number: (worker, lives[worker]) for worker, numbers in episodes.items() for number in numbers}
 
     def forget_all_but(self, episodes: tuple[int, ...]) -> None:
         """Let all workers forget all other episodes."""
-        self.kept_by = {one: self.kept_by[one] for one in episodes if one in self.kept_by}
+        self.kept_by = {episode: self.kept_by[episode] for episode in episodes if episode in self.kept_by}
         self.rollouts.settle(*(group.forget_all_but(episodes) for group in self.keepers))
 
     def gone(self, episodes: Collection[int]) -> list[int]:
         """The episodes whose worker has died since."""
-        return [one for one in episodes if not self._there(one)]
+        return [episode for episode in episodes if not self._there(episode)]
 
     def _there(self, episode: int) -> bool:
         worker, life = self.kept_by[episode]
@@ -84,9 +84,9 @@ class Experience:
         """Let the workers that keep these episodes put them into a channel; returns the calls by source."""
         self.sent += 1
         calls = {}
-        for worker, mine in gather((self.kept_by[one][0], one) for one in episodes).items():
+        for worker, numbers in gather((self.kept_by[episode][0], episode) for episode in episodes).items():
             source = f"{worker}#{self.sent}"
-            calls[source] = self.worker[worker].hand_in(mine, source, channel, batch, keep=keep)
+            calls[source] = self.worker[worker].hand_in(numbers, source, channel, batch, keep=keep)
         return calls
 
     def get_kept(self) -> dict[str, np.ndarray]:
@@ -126,8 +126,8 @@ class Experience:
 
     def arrived(self) -> list[GroupTransfer]:
         """Groups whose transfer has ended, successfully or not; they are no longer under way."""
-        over = [one for one in self.under_way if one.done()]
-        self.under_way = [one for one in self.under_way if one not in over]
+        over = [batch for batch in self.under_way if batch.done()]
+        self.under_way = [batch for batch in self.under_way if batch not in over]
         return over
 
     def wait(self) -> list[GroupTransfer]:
@@ -147,9 +147,9 @@ def units_of(sent: GroupTransfer, advantages: np.ndarray | None = None) -> dict[
     """The unit of each rank from a group that has arrived; `advantages` [S] of its episodes need no
     other group."""
     episodes, scores = np.array(sent.group.episodes), np.array(sent.group.scores)
-    found = {}
+    units = {}
     for rank, share in sent.shares.items():
         at = share or [0]
         compared = None if advantages is None else advantages[at]
-        found[rank] = Unit(tuple(sent.calls[rank]), episodes[at], compared, scores[at], is_padding=not share)
-    return found
+        units[rank] = Unit(tuple(sent.calls[rank]), episodes[at], compared, scores[at], is_padding=not share)
+    return units

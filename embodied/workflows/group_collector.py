@@ -149,13 +149,13 @@ class GroupCollector(Collector):
         # Rounds of whole groups, until the algorithm has enough.
         while count := self.pool.wanted(batch.rounds, self.config.env.num_envs):
             self._play(self.specs_of(self.pool.deal(count)), batch)
-        taken = self.pool.take()
+        groups = self.pool.take()
         if self.prompts is not None:
             self.prompts.forget_all_but(self.pool.open)
             batch.drawn = self.prompts.counts.copy()
         # Send the groups now, unless they were sent during the rollout; carried-over episodes stay with the sims.
         if not self.early:
-            self._send_all(taken, batch)
+            self._send_all(groups, batch)
         batch.balance_ratio = self.dealer.balance_ratio(batch.units, self._iteration(batch))
         self.experience.forget_all_but(self.pool.held)
         self.dealer.forget_all_but(self.pool.held)
@@ -271,20 +271,20 @@ class GroupCollector(Collector):
         beside = rollouts.take_beside()
         shares = {sim: [] for sim in beside} | shares
 
-        noted = self.early and not self.relays.groups  # else no group is certain before the round is over
+        ends_early = self.early and not self.relays.groups  # else no group is certain before the round is over
         shown = sampled([spec.index for spec in specs], self.config.run.samples) if not batch.rounds else frozenset()
 
         def begin(sim: int, route: Route) -> Handle:
             more: dict[str, Any] = {"beside": beside[sim]} if sim in beside else {}
             if self.text:
                 more["shown"] = shown
-            return rollouts.sims[sim].collect(shares[sim], route, noted=noted, **more)
+            return rollouts.sims[sim].collect(shares[sim], route, noted=ends_early, **more)
 
         workers = rollouts.sims.workers
         self.experience.keep_at({workers[sim]: [spec.index for spec in share] for sim, share in shares.items()})
-        background = self if noted else None
-        about: dict[str, Any] = {"background": background, "beside": bool(beside)}
-        calls, _ = rollouts.play(shares, begin, self.config.pipeline.stages, self.sampling, **about)
+        background = self if ends_early else None
+        options: dict[str, Any] = {"background": background, "beside": bool(beside)}
+        calls, _ = rollouts.play(shares, begin, self.config.pipeline.stages, self.sampling, **options)
         played = [call for call in calls.values() if call.succeeded()]
         stats = [call.wait()[0] for call in played]
         batch.stats += stats
@@ -315,17 +315,17 @@ class GroupCollector(Collector):
         if not self.relays.groups:
             return results
         size = self.algo.group_size
-        found = {result.index: result for result in results}
-        groups = gather((index // size, index) for index in sorted(found)).values()
+        outcomes = {result.index: result for result in results}
+        groups = gather((index // size, index) for index in sorted(outcomes)).values()
         rewards, metrics = self.relays.pass_groups(map(tuple, groups), self.experience)
         batch.reported |= metrics
-        return [replace(found[index], total_reward=reward) for index, reward in rewards.items()]
+        return [replace(outcomes[index], total_reward=reward) for index, reward in rewards.items()]
 
     # To the learners
 
     def due(self) -> bool:
         """With schedule=periodic, during a round: true if episodes have ended or groups were sent."""
-        return self.rollouts.journal.qsize() > 0 or any(one.done() for one in self.experience.under_way)
+        return self.rollouts.journal.qsize() > 0 or any(batch.done() for batch in self.experience.under_way)
 
     def go_on(self) -> None:
         """Add ended episodes, and send the groups that are certain now."""
@@ -342,7 +342,7 @@ class GroupCollector(Collector):
         """At the end of a round, send all certain groups to the learners, and wait."""
         self.go_on()
         while self.experience.under_way:
-            self.rollouts.settle(*(call for one in self.experience.under_way for call in one.handles))
+            self.rollouts.settle(*(call for other in self.experience.under_way for call in other.handles))
             self.go_on()
 
     def _send_all(self, groups: list[Group], batch: GroupedEpisodes) -> None:

@@ -57,9 +57,9 @@ class RecordedEpisodes(BatchSource):
         return self
 
     def update(self, batch: RecordedEpisodes, iteration: int, total: int) -> Handle:
-        _, taken = self.config.minibatches(self.num_items, iteration)
+        _, minibatches = self.config.minibatches(self.num_items, iteration)
         size = self.config.minibatch_size
-        self.learned = min(self.num_items, taken.stop * size) - taken.start * size
+        self.learned = min(self.num_items, minibatches.stop * size) - minibatches.start * size
         return self.learners.imitate(iteration, total)
 
     def metrics(self, batch: RecordedEpisodes) -> dict[str, float]:
@@ -117,11 +117,11 @@ def check_dataset(config: SFTConfig, spec: EnvSpec, learners: int) -> None:
     dataset = read_dataset(config.data, images=False, names=config.names)
     wanted = {ACTION: (spec.action.dim,), **({STATE: (spec.state_dim,)} if spec.state_dim else {})}
     wanted |= {CAMERA + camera: tuple(size) for camera, size in spec.images.items()}
-    there = {name: tuple(feature["shape"]) for name, feature in dataset.features.items()}
+    shapes = {name: tuple(feature["shape"]) for name, feature in dataset.features.items()}
     odd = [
-        f"{name} is {list(size)} here, {list(there[name]) if name in there else 'missing'} there"
+        f"{name} is {list(size)} here, {list(shapes[name]) if name in shapes else 'missing'} there"
         for name, size in wanted.items()
-        if there.get(name) != size
+        if shapes.get(name) != size
     ]
     if odd:
         raise ConfigError(f"sft.data={config.data} holds demonstrations of another env: {'; '.join(odd)}")

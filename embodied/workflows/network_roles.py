@@ -82,8 +82,8 @@ class NetworkWorker(RelayWorker):
 
     def relay(self, parts: list[Trajectory]) -> tuple[list[Trajectory], dict[str, float]]:
         with self.computing.measured():
-            found, metrics = self.added(join(parts) if parts else None)
-        return [choose(found, part.ids) for part in parts] if found else [], metrics
+            trajectories, metrics = self.added(join(parts) if parts else None)
+        return [choose(trajectories, part.ids) for part in parts] if trajectories else [], metrics
 
     def added(self, played: Trajectory | None) -> tuple[Trajectory | None, dict[str, float]]:
         """The trajectories with the role's column added, and metrics; None for a worker without parts."""
@@ -107,8 +107,8 @@ class ReferenceWorker(NetworkWorker):
         if played is None:
             return None, {}
         batch, _ = self.items(played)
-        found = logprobs_of(self.model, batch, self.algo).cpu().numpy()
-        return replace(played, replay=played.replay | {REFERENCE: found}), {}
+        logprobs = logprobs_of(self.model, batch, self.algo).cpu().numpy()
+        return replace(played, replay=played.replay | {REFERENCE: logprobs}), {}
 
 
 class CriticPolicy(LanguagePolicy):
@@ -206,10 +206,11 @@ class CriticWorker(NetworkWorker):
     # Checkpoints
 
     def get_state(self) -> dict[str, np.ndarray]:
-        found = {f"net.{name}": tensor for name, tensor in self.model.policy.state_dict().items()}
-        found |= {f"optimizer.{name}": tensor for name, tensor in self.optimizer.state_tensors()}
+        arrays = {f"net.{name}": tensor for name, tensor in self.model.policy.state_dict().items()}
+        arrays |= {f"optimizer.{name}": tensor for name, tensor in self.optimizer.state_tensors()}
         known = {
-            name: tensor.detach().to(torch.promote_types(tensor.dtype, torch.float32)) for name, tensor in found.items()
+            name: tensor.detach().to(torch.promote_types(tensor.dtype, torch.float32))
+            for name, tensor in arrays.items()
         }
         return {name: tensor.cpu().numpy().copy() for name, tensor in known.items()} | {
             "updates": np.array(self.updates)

@@ -73,14 +73,14 @@ class RolloutManager:
         channel, text = self.cluster.channel, self.spec.text
         places = range(self.num_stages + workers.config.eval.interleave)
         sims, policies = range(len(self.sims)), range(len(self.policies))
-        about = {"capacity": None} if text else {}  # bounded by the number of open conversations
-        self.requests = [channel(f"requests-{p}", home=self.policies[p], **about) for p in policies]
+        options = {"capacity": None} if text else {}  # bounded by the number of open conversations
+        self.requests = [channel(f"requests-{p}", home=self.policies[p], **options) for p in policies]
         # Prompts for any engine with room, and the engines' reports of their room.
-        self.prompts = channel("prompts", **about) if text and len(self.policies) > 1 else None
+        self.prompts = channel("prompts", **options) if text and len(self.policies) > 1 else None
         if self.prompts:
             self.cluster.watch(self.prompts)
         if text:  # replies are taken in the order of their arrival
-            self.replies = [[channel(f"replies-sim-{s}", home=self.sims[s], **about)] * self.num_stages for s in sims]
+            self.replies = [[channel(f"replies-sim-{s}", home=self.sims[s], **options)] * self.num_stages for s in sims]
         else:
             self.replies = [[channel(f"replies-sim-{s}/{i}", home=self.sims[s]) for i in places] for s in sims]
         faults = workers.config.faults
@@ -130,9 +130,9 @@ class RolloutManager:
         """The policy workers at the beginning of a round: all that hold their devices, or the first to get them."""
         self.device_sharing.go_on()
         self.device_sharing.wait_for_one(self.policies.workers)
-        found = [rank for rank, worker in enumerate(self.policies.workers) if self.device_sharing.takes_part(worker)]
-        self.settle(*self.weight_sync.catch_up(found))
-        return found
+        ranks = [rank for rank, worker in enumerate(self.policies.workers) if self.device_sharing.takes_part(worker)]
+        self.settle(*self.weight_sync.catch_up(ranks))
+        return ranks
 
     def _losses(self, calls: Collection[Handle], tasks: list[BackgroundTask]) -> dict[str, Failure]:
         """Hosts that died while these calls ran; {} when the calls are done."""
@@ -172,7 +172,7 @@ class RolloutManager:
 
     def _replace(self, losses: dict[str, Failure]) -> list[int]:
         """Restart dead hosts while other hosts work; returns their policy workers."""
-        found = []
+        replaced = []
         for host, failure in losses.items():
             sims, policies = (
                 [rank for rank, h in enumerate(group.hosts) if h == host] for group in (self.sims, self.policies)
@@ -196,8 +196,8 @@ class RolloutManager:
             self.lives.update(self.sims.workers[sim] for sim in sims)
             self.abandoned_episodes += abandoned
             self._report_restart(restart, failure, abandoned)
-            found += policies
-        return found
+            replaced += policies
+        return replaced
 
     def _begin_anew(self, sim: int) -> int:
         """Begin the next episode in every row of a replaced sim; returns the number of lost episodes."""

@@ -57,24 +57,24 @@ class ScoringWorker(RelayWorker):
     def relay(self, parts: list[Trajectory]) -> tuple[list[Trajectory], dict[str, float]]:
         talks = [self.talks(part) for part in parts]
         scores = iter(self.scores([talk for each in talks for talk in each]))
-        found = [self.paid(part, [next(scores) for _ in each]) for part, each in zip(parts, talks, strict=True)]
-        sums = np.array([sum(float(part.rewards.sum()) for part in found), sum(map(len, talks))])
+        results = [self.paid(part, [next(scores) for _ in each]) for part, each in zip(parts, talks, strict=True)]
+        sums = np.array([sum(float(part.rewards.sum()) for part in results), sum(map(len, talks))])
         total, count = self.all_reduce(sums) if self.world_size > 1 else sums
-        return found, {"reward/mean": float(total / max(count, 1))}
+        return results, {"reward/mean": float(total / max(count, 1))}
 
     def scores(self, talks: Sequence[Talk]) -> list[float]:
         raise NotImplementedError
 
     def talks(self, part: Trajectory) -> list[Talk]:
         """The conversations of a group."""
-        found = []
+        result = []
         for episode, end, length in zip(part.ids.tolist(), np.cumsum(part.lengths), part.lengths, strict=True):
             tokens, sampled = part.actions[end - length : end, 0, 0], part.mask[end - length : end, 0]
             last = int(np.flatnonzero(~sampled).max(initial=-1)) + 1  # begin of the last answer
             written = tokens[last:].tolist()
             answer = self.tokenizer.decode(written[:-1] if written and written[-1] in self.tokenizer.stops else written)
-            found.append(Talk(episode, self.tokenizer.plain_text(tokens[:last]), answer))
-        return found
+            result.append(Talk(episode, self.tokenizer.plain_text(tokens[:last]), answer))
+        return result
 
     def paid(self, part: Trajectory, scores: list[float]) -> Trajectory:
         if odd := [score for score in scores if not np.isfinite(score)]:
@@ -120,15 +120,15 @@ class ClassifierWorker(ScoringWorker):
         self.model.config.pad_token_id = self.words.pad_token_id
 
     def scores(self, talks: Sequence[Talk]) -> list[float]:
-        found: list[float] = []
+        rewards: list[float] = []
         with torch.no_grad(), self.computing.measured():
             for first in range(0, len(talks), READ_TOGETHER):
                 self.tick()
                 texts = [talk.asked + talk.answer for talk in talks[first : first + READ_TOGETHER]]
                 read = self.words(texts, return_tensors="pt", padding=True).to(self.device)
                 logits = self.model(input_ids=read["input_ids"], attention_mask=read["attention_mask"]).logits.float()
-                found += (logits[:, 0] if logits.shape[1] == 1 else logits.softmax(-1)[:, -1]).tolist()
-        return found
+                rewards += (logits[:, 0] if logits.shape[1] == 1 else logits.softmax(-1)[:, -1]).tolist()
+        return rewards
 
     def needs(self, shared: bool = False) -> Needs:
         return Needs(num_bytes(self.model.parameters()) + self.computing.num_bytes)
@@ -172,15 +172,15 @@ class JudgeClient(RequestClient):
         asked = dict(enumerate(questions, self.number))
         self.number += len(asked)
         self.put(*(Waiting(n, Prompt(n, n, text), 1, n, False) for n, text in asked.items()))
-        found: dict[str, str] = {}
-        while len(found) < len(asked):
+        answers: dict[str, str] = {}
+        while len(answers) < len(asked):
             batch = self.get()
             tick()
-            for one in batch.completions if batch else ():
-                if self.queue.answered(one.number):
-                    found[asked[one.number]] = one.text
+            for completion in batch.completions if batch else ():
+                if self.queue.answered(completion.number):
+                    answers[asked[completion.number]] = completion.text
             self._send()
-        return found
+        return answers
 
     def messages(self, requests: list[Prompt]) -> list[PromptBatch]:
         return [PromptBatch(self.source, tuple(requests))]

@@ -24,21 +24,21 @@ def roles_of_run(program: Any, config: RunConfig) -> tuple[Role, ...]:
 
 def shipped_roles(config: RunConfig) -> tuple[Role, ...]:
     """The additional roles of a recipe, in the order in which rollouts and groups pass through them."""
-    wanted, found = config.roles, []
+    wanted, roles = config.roles, []
     if wanted.scorer:
         asks = "judge" if wanted.judge else ""
         worker = {"verifier": "VerifierWorker", "reward_model": "ClassifierWorker", "judge": "JudgedWorker"}
-        found.append(
+        roles.append(
             Role("reward", SCORES + worker[wanted.scorer], scorer_arguments, relays=True, builds=True, asks=asks)
         )
     if wanted.judge:
-        found.append(Role("judge", f"{SCORES}JudgeWorker", judge_arguments, builds=True))
+        roles.append(Role("judge", f"{SCORES}JudgeWorker", judge_arguments, builds=True))
     if wanted.reference:
-        found.append(Role("reference", f"{NETWORKS}ReferenceWorker", network_arguments, relays=True, builds=True))
+        roles.append(Role("reference", f"{NETWORKS}ReferenceWorker", network_arguments, relays=True, builds=True))
     if wanted.critic:
         worker_class = f"{NETWORKS}CriticWorker"
-        found.append(Role("critic", worker_class, critic_arguments, relays=True, builds=True, saved=True))
-    return tuple(found)
+        roles.append(Role("critic", worker_class, critic_arguments, relays=True, builds=True, saved=True))
+    return tuple(roles)
 
 
 def scorer_arguments(workers: Workers) -> tuple:

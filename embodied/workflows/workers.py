@@ -111,8 +111,8 @@ class Workers:
         gpus = {host.name: {each for each in host.devices if "gpu:" in each} for host in self.cluster.hosts}
         own = gpus[self.learners.hosts[0]]
         shared = [own and own == gpus[host] for host in self.policies.hosts]
-        found = zip(acting, shared, strict=True)
-        return any(each not in learning and not (alike and each[0] == learning[0][0]) for each, alike in found)
+        pairs = zip(acting, shared, strict=True)
+        return any(each not in learning and not (alike and each[0] == learning[0][0]) for each, alike in pairs)
 
     @property
     def _acts_during_update(self) -> bool:
@@ -135,14 +135,14 @@ class Workers:
 
     def save(self) -> dict[str, np.ndarray]:
         """The arrays of `get_state` of all workers of `saved` roles, by worker name."""
-        found: dict[str, np.ndarray] = {}
+        arrays: dict[str, np.ndarray] = {}
         for role in [role for role in self.roles if role.saved]:
             group = self.groups[role.name]
             with self.device_sharing.phase(role.phase):
                 states = group.get_state().wait()
             for worker, state in zip(group.workers, states, strict=True):
-                found |= {f"{worker}.{name}": array for name, array in state.items()}
-        return found
+                arrays |= {f"{worker}.{name}": array for name, array in state.items()}
+        return arrays
 
     def restore(self, state: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
         """Restore the workers from `save`'s arrays; additional ranks get rank 0's arrays. Returns the unused arrays."""

@@ -93,11 +93,11 @@ def is_own(task: str) -> bool:
 def tasks_of(selection: str | Sequence[str]) -> tuple[str, ...]:
     """Task names of `env.task`: a task, a suite, or a list of these. ValueError names the mistake."""
     names = [selection] if isinstance(selection, str) else list(selection)
-    found: list[str] = []
+    tasks: list[str] = []
     for name in names:
         suite, _, number = name.partition("/")
         if is_own(name):
-            found.append(name)
+            tasks.append(name)
             continue
         if suite not in SUITES:
             hint = nearest(suite, SUITES, 0.4)
@@ -107,17 +107,17 @@ def tasks_of(selection: str | Sequence[str]) -> tuple[str, ...]:
             )
         count = SUITES[suite].num_tasks
         if "/" not in name:
-            found += [f"{suite}/{index}" for index in range(count)]
+            tasks += [f"{suite}/{index}" for index in range(count)]
         elif re.fullmatch(r"\d+", number) and int(number) < count:
-            found.append(f"{suite}/{int(number)}")
+            tasks.append(f"{suite}/{int(number)}")
         else:
             raise ValueError(f"env.task={name!r}: {suite} has the tasks {suite}/0 to {suite}/{count - 1}")
-    if len(set(found)) < len(found):
-        twice = next(name for name in found if found.count(name) > 1)
+    if len(set(tasks)) < len(tasks):
+        twice = next(name for name in tasks if tasks.count(name) > 1)
         raise ValueError(f"env.task names {twice} twice")
-    if len({is_own(name) for name in found}) > 1:
+    if len({is_own(name) for name in tasks}) > 1:
         raise ValueError("env.task mixes tasks of your own with the benchmark's, which are evaluated in another way")
-    return tuple(found)
+    return tuple(tasks)
 
 
 def suite_of(task: str) -> str:

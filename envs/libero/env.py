@@ -148,8 +148,8 @@ class LiberoEnv(VectorEnv):
     def _step(self, actions: np.ndarray, active: np.ndarray) -> StepResult:
         success = np.zeros(self.num_envs, bool)
         for row in np.flatnonzero(active):
-            mine = self._rows[row]
-            success[row] = mine.scene.step(mine, np.asarray(actions[row], np.float64))
+            scene = self._rows[row]
+            success[row] = scene.scene.step(scene, np.asarray(actions[row], np.float64))
         self._stale |= active
         late = self._elapsed + 1 >= self._limit
         return StepResult(success.astype(np.float32), np.zeros(self.num_envs, bool), success, truncated=late)
@@ -162,8 +162,8 @@ class LiberoEnv(VectorEnv):
         return {"state": self._state.copy(), "instruction": instructions}
 
     def _paint(self, rows: np.ndarray) -> dict[str, np.ndarray]:
-        mine = [self._rows[row] for row in rows]
-        return {camera: np.stack([self._painted(row, camera) for row in mine]) for camera in self.config.cameras}
+        scenes = [self._rows[row] for row in rows]
+        return {camera: np.stack([self._painted(row, camera) for row in scenes]) for camera in self.config.cameras}
 
     def render_rows(self, rows: np.ndarray) -> np.ndarray:
         side = self.config.video_size
@@ -223,14 +223,14 @@ class LiberoEnv(VectorEnv):
         check_width(self.config.states_file, task, states, 1 + model.nq + model.nv)
         return states
 
-    def _read(self, mine: SceneRow) -> np.ndarray:
-        if mine.scene not in self._readers:
-            self._readers[mine.scene] = StateReader(mine.scene, self._layout)
-        reader = self._readers[mine.scene]
-        return reader.proprio(mine) if self.config.state == "proprio" else reader.full(mine)
+    def _read(self, scene: SceneRow) -> np.ndarray:
+        if scene.scene not in self._readers:
+            self._readers[scene.scene] = StateReader(scene.scene, self._layout)
+        reader = self._readers[scene.scene]
+        return reader.proprio(scene) if self.config.state == "proprio" else reader.full(scene)
 
-    def _painted(self, mine: SceneRow, camera: str) -> np.ndarray:
-        frame = self._painter(mine).paint(mine, camera, self.config.image_size)
+    def _painted(self, scene: SceneRow, camera: str) -> np.ndarray:
+        frame = self._painter(scene).paint(scene, camera, self.config.image_size)
         return frame[:, ::-1] if self.config.mirrored else frame
 
     def _scene(self, task: str) -> Scene:

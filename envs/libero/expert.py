@@ -130,9 +130,9 @@ class LiberoExpert:
     def begin(self, rows: np.ndarray) -> None:
         """These rows were just reset."""
         for row in rows:
-            mine = self._env.row(row)
-            what, where, inside = goal_of(mine.scene.env.parsed_problem["goal_state"], mine.scene.files.name)
-            self._plans[row] = pick_and_place(Geometry(mine), what, where, inside)
+            scene = self._env.row(row)
+            what, where, inside = goal_of(scene.scene.env.parsed_problem["goal_state"], scene.scene.files.name)
+            self._plans[row] = pick_and_place(Geometry(scene), what, where, inside)
 
     def act(self) -> np.ndarray:
         """float32 [N, 7]: the next action of every row; rows whose plan is over stand still."""
@@ -260,8 +260,8 @@ def ranked_grasps(at: Geometry, what: str) -> list[Grasp]:
     corners = at.corners(what)
     height = max(low[2] + TIP, high[2] - PALM)
     angles = np.arange(0, np.pi, np.pi / 18)
-    found = [around(corners, height, angle) for angle in angles]
-    grasps = [grasp for grasp in found if grasp]
+    candidates = [around(corners, height, angle) for angle in angles]
+    grasps = [grasp for grasp in candidates if grasp]
     if not grasps:
         grasps = rims(corners, (low + high) / 2)
     return sorted(grasps, key=lambda grasp: -worth(at, what, grasp))

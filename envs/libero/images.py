@@ -167,8 +167,8 @@ def egl_devices() -> list[tuple[str, int | None]]:
     pointers, number = ctypes.POINTER(ctypes.c_void_p), ctypes.POINTER(ctypes.c_int)
     query = function(b"eglQueryDevicesEXT", ctypes.c_uint, ctypes.c_int, pointers, number)
     text = function(b"eglQueryDeviceStringEXT", ctypes.c_char_p, ctypes.c_void_p, ctypes.c_int)
-    devices, found = (ctypes.c_void_p * MOST)(), ctypes.c_int()
-    if query is None or text is None or not query(MOST, devices, ctypes.byref(found)):
+    devices, count = (ctypes.c_void_p * MOST)(), ctypes.c_int()
+    if query is None or text is None or not query(MOST, devices, ctypes.byref(count)):
         return []
     ask = function(b"eglQueryDeviceAttribEXT", ctypes.c_uint, ctypes.c_void_p, ctypes.c_int, pointers)
 
@@ -177,5 +177,5 @@ def egl_devices() -> list[tuple[str, int | None]]:
         known = ask is not None and ask(device, CUDA_DEVICE, ctypes.byref(value))
         return (value.value or 0) if known else None
 
-    files = [(text(device, RENDER_NODE_FILE) or b"").decode().rpartition("/")[2] for device in devices[: found.value]]
+    files = [(text(device, RENDER_NODE_FILE) or b"").decode().rpartition("/")[2] for device in devices[: count.value]]
     return [(file, cuda_number(device)) for file, device in zip(files, devices)]

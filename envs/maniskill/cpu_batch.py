@@ -133,7 +133,7 @@ def compute_ik(
     if is_delta_pose:
         turn = matrix_to_quaternion(euler_angles_to_matrix(pose[:, 3:], "XYZ"))
         pose = Pose.create_from_pq(current_pose.p + pose[:, :3], quaternion_multiply(turn, current_pose.q))
-    found = q0[:, kinematics.active_joint_indices].clone()
+    solution = q0[:, kinematics.active_joint_indices].clone()
     starts = q0[:, kinematics.pmodel_active_joint_indices].numpy()
     for row, start in enumerate(starts):
         joints, solved, _ = kinematics.pmodel.compute_inverse_kinematics(
@@ -144,8 +144,8 @@ def compute_ik(
             max_iterations=100,
         )
         if solved:
-            found[row] = torch.from_numpy(joints[kinematics.pmodel_controlled_joint_indices])
-    return found
+            solution[row] = torch.from_numpy(joints[kinematics.pmodel_controlled_joint_indices])
+    return solution
 
 
 def body_rows(struct: Any) -> torch.Tensor:

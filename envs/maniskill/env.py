@@ -105,11 +105,11 @@ class ManiSkillEnv(VectorEnv):
         from embodied.envs.maniskill.equality_proof import read_proof
 
         config = config.model_copy(update={"control_mode": control_of(config)})
-        found = read_proof(config, proofs)
-        if found and found.equal:
+        proof = read_proof(config, proofs)
+        if proof and proof.equal:
             return config.model_copy(update={"backend": "cpu_batched"})
         if config.backend == "cpu_batched":
-            state = f"does not hold here: {found.problem}" if found else f"is not proven: {to_prove(config)} plays both"
+            state = f"does not hold here: {proof.problem}" if proof else f"is not proven: {to_prove(config)} plays both"
             other = f" or env.control_mode={BATCHED_CONTROLS[0]}" * (config.task in BATCHED_TASKS)
             raise ConfigError(
                 f"env.backend=cpu_batched for {config.task} with env.control_mode={config.control_mode} {state}; "
@@ -131,9 +131,9 @@ class ManiSkillEnv(VectorEnv):
             f"physics     is a batch of {config.task} equal to single envs? It is played both ways once, for "
             f"{PROOF_S:g} s at most (env.backend=cpu: single envs without asking)"
         )
-        found = prove_within(PROOF_S, config, proofs)
-        gain = f"; {found.speedup:.1f} times as fast as single envs here" if found.speedup else ""
-        say(f"            {f'yes{gain}' if found.equal else f'single envs are used: {found.problem}'}")
+        proof = prove_within(PROOF_S, config, proofs)
+        gain = f"; {proof.speedup:.1f} times as fast as single envs here" if proof.speedup else ""
+        say(f"            {f'yes{gain}' if proof.equal else f'single envs are used: {proof.problem}'}")
 
     @classmethod
     def remarks(cls, config: ManiSkillConfig, proofs: Path) -> list[str]:
@@ -182,12 +182,12 @@ class ManiSkillEnv(VectorEnv):
         from embodied.envs.maniskill.equality_proof import figures, prove
 
         config = config.model_copy(update={"control_mode": control_of(config)})
-        found, path = prove(cls, config, proofs)
-        gain = f"{found.speedup:.1f} times as fast as single envs here" if found.speedup else "not timed"
-        if found.equal:
-            finding = f"batched equals single envs ({figures(found.worst)}), {gain}; env.backend=auto uses it"
+        proof, path = prove(cls, config, proofs)
+        gain = f"{proof.speedup:.1f} times as fast as single envs here" if proof.speedup else "not timed"
+        if proof.equal:
+            finding = f"batched equals single envs ({figures(proof.worst)}), {gain}; env.backend=auto uses it"
             return [finding, f"proof: {path}"]
-        why = f"Batched physics is not used for this task: {found.problem}; {gain}"
+        why = f"Batched physics is not used for this task: {proof.problem}; {gain}"
         return [f"single envs only. {why}", f"kept: {path}"]
 
     def expert(self, kind: str = "scripted", tick: Callable[[], None] = lambda: None) -> Expert:

@@ -72,11 +72,11 @@ class EpisodeDraws:
 
 def normals_one_by_one(seeds: np.ndarray, count: int) -> np.ndarray:
     generator = np.random.RandomState(0)
-    found = np.empty((len(seeds), count))
+    numbers = np.empty((len(seeds), count))
     for row, seed in enumerate(seeds.tolist()):
         generator.seed(seed)
-        found[row] = generator.normal(size=count)
-    return found
+        numbers[row] = generator.normal(size=count)
+    return numbers
 
 
 def points_in_square(words: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

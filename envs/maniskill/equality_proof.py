@@ -107,15 +107,15 @@ def prove(env_class: type[VectorEnv], config: ManiSkillConfig, folder: Path) -> 
         problem = f"it fails: {err}"
     except Exception as err:
         problem = f"it fails: {type(err).__name__}: {err}{where(err)}"
-    found = Proof(not problem, " ".join(problem.split()), worst, speedup, str(date.today()))
-    return found, keep(found, config, folder)
+    proof = Proof(not problem, " ".join(problem.split()), worst, speedup, str(date.today()))
+    return proof, keep(proof, config, folder)
 
 
-def keep(found: Proof, config: ManiSkillConfig, folder: Path) -> Path:
+def keep(proof: Proof, config: ManiSkillConfig, folder: Path) -> Path:
     path = proof_path(config, folder)
     path.parent.mkdir(parents=True, exist_ok=True)
-    said = {"task": config.task, "versions": versions(), **asdict(found)}
-    path.write_text(json.dumps(said, indent=1) + "\n", encoding="utf-8")
+    record = {"task": config.task, "versions": versions(), **asdict(proof)}
+    path.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
     return path
 
 
@@ -145,10 +145,10 @@ def prove_within(limit_s: float, config: ManiSkillConfig, folder: Path) -> Proof
         with suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
         process.wait()
-    if (found := read_proof(config, folder)) is None:
-        found = Proof(False, f"{problem}; {to_prove(config)} takes its time", {}, None, str(date.today()))
-        keep(found, config, folder)
-    return found
+    if (proof := read_proof(config, folder)) is None:
+        proof = Proof(False, f"{problem}; {to_prove(config)} takes its time", {}, None, str(date.today()))
+        keep(proof, config, folder)
+    return proof
 
 
 def figures(worst: dict[str, float]) -> str:
@@ -173,16 +173,16 @@ def read_proof(config: ManiSkillConfig, folder: Path) -> Proof | None:
     if not path.is_file():
         return None
     try:
-        said = json.loads(path.read_text(encoding="utf-8"))
-        return Proof(**{name: said[name] for name in Proof.__dataclass_fields__})
+        record = json.loads(path.read_text(encoding="utf-8"))
+        return Proof(**{name: record[name] for name in Proof.__dataclass_fields__})
     except (ValueError, LookupError, TypeError):
         return None
 
 
 def proof_path(config: ManiSkillConfig, folder: Path) -> Path:
-    said = config.model_dump(mode="json", include=set(DECIDES))
-    said["task"] = name = find_task(config.task).uid  # its class and its name denote the same task
-    digest = hashlib.sha256(json.dumps([said, versions()], sort_keys=True).encode())
+    settings = config.model_dump(mode="json", include=set(DECIDES))
+    settings["task"] = name = find_task(config.task).uid  # its class and its name denote the same task
+    digest = hashlib.sha256(json.dumps([settings, versions()], sort_keys=True).encode())
     for path in sources(config):
         digest.update(path.read_bytes())
     return folder / f"physics-{file_name(name)}-{digest.hexdigest()[:12]}.json"
@@ -194,14 +194,14 @@ def versions() -> dict[str, str]:
 
 def sources(config: ManiSkillConfig) -> list[Path]:
     """The source files of the task: of its classes, of robots outside ManiSkill, of `env.modules`."""
-    found = {*files(find_task(config.task).cls)}
+    paths = {*files(find_task(config.task).cls)}
     from mani_skill.agents.registration import REGISTERED_AGENTS
 
     for spec in REGISTERED_AGENTS.values():
         if spec.agent_cls.__module__.partition(".")[0] not in OURS:
-            found |= {*files(spec.agent_cls)}
-    found |= {Path(inspect.getfile(importlib.import_module(name))) for name in config.modules}
-    return sorted(found)
+            paths |= {*files(spec.agent_cls)}
+    paths |= {Path(inspect.getfile(importlib.import_module(name))) for name in config.modules}
+    return sorted(paths)
 
 
 def files(cls: type) -> Iterator[Path]:
@@ -213,8 +213,8 @@ def files(cls: type) -> Iterator[Path]:
 
 def cost_of_single(config: ManiSkillConfig, proofs: Path) -> str:
     """Says how much slower single envs are than a batch, if measured."""
-    found = None if is_listed(config) else read_proof(config, proofs)
-    if found is None:
+    proof = None if is_listed(config) else read_proof(config, proofs)
+    if proof is None:
         gain = (
             "single envs, one after the other; on PushCube-v1 batched physics is "
             f"{BATCHED_GAIN} times as fast ({RESULT})"
@@ -222,7 +222,7 @@ def cost_of_single(config: ManiSkillConfig, proofs: Path) -> str:
         if is_listed(config):
             return f"{gain}, and this task has it: env.backend=auto"
         return f"{gain}. It is used where it was found equal: {to_prove(config)} finds out"
-    if found.equal:
-        return f"single envs; batched physics is equal here and {found.speedup} times as fast: env.backend=auto"
-    times = f"would be {found.speedup} times as fast, but" if found.speedup else "cannot be used:"
-    return f"single envs, one after the other: batched physics {times} {found.problem} ({found.date})"
+    if proof.equal:
+        return f"single envs; batched physics is equal here and {proof.speedup} times as fast: env.backend=auto"
+    times = f"would be {proof.speedup} times as fast, but" if proof.speedup else "cannot be used:"
+    return f"single envs, one after the other: batched physics {times} {proof.problem} ({proof.date})"

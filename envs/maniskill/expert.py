@@ -104,8 +104,8 @@ def look(env: ManiSkillEnv, arm: int) -> World:
         return getattr(one.agent, "agents", [one.agent])[arm].robot
 
     def pose(one: Any, name: str) -> Any:
-        found = getattr(one, name)
-        return getattr(found, "pose", found)
+        thing = getattr(one, name)
+        return getattr(thing, "pose", thing)
 
     qpos, base = gather(lambda one: robot(one).get_qpos()), gather(lambda one: robot(one).pose.p)
     hand, turned, jacobian = panda.hand(qpos[:, : panda.JOINTS])
@@ -181,12 +181,12 @@ def pick(world: World, cube: np.ndarray, side: np.ndarray, width: Width = HELD) 
     away = cube - world.hand
     beside = np.linalg.norm(away[:, :2], axis=1)
     reached = (beside < 0.012) & (np.abs(away[:, 2]) < 0.012)
-    held = reached & (world.finger < width[0]) & (world.finger > width[1])
+    holds_it = reached & (world.finger < width[0]) & (world.finger > width[1])
     skew = np.abs(side[:, 0] * world.turned[:, 1, 1] - side[:, 1] * world.turned[:, 0, 1])
     astray = np.maximum(np.maximum(beside - 0.008, 0) / 0.02, np.maximum(skew - 0.1, 0) / 0.2)
     height = cube[:, 2] + ABOVE * np.minimum(astray, 1)
     grip = np.where(reached & (world.finger > width[1]), CLOSE, OPEN)
-    return held, HandTarget(np.concatenate([cube[:, :2], height[:, None]], axis=1), side, grip)
+    return holds_it, HandTarget(np.concatenate([cube[:, :2], height[:, None]], axis=1), side, grip)
 
 
 def holds(world: World, gripped: np.ndarray, width: Width, within: float) -> np.ndarray:
@@ -195,17 +195,19 @@ def holds(world: World, gripped: np.ndarray, width: Width, within: float) -> np.
     return near & (world.finger < width[0]) & (world.finger > width[1])
 
 
-def carry(world: World, held: np.ndarray, thing: np.ndarray, target: np.ndarray, otherwise: HandTarget) -> HandTarget:
+def carry(
+    world: World, holds_it: np.ndarray, thing: np.ndarray, target: np.ndarray, otherwise: HandTarget
+) -> HandTarget:
     """Rows that hold `thing` move it to the target; other rows follow `otherwise`."""
-    hand = np.where(held[:, None], world.hand + target - thing, otherwise.hand)
-    closing = np.where(held[:, None], world.turned[:, :2, 1], otherwise.closing)
-    return HandTarget(hand, closing, np.where(held, CLOSE, otherwise.grip))
+    hand = np.where(holds_it[:, None], world.hand + target - thing, otherwise.hand)
+    closing = np.where(holds_it[:, None], world.turned[:, :2, 1], otherwise.closing)
+    return HandTarget(hand, closing, np.where(holds_it, CLOSE, otherwise.grip))
 
 
 def pick_cube(world: World) -> HandTarget:
     cube, goal = world.place("cube"), world.place("goal_site")
-    held, wish = pick(world, cube, nearest_side(world, world.axis("cube")))
-    return carry(world, held, cube, goal, wish)
+    holds_it, wish = pick(world, cube, nearest_side(world, world.axis("cube")))
+    return carry(world, holds_it, cube, goal, wish)
 
 
 def push(world: World, cube: np.ndarray, onward: np.ndarray | float) -> HandTarget:
@@ -231,12 +233,12 @@ def stack_cube(world: World) -> HandTarget:
     cube, base = world.place("cubeA"), world.place("cubeB")
     between = (base - cube)[:, :2]
     side = nearest_side(world, world.axis("cubeA"), avoid=between)
-    held, wish = pick(world, cube, side)
+    holds_it, wish = pick(world, cube, side)
     apart = np.linalg.norm(between, axis=1)
     over = np.maximum(apart - 0.005, 0) / 0.02
     target = base + np.array([0, 0, 2 * HALF])
     target[:, 2] += 0.002 + 0.05 * np.minimum(over, 1)
-    wish = carry(world, held, cube, target, wish)
+    wish = carry(world, holds_it, cube, target, wish)
     placed = (apart < 0.015) & (np.abs(cube[:, 2] - base[:, 2] - 2 * HALF) < 0.006)
     leave = world.hand + np.array([0, 0, 0.05]) * (world.finger > 0.032)[:, None]
     hand = np.where(placed[:, None], leave, wish.hand)
@@ -247,11 +249,11 @@ def stack_cube(world: World) -> HandTarget:
 def place_sphere(world: World) -> HandTarget:
     """Grasp the ball in the hand's current rotation, and release it on the bottom of the bin."""
     ball = world.place("obj")
-    held, wish = pick(world, ball, world.turned[:, :2, 1])
+    holds_it, wish = pick(world, ball, world.turned[:, :2, 1])
     resting = world.place("bin") + np.array([0, 0, HALF + 0.005])
     apart = np.linalg.norm((resting - ball)[:, :2], axis=1)
     target = resting + 0.07 * np.minimum(np.maximum(apart - 0.004, 0) / 0.02, 1)[:, None] * np.array([0, 0, 1])
-    wish = carry(world, held, ball, target, wish)
+    wish = carry(world, holds_it, ball, target, wish)
     placed = (apart < 0.005) & (np.abs(ball[:, 2] - resting[:, 2]) < 0.005)
     leave = world.hand + np.array([0, 0, 0.05]) * (world.finger > 0.032)[:, None]
     hand = np.where(placed[:, None], leave, wish.hand)
@@ -263,7 +265,7 @@ def pull_cube_tool(world: World) -> HandTarget:
     lower than the hand, so the tool is carried high."""
     cube, tool = world.place("cube"), world.place("l_shape_tool")
     side = np.broadcast_to([0.0, 1.0], (len(cube), 2))
-    held, wish = pick(world, tool + np.array([0.05, 0, 0]), side, HANDLE)
+    holds_it, wish = pick(world, tool + np.array([0.05, 0, 0]), side, HANDLE)
     inside = cube - tool
     hooked = (np.abs(inside[:, 0] - 0.08) < 0.06) & (np.abs(inside[:, 1] - 0.067) < 0.03) & (tool[:, 2] < 0.04)
     over = (cube - tool)[:, :2] - np.array([0.1, 0.067])  # from the tool to the cube's place in its hook
@@ -272,7 +274,7 @@ def pull_cube_tool(world: World) -> HandTarget:
     height = TOOL_HALF + 0.14 * np.clip((away - 0.01) / 0.03, 0, 1)
     carried = np.column_stack([tool[:, :2] + lifted[:, None] * over, height])
     home = np.column_stack([tool[:, 0] - 0.15 * (cube[:, 0] > 0.5), tool[:, 1], np.full(len(tool), TOOL_HALF)])
-    wish = carry(world, held, tool, np.where(hooked[:, None], home, carried), wish)
+    wish = carry(world, holds_it, tool, np.where(hooked[:, None], home, carried), wish)
     return HandTarget(wish.hand, side, wish.grip)
 
 
@@ -280,12 +282,12 @@ def poke_cube(world: World) -> HandTarget:
     """Grasp the peg near its end (the upright hand reaches no further), put its head before the cube, and poke."""
     cube, peg, goal = world.place("cube"), world.place("peg"), world.place("goal_region")
     side = np.broadcast_to([0.0, 1.0], (len(cube), 2))
-    held, wish = pick(world, peg - np.array([PEG_GRIP, 0, 0]), side, HANDLE)
+    holds_it, wish = pick(world, peg - np.array([PEG_GRIP, 0, 0]), side, HANDLE)
     before = np.minimum(peg[:, 0], cube[:, 0] - HALF - PEG_HALF - 0.03)
     poked = goal[:, 0] - HALF - PEG_HALF - 0.015
     ahead = np.where(np.abs(cube[:, 1] - peg[:, 1]) < 0.01, poked, before)
     target = np.column_stack([ahead, cube[:, 1], np.full(len(peg), TOOL_HALF)])
-    wish = carry(world, held, peg, target, wish)
+    wish = carry(world, holds_it, peg, target, wish)
     return HandTarget(wish.hand, side, wish.grip)
 
 
@@ -297,7 +299,7 @@ def lift_peg(world: World) -> HandTarget:
     end = along * np.where(lying, -np.sign(along[:, 0]), np.sign(along[:, 2]))[:, None]
     gripped, foot = peg + PEG_GRIP * end, peg - PEG_HALF * end
     _, wish = pick(world, gripped, np.broadcast_to([0.0, 1.0], (len(peg), 2)), HANDLE)
-    held = holds(world, gripped, HANDLE, 0.03)
+    holds_it = holds(world, gripped, HANDLE, 0.03)
     angle = np.arctan2(end[:, 2], -end[:, 0])  # a right one when it is upright
     upright, radius = np.pi / 2, PEG_HALF + PEG_GRIP
     onward = np.where(angle < upright - 0.05, np.minimum(angle + 0.15, upright + 0.12), upright)
@@ -305,7 +307,7 @@ def lift_peg(world: World) -> HandTarget:
     height = radius * np.minimum(np.sin(onward), 1) + TOOL_HALF * np.maximum(np.cos(onward), 0)
     height += 0.02 * ((ahead > 0.71) & (angle < upright - 0.1))
     hand = world.hand + np.column_stack([ahead, foot[:, 1], height]) - gripped
-    return HandTarget(np.where(held[:, None], hand, wish.hand), wish.closing, np.where(held, SOFTLY, wish.grip))
+    return HandTarget(np.where(holds_it[:, None], hand, wish.hand), wish.closing, np.where(holds_it, SOFTLY, wish.grip))
 
 
 def insert_peg(world: World) -> HandTarget:
@@ -319,7 +321,7 @@ def insert_peg(world: World) -> HandTarget:
     lying = gripped - np.maximum(0.02 - radius, 0)[:, None] * DOWN
     width = radius + 0.004, radius - 0.007
     _, wish = pick(world, lying, level_across(along), width)
-    held = holds(world, lying, width, 0.025)  # it slips a little when its head touches the box
+    holds_it = holds(world, lying, width, 0.025)  # it slips a little when its head touches the box
     # The head's distance before the hole, its offset from the axis, and its rotation
     head = peg + length[:, None] * along
     before = ((head - hole) * into).sum(1)
@@ -328,15 +330,15 @@ def insert_peg(world: World) -> HandTarget:
     in_line = np.clip((0.005 - astray) / 0.002, 0, 1) * np.clip((0.06 - np.linalg.norm(turn, axis=1)) / 0.03, 0, 1)
     waiting = np.where(before < 0.01 - length, -length - 0.02, before)
     reach = np.minimum(waiting + in_line * (before + 0.03 - waiting), 0.01)
-    wish = carry(world, held, gripped, hole + (reach - length - behind)[:, None] * into, wish)
+    wish = carry(world, holds_it, gripped, hole + (reach - length - behind)[:, None] * into, wish)
     # The fingers close across the hole's axis; the hand tilts back by the angle at which the peg hangs
     now, axis = world.turned[:, :, 2], np.column_stack([level_across(into), np.zeros(len(into))])
     lean = now + np.cross((turn * axis).sum(1, keepdims=True) * axis, now)
     lean /= np.linalg.norm(lean, axis=1, keepdims=True)
-    pointing = np.where((held & (np.abs(turn[:, 2]) < 0.3))[:, None], lean, DOWN)
+    pointing = np.where((holds_it & (np.abs(turn[:, 2]) < 0.3))[:, None], lean, DOWN)
     closing = world.turned[:, :2, 1] + turn[:, 2:] * np.column_stack([-world.turned[:, 1, 1], world.turned[:, 0, 1]])
     closing /= np.linalg.norm(closing, axis=1, keepdims=True)
-    return HandTarget(wish.hand, np.where(held[:, None], closing, wish.closing), wish.grip, pointing)
+    return HandTarget(wish.hand, np.where(holds_it[:, None], closing, wish.closing), wish.grip, pointing)
 
 
 def push_over(world: World) -> HandTarget:
@@ -351,11 +353,11 @@ def push_over(world: World) -> HandTarget:
 def take_over(world: World) -> HandTarget:
     """The second arm of two waits until the cube is on its side, and brings it to the goal."""
     cube, goal = world.place("cube"), world.place("goal_site")
-    held, wish = pick(world, cube, nearest_side(world, world.axis("cube")))
+    holds_it, wish = pick(world, cube, nearest_side(world, world.axis("cube")))
     waits = cube[:, 0] > MIDDLE - 0.045
     hand = np.where(waits[:, None], np.array([0.55, 0, 0.2]), wish.hand)
     wish = HandTarget(hand, wish.closing, np.where(waits, OPEN, wish.grip))
-    return carry(world, held, cube, goal, wish)
+    return carry(world, holds_it, cube, goal, wish)
 
 
 RULES: dict[str, tuple[Callable[[World], HandTarget], ...]] = {

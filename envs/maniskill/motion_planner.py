@@ -113,13 +113,13 @@ class PlannerExpert:
             )
 
     def begin(self, rows: np.ndarray) -> None:
-        seeds = np.concatenate([one._episode_seed for one in self._env.envs])
+        seeds = np.concatenate([scene._episode_seed for scene in self._env.envs])
         for row in rows.tolist():
             self._tick()
             self.replays[row] = PlanReplay(self.planner.plan(int(seeds[row])), self._turns)
 
     def act(self) -> np.ndarray:
-        qpos = np.concatenate([host(one.agent.robot.get_qpos()) for one in self._env.envs]).astype(np.float64)
+        qpos = np.concatenate([host(scene.agent.robot.get_qpos()) for scene in self._env.envs]).astype(np.float64)
         joints = qpos[:, : panda.JOINTS]
         hand, turned, _ = panda.hand(joints)
         aims = joints.copy()
@@ -185,7 +185,7 @@ def turn_between(turned: np.ndarray, wanted: np.ndarray) -> np.ndarray:
 
 def by_joint_targets(env: ManiSkillEnv, joints: np.ndarray, aims: np.ndarray) -> np.ndarray:
     """Exact for control modes that add each action to the previous target."""
-    asked = np.concatenate([host(one.agent.controller.controllers["arm"]._target_qpos) for one in env.envs])
+    asked = np.concatenate([host(scene.agent.controller.controllers["arm"]._target_qpos) for scene in env.envs])
     return scaled_moves((aims - asked) / MOST)
 
 

@@ -58,15 +58,15 @@ def relative_positions(extra: dict[str, Any]) -> dict[str, Any]:
 
 def widths(group: dict[str, Any], prefix: str = "") -> list[tuple[str, int]]:
     """Name and size of each part of a state, in their order."""
-    found: list[tuple[str, int]] = []
+    sizes: list[tuple[str, int]] = []
     for name, part in group.items():
         if isinstance(part, dict):
-            found += widths(part, f"{prefix}{name}.")
+            sizes += widths(part, f"{prefix}{name}.")
         else:
             shape = getattr(part, "shape", None)
             width = (len(part) if isinstance(part, list | tuple) else 1) if shape is None else math.prod(shape[1:])
-            found += [(f"{prefix}{name}", width)] * bool(width)
-    return found
+            sizes += [(f"{prefix}{name}", width)] * bool(width)
+    return sizes
 
 
 # Actions: with several robots one vector for the policy, and a part for each robot in the env.

@@ -36,8 +36,8 @@ def check_choices(config: ManiSkillConfig) -> None:
 def refused(config: ManiSkillConfig, err: Exception) -> ConfigError:
     """Translates ManiSkill's error for an option that a task lacks."""
     mode = config.control_mode
-    _, found, known = str(err).partition(f"{mode} not in supported modes: ")
-    if found:
+    _, names_it, known = str(err).partition(f"{mode} not in supported modes: ")
+    if names_it:
         names = ast.literal_eval(known)
         return ConfigError(f"env.control_mode={mode}: the robot has {', '.join(names)}{nearest(mode, names)}")
     asked = ", ".join(f"env.{name}={getattr(config, name)}" for name in ("control_mode", "reward_mode"))

@@ -78,10 +78,10 @@ def find_task(task: str) -> Any:
         return find_own(task)
     tasks = registered()
     if task not in tasks:
-        mine = task if task.replace("-", "_").isidentifier() else "MyTask-v1"
+        example = task if task.replace("-", "_").isidentifier() else "MyTask-v1"
         raise ConfigError(
             f"env.task={task!r} is no ManiSkill task{nearest(task, tasks, count=3) or '.'} One of your own, in a file "
-            f"my_tasks.py, is named with its module: env.task=my_tasks:{mine} (docs/own_task.md)"
+            f"my_tasks.py, is named with its module: env.task=my_tasks:{example} (docs/own_task.md)"
         )
     return tasks[task]
 
@@ -92,17 +92,19 @@ def find_own(task: str) -> Any:
     module, name = own_task(task)
     if name in tasks:
         return tasks[name]
-    found = getattr(module, name, None)
-    if simulator_of(found) == "maniskill":
+    value = getattr(module, name, None)
+    if simulator_of(value) == "maniskill":
         from mani_skill.utils.registration import EnvSpec
 
-        return next((spec for spec in tasks.values() if spec.cls is found), None) or EnvSpec(name, found)
+        return next((spec for spec in tasks.values() if spec.cls is value), None) or EnvSpec(name, value)
     classes = tasks_in(module, "maniskill")
     known = [*(uid for uid, spec in tasks.items() if spec.cls in classes.values()), *classes]
-    there = f"has the ManiSkill tasks {', '.join(known)}" if known else "defines no ManiSkill task"
-    if found is not None:
-        raise ConfigError(f"env.task={task!r}: {name} is no subclass of ManiSkill's BaseEnv; {module.__file__} {there}")
-    raise ConfigError(f"env.task={task!r}: {module.__file__} {there}, not {name}{nearest(name, known)}")
+    known_tasks = f"has the ManiSkill tasks {', '.join(known)}" if known else "defines no ManiSkill task"
+    if value is not None:
+        raise ConfigError(
+            f"env.task={task!r}: {name} is no subclass of ManiSkill's BaseEnv; {module.__file__} {known_tasks}"
+        )
+    raise ConfigError(f"env.task={task!r}: {module.__file__} {known_tasks}, not {name}{nearest(name, known)}")
 
 
 def check_bridge(config: ManiSkillConfig) -> None:
@@ -137,10 +139,10 @@ def is_listed(config: ManiSkillConfig) -> bool:
 
 def to_prove(config: ManiSkillConfig) -> str:
     """The command that proves a task."""
-    said = {"task": config.task, "control_mode": control_of(config), "robot": config.robot}
-    said |= {"modules": f"[{','.join(config.modules)}]" if config.modules else None}
-    said |= {"reward_mode": config.reward_mode if config.reward_mode != "normalized_dense" else None}
-    return " ".join(["python -m embodied.check", *(f"env.{key}={value}" for key, value in said.items() if value)])
+    settings = {"task": config.task, "control_mode": control_of(config), "robot": config.robot}
+    settings |= {"modules": f"[{','.join(config.modules)}]" if config.modules else None}
+    settings |= {"reward_mode": config.reward_mode if config.reward_mode != "normalized_dense" else None}
+    return " ".join(["python -m embodied.check", *(f"env.{key}={value}" for key, value in settings.items() if value)])
 
 
 def registered() -> dict[str, Any]:
@@ -163,8 +165,8 @@ def maker(task: str) -> Any:
 
         return functools.partial(made, KINDS[task], gymnasium.spec(task))
     if is_own(task):  # without Gymnasium, whose wrapping makes its errors harder to read
-        found = find_task(task)
-        return functools.partial(made, found.make, found.gym_spec)
+        registration = find_task(task)
+        return functools.partial(made, registration.make, registration.gym_spec)
     return functools.partial(gymnasium.make, task)
 
 

@@ -168,8 +168,8 @@ class Single:
         self.cameras = {name: name for name in self.env.sim.model.camera_names}
         for name in config.cameras:
             if name not in self.cameras:
-                there = f"{config.task} has {', '.join(self.cameras)}{nearest(name, self.cameras)}"
-                raise ConfigError(f"env.cameras={name}: {there}")
+                cameras = f"{config.task} has {', '.join(self.cameras)}{nearest(name, self.cameras)}"
+                raise ConfigError(f"env.cameras={name}: {cameras}")
         self.video_camera = (
             self.env.render_camera if self.env.render_camera in self.cameras else next(iter(self.cameras))
         )
@@ -238,25 +238,25 @@ def find_task(task: str) -> type:
     from robosuite.environments.base import REGISTERED_ENVS
 
     if own_modules.is_own(task):
-        found = own_modules.import_class(task, "env.task")
-        its = own_modules.simulator_of(found)
+        imported = own_modules.import_class(task, "env.task")
+        its = own_modules.simulator_of(imported)
         if its == "robosuite":
-            return found
+            return imported
         what = f"a task of env.name={its}" if its else "no class derived from robosuite's tasks"
         raise ConfigError(f"env.task={task!r} is {what}")
     known = {name: kind for name, kind in REGISTERED_ENVS.items() if kind.__module__.startswith("robosuite.")}
     if task not in known:
-        there = f"robosuite has {', '.join(known)}, one of your own is my_tasks:MyLift"
-        raise ConfigError(f"env.task={task!r}: {there}{nearest(task, known)}")
+        known_tasks = f"robosuite has {', '.join(known)}, one of your own is my_tasks:MyLift"
+        raise ConfigError(f"env.task={task!r}: {known_tasks}{nearest(task, known)}")
     return known[task]
 
 
 def build(config: RobosuiteConfig) -> Any:
-    kind, said = find_task(config.task), f"env.task={config.task}: "
+    kind, option = find_task(config.task), f"env.task={config.task}: "
     takes = accepted(kind)
     if missing := sorted(OURS.keys() - takes):
         raise ConfigError(
-            f"{said}its __init__ does not take {', '.join(missing)}; let it take **options and hand them on to "
+            f"{option}its __init__ does not take {', '.join(missing)}; let it take **options and hand them on to "
             "super().__init__"
         )
     for name in config.kwargs:
@@ -302,6 +302,6 @@ def robots(config: RobosuiteConfig, kind: type) -> list[str]:
     names = [chosen] if isinstance(chosen, str) else list(chosen)
     for name in names:
         if name not in ROBOT_CLASS_MAPPING:
-            there = ", ".join(ROBOT_CLASS_MAPPING)
-            raise ConfigError(f"env.robot={name}: robosuite has {there}{nearest(name, ROBOT_CLASS_MAPPING)}")
+            known = ", ".join(ROBOT_CLASS_MAPPING)
+            raise ConfigError(f"env.robot={name}: robosuite has {known}{nearest(name, ROBOT_CLASS_MAPPING)}")
     return names

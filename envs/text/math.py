@@ -86,7 +86,9 @@ class Math(TextEnv):
 
     @classmethod
     def shows_pictures(cls, config: Any) -> bool:
-        return config.file is not None and any(pictures_in(one.said) for part in questions(config) for one in part)
+        return config.file is not None and any(
+            pictures_in(question.said) for part in questions(config) for question in part
+        )
 
     @classmethod
     def num_questions(cls, config: Any, task: str) -> int:
@@ -149,14 +151,14 @@ def questions(config: Any) -> tuple[list[Question], list[Question]]:
         held_out = read(config.held_out)
     else:
         held_out = every[: max(1, min(MOST, int(SHARE * len(every))))]
-    known = {repr(one.said) for one in held_out}
-    left = [one for one in every if repr(one.said) not in known]
+    known = {repr(question.said) for question in held_out}
+    left = [question for question in every if repr(question.said) not in known]
     if config.solve_rate is None:
         return left, held_out
     low, high = config.solve_rate
-    kept = [one for one in left if one.solve_rate is not None and low <= one.solve_rate <= high]
+    kept = [question for question in left if question.solve_rate is not None and low <= question.solve_rate <= high]
     if not kept:
-        rated = sum(one.solve_rate is not None for one in left)
+        rated = sum(question.solve_rate is not None for question in left)
         raise ConfigError(
             f"env.solve_rate=[{low:g}, {high:g}] leaves none of the {len(left)} questions of {config.file}, of which "
             f"{rated} have a {RATE}"
@@ -177,10 +179,10 @@ def read(path: Path) -> list[Question]:
 @lru_cache(4)
 def _read(path: Path, *stamps: tuple[int, int]) -> list[Question]:
     with closing(read_rows(path)) as rows:
-        found = [parsed(row, where, path) for where, row in rows]
-    if not found:
+        questions = [parsed(row, where, path) for where, row in rows]
+    if not questions:
         raise ConfigError(f"{path}: no questions are in it")
-    return found
+    return questions
 
 
 def parsed(entry: dict[str, Any], where: str, data: Path) -> Question:
@@ -191,7 +193,7 @@ def parsed(entry: dict[str, Any], where: str, data: Path) -> Question:
         if len(keys) != 1:
             raise ConfigError(f"{where}: one of {', '.join(known)} is needed, and it has {', '.join(keys) or 'none'}")
     solutions = entry[solved[0]] if isinstance(entry[solved[0]], list) else [entry[solved[0]]]
-    if not all(isinstance(one, str | int | float) and str(one).strip() for one in solutions):
+    if not all(isinstance(solution, str | int | float) and str(solution).strip() for solution in solutions):
         raise ConfigError(f"{where}: {solved[0]} must be text or a number, or a list of these")
     rate = entry.get(RATE)
     if rate is not None and (isinstance(rate, bool) or not isinstance(rate, int | float)):
@@ -199,7 +201,7 @@ def parsed(entry: dict[str, Any], where: str, data: Path) -> Question:
     asks = said(asked[0], entry[asked[0]], where)
     if images := entry.get("images"):
         asks = illustrated(asks, images, data, where)
-    return Question(asks, tuple(plain(str(one)) for one in solutions), rate)
+    return Question(asks, tuple(plain(str(solution)) for solution in solutions), rate)
 
 
 def illustrated(asks: Said, images: Any, data: Path, where: str) -> Said:
@@ -249,7 +251,9 @@ def picture_file(image: Any, data: Path) -> str | None:
 def said(key: str, value: Any, where: str) -> Said:
     """The question of a line, as text or messages."""
     if key == "messages":
-        if not isinstance(value, list) or not all(isinstance(one, dict) and is_message(one) for one in value):
+        if not isinstance(value, list) or not all(
+            isinstance(message, dict) and is_message(message) for message in value
+        ):
             raise ConfigError(f'{where}: messages must be a list of {{"role": "user", "content": "..."}}')
         return tuple(value)
     if not isinstance(value, str):
@@ -257,8 +261,8 @@ def said(key: str, value: Any, where: str) -> Said:
     return value if key == "prompt" else ({"role": "user", "content": f"{value}\n{INSTRUCTION}"},)
 
 
-def is_message(one: dict[str, Any]) -> bool:
-    return all(isinstance(one.get(key), str) for key in ("role", "content"))
+def is_message(value: dict[str, Any]) -> bool:
+    return all(isinstance(value.get(key), str) for key in ("role", "content"))
 
 
 def plain(solution: str) -> str:

@@ -52,15 +52,15 @@ def parts_of(config: Any) -> dict[str, Part]:
 
 
 def made_of(config: Any) -> dict[str, Part]:
-    found = {}
+    parts = {}
     for name, options in config.mixture.items():
         kind = env_class(its := options_of(name, options))
         if not speaks(kind):
             raise ConfigError(f"env.mixture.{name}: env.name={its.name} is no text env; leave it out")
         tasks = kind.tasks(its)
         each = Part(name, kind, its, options.get("weight", 1) / len(tasks), tasks)
-        found |= {(name if len(tasks) == 1 else f"{name}/{task}"): replace(each, tasks=(task,)) for task in tasks}
-    return found
+        parts |= {(name if len(tasks) == 1 else f"{name}/{task}"): replace(each, tasks=(task,)) for task in tasks}
+    return parts
 
 
 def options_of(name: str, options: dict[str, Any]) -> Any:
@@ -88,8 +88,8 @@ class Mixture(TextEnv):
 
     @classmethod
     def missing_files(cls, config: Any, machine: Any) -> dict[str, str]:
-        found = [part.kind.missing_files(part.config, machine) for part in parts_of(config).values()]
-        return {what: how for each in found for what, how in each.items()}
+        files = [part.kind.missing_files(part.config, machine) for part in parts_of(config).values()]
+        return {what: how for each in files for what, how in each.items()}
 
     @classmethod
     def remarks(cls, config: Any, proofs: Path) -> list[str]:

@@ -48,9 +48,9 @@ class ReasoningGym(TextEnv):
         if task not in DATASETS:
             near = nearest(task, DATASETS) or f" (known: {', '.join(sorted(DATASETS))})"
             raise ConfigError(f"env.name={config.name}: reasoning_gym has no task {task!r}{near}")
-        if taken := {"size", "seed"} & config.kwargs.keys():
+        if reserved := {"size", "seed"} & config.kwargs.keys():
             raise ConfigError(
-                f"env.kwargs: {', '.join(sorted(taken))} is chosen by env.name=reasoning_gym; leave it out"
+                f"env.kwargs: {', '.join(sorted(reserved))} is chosen by env.name=reasoning_gym; leave it out"
             )
         try:
             dataset_of(task, options(config, 0))[0]
@@ -101,10 +101,10 @@ class ReasoningGym(TextEnv):
         raise ConfigError(f"env.name={self.config.name}: it has too few questions besides the held-out ones")
 
     def step(self, answer: str) -> Turn:
-        facts, found = {"expected": self.entry["answer"]}, ANSWER.findall(answer)
-        if not found:
+        facts, answers = {"expected": self.entry["answer"]}, ANSWER.findall(answer)
+        if not answers:
             return Turn(facts={**facts, "problem": "no <answer> tag"})
-        config, given = self.config, found[-1].strip()
+        config, given = self.config, answers[-1].strip()
         where = {"name": task_of(config), "options": self.options, "index": self.index}
         score, problem = self.shared.scorer.score(config.score_s, answer=given, **where, partial=config.partial_scores)
         facts |= {"given": given, "score": score} | ({"problem": problem} if problem else {})

@@ -70,8 +70,8 @@ class ReverseText(TextEnv):
         return self.shared[self.num_held_out + self.choose(spec, len(self.shared) - self.num_held_out)]
 
     def step(self, answer: str) -> Turn:
-        found = BETWEEN.findall(answer) if self.tagged else [answer]
-        given = found[-1].strip() if found else ""
+        answers = BETWEEN.findall(answer) if self.tagged else [answer]
+        given = answers[-1].strip() if answers else ""
         reward = SequenceMatcher(None, given, self.right).ratio() if given else 0.0
         return Turn(reward=reward, success=given == self.right, facts={"expected": self.right})
 

@@ -55,12 +55,12 @@ class Scorer:
         deadline = time.monotonic() + seconds
         try:
             self._write(json.dumps({"seconds": seconds, **question}) + "\n", deadline)
-            found = json.loads(self._read(deadline))
+            reply = json.loads(self._read(deadline))
         except (TimeoutError, BrokenPipeError, EOFError) as err:
             self.close()
             self._begin()
             return 0.0, TIMED_OUT if isinstance(err, TimeoutError) else DIED
-        return float(found["score"]), found["problem"]
+        return float(reply["score"]), reply["problem"]
 
     def close(self) -> None:
         """End the process."""

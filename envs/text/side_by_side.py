@@ -53,9 +53,9 @@ class SideBySide(Generic[Talk]):
             wait([step for _, step in self.begun], return_when=FIRST_COMPLETED)
         begun, over = self.begun, []
         self.begun = []
-        for one, step in begun:
-            (over if step.done() else self.begun).append((one, step))
-        return [(one, step.result()) for one, step in over]
+        for conversation, step in begun:
+            (over if step.done() else self.begun).append((conversation, step))
+        return [(conversation, step.result()) for conversation, step in over]
 
     def give_up(self) -> None:
         """Forget all steps: steps that have not begun are cancelled, running steps are waited for."""

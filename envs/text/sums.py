@@ -110,12 +110,12 @@ def calculate(expression: str) -> str:
     if len(expression) > LONGEST:
         return "error: too long"
     try:
-        found = value(ast.parse(expression.strip(), mode="eval").body)
+        result = value(ast.parse(expression.strip(), mode="eval").body)
     except ZeroDivisionError:
         return "error: division by zero"
     except (ValueError, SyntaxError, ArithmeticError, RecursionError, MemoryError) as err:
         return f"error: {err}" if type(err) is ValueError else "error: not arithmetic"
-    return str(found) if isinstance(found, int) else f"{found:.{DIGITS}g}"
+    return str(result) if isinstance(result, int) else f"{result:.{DIGITS}g}"
 
 
 OPERATORS: dict[type, Callable] = {

@@ -224,15 +224,17 @@ def first_questions(
     question: Callable[[np.random.Generator], Question], rng: np.random.Generator, count: int
 ) -> list[Question]:
     """The first `count` different questions."""
-    found: dict[Question, None] = {}
+    questions: dict[Question, None] = {}
     repeated = 0
-    while len(found) < count:
+    while len(questions) < count:
         drawn = question(rng)
-        repeated = repeated + 1 if drawn in found else 0
+        repeated = repeated + 1 if drawn in questions else 0
         if repeated == TRIES:
-            raise ConfigError(f"only {len(found)} different questions are drawn, and num_held_out={count} are held out")
-        found[drawn] = None
-    return list(found)
+            raise ConfigError(
+                f"only {len(questions)} different questions are drawn, and num_held_out={count} are held out"
+            )
+        questions[drawn] = None
+    return list(questions)
 
 
 def checked_said(said: Said, kind: type[TextEnv], may_show: bool = False) -> Said:
@@ -243,7 +245,8 @@ def checked_said(said: Said, kind: type[TextEnv], may_show: bool = False) -> Sai
     fine = isinstance(said, str) or (
         isinstance(said, tuple)
         and all(
-            isinstance(one, dict) and {"role", "content"} <= one.keys() and is_content(one["content"]) for one in said
+            isinstance(message, dict) and {"role", "content"} <= message.keys() and is_content(message["content"])
+            for message in said
         )
     )
     if not fine or not said:

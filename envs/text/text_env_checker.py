@@ -177,10 +177,10 @@ class TextEnvChecker:
 
     def solution_now(self) -> str | None:
         with calling("solution", "solution() raised", clear=()):
-            found = self.env.solution()
-        if found is not None and not isinstance(found, str):
-            fail("solution", f"solution() is {type(found).__name__}, it must be text or None")
-        return found
+            solution = self.env.solution()
+        if solution is not None and not isinstance(solution, str):
+            fail("solution", f"solution() is {type(solution).__name__}, it must be text or None")
+        return solution
 
     def odd(self, spec: EpisodeSpec) -> list[str]:
         """Answers as policies give them: odd answers, and a truncated right one."""
@@ -206,9 +206,9 @@ class TextEnvChecker:
         number = isinstance(turn.reward, int | float) or hasattr(turn.reward, "item")
         if not number or not math.isfinite(turn.reward):
             fail("reward", f"{turn.reward!r} after the answer {answer!r:.60}; a reward is a finite number")
-        for name, found in (("success", turn.success), ("done", turn.done)):
-            if not isinstance(found, bool):
-                fail(name, f"{name}={found!r} is {type(found).__name__}, it must be a bool: {name}=bool(...)")
+        for name, flag in (("success", turn.success), ("done", turn.done)):
+            if not isinstance(flag, bool):
+                fail(name, f"{name}={flag!r} is {type(flag).__name__}, it must be a bool: {name}=bool(...)")
         if not turn.done:
             self.checked(turn.said, "step")
         return turn
@@ -218,8 +218,8 @@ class TextEnvChecker:
         if not said:
             fail("said", f"{method} says nothing; a conversation that continues needs a reply")
         messages = isinstance(said, tuple | list) and all(
-            isinstance(one, dict) and isinstance(one.get("role"), str) and is_content(one.get("content"))
-            for one in said
+            isinstance(message, dict) and isinstance(message.get("role"), str) and is_content(message.get("content"))
+            for message in said
         )
         if not isinstance(said, str) and not messages:
             fail("said", f'{method} says {said!r:.100}; it must be text, or ({{"role": "user", "content": "..."}},)')
@@ -243,7 +243,9 @@ def training_spec(task: str, number: int) -> EpisodeSpec:
 
 def in_a_line(said: Said) -> str:
     """An env's message as one line."""
-    return repr(said) if isinstance(said, str) else "; ".join(f"{one['role']}: {in_words(one)!r}" for one in said)
+    if isinstance(said, str):
+        return repr(said)
+    return "; ".join(f"{message['role']}: {in_words(message)!r}" for message in said)
 
 
 @contextmanager

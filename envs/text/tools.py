@@ -78,12 +78,12 @@ def with_tools(said: Sequence[Message], tools: Iterable[Tool]) -> Said:
 
 def parsed_calls(answer: str) -> list[ToolCall]:
     """The calls in an answer, in any of the formats above; incomplete calls are ignored."""
-    found: list[Any] = [json_in(text) for text in TOOL_CALL.findall(answer)]
-    if not found and (listed := MISTRAL.search(answer)):
-        found = calls if isinstance(calls := json_in(listed[1]), list) else []
-    if not found and (bare := LLAMA.match(answer)):
-        found = [json_in(bare[1])]
-    return [call for one in found[:MOST_CALLS] if (call := call_of(one))]
+    contents: list[Any] = [json_in(text) for text in TOOL_CALL.findall(answer)]
+    if not contents and (listed := MISTRAL.search(answer)):
+        contents = calls if isinstance(calls := json_in(listed[1]), list) else []
+    if not contents and (bare := LLAMA.match(answer)):
+        contents = [json_in(bare[1])]
+    return [call for content in contents[:MOST_CALLS] if (call := call_of(content))]
 
 
 def json_in(text: str) -> Any:
@@ -154,8 +154,8 @@ class Search:
 
     def tool(self, count: int = 3) -> Tool:
         def search(query: str) -> str:
-            found = self.find(query, count)
-            return "\n\n".join(f"{title}\n{self.documents[title]}" for title in found) or "nothing was found"
+            titles = self.find(query, count)
+            return "\n\n".join(f"{title}\n{self.documents[title]}" for title in titles) or "nothing was found"
 
         return Tool("search", "Finds documents by words.", search, {"query": "words to look for"})
 

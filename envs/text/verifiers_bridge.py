@@ -103,19 +103,19 @@ class Child:
     def ready(self) -> dict[str, Any]:
         """The environment's description of itself, once it is loaded."""
         try:
-            found = self.first.get(timeout=self.start_s)
+            description = self.first.get(timeout=self.start_s)
         except Empty:
             self.kill()
             raise EmbodiedError(f"env.name={self.name} was not loaded within env.start_s={self.start_s:g}") from None
-        if isinstance(found, ProcessDied):
+        if isinstance(description, ProcessDied):
             self.process.wait(END_S)
             raise EmbodiedError(
                 f"env.name={self.name}: its process ended with code {self.process.returncode} while loading; "
                 "what it printed is above, or in the sim worker's log"
             )
-        if "problem" in found:
-            raise ConfigError(f"env.name={self.name}: {found['problem']}")
-        return found
+        if "problem" in description:
+            raise ConfigError(f"env.name={self.name}: {description['problem']}")
+        return description
 
     def say(self, **message: Any) -> None:
         with suppress(BrokenPipeError, ValueError):  # the process has died, which `_listen` reports, or was closed
@@ -324,8 +324,8 @@ def plain(message: dict[str, Any], example: Example) -> dict[str, Any]:
             example.refuse(f"it says {', '.join(map(str, other))}, and a conversation here is text")
         content = "".join(part["text"] for part in content)
     calls = [
-        {"id": one["id"], "function": {name: one["function"][name] for name in ("name", "arguments")}}
-        for one in message.get("tool_calls") or ()
+        {"id": call["id"], "function": {name: call["function"][name] for name in ("name", "arguments")}}
+        for call in message.get("tool_calls") or ()
     ]
     return {"role": message["role"], "content": content} | ({"tool_calls": calls} if calls else {})
 
@@ -343,8 +343,8 @@ class Endpoint(ThreadingHTTPServer):
     def park(self, route: str, body: dict[str, Any]) -> tuple[int, dict[str, Any]]:
         """Wait for the answer to a request."""
         child, model = self.bridge.child, str(body.get("model"))
-        found = MODEL.fullmatch(model)
-        mail = child.mail.get(int(found[1])) if child is not None and found else None
+        match = MODEL.fullmatch(model)
+        mail = child.mail.get(int(match[1])) if child is not None and match else None
         if mail is None:
             return 404, {"error": {"message": f"there is no conversation of {model}"}}
         request = ModelRequest(route, body)
@@ -365,16 +365,16 @@ class EndpointHandler(BaseHTTPRequestHandler):
 
     def do_POST(self) -> None:
         length = int(self.headers.get("Content-Length") or 0)
-        found = ROUTE.fullmatch(self.path)
+        match = ROUTE.fullmatch(self.path)
         if not hmac.compare_digest(self.headers.get("Authorization", ""), f"Bearer {self.server.bridge.key}"):
             status, reply = 401, {"error": {"message": "the key is wrong"}}
             self.close_connection = True
-        elif found is None or length > LARGEST:
+        elif match is None or length > LARGEST:
             status, reply = 400, {"error": {"message": "this is not a request to a conversation"}}
             self.close_connection = True
         else:
             body = json.loads(self.rfile.read(length))
-            status, reply = self.server.park(found[1], body)
+            status, reply = self.server.park(match[1], body)
         data = json.dumps(reply).encode()
         self.send_response(status)
         self.send_header("Content-Type", "application/json")
@@ -394,13 +394,13 @@ class EndpointHandler(BaseHTTPRequestHandler):
 def in_words(messages: Iterable[dict[str, Any]], tools: Sequence[dict[str, Any]] = ()) -> tuple[Message, ...]:
     """Messages for a policy; `tools` are described in the system message."""
     said: list[Message] = []
-    for one in messages:
-        role, content = one["role"], one["content"]
+    for message in messages:
+        role, content = message["role"], message["content"]
         if role == "tool":
             role, content = "user", f"<tool_response>\n{content}\n</tool_response>"
-        for call in one.get("tool_calls", ()):
+        for call in message.get("tool_calls", ()):
             content += f"\n<tool_call>\n{written(call)}\n</tool_call>"
-        if said and said[-1]["role"] == role == "user" and one["role"] == "tool":
+        if said and said[-1]["role"] == role == "user" and message["role"] == "tool":
             said[-1]["content"] += f"\n{content}"
         else:
             said.append({"role": role, "content": content})

@@ -103,10 +103,10 @@ def splits(train, evaluated):
         held_out, train = every[:count], every[count:]
     else:
         held_out = evaluated
-    prompts = {key(one, "prompt") for one in held_out}
+    prompts = {key(example, "prompt") for example in held_out}
     same = ("prompt",) if len(prompts) == len(held_out) else ("prompt", "answer", "info")  # games ask all the same
-    known = {key(one, *same) for one in held_out}
-    kept = [one for one in train if key(one, *same) not in known]
+    known = {key(example, *same) for example in held_out}
+    kept = [example for example in train if key(example, *same) not in known]
     if not kept:
         raise Problem(f"no example is left to train on: all {len(train)} are held out for evaluations too")
     return kept, held_out
@@ -245,7 +245,9 @@ class TasksetEnvironment:
             return {"error": f"{error.type}: {error.message}"[:LONGEST]}
         if not traces:
             return {"error": "no agent of it asked the policy"}
-        rewards = {name: one.value for trace in traces for name, one in trace.rewards.items() if one is not None}
+        rewards = {
+            name: reward.value for trace in traces for name, reward in trace.rewards.items() if reward is not None
+        }
         metrics = {name: value for trace in traces for name, value in trace.metrics.items()}
         answer = getattr(example["task"].data, "answer", None)
         return worth(sum(trace.reward for trace in traces), metrics | rewards, answer) | {"raised": []}
@@ -280,12 +282,14 @@ async def chat(self, ctx, trace, runtime, endpoint, secret, mcp_urls, data, **_)
         calls = True
         while calls:
             try:
-                said = await client.chat.completions.create(model=ctx.model, messages=messages, tools=tools or omit)
+                completion = await client.chat.completions.create(
+                    model=ctx.model, messages=messages, tools=tools or omit
+                )
             except APIStatusError as err:
                 if "context_length_exceeded" in str(err):
                     break  # the conversation so far is scored
                 raise
-            message = said.choices[0].message
+            message = completion.choices[0].message
             messages.append(message.model_dump(exclude_none=True))
             calls = message.tool_calls or ()
             for call in calls:

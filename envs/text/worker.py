@@ -92,28 +92,28 @@ class TextWorker(PlayerWorker):
         problems: list[str] = []
         samples: list[dict[str, Any]] = []
         rows = max(1, self.config.num_envs // self.world_size)
-        mine = self._part(self.config, episodes, rows)
-        parts, noting = [mine], nullcontext()
+        part = self._part(self.config, episodes, rows)
+        parts, noting = [part], nullcontext()
         if beside:
             parts.append(self._evaluated(beside.episodes, override=beside.rule))
             noting = self._noting(route, beside.recording, beside.notes)
         with noting as note:
             for over in play_conversations(parts, ConversationClient(route, self.timers), self.timers, self.steps):
                 self.tick()
-                ended = [one for one in over if one.part is mine]
+                ended = [conversation for conversation in over if conversation.part is part]
                 if note and len(ended) < len(over):
-                    note([one for one in over if one.part is not mine])
+                    note([conversation for conversation in over if conversation.part is not part])
                 before_them = len(results)
-                for one in ended:
-                    steps += len(one.turns)
-                    ends.append((one.num_sampled, perf_counter() - started))
-                    if one.spec.index in shown:
-                        samples.append(one.sample())
-                    if one.problem:
-                        problems.append(one.problem)
+                for conversation in ended:
+                    steps += len(conversation.turns)
+                    ends.append((conversation.num_sampled, perf_counter() - started))
+                    if conversation.spec.index in shown:
+                        samples.append(conversation.sample())
+                    if conversation.problem:
+                        problems.append(conversation.problem)
                         continue
-                    results.append(one.result())
-                    self.kept_episodes[one.spec.index] = one.trajectory()
+                    results.append(conversation.result())
+                    self.kept_episodes[conversation.spec.index] = conversation.trajectory()
                 if noted and (finished := tuple(results[before_them:])):
                     self.journal.put(Note(route[0].source, finished=finished))
         spent = self.timers.seconds_since(before, "step", "reset", "wait")
@@ -166,10 +166,10 @@ class TextWorker(PlayerWorker):
             writers = [stack.enter_context(record(recording, name)) for record in recording.recorders]
 
             def note(ended: list[Conversation]) -> list[EpisodeResult]:
-                over = [one.result() for one in ended]
+                over = [conversation.result() for conversation in ended]
                 for writer in writers:
-                    for one, result in zip(ended, over, strict=True):
-                        writer.add(result, one.turns)
+                    for conversation, result in zip(ended, over, strict=True):
+                        writer.add(result, conversation.turns)
                 notes.put(Note(route[0].source, finished=tuple(over)))
                 return over
 
@@ -218,10 +218,10 @@ class Part:
         with timers.measure("reset"):
             return [self._opened(spec) for spec in wanted]
 
-    def end(self, one: Conversation) -> None:
+    def end(self, conversation: Conversation) -> None:
         """Make room for the next conversation."""
         self.open -= 1
-        self.free.append(one.env)
+        self.free.append(conversation.env)
 
     def _opened(self, spec: EpisodeSpec) -> Conversation:
         env = self.free.pop() if self.free else self.kind(self.config, self.shared)
@@ -363,7 +363,7 @@ def shortened(turn: dict[str, Any]) -> dict[str, Any]:
     """A turn's message and answer, at most SAMPLE_CHARACTERS of each."""
     said = turn["said"]
     if not isinstance(said, str):
-        said = [{"role": one["role"], "content": shortened_content(one["content"])} for one in said]
+        said = [{"role": message["role"], "content": shortened_content(message["content"])} for message in said]
     facts = {name: middle_left_out(str(fact)) for name, fact in turn["facts"].items()}
     words = middle_left_out(said) if isinstance(said, str) else said
     return {"said": words, "answer": middle_left_out(turn["answer"]), "facts": facts}
@@ -406,13 +406,13 @@ class ConversationClient(RequestClient):
         prompts = [self._prompt(one) for one in conversations]
         self.put(*(Waiting(one.number, one, 1, one.episode, one.has_more_turns) for one in prompts))
 
-    def _prompt(self, one: Conversation) -> Prompt:
+    def _prompt(self, conversation: Conversation) -> Prompt:
         self.number += 1
-        self.open[self.number] = one
-        tokens = np.concatenate([np.zeros(0, np.int32), *one.tokens])
-        more = len(one.turns) + 1 < one.part.turns
-        pictures, override = tuple(one.pictures), one.part.override
-        return Prompt(self.number, one.spec.index, one.said, tokens, pictures, None, override, more)
+        self.open[self.number] = conversation
+        tokens = np.concatenate([np.zeros(0, np.int32), *conversation.tokens])
+        more = len(conversation.turns) + 1 < conversation.part.turns
+        pictures, override = tuple(conversation.pictures), conversation.part.override
+        return Prompt(self.number, conversation.spec.index, conversation.said, tokens, pictures, None, override, more)
 
     def messages(self, requests: list[Prompt]) -> list[PromptBatch]:
         return [PromptBatch(self.source, tuple(requests))]
@@ -426,8 +426,10 @@ class ConversationClient(RequestClient):
                 if seconds is None:
                     raise
                 return []
-        found = [one for one in batch.completions if self.queue.answered(one.number)] if batch else []
-        return [(self.open.pop(one.number), one) for one in found]
+        completions = (
+            [completion for completion in batch.completions if self.queue.answered(completion.number)] if batch else []
+        )
+        return [(self.open.pop(completion.number), completion) for completion in completions]
 
 
 def play_conversations(
@@ -440,43 +442,45 @@ def play_conversations(
     """Play all of these to their ends, and yield the newly ended ones. On `stop`, open conversations are abandoned."""
 
     def begin() -> list[Conversation]:
-        return [one for part in parts for one in part.begin(timers)]
+        return [conversation for part in parts for conversation in part.begin(timers)]
 
     try:
         talk.ask(begin())
         while (talk.busy or steps.busy) and not stop():
-            for one, completion in talk.answers(LOOK_S if steps.busy else None) if talk.busy else ():
+            for conversation, completion in talk.answers(LOOK_S if steps.busy else None) if talk.busy else ():
                 with timers.measure("step"):
-                    steps.begin(one, partial(hear, one, completion))
+                    steps.begin(conversation, partial(hear, conversation, completion))
             with timers.measure("step"):
                 stepped = steps.ended(wait_for_one=not talk.busy)
-            ended = [one for one, over in stepped if over]
-            for one in ended:
-                one.part.end(one)
-            talk.ask([*(one for one, over in stepped if not over), *begin()])
+            ended = [conversation for conversation, over in stepped if over]
+            for conversation in ended:
+                conversation.part.end(conversation)
+            talk.ask([*(conversation for conversation, over in stepped if not over), *begin()])
             if ended:
                 yield ended
     finally:
         steps.give_up()
 
 
-def hear(one: Conversation, completion: Completion) -> bool:
+def hear(conversation: Conversation, completion: Completion) -> bool:
     """Pass an answer to the env; returns True if the conversation is over."""
-    turn = Turn(dropped=completion.dropped) if completion.dropped else one.env.step(completion.text)
+    turn = Turn(dropped=completion.dropped) if completion.dropped else conversation.env.step(completion.text)
     if not isinstance(turn, Turn):
-        raise EmbodiedError(f"{type(one.env).__name__}.step returned {type(turn).__name__}, it must be a Turn")
-    last = completion.truncated or len(one.turns) + 1 >= one.part.turns
+        raise EmbodiedError(f"{type(conversation.env).__name__}.step returned {type(turn).__name__}, it must be a Turn")
+    last = completion.truncated or len(conversation.turns) + 1 >= conversation.part.turns
     if last and not turn.done:
-        turn = one.env.cut_short(turn)
+        turn = conversation.env.cut_short(turn)
     if turn.dropped:
-        one.problem = " ".join(str(turn.dropped).split())[:LONGEST_PROBLEM]
-        one.hear(completion, Turn(), 0.0)
+        conversation.problem = " ".join(str(turn.dropped).split())[:LONGEST_PROBLEM]
+        conversation.hear(completion, Turn(), 0.0)
         return True
-    reward = float(turn.success) if one.part.config.reward == "success" else float(turn.reward)
+    reward = float(turn.success) if conversation.part.config.reward == "success" else float(turn.reward)
     if not np.isfinite(reward):
-        raise EmbodiedError(f"{type(one.env).__name__}.step gave the reward {reward} for {completion.text[:80]!r}")
-    one.hear(completion, turn, reward)
+        raise EmbodiedError(
+            f"{type(conversation.env).__name__}.step gave the reward {reward} for {completion.text[:80]!r}"
+        )
+    conversation.hear(completion, turn, reward)
     over = turn.done or not turn.said or last
     if not over:
-        checked_said(turn.said, type(one.env), one.part.spec.pictures)
+        checked_said(turn.said, type(conversation.env), conversation.part.spec.pictures)
     return over

@@ -58,8 +58,8 @@ def attention_mask(packed: Packed, kernel: str, device: torch.device) -> Any:
 def dense(blocks: Tensor, segments: Tensor) -> Tensor:
     """bool [B, 1, W, W]: earlier tokens of the same block, shared by the block or of the same segment."""
     same = blocks[:, :, None] == blocks[:, None, :]
-    mine = segments[:, :, None] == segments[:, None, :]
-    return (same & (mine | (segments == 0)[:, None, :])).tril()[:, None]
+    same_segment = segments[:, :, None] == segments[:, None, :]
+    return (same & (same_segment | (segments == 0)[:, None, :])).tril()[:, None]
 
 
 def rule(blocks: Tensor, segments: Tensor) -> Any:

@@ -24,8 +24,8 @@ class InParts(torch.autograd.Function):
         room = [hidden.new_empty(PARTS * LOGITS_BYTES, dtype=torch.uint8)] if hidden.is_meta else []  # to be counted
         ctx.save_for_backward(hidden, *weights, *room)
         ctx.set_materialize_grads(False)
-        found = [score(hidden[first : first + most], *which) for first, *which in parts]
-        return tuple(torch.cat(each) for each in zip(*found, strict=True))
+        scores = [score(hidden[first : first + most], *which) for first, *which in parts]
+        return tuple(torch.cat(each) for each in zip(*scores, strict=True))
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> Any:
@@ -38,9 +38,9 @@ class InParts(torch.autograd.Function):
         for (first, *which), end in zip(ctx.parts, ends, strict=True):
             part = hidden[first : first + ctx.most].detach().requires_grad_()
             with torch.enable_grad(), torch.autocast(ctx.kind, dtype, enabled=enabled):
-                found = ctx.score(part, *which)
+                scores = ctx.score(part, *which)
             of = [grads[number][end - len(which[0]) : end] for number in wanted]
-            own, *more = torch.autograd.grad([found[number] for number in wanted], [part, *weights], of)
+            own, *more = torch.autograd.grad([scores[number] for number in wanted], [part, *weights], of)
             backwards[first : first + ctx.most] = own
             for total, grad in zip(sums, more, strict=True):
                 total += grad

@@ -37,16 +37,16 @@ def divided(packed: Packed, count: int) -> list[Packed]:
     row, column = np.divmod(packed.sources, width)
     parts = []
     for rank in range(count):
-        mine = column % count == rank
-        taken = mine[packed.takes]
+        on_rank = column % count == rank
+        judged = on_rank[packed.takes]
         parts.append(
             replace(
                 whole,
                 ids=np.ascontiguousarray(ids[:, rank::count]),
                 positions=np.ascontiguousarray(positions[:, rank::count]),
-                sources=(row * (ids.shape[1] // count) + column // count)[mine],
-                takes=(np.cumsum(mine) - 1)[packed.takes[taken]],
-                scored=packed.scored[taken],
+                sources=(row * (ids.shape[1] // count) + column // count)[on_rank],
+                takes=(np.cumsum(on_rank) - 1)[packed.takes[judged]],
+                scored=packed.scored[judged],
             )
         )
     return parts
@@ -81,10 +81,10 @@ class DividedPass:
         """Returns the scores [M] of all sampled tokens, a tensor for each kind of score, and the tokens' numbers [M].
         `scores_of` computes the scores [m] of this rank's part of the rows."""
         parts = divided(packed, self.group.size)
-        mine = torch.stack(scores_of(parts[self.group.place], ranks=self), 1)
+        of_rank = torch.stack(scores_of(parts[self.group.place], ranks=self), 1)
         scored = [part.scored for part in parts]
-        found = AllScores.apply(self, [len(each) for each in scored], mine)
-        return found.unbind(1), np.concatenate(scored)
+        scores = AllScores.apply(self, [len(each) for each in scored], of_rank)
+        return scores.unbind(1), np.concatenate(scored)
 
 
 class Exchange(torch.autograd.Function):
@@ -104,10 +104,10 @@ class AllScores(torch.autograd.Function):
     """Gathers the rows of all ranks, whose numbers of rows are given. Gradients are the owner's."""
 
     @staticmethod
-    def forward(ctx: Any, ranks: DividedPass, counts: list[int], mine: Tensor) -> Tensor:
+    def forward(ctx: Any, ranks: DividedPass, counts: list[int], scores: Tensor) -> Tensor:
         ctx.ranks, ctx.counts = ranks, counts
-        room = mine.new_zeros(max(1, *counts), mine.shape[1])
-        room[: len(mine)] = mine
+        room = scores.new_zeros(max(1, *counts), scores.shape[1])
+        room[: len(scores)] = scores
         came = ranks.group.gather(room)
         return torch.cat([rows[:count] for rows, count in zip(came, counts, strict=True)])
 

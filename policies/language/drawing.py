@@ -10,8 +10,8 @@ from embodied.core.conversations import SamplingRule
 
 def likeliest(logits: Tensor, count: int) -> tuple[tuple[int, float], ...]:
     """The likeliest tokens by logits [vocabulary], and their log-probs at temperature 1."""
-    found, tokens = logits.double().log_softmax(-1).topk(count)
-    return tuple(zip(tokens.tolist(), found.tolist()))
+    logprobs, tokens = logits.double().log_softmax(-1).topk(count)
+    return tuple(zip(tokens.tolist(), logprobs.tolist()))
 
 
 def choose(logits: Tensor, rule: SamplingRule, uniform: Tensor) -> tuple[Tensor, Tensor]:

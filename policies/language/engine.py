@@ -180,13 +180,14 @@ def token_bytes(model: Any) -> int:
 
 def cache_bytes(config: LanguageConfig, model: Any, max_length: int) -> int:
     """Memory for keys and values: `policy.cache_gb`, or enough for `policy.max_running` whole conversations."""
-    one = token_bytes(model) * max_length
+    num_bytes = token_bytes(model) * max_length
     if config.cache_gb is None:
-        return config.max_running * one
-    if (given := int(config.cache_gb * 1e9)) < one:
+        return config.max_running * num_bytes
+    if (given := int(config.cache_gb * 1e9)) < num_bytes:
         raise ConfigError(
             f"policy.cache_gb={config.cache_gb:g} has no room for one conversation: {max_length} tokens of "
-            f"{token_bytes(model)} bytes are {one / 1e9:.3g} GB; try policy.max_length={given // token_bytes(model)}"
+            f"{token_bytes(model)} bytes are {num_bytes / 1e9:.3g} GB; "
+            f"try policy.max_length={given // token_bytes(model)}"
         )
     return given
 

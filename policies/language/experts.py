@@ -98,9 +98,9 @@ class ExpertLoads:
             for router, load in zip(self.routers, loads, strict=True):
                 bias = getattr(router, BIAS)
                 bias += self.rate * torch.sign(load.mean() - load).to(bias)
-        found = [max_violation(load) for load in loads]
-        layers = {f"max_violation_{number}": each for number, each in enumerate(found)}
-        return {"max_violation": max(found)} | layers
+        violations = [max_violation(load) for load in loads]
+        layers = {f"max_violation_{number}": each for number, each in enumerate(violations)}
+        return {"max_violation": max(violations)} | layers
 
 
 class _Routed:

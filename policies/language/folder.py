@@ -73,15 +73,15 @@ def read_config(folder: Path) -> PreTrainedConfig:
     if not (folder / CONFIG).is_file():
         raise CheckpointError(f"{folder} is not a folder of a language model: {CONFIG} is missing")
     try:
-        found = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+        config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     except Exception as err:  # of many kinds
         cause = str(err).strip().splitlines()[0] if str(err).strip() else type(err).__name__
         raise CheckpointError(f"{folder / CONFIG} is not that of a language model: {cause}") from None
-    if type(found) not in MODEL_FOR_CAUSAL_LM_MAPPING and found.model_type not in SIGHTS:
-        raise CheckpointError(f"{folder} holds a {found.model_type}, which is not a causal language model")
+    if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING and config.model_type not in SIGHTS:
+        raise CheckpointError(f"{folder} holds a {config.model_type}, which is not a causal language model")
     for key in OURS:
-        found.__dict__.pop(key, None)
-    return found
+        config.__dict__.pop(key, None)
+    return config
 
 
 def check_for_vllm(folder: Path) -> None:
@@ -243,12 +243,12 @@ def logprobs_by_transformers(folder: Path, config: PreTrainedConfig, texts: Sequ
     with BUILDING, quiet():
         kind = auto_class(config)
         model = kind.from_pretrained(folder, config=config, local_files_only=True, **options).eval()
-    found = []
+    logprobs = []
     for text in texts:
         ids = torch.tensor(text)
         likely = model(ids[None], use_cache=False).logits[0, :-1].float().log_softmax(-1)
-        found.append(likely.gather(1, ids[1:, None])[:, 0])
-    return torch.cat(found)
+        logprobs.append(likely.gather(1, ids[1:, None])[:, 0])
+    return torch.cat(logprobs)
 
 
 @contextmanager
@@ -267,14 +267,14 @@ def quiet() -> Iterator[None]:
 
 def stops_of(folder: Path, config: PreTrainedConfig) -> set[int]:
     """The tokens that end an answer, from generation_config.json and config.json."""
-    found: set[int] = set()
+    stops: set[int] = set()
     generation = read_json(folder / GENERATION) if (folder / GENERATION).is_file() else {}
     for ends in (
         generation.get("eos_token_id"),
         *(getattr(each, "eos_token_id", None) for each in (config, config.get_text_config())),
     ):
-        found |= set() if ends is None else set(ends) if isinstance(ends, list) else {ends}
-    return found
+        stops |= set() if ends is None else set(ends) if isinstance(ends, list) else {ends}
+    return stops
 
 
 def tokenizer_of(config: LanguageConfig, talks: bool, shape: PreTrainedConfig | None = None) -> ConversationTokenizer:
@@ -284,10 +284,10 @@ def tokenizer_of(config: LanguageConfig, talks: bool, shape: PreTrainedConfig | 
         return words.of_characters(config.chat, sees=config.preset == "tiny_vl")
     origin = as_path(config.pretrained)
     shape = shape or read_config(origin)
-    found = words.of_folder(origin, stops_of(origin, shape), shape.get_text_config().vocab_size, config.chat)
+    tokenizer = words.of_folder(origin, stops_of(origin, shape), shape.get_text_config().vocab_size, config.chat)
     if talks:
-        found.check_turns()
-    return found
+        tokenizer.check_turns()
+    return tokenizer
 
 
 def read_weights(folder: Path, model: Any, tied: str | None) -> dict[str, Blob]:
@@ -325,33 +325,33 @@ def origins(model: Any, stored: Iterable[str]) -> dict[str, WeightSource]:
     renamings = [rule for rule in rules if isinstance(rule, WeightRenaming)]
     converters = [rule for rule in rules if isinstance(rule, WeightConverter)]
     of_pattern = {pattern: rule for rule in converters for pattern in rule.source_patterns}
-    found: dict[str, WeightSource] = {}
+    sources: dict[str, WeightSource] = {}
     for name in sorted(stored, key=by_number):
         new, pattern = rename_source_key(name, renamings, converters, model.base_model_prefix, own)
         if new not in own:
             new, pattern = rename_source_key(name, [], [], model.base_model_prefix, own)
         if pattern is None:
-            found[new if new in own else name] = WeightSource([name])
+            sources[new if new in own else name] = WeightSource([name])
             continue
         rule = of_pattern[pattern]
         for target in rule.target_patterns:
-            origin = found.setdefault(new.replace(rule.target_patterns[0], target), WeightSource([], rule, first=new))
+            origin = sources.setdefault(new.replace(rule.target_patterns[0], target), WeightSource([], rule, first=new))
             origin.names.append(name)
             origin.patterns.append(pattern)
-    return found
+    return sources
 
 
 def as_modules(model: Any, stored: dict[str, Blob]) -> dict[str, Blob]:
     """A folder's weights with the names and shapes of the model's modules."""
-    own, found = module_weights(model), {}
+    own, weights = module_weights(model), {}
     for name, origin in origins(model, stored).items():
         first = stored[origin.names[0]]
         if origin.rule is None:
-            found[name] = first
+            weights[name] = first
         else:
             spec = Spec(first.spec.dtype, tuple(own[name].shape))
-            found[name] = MadeBlob(spec, partial(convert, model, name, origin, stored, spec))
-    return found
+            weights[name] = MadeBlob(spec, partial(convert, model, name, origin, stored, spec))
+    return weights
 
 
 def module_weights(model: Any) -> dict[str, Tensor]:

@@ -108,11 +108,17 @@ class HTTPEngine(Engine):
         answers, self.ended = self.ended, []
         if came := self.arrived(0.0 if answers else LOOK_S):
             began = time.monotonic()
-            differences = self.differences([(self.asked[number], found) for _, number, found in came])
+            differences = self.differences([(self.asked[number], parsed) for _, number, parsed in came])
             self.gather_s = max(GATHER_S, time.monotonic() - began)
             compared = [
-                (server, number, self.answer(self.asked[number], found), gaps, self.mismatch(self.asked[number], found))
-                for (server, number, found), gaps in zip(came, differences)
+                (
+                    server,
+                    number,
+                    self.answer(self.asked[number], parsed),
+                    gaps,
+                    self.mismatch(self.asked[number], parsed),
+                )
+                for (server, number, parsed), gaps in zip(came, differences)
             ]
             for number, answer in self.call(self.pool.release, compared):
                 del self.asked[number]
@@ -122,19 +128,19 @@ class HTTPEngine(Engine):
     def arrived(self, wait_s: float) -> list[tuple[PooledServer, int, ParsedAnswer]]:
         """Waits for the first answer and returns the arrived ones. If answers are recomputed, it waits for more as long
         as the last recomputation took, so that one pass computes several."""
-        found: list[tuple[PooledServer, int, ParsedAnswer]] = []
+        items: list[tuple[PooledServer, int, ParsedAnswer]] = []
         until = time.monotonic() + wait_s
         with contextlib.suppress(queue.Empty):
-            while len(found) < len(self.asked):
+            while len(items) < len(self.asked):
                 left = until - time.monotonic()
                 item = self.pool.done.get(timeout=left) if left > 0 else self.pool.done.get_nowait()
                 if isinstance(item, Exception):
                     self.abort()
                     raise item
-                if not found:
+                if not items:
                     until = time.monotonic() + (self.gather_s if self.config.gap_limit else 0.0)
-                found.append(item)
-        return found
+                items.append(item)
+        return items
 
     def abort(self) -> list[Answer]:
         self.call(self.pool.forget)
@@ -172,24 +178,24 @@ class HTTPEngine(Engine):
             return dict(weights)
         return dict(merged(weights.items(), scaling_of(self.config)))
 
-    def answer(self, request: Request, found: ParsedAnswer) -> Answer:
-        tokens, logprobs = np.array(found.tokens, np.int32), np.array(found.logprobs, self.exact)
-        return Answer(request.key, tokens, logprobs, found.finish != "stop", found.dropped)
+    def answer(self, request: Request, parsed: ParsedAnswer) -> Answer:
+        tokens, logprobs = np.array(parsed.tokens, np.int32), np.array(parsed.logprobs, self.exact)
+        return Answer(request.key, tokens, logprobs, parsed.finish != "stop", parsed.dropped)
 
     def sampling(self, request: Request) -> tuple[int, str, SamplingRule]:
         """The seed, stream and sampling rule of a conversation."""
         own = request.sampling
         return (own.seed, own.stream.removeprefix("act/"), own.rule) if own else self.round
 
-    def mismatch(self, request: Request, found: ParsedAnswer) -> str:
+    def mismatch(self, request: Request, parsed: ParsedAnswer) -> str:
         """Why an answer is not of this policy's weights; "" if it is, or if it is not verified. A server cannot know
         which answers are verified."""
-        if not found.tokens or found.dropped or secrets.SystemRandom().random() >= (self.config.verify or 0.0):
+        if not parsed.tokens or parsed.dropped or secrets.SystemRandom().random() >= (self.config.verify or 0.0):
             return ""
-        (seed, stream, rule), count, begin = self.sampling(request), len(found.tokens), len(request.tokens)
+        (seed, stream, rule), count, begin = self.sampling(request), len(parsed.tokens), len(request.tokens)
         episodes, places = np.full(count, request.episode, np.uint64), begin + np.arange(count)
         noise = rng.uniform(seed, f"act/{stream}", episodes, places, 1)[:, 0]
-        return find_mismatch(self.policy, request.tokens, found, rule, noise)
+        return find_mismatch(self.policy, request.tokens, parsed, rule, noise)
 
     def differences(self, came: list[tuple[Request, ParsedAnswer]]) -> list[np.ndarray]:
         """For each answer, the differences by token between its log-probs and the learner's; empty for dropped answers,

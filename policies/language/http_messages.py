@@ -87,8 +87,8 @@ def read_line(data: bytes) -> tuple[int, int, Any]:
     """The number of a request among requests that were sent together, and the status and JSON of its answer; raises
     ValueError if the line has none."""
     try:
-        found = json.loads(data)
-        return int(found["number"]), int(found["status"]), found["body"]
+        content = json.loads(data)
+        return int(content["number"]), int(content["status"]), content["body"]
     except (KeyError, TypeError, RecursionError, ValueError) as err:
         raise ValueError(f"a line is none of an answer ({type(err).__name__}: {err})") from None
 
@@ -103,11 +103,11 @@ def read_json(text: str) -> Any:
 
 def read_error(body: Any) -> tuple[str, Any]:
     """The text and code of an error, which servers wrap in different ways."""
-    found = body.get("error", body) if isinstance(body, dict) else body
-    if isinstance(found, dict):
-        text = found.get("message") or found.get("detail") or found
-        return str(text).replace("\n", " ")[:300], found.get("code")
-    return str(found).replace("\n", " ")[:300], None
+    error = body.get("error", body) if isinstance(body, dict) else body
+    if isinstance(error, dict):
+        text = error.get("message") or error.get("detail") or error
+        return str(text).replace("\n", " ")[:300], error.get("code")
+    return str(error).replace("\n", " ")[:300], None
 
 
 def settings_of(policy: LanguagePolicy) -> dict[str, Any]:

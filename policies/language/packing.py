@@ -62,17 +62,17 @@ def lay_out(
     if token_positions is None:
         token_positions = np.arange(len(tokens)) - np.repeat(starts, lengths)
     whole = blocks_of(tokens, mask, lengths, groups)
-    found = [part for block in whole for part in split_cheaply(block, lengths, wide)]
-    row = max([row, *(block.size for block in found)])
-    bins = fill_rows([block.size for block in found], row)
-    shape = len(bins), max(sum(found[number].size for number in numbers) for numbers in bins)
+    parts = [part for block in whole for part in split_cheaply(block, lengths, wide)]
+    row = max([row, *(block.size for block in parts)])
+    bins = fill_rows([block.size for block in parts], row)
+    shape = len(bins), max(sum(parts[number].size for number in numbers) for numbers in bins)
     ids, segments = (np.zeros(shape, np.int64) for _ in range(2))
     positions = np.zeros((*shape, *token_positions.shape[1:]), np.int64)
     blocks, place = np.full(shape, -1, np.int64), np.empty(len(tokens), np.int64)
     for at, numbers in enumerate(bins):
         column = 0
         for number in numbers:
-            block = found[number]
+            block = parts[number]
             for segment, begin, end in parts_of_block(block, starts, ends):
                 part = slice(column, column + end - begin)
                 ids[at, part], blocks[at, part], segments[at, part] = tokens[begin:end], number, segment
@@ -117,12 +117,12 @@ def blocks_of(tokens: np.ndarray, mask: np.ndarray, lengths: np.ndarray, groups:
     members: dict[int, list[int]] = {}
     for number, group in enumerate(groups.tolist()):
         members.setdefault(group, []).append(number)
-    found = []
+    blocks = []
     for numbers in members.values():
         shared = shared_prompt(tokens, mask, starts[numbers], lengths[numbers])
         for some in [tuple(numbers)] if shared else [(number,) for number in numbers]:
-            found.append(PromptBlock(some, shared, size_of(some, shared, lengths)))
-    return found
+            blocks.append(PromptBlock(some, shared, size_of(some, shared, lengths)))
+    return blocks
 
 
 def split_cheaply(block: PromptBlock, lengths: np.ndarray, wide: float) -> list[PromptBlock]:

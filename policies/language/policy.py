@@ -169,9 +169,9 @@ class LanguagePolicy(PublishedPolicy):
         packed = lay_out(shown, mask, lengths, groups, wide=room, token_positions=positions)
         score = partial(self.scores_of, tokens=tokens, way=way, names=list(dict.fromkeys(names)))
         ranks = DividedPass(*inputs["ranks"], way) if "ranks" in inputs else None
-        found, which = (score(packed), packed.scored) if ranks is None else ranks.score(score, packed)
-        empty, scored = found[0].new_zeros(len(tokens)), tensor_of(which, self.device)
-        logprobs, entropy, *values = (empty.index_put((scored,), of) for of in found)
+        scores, which = (score(packed), packed.scored) if ranks is None else ranks.score(score, packed)
+        empty, scored = scores[0].new_zeros(len(tokens)), tensor_of(which, self.device)
+        logprobs, entropy, *values = (empty.index_put((scored,), of) for of in scores)
         return Scores(logprobs[:, None, None], entropy[:, None, None], *(values or [empty]))
 
     def see(self, tokens: np.ndarray, lengths: np.ndarray, names: list[str]) -> tuple[np.ndarray, np.ndarray]:
@@ -198,10 +198,10 @@ class LanguagePolicy(PublishedPolicy):
         """Log-probs, entropies and, with a value head, values [M] of the sampled tokens in these rows with these
         pictures."""
         hidden = self.hidden(packed, way, ranks, names)
-        found = [*self.words(hidden, packed.takes, tokens[packed.scored].astype(np.int64))]
+        scores = [*self.words(hidden, packed.takes, tokens[packed.scored].astype(np.int64))]
         if self.value_head is not None:
-            found.append(self.value_head(hidden)[tensor_of(packed.takes, self.device)].to(found[0].dtype))
-        return found
+            scores.append(self.value_head(hidden)[tensor_of(packed.takes, self.device)].to(scores[0].dtype))
+        return scores
 
     def imitate(self, inputs: dict[str, Any], noise: Any) -> Tensor:
         """At temperature 1, independent of the temperature of rollouts."""
@@ -242,14 +242,14 @@ class LanguagePolicy(PublishedPolicy):
         firsts = range(0, len(hidden), most)
         cuts = np.searchsorted(takes[order], firsts)[1:]
         parts = [
-            (first, tensor_of(takes[mine] - first, self.device), tensor_of(chosen[mine], self.device))
-            for first, mine in zip(firsts, np.split(order, cuts), strict=True)
+            (first, tensor_of(takes[rows] - first, self.device), tensor_of(chosen[rows], self.device))
+            for first, rows in zip(firsts, np.split(order, cuts), strict=True)
         ]
         head = self.model.get_input_embeddings() if self.tied else self.model.get_output_embeddings()
         weights = [p for p in head.parameters() if p.requires_grad]
-        found = InParts.apply(score, most, parts, hidden, *weights)
+        scores = InParts.apply(score, most, parts, hidden, *weights)
         back = tensor_of(np.argsort(order), self.device)
-        return found[0][back], found[1][back]
+        return scores[0][back], scores[1][back]
 
     def words_at(self, temperature: float, hidden: Tensor, takes: Tensor, chosen: Tensor) -> tuple[Tensor, Tensor]:
         """The same for all places at once."""
@@ -297,8 +297,8 @@ class LanguagePolicy(PublishedPolicy):
         self.products += (3 if taught else 1) * products
 
     def take_work(self) -> tuple[int, float]:
-        found, self.trained_tokens, self.products = (self.trained_tokens, self.products), 0, 0.0
-        return found
+        work, self.trained_tokens, self.products = (self.trained_tokens, self.products), 0, 0.0
+        return work
 
     # Weights
 
@@ -488,5 +488,5 @@ class FirstLayers(LanguagePolicy):
         inputs = {"actions": np.concatenate(texts), "mask": np.concatenate(mask), "groups": np.zeros(2, np.int64)}
         with torch.no_grad():
             scores = self(inputs | {"lengths": np.array([len(text) for text in texts])})
-        mine = scores.logprobs[:, 0, 0][torch.from_numpy(inputs["mask"])]
-        return float((mine - theirs).abs().max())
+        ours = scores.logprobs[:, 0, 0][torch.from_numpy(inputs["mask"])]
+        return float((ours - theirs).abs().max())

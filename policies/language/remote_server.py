@@ -116,12 +116,12 @@ class RemoteServer:
 
     async def look(self) -> None:
         """Find out the server's kind and model."""
-        found = await self.call("GET", "/v1/models")
+        listing = await self.call("GET", "/v1/models")
         try:
-            about = found["data"][0]
-            self.model, self.owner = str(about["id"]), str(about.get("owned_by"))
-            self.max_length, self.adapters = about.get("max_model_len"), about.get("lora_rank")
-            self.slots, self.settings = about.get("max_running"), dict(about.get("settings") or {})
+            model = listing["data"][0]
+            self.model, self.owner = str(model["id"]), str(model.get("owned_by"))
+            self.max_length, self.adapters = model.get("max_model_len"), model.get("lora_rank")
+            self.slots, self.settings = model.get("max_running"), dict(model.get("settings") or {})
             if self.ours:
                 self.settings["lora_rank"] = self.adapters
         except (KeyError, IndexError, TypeError, AttributeError):
@@ -156,9 +156,9 @@ class RemoteServer:
             if response.status >= 300:
                 self.judged(response.status, read_json(await response.text()), MANY)
             async for line in response.content:
-                number, status, found = read_line(line)
+                number, status, content = read_line(line)
                 try:
-                    answer = self.judged(status, found, MANY)
+                    answer = self.judged(status, content, MANY)
                 except ServerUnavailable as err:
                     answer = err
                 if number in waited:
@@ -170,8 +170,8 @@ class RemoteServer:
         """The server's name for its weights; "" if unknown."""
         if not self.ours and self.owner != "vllm":
             return ""
-        found = await self.call("GET", "/weight_info", missing={}, limit_s=limit_s)
-        return str(found.get("weight_version", ""))
+        info = await self.call("GET", "/weight_info", missing={}, limit_s=limit_s)
+        return str(info.get("weight_version", ""))
 
     def check_settings(self, own: dict[str, Any], max_length: int, proves: bool) -> None:
         """Refuse a server with another model or precision, with shorter conversations, or without proofs."""
@@ -195,12 +195,12 @@ class RemoteServer:
         if self.ours:
             body = {"path": str(folder), "version": version, "weight_version": name}
             try:
-                found = await self.call("POST", "/update_weights", body)
+                loaded = await self.call("POST", "/update_weights", body)
             except Refused as err:
                 if err.code != UNSEEN:
                     raise
-                found = await self.send(folder, name, version)
-            if found.get("weight_version") != name:
+                loaded = await self.send(folder, name, version)
+            if loaded.get("weight_version") != name:
                 raise EmbodiedError(f"{self.name} has read other weights from {folder} than were written there")
         elif self.owner == "vllm":
             await self.load_into_vllm(folder, name, version, tied)
@@ -212,10 +212,10 @@ class RemoteServer:
 
     async def send(self, folder: Path, name: str, version: int) -> Any:
         """Send the weights of a folder in buckets; the last answer is like that of /update_weights."""
-        found = {}
+        reply = {}
         for data in self.buckets(folder, name, version):
-            found = await self.call("POST", "/receive_weights", data)
-        return found
+            reply = await self.call("POST", "/receive_weights", data)
+        return reply
 
     def buckets(self, folder: Path, name: str, version: int) -> Iterator[bytes]:
         """The encoded buckets of a folder's weights."""
@@ -295,16 +295,16 @@ class RemoteServer:
         except (aiohttp.ClientError, OSError) as err:
             raise ServerUnavailable(f"{type(err).__name__}: {err}" if str(err) else type(err).__name__) from None
 
-    def judged(self, status: int, found: Any, path: str) -> Any:
+    def judged(self, status: int, content: Any, path: str) -> Any:
         """The JSON of an answer; raises an error for an error status."""
         if status < 300:
-            return found
-        said, code = read_error(found)
+            return content
+        message, code = read_error(content)
         if status == 500 and code == NOT_FINITE:
             return UNUSABLE
         if status in BUSY:
-            raise ServerUnavailable(f"{path} answers {status}: {said}", status)
-        raise Refused(f"{self.name}: {path} answers {status}: {said}{self.hint(status, path)}", code)
+            raise ServerUnavailable(f"{path} answers {status}: {message}", status)
+        raise Refused(f"{self.name}: {path} answers {status}: {message}{self.hint(status, path)}", code)
 
     def hint(self, status: int, path: str) -> str:
         if status in (401, 403):

@@ -172,8 +172,8 @@ class ServerPool:
             raise self.error
 
     def put(self, requests: Mapping[int, PooledRequest]) -> None:
-        for number, one in requests.items():
-            self.queue.put(Waiting(number, one, 1, one.request.episode, one.request.keep))
+        for number, request in requests.items():
+            self.queue.put(Waiting(number, request, 1, request.request.episode, request.request.keep))
         self.hand_out()
 
     def release(self, compared: Sequence[tuple[PooledServer, int, Any, np.ndarray, str]]) -> list[tuple[int, Any]]:
@@ -184,7 +184,7 @@ class ServerPool:
                 server.unreleased[number] = answer
                 server.gap.add(differences)
                 server.evidence = evidence or server.evidence
-        found: list[tuple[int, Any]] = []
+        released: list[tuple[int, Any]] = []
         for server in self.servers:
             if not server.unreleased:
                 continue
@@ -193,10 +193,10 @@ class ServerPool:
             if server.evidence or server.gap.mean > limit:
                 self.drop(server, server.evidence or gap_evidence(server.gap, limit))
             elif server.gap.tokens >= JUDGED_TOKENS or not server.calls or self.gap_limit is None:
-                found += [(number, answer) for number, answer in server.unreleased.items() if self.settle(number)]
+                released += [(number, answer) for number, answer in server.unreleased.items() if self.settle(number)]
                 server.unreleased = {}
         self.hand_out()
-        return found
+        return released
 
     def forget(self) -> None:
         """Cancel all requests by closing their connections."""
@@ -370,7 +370,7 @@ class ServerPool:
         for name, requests in self.queue.take().items():
             server, size = by_name[name], MOST_TOGETHER if by_name[name].remote.ours else 1
             for first in range(0, len(requests), size):
-                some = {int(one.key): one.request for one in requests[first : first + size]}  # type: ignore[call-overload]
+                some = {int(request.key): request.request for request in requests[first : first + size]}  # type: ignore[call-overload]
                 self.asking.add(call := asyncio.create_task(self.ask(server, some)))
                 call.add_done_callback(self.asking.discard)
                 server.calls |= dict.fromkeys(some, call)
@@ -379,7 +379,7 @@ class ServerPool:
         """Send these requests to a server, in one call."""
         began, remote, left = time.monotonic(), server.remote, dict(requests)
         server.asked_at |= dict.fromkeys(requests, began)
-        bodies = {number: one.body | {"model": remote.model} for number, one in requests.items()}
+        bodies = {number: request.body | {"model": remote.model} for number, request in requests.items()}
         try:
             async with contextlib.aclosing(remote.answers(bodies)) as answers:
                 async for number, answer in answers:
@@ -404,19 +404,19 @@ class ServerPool:
 
     async def hear(self, server: PooledServer, number: int, request: PooledRequest, answer: Any, began: float) -> None:
         """Keep an answer for comparison, or ask again if it is of other weights."""
-        found, remote = read_answer(answer), server.remote
-        check_tokens(found, request.body["max_tokens"], self.settings["vocab_size"])
-        has = found.fingerprint if remote.ours else None
+        parsed, remote = read_answer(answer), server.remote
+        check_tokens(parsed, request.body["max_tokens"], self.settings["vocab_size"])
+        has = parsed.fingerprint if remote.ours else None
         if remote.owner == "vllm" and self.folder is not None:  # it may have restarted meanwhile
             has = await remote.weights()
-        if not found.dropped and (found.finish == "abort" or (has and not same_numbers(has, self.wanted))):
+        if not parsed.dropped and (parsed.finish == "abort" or (has and not same_numbers(has, self.wanted))):
             self.ask_again(server, number)
             return
         server.pause = SHORTEST_S
         server.longest_s = max(server.longest_s, time.monotonic() - began)
-        self.totals["unusable"] += bool(found.dropped)
-        server.speed.wrote(len(found.tokens), time.monotonic(), bool(self.queue.waiting))
-        self.done.put((server, number, found))
+        self.totals["unusable"] += bool(parsed.dropped)
+        server.speed.wrote(len(parsed.tokens), time.monotonic(), bool(self.queue.waiting))
+        self.done.put((server, number, parsed))
 
     def fail(self, server: PooledServer, number: int, err: ServerUnavailable, began: float) -> None:
         """A request has failed: requeue it, and check the server before it takes another one."""
@@ -428,7 +428,7 @@ class ServerPool:
         if now - began > 2 * LONGEST_S:  # it was being answered
             since, servers = now, set()
         self.failing[number] = since, {*servers, server.name}
-        if now - since >= self.away_s and all(one.name in self.failing[number][1] for one in self.left):
+        if now - since >= self.away_s and all(server.name in self.failing[number][1] for server in self.left):
             self.stop(EmbodiedError(f"{server.name} has not answered for {self.away_s:g} s (policy.away_s): {err}"))
         else:
             self.hand_out()
@@ -448,11 +448,11 @@ class ServerPool:
 
     def metrics(self) -> dict[str, float]:
         """The counts since the last call, and each server's differences of log-probs."""
-        found: dict[str, float] = {name: float(count) for name, count in self.totals.items()}
+        numbers: dict[str, float] = {name: float(count) for name, count in self.totals.items()}
         self.totals = dict.fromkeys(self.totals, 0)
         for place, server in enumerate(self.servers):
-            found |= {f"gap_{place}": server.gap.mean, f"largest_gap_{place}": server.gap.largest}
-        return found
+            numbers |= {f"gap_{place}": server.gap.mean, f"largest_gap_{place}": server.gap.largest}
+        return numbers
 
 
 def gap_evidence(gap: GapRecord, limit: float) -> str:
@@ -463,11 +463,11 @@ def gap_evidence(gap: GapRecord, limit: float) -> str:
     )
 
 
-def check_tokens(found: ParsedAnswer, most: int, vocabulary: int) -> None:
+def check_tokens(parsed: ParsedAnswer, most: int, vocabulary: int) -> None:
     """Raise ValueError if an answer does not fit its request."""
-    if len(found.tokens) > most:
-        raise ValueError(f"an answer of {len(found.tokens)} tokens, and {most} were asked for")
-    if odd := [token for token in found.tokens if not 0 <= token < vocabulary]:
+    if len(parsed.tokens) > most:
+        raise ValueError(f"an answer of {len(parsed.tokens)} tokens, and {most} were asked for")
+    if odd := [token for token in parsed.tokens if not 0 <= token < vocabulary]:
         raise ValueError(f"token {odd[0]} in an answer is none of this model's {vocabulary}")
 
 

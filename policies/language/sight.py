@@ -47,9 +47,9 @@ class Picture:
     @property
     def is_place(self) -> np.ndarray:
         """bool [n]: True for places, among the tokens from the first place to the last."""
-        found = np.array(self.tokens) < 0
-        at = np.flatnonzero(found)
-        return found[at[0] : at[-1] + 1]
+        places = np.array(self.tokens) < 0
+        at = np.flatnonzero(places)
+        return places[at[0] : at[-1] + 1]
 
     @property
     def num_bytes(self) -> int:
@@ -177,8 +177,8 @@ class Sight:
         group, counts = ranks.group, np.array([self.read(name).places for name in names])
         looks = (np.cumsum(counts) - counts) * group.size // counts.sum()
         sizes = np.bincount(looks, counts, group.size).astype(int).tolist()
-        mine = [name for name, rank in zip(names, looks.tolist(), strict=True) if rank == group.place]
-        seen = self.features(model, mine or [BLANK])[: sizes[group.place]]
+        of_rank = [name for name, rank in zip(names, looks.tolist(), strict=True) if rank == group.place]
+        seen = self.features(model, of_rank or [BLANK])[: sizes[group.place]]
         room = torch.nn.functional.pad(seen, (0, 0, 0, max(sizes) - len(seen)))
         came = Exchange.apply(group, room.expand(group.size, -1, -1).flatten(1)).view(group.size, *room.shape)
         return torch.cat([rows[:size] for rows, size in zip(came, sizes, strict=True)])
@@ -188,13 +188,13 @@ class Sight:
         pictures' names, each once. Example with pictures of two places and one place, the first shown again at the end:
         -1 -2 5 -1 6 -1 -2 becomes -1 -2 5 -3 6 -1 -2.
         """
-        found, different = tokens.astype(np.int64).ravel(), list(dict.fromkeys(names))
+        numbers, different = tokens.astype(np.int64).ravel(), list(dict.fromkeys(names))
         ends = np.cumsum([self.read(name).places for name in different])
         first = {name: int(end) - self.read(name).places for name, end in zip(different, ends, strict=True)}
-        places, of = found < 0, np.cumsum(found == FIRST_PLACE) - 1
+        places, of = numbers < 0, np.cumsum(numbers == FIRST_PLACE) - 1
         assert of[-1] + 1 == len(names), "a stream of tokens shows other pictures than are named"
-        found[places] -= np.array([first[name] for name in names], np.int64)[of[places]]
-        return found.reshape(tokens.shape), different
+        numbers[places] -= np.array([first[name] for name in names], np.int64)[of[places]]
+        return numbers.reshape(tokens.shape), different
 
 
 class QwenSight(Sight):
@@ -225,11 +225,11 @@ class QwenSight(Sight):
         return self.placeholder.join(ends)
 
     def process(self, pixels: np.ndarray) -> Picture:
-        found = dict(self.processor(images=[pixels], return_tensors="np"))
+        outputs = dict(self.processor(images=[pixels], return_tensors="np"))
         side = self.config.vision_config.spatial_merge_size
-        _, height, width = found["image_grid_thw"][0].tolist()
+        _, height, width = outputs["image_grid_thw"][0].tolist()
         grid = height // side, width // side
-        return Picture(found, tuple(range(-1, -1 - grid[0] * grid[1], -1)), grid)
+        return Picture(outputs, tuple(range(-1, -1 - grid[0] * grid[1], -1)), grid)
 
     def positions(self, tokens: np.ndarray, names: Sequence[str]) -> np.ndarray:
         """A picture's positions begin after the text before it; the following text begins after the picture's longer
@@ -237,17 +237,17 @@ class QwenSight(Sight):
 
         "5 6", a picture of one row and two columns, "7": time and row 0 1 2 2 4, column 0 1 2 3 4.
         """
-        found, place, begin = np.repeat(np.arange(len(tokens))[:, None], 3, 1), 0, 0
+        places, place, begin = np.repeat(np.arange(len(tokens))[:, None], 3, 1), 0, 0
         for start, name in zip(np.flatnonzero(np.asarray(tokens) == FIRST_PLACE), names, strict=True):
-            found[begin:start] += place - begin
+            places[begin:start] += place - begin
             place += start - begin
             rows, columns = self.read(name).grid
             begin = start + rows * columns
             at = np.arange(rows * columns)
-            found[start:begin] = place + np.stack([0 * at, at // columns, at % columns], 1)
+            places[start:begin] = place + np.stack([0 * at, at // columns, at % columns], 1)
             place += max(rows, columns)
-        found[begin:] += place - begin
-        return found
+        places[begin:] += place - begin
+        return places
 
     def features(self, model: Any, names: Sequence[str]) -> Tensor:
         tower, pictures = model.base_model.visual, [self.read(name).pixels for name in names]
@@ -282,8 +282,8 @@ class IdeficsSight(Sight):
         return base.connector(tower.post_layernorm(hidden))
 
     def process(self, pixels: np.ndarray) -> Picture:
-        found = dict(self.processor(images=[[pixels]], return_row_col_info=True, return_tensors="np"))
-        rows, columns = (int(np.ravel(found.pop(key))[0]) for key in ("rows", "cols"))
+        outputs = dict(self.processor(images=[[pixels]], return_row_col_info=True, return_tensors="np"))
+        rows, columns = (int(np.ravel(outputs.pop(key))[0]) for key in ("rows", "cols"))
         vision = self.config.vision_config
         count = (vision.image_size // vision.patch_size) ** 2 // self.config.scale_factor**2
         fake, whole = "<fake_token_around_image>", "<global-img>"
@@ -298,7 +298,7 @@ class IdeficsSight(Sight):
                 tokens += range(-1 - place, -1 - place - count, -1)
                 place += count
             tokens += self.own(part, add_special_tokens=False)["input_ids"]
-        return Picture(found, tuple(tokens))
+        return Picture(outputs, tuple(tokens))
 
     def for_vllm(self, picture: Picture) -> dict[str, np.ndarray]:
         """The tiles of all pictures stand one after the other there."""

@@ -357,7 +357,7 @@ class SlotEngine(Engine):
             self.cache.bias = torch.where(mask, 0.0, -torch.inf).to(self.model.dtype)[:, None, None]
             logits, states = self.fast(pending, positions, self.cache)
         else:
-            with last_states(self.model) as found:
+            with last_states(self.model) as hidden:
                 logits = self.model(
                     input_ids=pending[:, None],
                     attention_mask=mask[:, None, None],
@@ -365,14 +365,14 @@ class SlotEngine(Engine):
                     past_key_values=self.cache,
                     use_cache=True,
                 ).logits[:, 0]
-            states = found[0][:, 0]
+            states = hidden[0][:, 0]
         tokens, logprobs = np.zeros(count, np.int64), np.zeros(count)
         by_rule: dict[SamplingRule, list[int]] = {}
         for row, request in enumerate(self.rows):
             by_rule.setdefault(request.sampling.rule, []).append(row)
         for rule, rows in by_rule.items():
-            mine = logits if len(rows) == count else logits[self.on(np.array(rows))]
-            chosen = choose(mine, rule, self.on(self.noise[rows, self.phase]))
+            of_rows = logits if len(rows) == count else logits[self.on(np.array(rows))]
+            chosen = choose(of_rows, rule, self.on(self.noise[rows, self.phase]))
             tokens[rows], logprobs[rows] = (each.cpu().numpy() for each in chosen)
         for row in (row for row, request in enumerate(self.rows) if request.sampling.likeliest):
             self.likeliest[row] += (likeliest(logits[row], self.rows[row].sampling.likeliest),)
@@ -462,9 +462,9 @@ def tokens_and_pictures(request: Request) -> np.ndarray:
 def last_states(model: Any) -> Iterator[list[Tensor]]:
     """Yields a list that receives the last hidden states [N, new, D] of the model's next pass, the input of its
     head."""
-    found: list[Tensor] = []
-    hook = model.get_output_embeddings().register_forward_pre_hook(lambda head, given: found.append(given[0]))
+    states: list[Tensor] = []
+    hook = model.get_output_embeddings().register_forward_pre_hook(lambda head, given: states.append(given[0]))
     try:
-        yield found
+        yield states
     finally:
         hook.remove()

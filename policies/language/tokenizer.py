@@ -111,8 +111,8 @@ class ConversationTokenizer:
     def continuation(self, said: Iterable[Message], ended: bool) -> str:
         """The text that a template writes after an answer, without the end token if the answer has `ended`."""
         text = self.render((ASKED, {"role": "assistant", "content": ANSWER}, *said))
-        _, found, behind = text.rpartition(ANSWER)
-        if not found:
+        _, answer, behind = text.rpartition(ANSWER)
+        if not answer:
             raise ConfigError(f"the model's chat template leaves out the model's answers; {ADVICE}")
         end = next((end for end in map(self.own.decode, sorted(self.stops)) if end and behind.startswith(end)), "")
         return behind.removeprefix(end) if ended else behind

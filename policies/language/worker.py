@@ -211,7 +211,7 @@ class LanguageWorker(PolicyWorker):
             logprobs=answer.logprobs,
             version=version,
             text=tokenizer.decode(written),
-            pieces=tuple(tokenizer.decode([one]) for one in ids) if show or asked.prompt.override else (),
+            pieces=tuple(tokenizer.decode([token]) for token in ids) if show or asked.prompt.override else (),
             truncated=answer.truncated,
             dropped=dropped,
         )
@@ -221,11 +221,11 @@ class LanguageWorker(PolicyWorker):
         if not hasattr(self, "engine"):
             return {}
         rate = self.tokens / self.busy_s if self.busy_s else 0.0
-        found = {"tokens": self.tokens, "tokens_per_s": rate, "steps": self.steps, "running_max": self.running}
-        found["resumed"] = self.resumed  # tokens of answers that another engine had begun
-        found["no_room"] = self.no_room  # conversations that the env's message ended: policy.max_length was reached
+        numbers = {"tokens": self.tokens, "tokens_per_s": rate, "steps": self.steps, "running_max": self.running}
+        numbers["resumed"] = self.resumed  # tokens of answers that another engine had begun
+        numbers["no_room"] = self.no_room  # conversations that the env's message ended: policy.max_length was reached
         self._reset_numbers()
-        return {f"engine/{name}": float(value) for name, value in (found | self.engine.metrics()).items()}
+        return {f"engine/{name}": float(value) for name, value in (numbers | self.engine.metrics()).items()}
 
     def _reset_numbers(self) -> None:
         self.tokens, self.busy_s, self.steps, self.running, self.no_room, self.resumed = 0, 0.0, 0, 0, 0, 0

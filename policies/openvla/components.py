@@ -26,18 +26,18 @@ FILM_ALPHA = 16  # upstream's largest alpha for the adapters inside a vision_bac
 
 def find_components(folder: Path) -> dict[str, Path]:
     """A folder's components by kind; a converted file is preferred to its original."""
-    found: dict[str, Path] = {}
+    paths: dict[str, Path] = {}
     for path in sorted(folder.iterdir()):  # .pt before .safetensors
         match = FILE.fullmatch(path.name)
         if match is None:
             continue
         kind = match[1]
-        if kind in found and found[kind].stem != path.stem:
-            raise CheckpointError(f"{folder} holds both {found[kind].name} and {path.name}; keep the one to use")
-        found[kind] = path
-    if "noisy_action_projector" in found:
+        if kind in paths and paths[kind].stem != path.stem:
+            raise CheckpointError(f"{folder} holds both {paths[kind].name} and {path.name}; keep the one to use")
+        paths[kind] = path
+    if "noisy_action_projector" in paths:
         raise CheckpointError(f"{folder} is a model with a diffusion head, which is not supported")
-    return found
+    return paths
 
 
 def read_component(path: Path) -> dict[str, Tensor]:
@@ -49,8 +49,8 @@ def read_component(path: Path) -> dict[str, Tensor]:
             tensors = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
         except Exception as err:  # any error of the reader for a damaged file or a file with code
             more = type(err).__name__ == "UnpicklingError"  # torch would advise to run the file's code
-            said = "it holds other things too, which could run code" if more else str(err).splitlines()[0]
-            raise CheckpointError(f"{path} cannot be read as tensors: {said}") from None
+            reason = "it holds other things too, which could run code" if more else str(err).splitlines()[0]
+            raise CheckpointError(f"{path} cannot be read as tensors: {reason}") from None
     if not isinstance(tensors, dict) or not all(isinstance(tensor, Tensor) for tensor in tensors.values()):
         raise CheckpointError(f"{path} holds something else than named tensors")
     return {str(name).removeprefix("module."): tensor for name, tensor in tensors.items()}
@@ -78,16 +78,18 @@ def as_stored(path: Path | None, weights: dict[str, Tensor]) -> dict[str, Tensor
     scale = scale_of(stored)
     if scale is None:
         return weights
-    before, found = dict(merged(stored.items(), lambda *_: scale)), dict(stored)
+    before, tensors = dict(merged(stored.items(), lambda *_: scale)), dict(stored)
     for name in stored:
         own = own_layer(name)
         if is_adapter(name) or torch.equal(before[own].to(weights[own].dtype), weights[own]):
             continue
-        found[name] = weights[own]
+        tensors[name] = weights[own]
         if name.endswith(LAYER):
             up, down = (stored[name.removesuffix(LAYER) + end].float() for end in (UP, DOWN))
-            found[name] = (weights[own].float() - scale * product(up, down, weights[own], name)).to(weights[own].dtype)
-    return found
+            tensors[name] = (weights[own].float() - scale * product(up, down, weights[own], name)).to(
+                weights[own].dtype
+            )
+    return tensors
 
 
 def convert(folder: Path) -> list[Path]:

@@ -43,13 +43,13 @@ class Cache:
         return [memory for pair in self.layers.values() for memory in pair]
 
     def _memory(self, layer: int, like: Tensor) -> tuple[Tensor, Tensor]:
-        found = self.layers.get(layer)
-        if found is None or found[0].dtype != like.dtype or found[0].device != like.device:
+        memory = self.layers.get(layer)
+        if memory is None or memory[0].dtype != like.dtype or memory[0].device != like.device:
             rows, width = self.rows, self.width
-        elif found[0].shape[0] >= self.rows and found[0].shape[2] >= self.width:
-            return found
+        elif memory[0].shape[0] >= self.rows and memory[0].shape[2] >= self.width:
+            return memory
         else:
-            rows, width = max(self.rows, found[0].shape[0]), max(self.width, found[0].shape[2])
+            rows, width = max(self.rows, memory[0].shape[0]), max(self.width, memory[0].shape[2])
         shape = (rows, like.shape[1], width, like.shape[3])
         self.layers[layer] = like.new_empty(shape), like.new_empty(shape)
         return self.layers[layer]

@@ -157,10 +157,10 @@ class OpenVLAOFTPolicy(PrismaticPolicy):
         return self._statistics("proprio")
 
     def _check_state(self) -> None:
-        felt, there = self.felt, self.spec.state_dim
-        if there != len(felt.low):
+        felt, state_dim = self.felt, self.spec.state_dim
+        if state_dim != len(felt.low):
             raise ConfigError(
-                f"this model feels {len(felt.low)} numbers (policy.proprio), the env gives {there or 'none'}; "
+                f"this model feels {len(felt.low)} numbers (policy.proprio), the env gives {state_dim or 'none'}; "
                 "set env.state=proprio, or policy.proprio=false"
             )
 
@@ -229,9 +229,9 @@ class OpenVLAOFTPolicy(PrismaticPolicy):
         """Losses [B]: the mean over the demonstrated numbers and the stop token, if any."""
         tokens, more = self.tokens_of(inputs), int(self.config.stop_token)
         losses = self._word_losses(self._states(inputs["obs"], inputs.get(PATCHES), more), tokens.flatten(1))
-        there = inputs["mask"].to(losses.device)[:, :, None].expand_as(tokens).flatten(1)
-        there = nn.functional.pad(there, (0, more), value=True)
-        return torch.where(there, losses, 0.0).sum(1) / there.sum(1)
+        counts = inputs["mask"].to(losses.device)[:, :, None].expand_as(tokens).flatten(1)
+        counts = nn.functional.pad(counts, (0, more), value=True)
+        return torch.where(counts, losses, 0.0).sum(1) / counts.sum(1)
 
     def deviations(self) -> list[nn.Parameter]:
         return [self.log_scale] if self.head == "l1" else []
@@ -304,7 +304,7 @@ class OpenVLAOFTPolicy(PrismaticPolicy):
 
     def components(self) -> tuple[str, ...]:
         flags = {"action_head": self.head == "l1", "proprio_projector": self.proprio, "vision_backbone": self.film}
-        return tuple(kind for kind, there in flags.items() if there)
+        return tuple(kind for kind, present in flags.items() if present)
 
     def component(self, kind: str, weights: dict[str, Tensor]) -> dict[str, Tensor]:
         if kind == "vision_backbone":

@@ -112,12 +112,12 @@ class OpenVLAPolicy(PrismaticPolicy):
         """Returns embeddings [N, L, D] of begin, image and text, their mask [N, L], and True if there is padding.
         `patches` [N, 1, P, D] are features of frozen towers."""
         seen = self._see(*self._pixels(obs)) if patches is None else tensor_of(patches, self.device)[:, 0]
-        ids, there = self._words(obs, len(seen))
+        ids, mask = self._words(obs, len(seen))
         patches = self.projector(seen)
         words = self.language_model.model.embed_tokens(tensor_of(ids, self.device))
         x = torch.cat([words[:, :1], patches.to(words.dtype), words[:, 1:]], dim=1)
         shown = np.ones((len(ids), patches.shape[1]), bool)
-        present = np.concatenate([there[:, :1], shown, there[:, 1:]], axis=1)
+        present = np.concatenate([mask[:, :1], shown, mask[:, 1:]], axis=1)
         return x, tensor_of(present, self.device), not present.all()
 
     def _embed(self, tokens: Tensor) -> Tensor:

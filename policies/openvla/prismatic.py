@@ -91,8 +91,8 @@ class PrismaticPolicy(VLAPolicy):
         stats, suite = read_published(config.pretrained).norm_stats, task.partition("/")[0]
         if config.statistics is not None:
             return {"statistics": choose_key(stats, config.statistics, config.pretrained)}
-        found = [key for key in stats if suite in (key, key.removesuffix("_no_noops"))]
-        return {"statistics": found[0] if found else next(iter(stats)) if len(stats) == 1 else None}
+        keys = [key for key in stats if suite in (key, key.removesuffix("_no_noops"))]
+        return {"statistics": keys[0] if keys else next(iter(stats)) if len(stats) == 1 else None}
 
     @classmethod
     def numbers(cls, config: PrismaticConfig) -> tuple[int, int | None]:

@@ -87,13 +87,13 @@ class Pi0Network(nn.Module):
     def expert(self) -> GemmaStack:
         return self.paligemma_with_expert.gemma_expert.model
 
-    def prefix(self, pixels: Tensor, ids: Tensor, there: Tensor) -> Prefix:
+    def prefix(self, pixels: Tensor, ids: Tensor, is_word: Tensor) -> Prefix:
         """`pixels` [N, cameras, 3, S, S], word ids [N, L] and their mask [N, L]."""
         rows = len(pixels)
         patches = self.to_words(self.vlm.vision_tower.vision_model(pixels.flatten(0, 1)))
         patches = patches.view(rows, -1, patches.shape[-1])
         words = self.vlm.language_model.embed_tokens(ids) * math.sqrt(self.settings.language.dim)
-        present = torch.cat([there.new_ones(rows, patches.shape[1]), there], dim=1)
+        present = torch.cat([is_word.new_ones(rows, patches.shape[1]), is_word], dim=1)
         itself = torch.eye(present.shape[1], dtype=torch.bool, device=present.device)  # for finite rows of padding
         mask = (present[:, None] | itself)[:, None]
         position = (present.long().cumsum(1) - 1).clamp(min=0)

@@ -97,8 +97,8 @@ class Pi0Policy(FlowPolicy):
     def judged(self, seen: Seen, hidden: Tensor | None) -> Tensor:
         prefix, state = seen
         if self.settings.adaptive:
-            there = prefix.present[:, :, None].to(self.exact)
-            return (prefix.hidden.to(self.exact) * there).sum(1) / there.sum(1)
+            present = prefix.present[:, :, None].to(self.exact)
+            return (prefix.hidden.to(self.exact) * present).sum(1) / present.sum(1)
         if hidden is None:
             hidden = self.model.suffix(prefix, state, None, torch.ones(len(state), device=self.device))
         return hidden[:, 0]

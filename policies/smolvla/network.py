@@ -185,7 +185,7 @@ class SmolVLANetwork(nn.Module):
     def expert(self) -> LlamaStack:
         return self.vlm_with_expert.lm_expert
 
-    def prefix(self, pixels: Tensor, ids: Tensor, there: Tensor, state: Tensor) -> Prefix:
+    def prefix(self, pixels: Tensor, ids: Tensor, is_word: Tensor, state: Tensor) -> Prefix:
         """`pixels` [N, cameras, 3, S, S], word ids [N, L] and their mask [N, L], and states [N, state_dim]."""
         rows, scale = len(pixels), math.sqrt(self.settings.language.dim)
         patches = shuffled(self.vlm.vision_model(pixels.flatten(0, 1)), self.settings.shuffle)
@@ -193,7 +193,7 @@ class SmolVLANetwork(nn.Module):
         words = self.vlm.text_model.embed_tokens(ids) * scale
         felt = self.state_proj(state.to(self.state_proj.weight.dtype))[:, None]
         x = torch.cat([images, words.to(images.dtype), felt.to(images.dtype)], dim=1)
-        present = torch.cat([there.new_ones(rows, images.shape[1]), there, there.new_ones(rows, 1)], dim=1)
+        present = torch.cat([is_word.new_ones(rows, images.shape[1]), is_word, is_word.new_ones(rows, 1)], dim=1)
         length = x.shape[1]
         blocks = torch.ones(length, length, dtype=torch.bool, device=x.device)
         blocks[:-1, -1] = False  # images and words do not attend to the state

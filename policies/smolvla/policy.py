@@ -68,12 +68,12 @@ class SmolVLAPolicy(FlowPolicy):
     def read(self, obs: Observation, known: dict[str, Any] | None = None, draws: Tensor | None = None) -> Prefix:
         state = self._unit_state(obs)
         texts = [text if text.endswith("\n") else f"{text}\n" for text in self.instructions(obs, len(state))]
-        ids, there = padded([self.tokenizer.encode(text) for text in texts], most=self.settings.max_tokens)
+        ids, mask = padded([self.tokenizer.encode(text) for text in texts], most=self.settings.max_tokens)
         size = self.settings.vision.image_size
         frames = [tensor_of(obs["images"][view], self.device) for view in self.views]
         grey = [with_bars(frame, size, in_middle=False, as_pillow=False) for frame in frames]
         pixels = torch.stack([view / 255 * 2 - 1 for view in grey], dim=1)
-        words = tensor_of(ids, self.device), tensor_of(there, self.device)
+        words = tensor_of(ids, self.device), tensor_of(mask, self.device)
         prefix = for_acting(self.config, SmolVLANetwork.prefix, self.device)
         return prefix(self.model, pixels, *words, self._padded_state(state))
 

@@ -138,10 +138,10 @@ class FlowPolicy(VLAPolicy):
     def choices(cls, config: FlowConfig, task: str) -> dict[str, Any]:
         """The options that a published folder decides in evaluations on a benchmark's task."""
         published = cls.folder_of(config)
-        found, options = published.figures, cls.lerobots_own(published.settings.published)
-        if config.statistics is not None or len(found) == 1:
+        figures, options = published.figures, cls.lerobots_own(published.settings.published)
+        if config.statistics is not None or len(figures) == 1:
             return options
-        near = [name for name in found if task.partition("_")[0] in name]
+        near = [name for name in figures if task.partition("_")[0] in name]
         return options | {"statistics": near[0] if len(near) == 1 else None}
 
     @classmethod

@@ -253,12 +253,12 @@ def with_adapter_options(config: Any) -> Any:
     extra = {key: described[key] for key in LORA_FIELDS if described.get(key)}
     more = {"lora_rank": rank, "lora_scale": alpha / rank, "lora_config": extra}
     with reading(folder / ADAPTER_CONFIG, CheckpointError):
-        found = type(config).model_validate(config.model_dump() | more | {"lora_path": None, "lora_targets": names})
+        options = type(config).model_validate(config.model_dump() | more | {"lora_path": None, "lora_targets": names})
     for key in more:
-        asked, there = getattr(config, key), getattr(found, key)
-        if asked not in (type(config).model_fields[key].get_default(call_default_factory=True), there):
-            raise ConfigError(f"policy.{key}={asked}, but the adapters in {folder} have {there}; leave it out")
-    return found
+        asked, stored = getattr(config, key), getattr(options, key)
+        if asked not in (type(config).model_fields[key].get_default(call_default_factory=True), stored):
+            raise ConfigError(f"policy.{key}={asked}, but the adapters in {folder} have {stored}; leave it out")
+    return options
 
 
 def read_config(folder: Path) -> dict[str, Any]:
@@ -266,34 +266,34 @@ def read_config(folder: Path) -> dict[str, Any]:
 
     if not (folder / ADAPTER_CONFIG).is_file():
         raise ConfigError(f"policy.lora_path={folder} holds no adapters: {ADAPTER_CONFIG} is missing")
-    found = read_json(folder / ADAPTER_CONFIG)
+    content = read_json(folder / ADAPTER_CONFIG)
     variants = {field.name for field in fields(LoraConfig) if field.metadata.get("is_lora_variant")} - {*LORA_FIELDS}
-    odd = [key for key in (*sorted(variants), *UNKNOWN) if found.get(key)]
-    odd += [key for key, usual in {"peft_type": "LORA", "bias": "none"}.items() if found.get(key, usual) != usual]
+    odd = [key for key in (*sorted(variants), *UNKNOWN) if content.get(key)]
+    odd += [key for key, usual in {"peft_type": "LORA", "bias": "none"}.items() if content.get(key, usual) != usual]
     if odd:
         raise CheckpointError(
-            f"{folder / ADAPTER_CONFIG} asks for {odd[0]}={found[odd[0]]!r}, which is not supported; "
+            f"{folder / ADAPTER_CONFIG} asks for {odd[0]}={content[odd[0]]!r}, which is not supported; "
             "merge the adapters with peft (merge_and_unload) and give policy.pretrained the merged model"
         )
-    return found
+    return content
 
 
 def read_adapters(folder: Path, wanted: set[str], stored: dict[str, Blob], config: LoraOptions) -> dict[str, Blob]:
     """Returns adapters by our names, which must equal `wanted`, and the modules saved with them; `stored` are the
     weights of the base model."""
     named, ends = {own_name(name): blob for name, blob in weights_in(folder).items()}, whole_names(config)
-    found = {name: named.pop(name) for name in [*named] if is_adapter(name)}
-    if odd := sorted(found.keys() ^ wanted):
-        where = "the policy has no such adapter" if odd[0] in found else "the folder lacks it"
+    adapters = {name: named.pop(name) for name in [*named] if is_adapter(name)}
+    if odd := sorted(adapters.keys() ^ wanted):
+        where = "the policy has no such adapter" if odd[0] in adapters else "the folder lacks it"
         raise CheckpointError(f"{folder} does not fit this policy: {odd[0].replace(f'.{ADAPTER}.', '.')}: {where}")
     for name, blob in named.items():
         own = own_layer(name)
         if own in stored and is_saved(own, ends):
-            found[own] = blob
+            adapters[own] = blob
         elif own not in stored or not torch.equal(tensor := tensor_of(blob), tensor_of(stored[own]).to(tensor.dtype)):
             # e.g. embeddings, which peft saves unchanged beside their adapters
             raise CheckpointError(f"{folder} changes {own}, which is not an adapter; merge it with peft")
-    return found
+    return adapters
 
 
 def weights_in(folder: Path) -> dict[str, Blob]:
@@ -309,8 +309,8 @@ def weights_in(folder: Path) -> dict[str, Blob]:
 
 def own_name(saved: str) -> str:
     """Our name of a weight in peft's files."""
-    found = re.sub(r"\.(lora_[AB]|lora_magnitude_vector)(\.weight)?$", rf".\1.{ADAPTER}.weight", saved)
-    return found.removeprefix(WRAPPED)
+    name = re.sub(r"\.(lora_[AB]|lora_magnitude_vector)(\.weight)?$", rf".\1.{ADAPTER}.weight", saved)
+    return name.removeprefix(WRAPPED)
 
 
 def pefts_name(name: str) -> str:

@@ -77,12 +77,12 @@ class VLAPolicy(PublishedPolicy):
 
     def add_keyframe_head(self, image_tokens: int, dim: int) -> None:
         """Create the head with `policy.keyframes`."""
-        places, there = self.config.keyframes, self.spec.state_dim or 0
+        places, state_dim = self.config.keyframes, self.spec.state_dim or 0
         if not places:
             return
-        if max(places) >= there:
+        if max(places) >= state_dim:
             raise ConfigError(
-                f"policy.keyframes={list(places)} are indices of the state, but this env gives {there or 'none'}; "
+                f"policy.keyframes={list(places)} are indices of the state, but this env gives {state_dim or 'none'}; "
                 "set env.state=proprio, or leave it out"
             )
         if not any(p.requires_grad for p in self.vision_encoder().parameters()):
@@ -105,8 +105,8 @@ class VLAPolicy(PublishedPolicy):
         """Squared errors [B], in the model's units, of the predicted states ahead [B, 2, S]."""
         wanted = self.unit_state(tensor_of(states, self.device))[..., list(self.config.keyframes)].flatten(1)
         head = self.keyframe_head
-        found = head(tokens.reshape(len(wanted), head.in_features).to(head.weight.dtype))
-        return (found.to(torch.float32) - wanted.to(torch.float32)).square().mean(1)
+        predicted = head(tokens.reshape(len(wanted), head.in_features).to(head.weight.dtype))
+        return (predicted.to(torch.float32) - wanted.to(torch.float32)).square().mean(1)
 
     def begin_with(self, tensors: dict[str, Any]) -> None:
         """Accepts weights with or without the keyframe head."""

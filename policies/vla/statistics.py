@@ -68,10 +68,10 @@ def choose_key(norm_stats: dict[str, Any], key: str | None, where: str) -> str:
             f"{'|'.join(sorted(norm_stats)[:8])}"
         )
     key = next(iter(norm_stats)) if key is None else key
-    found = next((name for name in (key, f"{key}_no_noops") if name in norm_stats), None)
-    if found is None:
+    chosen = next((name for name in (key, f"{key}_no_noops") if name in norm_stats), None)
+    if chosen is None:
         raise ConfigError(f"policy.statistics={key!r} is not in {where}; there are: {', '.join(sorted(norm_stats))}")
-    return found
+    return chosen
 
 
 def statistics_of(
@@ -83,10 +83,10 @@ def statistics_of(
     slack: float = 0.0,
 ) -> Statistics:
     """The ranges of the actions (or of another `part`) of the data set `key`."""
-    found = choose_key(norm_stats, key, where)
-    what = f"{where}: the statistics of {found}"
+    data_set = choose_key(norm_stats, key, where)
+    what = f"{where}: the statistics of {data_set}"
     try:
-        numbers = norm_stats[found][part]
+        numbers = norm_stats[data_set][part]
         low, high = (np.array(numbers[name], np.float64) for name in BOUNDS[bounds])
         mask = np.array(numbers.get("mask") or [True] * len(low), bool)
     except KeyError as err:
@@ -112,11 +112,11 @@ class Ranges(nn.Module):
 
     def norm_stats(self) -> dict[str, Figures]:
         """The ranges in the layout of published folders."""
-        found: Figures = {}
+        figures: Figures = {}
         for key, numbers in self.named_buffers():
             part, _, name = key.rpartition("_")
-            found.setdefault(part, {})[name] = host(numbers).tolist()
-        return {OWN: found}
+            figures.setdefault(part, {})[name] = host(numbers).tolist()
+        return {OWN: figures}
 
 
 def stated_ranges(published: dict[str, Any], asked: str | None, spec: EnvSpec) -> tuple[dict[str, Any], str | None]:
@@ -152,7 +152,7 @@ def dataset_ranges(folder: Path, spec: EnvSpec) -> Figures:
             "embodied.collect writes some)"
         )
     stats, wanted = read_json(folder / DATA_SET), {"action": spec.action.dim, "proprio": spec.state_dim or 0}
-    found = default_ranges(spec)
+    figures = default_ranges(spec)
     for part, count in wanted.items():
         numbers = stats.get(FEATURES[part], {})
         if not count:
@@ -164,8 +164,8 @@ def dataset_ranges(folder: Path, spec: EnvSpec) -> Figures:
             raise ConfigError(f"{folder / DATA_SET} is damaged: {odd[0]} of {FEATURES[part]} is {numbers[odd[0]]}")
         if len(numbers["min"]) != count:
             raise ConfigError(f"policy.statistics={folder}: {part} has {len(numbers['min'])} numbers, the env {count}")
-        found[part] = {name: list(numbers[name]) for name in FIGURES}
-    return found
+        figures[part] = {name: list(numbers[name]) for name in FIGURES}
+    return figures
 
 
 def are_finite(numbers: Any) -> bool:
@@ -200,8 +200,8 @@ class Scale(nn.Module):
             raise CheckpointError(f"{what} lack {' and '.join(lost)}, by which this model is normalised")
         width, known = len(self.shift), min(len(figures[name]) for name in names)
         if width and not width_of(figures) <= width <= known:
-            found = known if known < width else width_of(figures)
-            raise ConfigError(f"{what} are of {found} numbers, the env has {width}")
+            width_known = known if known < width else width_of(figures)
+            raise ConfigError(f"{what} are of {width_known} numbers, the env has {width}")
         one, two = (torch.tensor(figures[name][:width], dtype=torch.float64) for name in names)
         scale = two + eps if mode == MEAN_STD else (two - one + eps) / 2
         if not (one.isfinite() & scale.isfinite() & (scale > 0)).all():
@@ -218,31 +218,31 @@ class Scale(nn.Module):
 
 def read_figures(path: Path) -> dict[str, Moments]:
     """All statistics in a folder, by name; {} if there are none."""
-    found = {}
+    figures_by_name = {}
     for file in sorted({file for pattern in STATS_FILES for file in path.glob(pattern)}):
         name = str(file.parent.relative_to(path)).removeprefix("assets").strip("/.")
-        found[name or "own"] = _chosen(read_json(file).get("norm_stats", {}), file)
+        figures_by_name[name or "own"] = _chosen(read_json(file).get("norm_stats", {}), file)
     if (path / STEPS).is_file():
         for file in _state_files(path / STEPS):
-            found["own"] = _from_step(file)
+            figures_by_name["own"] = _from_step(file)
     if (path / "meta" / "stats.json").is_file():
-        found["own"] = _chosen(read_json(path / "meta" / "stats.json"), path / "meta" / "stats.json")
-    return found
+        figures_by_name["own"] = _chosen(read_json(path / "meta" / "stats.json"), path / "meta" / "stats.json")
+    return figures_by_name
 
 
-def figures_of(found: dict[str, Moments], where: str, name: str | None) -> tuple[Moments | None, str]:
+def figures_of(known: dict[str, Moments], where: str, name: str | None) -> tuple[Moments | None, str]:
     """Returns the statistics `name` among those `found` at `where`, or in a dataset's folder of this name, and their
     origin."""
-    if name and name not in found and Path(name).is_dir():
-        found, where, name = read_figures(Path(name)), name, None
-        if not found:
+    if name and name not in known and Path(name).is_dir():
+        known, where, name = read_figures(Path(name)), name, None
+        if not known:
             raise CheckpointError(
                 f"policy.statistics={where} holds neither meta/stats.json nor norm_stats.json; of LeRobot 2.1's "
                 f"datasets python -m embodied.datasets.quantiles {where} writes the former"
             )
-    if not found and name:
+    if not known and name:
         raise ConfigError(f"policy.statistics={name}: there is no such folder")
-    return (found[choose_key(found, name, where)] if found else None), where
+    return (known[choose_key(known, name, where)] if known else None), where
 
 
 def width_of(figures: dict[str, list[float]]) -> int:

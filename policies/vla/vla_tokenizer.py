@@ -32,12 +32,12 @@ def fast_tokenizer(folder: Path | None, model: str, advice: str):
             f"{path} needs the package tokenizers, which is not installed: python -m pip install 'embodied-loop[vla]'"
         ) from None
     try:
-        found = Tokenizer.from_str(path.read_text(encoding="utf-8"))
+        tokenizer = Tokenizer.from_str(path.read_text(encoding="utf-8"))
     except Exception as err:  # the package raises nothing more specific
         raise CheckpointError(f"{path} is damaged: {err}") from None
-    found.no_padding()  # a saved tokenizer may still pad or truncate as in training
-    found.no_truncation()
-    return found
+    tokenizer.no_padding()  # a saved tokenizer may still pad or truncate as in training
+    tokenizer.no_truncation()
+    return tokenizer
 
 
 def hashed_words(text: str, count: int) -> list[int]:

@@ -183,8 +183,8 @@ class RayBackend(Processes):
         """The plan of a host that is started again: the same, or moved if its node is lost."""
         if not self._connection.lost(before.at):
             return before.plan
-        taken = [(process.node, core) for process in self._processes.values() for core in process.plan.cores]
-        return move(before.plan, self._connection.others(before.at), Counter(taken))
+        cores = [(process.node, core) for process in self._processes.values() for core in process.plan.cores]
+        return move(before.plan, self._connection.others(before.at), Counter(cores))
 
     def _post(self, host: str, message: tuple, payload: Stored | None = None) -> None:
         self.call(host, ("channel", message), payload)  # in order with calls and news of deaths
@@ -410,10 +410,10 @@ def _check_cores(cores: list[int]) -> None:
     """Checks that every thread started by Ray runs on the cores of the plan."""
     for thread in os.listdir("/proc/self/task"):
         with suppress(ProcessLookupError):
-            found = os.sched_getaffinity(int(thread))
-        if cores and found != set(cores):
+            allowed = os.sched_getaffinity(int(thread))
+        if cores and allowed != set(cores):
             raise RuntimeError(
-                f"this host was to run on cores {ranges(tuple(cores))}, but is on {ranges(tuple(found))}"
+                f"this host was to run on cores {ranges(tuple(cores))}, but is on {ranges(tuple(allowed))}"
             )
 
 

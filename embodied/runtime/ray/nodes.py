@@ -113,14 +113,15 @@ class Connection:
             seen = answers([(node["NodeID"], secret) for node in alive], look)
         for node, (cores, python, here, folder) in zip(alive, seen):
             gpus, cpus = (int(node["Resources"].get(kind, 0)) for kind in ("GPU", "CPU"))
-            one = RayNode(node["NodeName"], node["NodeID"], cores[:cpus], python, here, folder, gpus, cpus)
+            ray_node = RayNode(node["NodeName"], node["NodeID"], cores[:cpus], python, here, folder, gpus, cpus)
             if node["NodeID"] == own:
-                self.own = one
-            if one.name in self._nodes:
+                self.own = ray_node
+            if ray_node.name in self._nodes:
                 raise ConfigError(
-                    f"two nodes of the Ray cluster are called {one.name!r}; start them with ray start --node-name=..."
+                    f"two nodes of the Ray cluster are called {ray_node.name!r}; "
+                    "start them with ray start --node-name=..."
                 )
-            self._nodes[one.name] = one
+            self._nodes[ray_node.name] = ray_node
 
 
 def move(plan: HostPlan, nodes: Sequence[RayNode], busy: Mapping[tuple[str, int], int]) -> HostPlan:
@@ -190,12 +191,12 @@ def join(address: str, modules: Sequence[str]) -> None:
 def address_here() -> str:
     """The address of the Ray that runs on this machine."""
     try:
-        found = services.canonicalize_bootstrap_address("auto")
+        address = services.canonicalize_bootstrap_address("auto")
     except (ConnectionError, ValueError):
-        found = None
-    if found is None:
+        address = None
+    if address is None:
         raise EmbodiedError("cluster.address=auto: no Ray runs on this machine; start one: `ray start --head`")
-    return found
+    return address
 
 
 def connect_to_own(cluster: OwnCluster) -> None:

@@ -112,10 +112,10 @@ class OwnCluster:
         late = threading.Timer(until - time.monotonic(), self._watch.stdin.close)
         late.daemon = True
         late.start()
-        said = []
+        lines = []
         try:
             for line in self._watch.stdout:
-                said.append(line)
+                lines.append(line)
                 if _STARTED in line:
                     return ""
         except BaseException:  # Ctrl-C
@@ -124,4 +124,4 @@ class OwnCluster:
         finally:
             late.cancel()
             late.join(_STOP_S)
-        return f"it said:\n{''.join(said)[-2000:].strip()}" if said else "it said nothing"
+        return f"it said:\n{''.join(lines)[-2000:].strip()}" if lines else "it said nothing"

@@ -35,8 +35,8 @@ class Reservation:
             node = node_of(plan.node)
             _, cores, gpus = self.devices.setdefault(node.id, (node, set(), set()))
             cores.update(plan.cores)
-            held = [name.rpartition("/")[2] for name in plan.devices]
-            gpus.update(int(name.removeprefix("gpu:")) for name in held if name.startswith("gpu:"))
+            names = [name.rpartition("/")[2] for name in plan.devices]
+            gpus.update(int(name.removeprefix("gpu:")) for name in names if name.startswith("gpu:"))
         self._groups: list[PlacementGroup] = []
         try:
             for node_id, (node, cores, gpus) in self.devices.items():
@@ -70,10 +70,10 @@ class Reservation:
                     self._take(node.id, {"GPU": 1})
                 except EmbodiedError:
                     break
-                found = self._gpus_of(self._groups[-1], 1)
-                if not found <= gpus:
+                named = self._gpus_of(self._groups[-1], 1)
+                if not named <= gpus:
                     spare.append(self._groups.pop())
-                gpus = gpus - found
+                gpus = gpus - named
         finally:
             for group in spare:
                 remove_placement_group(group)
@@ -86,9 +86,9 @@ class Reservation:
 
     @staticmethod
     def _gpus_of(group: PlacementGroup, count: int) -> set[int]:
-        there = PlacementGroupSchedulingStrategy(group, 0)
+        strategy = PlacementGroupSchedulingStrategy(group, 0)
         task = ray.remote(num_cpus=0, num_gpus=count, max_retries=0)(reserved_gpus)
-        return set(ray.get(task.options(scheduling_strategy=there).remote(), timeout=_LOOK_S))
+        return set(ray.get(task.options(scheduling_strategy=strategy).remote(), timeout=_LOOK_S))
 
     def _why_not(self) -> str:
         """The missing devices, by node."""
@@ -107,8 +107,8 @@ class Reservation:
 
 def reserved_gpus() -> list[int]:
     """In a task that holds GPUs of a node: their indices among the GPUs of the node's Ray, as in plans."""
-    held = [str(name) for name in ray.get_runtime_context().get_accelerator_ids()["GPU"]]
+    gpus = [str(name) for name in ray.get_runtime_context().get_accelerator_ids()["GPU"]]
     started_with = Path(f"/proc/{os.getppid()}/environ").read_bytes().decode(errors="replace").split("\0")
     seen: Any = dict(line.partition("=")[::2] for line in started_with).get("CUDA_VISIBLE_DEVICES")
     names = seen.split(",") if seen else None
-    return [names.index(name) if names else int(name) for name in held]
+    return [names.index(name) if names else int(name) for name in gpus]

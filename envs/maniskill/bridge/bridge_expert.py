@@ -58,9 +58,9 @@ class BridgeExpert:
 
 
 def look(env: ManiSkillEnv) -> BridgeWorld:
-    found = [one.laid_out() for one in env.envs]
-    thing, place, size, top, held = (np.concatenate([host(part) for part in parts]) for parts in zip(*found))
-    arms = [one.agent.controller.controllers["arm"] for one in env.envs]
+    layouts = [scene.laid_out() for scene in env.envs]
+    thing, place, size, top, held = (np.concatenate([host(part) for part in parts]) for parts in zip(*layouts))
+    arms = [scene.agent.controller.controllers["arm"] for scene in env.envs]
     hand = np.concatenate([host(arm.ee_pose.p) for arm in arms])
     base = np.concatenate([host(arm.root_link.pose.p) for arm in arms])
     target = np.concatenate([host(arm._target_pose.raw_pose) for arm in arms])

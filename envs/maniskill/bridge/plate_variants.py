@@ -86,7 +86,7 @@ class Variant:
             number, chosen[name] = divmod(number, count)
         thing, plate = self.objects[chosen["object"]], self.plates[chosen["plate"]]
         right = thing if self.extra == "object" else plate
-        wrong = [one for one in self.extras if one != right]
+        wrong = [extra for extra in self.extras if extra != right]
         return Episode(
             object=thing,
             plate=plate,
@@ -122,12 +122,12 @@ def grid(size: int) -> list[tuple[float, float]]:
 def apart(points: list[tuple[float, float]], things: int, far: tuple[int, int] | None = None) -> np.ndarray:
     """[places, things, 2]: all ways to put objects on these points, at least NEAR apart, and the pair `far` at least
     FAR apart."""
-    found = []
+    placements = []
     for places in product(points, repeat=things):
         pairs = [(a, b) for a in range(things) for b in range(a)]
         if all(dist(places[a], places[b]) > (FAR if far == (b, a) else NEAR) for a, b in pairs):
-            found.append(places)
-    return np.array(found)
+            placements.append(places)
+    return np.array(placements)
 
 
 @cache
@@ -174,7 +174,7 @@ def variants(which: str) -> dict[str, Variant]:
     plates, main = pick(OLD_PLATES, NEW_PLATES), Variant()
     textures = pick((0,), tuple(range(1, 17)))
     triples = {"places": "two_objects", "heights": (0.95, 0.92, 1.0)}
-    found = {
+    by_name = {
         "Single-v1": replace(main, objects=(0,), pictures=(0,)),
         "Main-v3": replace(main, objects=objects, pictures=pictures),
         "MainCarrot-v3": replace(main, objects=objects, pictures=(0,)),
@@ -200,8 +200,8 @@ def variants(which: str) -> dict[str, Variant]:
         else main,
     }
     for name, (everywhere, weight) in PAINTS.items():
-        found[name] = replace(main, textures=textures, weight=weight, everywhere=everywhere)
-    return found
+        by_name[name] = replace(main, textures=textures, weight=weight, everywhere=everywhere)
+    return by_name
 
 
 IN_DISTRIBUTION = ("Single-v1", "Main-v3", "MainCarrot-v3", "MainImage-v3")

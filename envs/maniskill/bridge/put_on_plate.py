@@ -209,14 +209,14 @@ class PutOnPlate(BridgeScene, BaseEnv):
         answer = torch.zeros(self.num_envs, dtype=torch.bool, device=self.device)
         for thing in dict.fromkeys(wanted):
             actors = self.actors.get(thing) or tuple(self.actors[part] for part in thing)
-            mine = torch.tensor([one == thing for one in wanted], device=self.device)
-            answer |= mine & ask(actors)
+            shows_it = torch.tensor([name == thing for name in wanted], device=self.device)
+            answer |= shows_it & ask(actors)
         return answer
 
     def _poses(self, kind: str) -> torch.Tensor:
         """Poses [N, 7] of each row's object or plate."""
-        mine = [self.actors[kind, getattr(episode, kind)] for episode in self.episodes]
-        return torch.stack([actor.pose.raw_pose[row] for row, actor in enumerate(mine)])
+        actors = [self.actors[kind, getattr(episode, kind)] for episode in self.episodes]
+        return torch.stack([actor.pose.raw_pose[row] for row, actor in enumerate(actors)])
 
     def get_language_instruction(self) -> list[str]:
         return [self._instruction(episode) for episode in self.episodes]
@@ -240,8 +240,8 @@ class PutOnPlate(BridgeScene, BaseEnv):
         ids = []
         for row, episode in enumerate(self.episodes):
             things = [("object", episode.object), ("plate", episode.plate), *([episode.extra] if episode.extra else [])]
-            mine = [self.actors[thing].per_scene_id[row] for thing in things]
-            ids.append(torch.cat([robot[row], torch.stack(mine)]))
+            bodies = [self.actors[thing].per_scene_id[row] for thing in things]
+            ids.append(torch.cat([robot[row], torch.stack(bodies)]))
         return torch.stack(ids)
 
     def kept_ids(self) -> torch.Tensor:
@@ -282,7 +282,7 @@ def paint_over(picture: np.ndarray, front: np.ndarray, path: str, mix: float, ev
     if not front.any():
         return picture
     height, width = front.shape
-    (top, bottom), (left, right) = ((found.min(), found.max() + 1) for found in np.nonzero(front))
+    (top, bottom), (left, right) = ((places.min(), places.max() + 1) for places in np.nonzero(front))
     texture = cv2.cvtColor(cv2.imread(path), cv2.COLOR_BGR2RGB)
     layer = np.zeros_like(picture)
     if everywhere:

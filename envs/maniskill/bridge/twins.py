@@ -53,14 +53,14 @@ class Twin(BridgeScene):
     def _settle_all(self) -> None:
         """Find the poses [states, objects, 7] at rest, once per process for equal envs; scenes take the states in
         turn."""
-        count, found = len(self.xyz_configs) * len(self.quat_configs), []
+        count, poses = len(self.xyz_configs) * len(self.quat_configs), []
         everyone = torch.arange(self.num_envs, device=self.device)
         kind = (type(self), self.num_envs, str(self.device))
         for first in range(0, 1 if kind in SETTLED else count, self.num_envs):
             self.agent.robot.set_pose(ASIDE)
             super()._initialize_episode(everyone, {"episode_id": (first + everyone) % count})
-            found.append(torch.stack([actor.pose.raw_pose.clone() for actor in self.objs.values()], dim=1))
-        self._settled = SETTLED.setdefault(kind, torch.cat(found)[:count])
+            poses.append(torch.stack([actor.pose.raw_pose.clone() for actor in self.objs.values()], dim=1))
+        self._settled = SETTLED.setdefault(kind, torch.cat(poses)[:count])
         self._start_qpos = self.agent.robot.qpos[0].clone()
         size = self.episode_source_obj_bbox_world
         self.episode_source_obj_bbox_world = size[:, None].repeat(1, self.num_envs)  # ManiSkill sets one env only
