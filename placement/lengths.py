@@ -77,7 +77,7 @@ def engine_ratios(lengths: Lengths, answers: int, most: int) -> np.ndarray:
 def engine_ratio(lengths: Lengths, answers: int, engines: int) -> float:
     ratios = []
     for batch in lengths.batches(1, answers)[:, 0]:
-        alone = [completion_times(part, lengths.running).max() for part in np.array_split(batch, engines)]
+        alone = [completion_times(share, lengths.running).max() for share in np.array_split(batch, engines)]
         ratios.append((completion_times(batch, engines * lengths.running).max(), np.mean(alone)))
     together_s, alone_s = np.mean(ratios, axis=0)
     return max(1.0, float(together_s / alone_s))

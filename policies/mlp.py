@@ -39,8 +39,8 @@ class ObservationNormalizer(nn.Module):
 
     def forward(self, state: Tensor, first: int = 0) -> Tensor:
         """Moments of the numbers from `first` on."""
-        part = slice(first, first + state.shape[-1])
-        std, mean = self._deviation(self.floor)[part], self.mean[part]
+        columns = slice(first, first + state.shape[-1])
+        std, mean = self._deviation(self.floor)[columns], self.mean[columns]
         normal = ((state - mean.to(state.dtype)) / std.to(state.dtype)).clamp(-CLIP, CLIP)
         return torch.where(self.count < 2, state, normal)  # decided on the device, so the host does not wait
 

@@ -50,19 +50,19 @@ class Tree:
     def section(self, key: Key) -> dict | None:
         """The values below a key; None without any."""
         values = self.values
-        for part in key:
-            values = values.get(part) if isinstance(values, dict) else None
+        for name in key:
+            values = values.get(name) if isinstance(values, dict) else None
         return values if isinstance(values, dict) else None
 
     def put(self, key: Key, value: Any, where: str) -> None:
         """Set a value and its source."""
         self.drop(key)
         values = self.values
-        for depth, part in enumerate(key[:-1], 1):
-            if not isinstance(values.get(part), dict):
+        for depth, name in enumerate(key[:-1], 1):
+            if not isinstance(values.get(name), dict):
                 self.drop(key[:depth])
-                values[part] = {}
-            values = values[part]
+                values[name] = {}
+            values = values[name]
         values[key[-1]] = value
         self.sources[".".join(key)] = where
 

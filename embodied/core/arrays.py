@@ -36,7 +36,7 @@ def host(array: Any) -> np.ndarray:
 
 def as_asked(answer: torch.Tensor, obs: dict[str, Any]) -> Any:
     """The answer as a tensor if the observation holds tensors, else as numpy."""
-    first = next((part for part in (obs.get("state"), *obs.get("images", {}).values()) if part is not None), None)
+    first = next((array for array in (obs.get("state"), *obs.get("images", {}).values()) if array is not None), None)
     return answer if is_tensor(first) else host(answer)
 
 
@@ -172,8 +172,8 @@ def map_obs(function: Callable, *observations: Observation) -> Observation:
 
 def leaves(obs: Observation) -> Iterator[Any]:
     """All arrays (and lists of texts) of an observation."""
-    for part in obs.values():
-        yield from leaves(part) if isinstance(part, dict) else (part,)
+    for value in obs.values():
+        yield from leaves(value) if isinstance(value, dict) else (value,)
 
 
 def gather(pairs: Iterable[tuple[Any, Any]]) -> dict[Any, list[Any]]:
@@ -187,8 +187,8 @@ def gather(pairs: Iterable[tuple[Any, Any]]) -> dict[Any, list[Any]]:
 def flat_dict(tree: dict[str, Any], above: str = "") -> dict[str, Any]:
     """{"images": {"top": 1}} -> {"images.top": 1}"""
     flat: dict[str, Any] = {}
-    for name, part in tree.items():
-        flat |= flat_dict(part, f"{above}{name}.") if isinstance(part, dict) else {f"{above}{name}": part}
+    for name, value in tree.items():
+        flat |= flat_dict(value, f"{above}{name}.") if isinstance(value, dict) else {f"{above}{name}": value}
     return flat
 
 

@@ -115,7 +115,7 @@ def count(policy: Policy, config: LearnerConfig, inputs: dict[str, Any]) -> Memo
 def whole_gradient(policy: Policy, config: LearnerConfig) -> int:
     """Bytes of gradients that a learner with shards holds unsharded at a time."""
     every, *blocks = (
-        EXACT * sum(p.numel() for p in part.parameters() if p.requires_grad) for part in (policy, *policy.blocks())
+        EXACT * sum(p.numel() for p in module.parameters() if p.requires_grad) for module in (policy, *policy.blocks())
     )
     return every - sum(blocks) + max(blocks, default=0) if config.reduce_each_pass else every
 

@@ -156,8 +156,8 @@ def compile_blocks(policy: Policy) -> None:
     if next(policy.parameters()).device.type == "cpu" and not shutil.which("g++"):
         raise ConfigError("learner.compile=true needs a C++ compiler; install g++ or leave it out")
     torch._inductor.config.compile_threads = 1  # no additional pool of processes
-    for part in policy.blocks() or [policy]:
-        part.compile(dynamic=True)
+    for module in policy.blocks() or [policy]:
+        module.compile(dynamic=True)
 
 
 class PolicyOptimizer:
@@ -405,7 +405,7 @@ class Adam:
 def norm_of(flat: Tensor) -> Tensor:
     """The norm of a long vector, in float64. A sum of 100 million float32 squares would be 2% short: small squares
     vanish beside the running sum."""
-    return torch.stack([torch.linalg.vector_norm(part) for part in flat.split(NORM_PART)]).double().norm()
+    return torch.stack([torch.linalg.vector_norm(block) for block in flat.split(NORM_PART)]).double().norm()
 
 
 def master_of(p: Tensor) -> Tensor:

@@ -336,7 +336,7 @@ def check_version(played: Trajectory, version: int) -> None:
         )
 
 
-def mismatch_of(part: RankBatch, logprobs: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def mismatch_of(batch: RankBatch, logprobs: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """The difference of the log-probs [b, C, A] of these items from the log-probs at act time.
 
     k3 [b], per decision: the sum of r - 1 - log r over its numbers, whose mean is KL(acted || now). The gap [b] in nats
@@ -344,20 +344,20 @@ def mismatch_of(part: RankBatch, logprobs: Tensor) -> tuple[Tensor, Tensor, Tens
     [b] is the mean over the numbers of max(r, 1 / r), 0 for decisions without any. A decision of two numbers with
     ratios 2 and 1/2: k3 2 - 1 - 0.693 + 1/2 - 1 + 0.693 = 0.5, gap 0.693, error 2.
     """
-    played = part.mask[:, :, None]
-    apart = torch.where(played, logprobs - part.logprobs, 0.0)
-    gaps = torch.where(part.current, apart.abs().amax((1, 2)), -math.inf)
+    played = batch.mask[:, :, None]
+    apart = torch.where(played, logprobs - batch.logprobs, 0.0)
+    gaps = torch.where(batch.current, apart.abs().amax((1, 2)), -math.inf)
     errors = torch.where(played, apart.abs().exp(), 0.0).sum((1, 2))
     numbers = (played.sum((1, 2)) * apart.shape[2]).clamp(min=1)
     return (apart.expm1() - apart).sum((1, 2)), gaps, errors / numbers
 
 
-def sequence_errors(part: RankBatch, errors: Tensor) -> Tensor:
+def sequence_errors(batch: RankBatch, errors: Tensor) -> Tensor:
     """The mean error over each conversation's trained tokens, 0 without any; -inf for robot policies, since no pass has
     whole episodes."""
-    if part.groups is None:
+    if batch.groups is None:
         return errors.new_full((1,), -math.inf)
-    of, counts = part.of, (part.weights > 0).to(errors.dtype)
+    of, counts = batch.of, (batch.weights > 0).to(errors.dtype)
     none = errors.new_zeros(int(of.max()) + 1)
     return none.index_add(0, of, errors * counts) / none.index_add(0, of, counts).clamp(min=1)
 

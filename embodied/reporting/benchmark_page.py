@@ -208,7 +208,7 @@ def measurement(results: Sequence[Any], header: dict[str, Any]) -> Block:
         "recipe": header["recipe"],
         "date": header.get("date", ""),
         "commit": header.get("commit"),
-        "machine": ", ".join(str(part) for part in machine if part),
+        "machine": ", ".join(str(text) for text in machine if text),
         "load": load_in_words(header.get("load", {})),
         "command": " ".join(map(str, header.get("command", []))),
     }

@@ -163,7 +163,7 @@ def page(
     title: str, sections: Sequence[Block | None], words: str = "", problems: Sequence[str] = (), **more: object
 ) -> Block:
     """A whole page. `more`: its `heading` if not the title, the `state` of a run, a `command`, a `footer`."""
-    shown = [part for part in sections if part]
+    shown = [block for block in sections if block]
     return {"title": title, "heading": title, "words": words, "problems": problems, **more, "sections": shown}
 
 

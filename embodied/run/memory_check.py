@@ -295,7 +295,7 @@ def saving_options(config: RunConfig, plan: PlacementPlan, machines: Topology) -
     spare = {"checkpoint_activations": True} | ({} if config.policy.speaks else {"micro_batch_size": 1})
     parts = (4, 8, 16, 32) if vllm_cache(config) else ()
     options: list[tuple[str, dict[str, Any]]] = []
-    options += [("policy", {"cache_gb": config.policy.cache_gb / part}) for part in parts]
+    options += [("policy", {"cache_gb": config.policy.cache_gb / divisor}) for divisor in parts]
     options += [("learner", {"shard": plan.count("learner") > 1}), ("learner", spare)]
     if config.policy.speaks:
         adapters = {"lora_rank": config.policy.lora_rank or LORA_RANK, "train_layers": None}

@@ -120,8 +120,8 @@ def read_order(argv: Sequence[str], sweep: bool) -> Order:
 def read_seeds(text: str, problems: list[str]) -> tuple[int, ...]:
     """0-4, 0,2,5 or both: 0-2,7."""
     seeds: list[int] = []
-    for part in text.strip().removeprefix("[").removesuffix("]").split(","):
-        span = re.fullmatch(r"\s*(\d{1,18})(?:-(\d{1,18}))?\s*", part)
+    for piece in text.strip().removeprefix("[").removesuffix("]").split(","):
+        span = re.fullmatch(r"\s*(\d{1,18})(?:-(\d{1,18}))?\s*", piece)
         if not span or int(span[2] or span[1]) < int(span[1]):
             problems.append(f"seeds={text}: should be numbers and ranges, seeds=0-4 or seeds=0,2,5")
             return ()

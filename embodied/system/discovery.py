@@ -84,8 +84,8 @@ def numa_nodes(sys: Path, ours: list[int]) -> tuple[tuple[int, ...], ...]:
 def read_span(text: str) -> set[int]:
     """The numbers in a list of ranges: {0, 1, 2, 5} for 0-2,5."""
     numbers: set[int] = set()
-    for part in filter(None, text.split(",")):
-        first, _, last = part.partition("-")
+    for piece in filter(None, text.split(",")):
+        first, _, last = piece.partition("-")
         numbers |= set(range(int(first), int(last or first) + 1))
     return numbers
 

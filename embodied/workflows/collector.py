@@ -247,7 +247,7 @@ class HorizonCollector(Collector):
             if not self._too_little(batch, missing):
                 break
         rollouts.read_journal()
-        rollouts.episode_counter.finish(result for part in batch.stats.values() for result in part.finished)
+        rollouts.episode_counter.finish(result for stats in batch.stats.values() for result in stats.finished)
         sources = [batch.sources_of(block) for block in self.blocks]
         batch.relayed = self.relays.pass_rollouts(batch.number, sources, self.trajectories)
         return batch

@@ -66,17 +66,17 @@ class GroupedEpisodes:
 
     @property
     def finished(self) -> list[EpisodeResult]:
-        return sorted((result for part in self.stats for result in part.finished), key=lambda result: result.index)
+        return sorted((result for stats in self.stats for result in stats.finished), key=lambda result: result.index)
 
     @property
     def samples(self) -> list[dict[str, Any]]:
         """Conversations for samples.jsonl."""
-        return sorted((sample for part in self.stats for sample in part.samples), key=lambda sample: sample["index"])
+        return sorted((sample for stats in self.stats for sample in stats.samples), key=lambda sample: sample["index"])
 
     @property
     def problems(self) -> list[str]:
         """Reasons for discarded episodes."""
-        return [problem for part in self.stats for problem in part.problems]
+        return [problem for stats in self.stats for problem in stats.problems]
 
     @property
     def episodes(self) -> np.ndarray:

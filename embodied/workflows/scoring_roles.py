@@ -65,24 +65,26 @@ class ScoringWorker(RelayWorker):
     def scores(self, talks: Sequence[Talk]) -> list[float]:
         raise NotImplementedError
 
-    def talks(self, part: Trajectory) -> list[Talk]:
+    def talks(self, trajectory: Trajectory) -> list[Talk]:
         """The conversations of a group."""
         result = []
-        for episode, end, length in zip(part.ids.tolist(), np.cumsum(part.lengths), part.lengths, strict=True):
-            tokens, sampled = part.actions[end - length : end, 0, 0], part.mask[end - length : end, 0]
+        for episode, end, length in zip(
+            trajectory.ids.tolist(), np.cumsum(trajectory.lengths), trajectory.lengths, strict=True
+        ):
+            tokens, sampled = trajectory.actions[end - length : end, 0, 0], trajectory.mask[end - length : end, 0]
             last = int(np.flatnonzero(~sampled).max(initial=-1)) + 1  # begin of the last answer
             written = tokens[last:].tolist()
             answer = self.tokenizer.decode(written[:-1] if written and written[-1] in self.tokenizer.stops else written)
             result.append(Talk(episode, self.tokenizer.plain_text(tokens[:last]), answer))
         return result
 
-    def paid(self, part: Trajectory, scores: list[float]) -> Trajectory:
+    def paid(self, trajectory: Trajectory, scores: list[float]) -> Trajectory:
         if odd := [score for score in scores if not np.isfinite(score)]:
             raise ConfigError(f"roles.{self.roles.scorer} gave the reward {odd[0]}; it must be a finite number")
         weight = self.roles.reward_weight
-        rewards = np.array(part.rewards) if weight is not None else np.zeros_like(part.rewards)
-        rewards[np.cumsum(part.lengths) - 1, 0] += np.array(scores) * (1.0 if weight is None else weight)
-        return replace(part, rewards=rewards)
+        rewards = np.array(trajectory.rewards) if weight is not None else np.zeros_like(trajectory.rewards)
+        rewards[np.cumsum(trajectory.lengths) - 1, 0] += np.array(scores) * (1.0 if weight is None else weight)
+        return replace(trajectory, rewards=rewards)
 
 
 class VerifierWorker(ScoringWorker):

@@ -59,12 +59,12 @@ def relative_positions(extra: dict[str, Any]) -> dict[str, Any]:
 def widths(group: dict[str, Any], prefix: str = "") -> list[tuple[str, int]]:
     """Name and size of each part of a state, in their order."""
     sizes: list[tuple[str, int]] = []
-    for name, part in group.items():
-        if isinstance(part, dict):
-            sizes += widths(part, f"{prefix}{name}.")
+    for name, value in group.items():
+        if isinstance(value, dict):
+            sizes += widths(value, f"{prefix}{name}.")
         else:
-            shape = getattr(part, "shape", None)
-            width = (len(part) if isinstance(part, list | tuple) else 1) if shape is None else math.prod(shape[1:])
+            shape = getattr(value, "shape", None)
+            width = (len(value) if isinstance(value, list | tuple) else 1) if shape is None else math.prod(shape[1:])
             sizes += [(f"{prefix}{name}", width)] * bool(width)
     return sizes
 

@@ -90,7 +90,8 @@ def llama_layer(layer: Any) -> Callable[..., Tensor]:
     attention, mlp = layer.self_attn, layer.mlp
     before, behind = norm(layer.input_layernorm), norm(layer.post_attention_layernorm)
     q, k, v, o = (
-        as_function(part) for part in (attention.q_proj, attention.k_proj, attention.v_proj, attention.o_proj)
+        as_function(projection)
+        for projection in (attention.q_proj, attention.k_proj, attention.v_proj, attention.o_proj)
     )
     gate, up, down = as_function(mlp.gate_proj), as_function(mlp.up_proj), as_function(mlp.down_proj)
     dim, scale = attention.head_dim, attention.scaling
@@ -98,7 +99,7 @@ def llama_layer(layer: Any) -> Callable[..., Tensor]:
 
     def run(hidden: Tensor, turn: tuple[Tensor, Tensor], index: int, cache: KeyValues) -> Tensor:
         x = before(hidden)
-        query, key, value = (part(x).view(len(x), -1, dim) for part in (q, k, v))
+        query, key, value = (projection(x).view(len(x), -1, dim) for projection in (q, k, v))
         if norms:
             query, key = norms[0](query), norms[1](key)
         heads = query.shape[1]
@@ -130,11 +131,13 @@ def of_gpt2(model: Any) -> Step:
 def gpt2_layer(block: Any) -> Callable[..., Tensor]:
     attention, mlp = block.attn, block.mlp
     before, behind, act = block.ln_1, block.ln_2, mlp.act
-    into, out, wide, narrow = (as_function(part) for part in (attention.c_attn, attention.c_proj, mlp.c_fc, mlp.c_proj))
+    into, out, wide, narrow = (
+        as_function(layer) for layer in (attention.c_attn, attention.c_proj, mlp.c_fc, mlp.c_proj)
+    )
     dim, scale = attention.head_dim, attention.scaling
 
     def run(hidden: Tensor, index: int, cache: KeyValues) -> Tensor:
-        query, key, value = (part.view(len(hidden), -1, dim) for part in into(before(hidden)).chunk(3, -1))
+        query, key, value = (tensor.view(len(hidden), -1, dim) for tensor in into(before(hidden)).chunk(3, -1))
         hidden = hidden + out(attend(query, key, value, index, cache, scale))
         return hidden + narrow(act(wide(behind(hidden))))
 

@@ -26,7 +26,7 @@ class ExpertLoads:
     """Counts every expert's tokens in each layer, and balances them with `rate`."""
 
     def __init__(self, model: Any, rate: float | None, engine: str) -> None:
-        routers = {name: part for name, part in model.named_modules() if is_router(part)}
+        routers = {name: module for name, module in model.named_modules() if is_router(module)}
         self.rate, self.routers = rate, list(routers.values())
         self.adds_bias = rate is not None and not all(hasattr(router, BIAS) for router in self.routers)
         self.places: Tensor | None = None  # bool mask of the current tokens that are counted

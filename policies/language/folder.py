@@ -164,7 +164,7 @@ def pass_cost(model: Any) -> tuple[float, float]:
 
 def products(block: nn.Module) -> float:
     """The number of a block's weights that each token is multiplied with."""
-    share = next((part.top_k / num_experts(part) for part in block.modules() if is_router(part)), 1.0)
+    share = next((module.top_k / num_experts(module) for module in block.modules() if is_router(module)), 1.0)
     return sum(p.numel() * (share if ".experts." in name else 1.0) for name, p in block.named_parameters())
 
 
@@ -218,7 +218,7 @@ def _body(model: Any) -> nn.Module:
 
 
 def _lists(module: nn.Module) -> list[nn.ModuleList]:
-    return [part for part in module.children() if isinstance(part, nn.ModuleList)]
+    return [child for child in module.children() if isinstance(child, nn.ModuleList)]
 
 
 def first_layers(config: PreTrainedConfig) -> PreTrainedConfig:
@@ -390,7 +390,7 @@ def read_modules(folder: Path) -> dict[str, Blob]:
 
 def by_number(name: str) -> list[tuple[int, Any]]:
     """A sort key that puts experts.10 after experts.9."""
-    return [(0, int(part)) if part.isdecimal() else (1, part) for part in name.split(".")]
+    return [(0, int(piece)) if piece.isdecimal() else (1, piece) for piece in name.split(".")]
 
 
 def as_published(model: Any, weights: Iterable[tuple[str, Tensor]]) -> dict[str, Tensor]:

@@ -107,11 +107,11 @@ class LanguagePolicy(PublishedPolicy):
             if config.train_layers > len(blocks):
                 raise ConfigError(f"policy.train_layers={config.train_layers}, but this model has {len(blocks)} layers")
             model.requires_grad_(False)
-            for part in (*blocks[-config.train_layers :], *files.behind_blocks(model)):
-                part.requires_grad_(True)
+            for module in (*blocks[-config.train_layers :], *files.behind_blocks(model)):
+                module.requires_grad_(True)
         if not config.lora_rank:
             return
-        if not any(isinstance(part, nn.Linear) for block in files.blocks_of(model) for part in block.modules()):
+        if not any(isinstance(module, nn.Linear) for block in files.blocks_of(model) for module in block.modules()):
             raise ConfigError(
                 f"policy.lora_rank={config.lora_rank}: the layers of a {model.config.model_type} are not linear "
                 "layers, which alone take adapters; leave it out, or try policy.train_layers"
@@ -119,7 +119,7 @@ class LanguagePolicy(PublishedPolicy):
         layers, head = dict(model.named_modules()), model.get_output_embeddings()
         adapted = [layers[name] for name in chosen_layers(layers, config.lora_targets)]
         if self.tied and any(
-            part in (head, model.get_input_embeddings()) for part in (*adapted, *saved_layers(model, config))
+            module in (head, model.get_input_embeddings()) for module in (*adapted, *saved_layers(model, config))
         ):
             raise ConfigError(
                 "this model's head is tied to its embeddings and can neither have an adapter of its own nor be trained "
@@ -133,9 +133,9 @@ class LanguagePolicy(PublishedPolicy):
 
     def adopt(self, model: Any) -> None:
         """Make the model's modules this policy's modules, except a head that is tied to the embeddings."""
-        for name, part in model.named_children():
-            if not (self.tied and part is model.get_output_embeddings()):
-                self.add_module(name, part)
+        for name, child in model.named_children():
+            if not (self.tied and child is model.get_output_embeddings()):
+                self.add_module(name, child)
         self.__dict__["model"] = model  # not as a module: a part of it may be called model, too
         self._retie()
 
@@ -370,7 +370,7 @@ class LanguagePolicy(PublishedPolicy):
 
     def _tied_head(self) -> str | None:
         head = self.model.get_output_embeddings()
-        return next(f"{n}.weight" for n, part in self.model.named_modules() if part is head) if self.tied else None
+        return next(f"{n}.weight" for n, module in self.model.named_modules() if module is head) if self.tied else None
 
     # On disk
 

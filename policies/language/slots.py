@@ -55,13 +55,13 @@ class KeyValues:
         if length <= self.length:
             return
         old, self.length = self.length, min(self.limit, max(length, 2 * self.length, SHORTEST))
-        self.layers = [tuple(self._longer(part, old) for part in layer) for layer in self.layers]
+        self.layers = [tuple(self._longer(tensor, old) for tensor in layer) for layer in self.layers]
 
-    def _longer(self, part: Tensor, old: int) -> Tensor:
-        rows, heads, _, dim = part.shape
+    def _longer(self, tensor: Tensor, old: int) -> Tensor:
+        rows, heads, _, dim = tensor.shape
         # Zeros: masked values are multiplied by 0, and uninitialised memory may hold NaN.
-        longer = torch.zeros((rows, heads, self.length, dim), dtype=part.dtype, device=part.device)
-        longer[:, :, :old] = part
+        longer = torch.zeros((rows, heads, self.length, dim), dtype=tensor.dtype, device=tensor.device)
+        longer[:, :, :old] = tensor
         return longer
 
     def update(self, keys: Tensor, values: Tensor, layer_idx: int, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
@@ -89,13 +89,13 @@ class KeyValues:
     def copy(self, sources: Any, targets: Any, length: int) -> None:
         """Copy the first `length` tokens of `sources` to `targets`."""
         for layer in self.layers:
-            for part in layer:
-                part[targets, :, :length] = part[sources, :, :length]
+            for tensor in layer:
+                tensor[targets, :, :length] = tensor[sources, :, :length]
 
     def clear(self, row: int) -> None:
         for layer in self.layers:
-            for part in layer:
-                part[row] = 0
+            for tensor in layer:
+                tensor[row] = 0
 
 
 class SlotEngine(Engine):
@@ -183,7 +183,7 @@ class SlotEngine(Engine):
         return answers
 
     def cache_tensors(self) -> list[Tensor]:
-        return [part for layer in self.cache.layers for part in layer]
+        return [tensor for layer in self.cache.layers for tensor in layer]
 
     # New conversations
 

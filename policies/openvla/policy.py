@@ -231,7 +231,7 @@ def as_bias(seen: Tensor, dtype: torch.dtype) -> Tensor:
 def is_plain(stack: LlamaStack) -> bool:
     weight = stack.norm.weight
     exact = weight.dtype in (torch.float32, torch.float64) and not torch.is_autocast_enabled(weight.device.type)
-    return exact and all(type(part) in PLAIN for part in stack.modules())
+    return exact and all(type(module) in PLAIN for module in stack.modules())
 
 
 # With torch.compile: one program for prompts and one for a single token, from the stack's own layers. A program needs

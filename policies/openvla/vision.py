@@ -94,8 +94,8 @@ class Tower(nn.Module):
         if tower.kind == "siglip":
             self.attn_pool = UnusedPool(tower.dim, tower.mlp)
             unused.append(self.attn_pool)
-        for part in unused:
-            part.requires_grad_(False)
+        for module in unused:
+            module.requires_grad_(False)
 
     def forward(self, pixels: Tensor, *words: Tensor) -> Tensor:
         """[N, 3, H, W] -> [N, patches, dim]; blocks with FiLM want the mean word too."""

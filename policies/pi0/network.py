@@ -143,8 +143,8 @@ class Pi0Network(nn.Module):
         language = self.vlm.language_model
         last = language.layers[-1]
         attention = last.self_attn
-        for part in (attention.q_proj, attention.o_proj, last.mlp, last.post_attention_layernorm, language.norm):
-            part.requires_grad_(False)
+        for module in (attention.q_proj, attention.o_proj, last.mlp, last.post_attention_layernorm, language.norm):
+            module.requires_grad_(False)
 
 
 def in_half(network: nn.Module, dtype: torch.dtype) -> None:

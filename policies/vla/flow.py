@@ -74,9 +74,9 @@ class FlowPolicy(VLAPolicy):
             self.build()
         if config.dtype == "bfloat16":
             self.halve()
-        for name, part in self.named_children():
+        for name, child in self.named_children():
             if f"{name}." not in SCALES:
-                part.to_empty(device="cpu")
+                child.to_empty(device="cpu")
 
     # Implemented by families
 

@@ -197,7 +197,7 @@ def bars_of(published: dict, moments: tuple[Moments, ...]) -> tuple[int, ...]:
     """The colour of a letterbox: the file's, else the last tower's mean."""
     fill = published.get("tvf_letterbox_fill")
     if fill is None:
-        return tuple(int(255 * part) for part in moments[-1][0])
+        return tuple(int(255 * value) for value in moments[-1][0])
     if not isinstance(fill, list) or len(fill) != 3 or any(type(n) is not int or not 0 <= n <= 255 for n in fill):
         raise CheckpointError(f"{FILE} is damaged: tvf_letterbox_fill should be a colour of three numbers, not {fill}")
     return tuple(fill)

@@ -125,9 +125,9 @@ def smooth_filters(shape: torch.Size, draw: torch.Generator) -> Tensor:
 
 def sines(time: Tensor, dim: int) -> Tensor:
     """Sines and cosines [N, dim] of a time from 0 to 1, in float64."""
-    part = torch.linspace(0, 1, dim // 2, dtype=torch.float64, device=time.device)
+    share = torch.linspace(0, 1, dim // 2, dtype=torch.float64, device=time.device)
     shortest, longest = PERIODS
-    angle = 2 * math.pi * time.double()[:, None] / (shortest * (longest / shortest) ** part)
+    angle = 2 * math.pi * time.double()[:, None] / (shortest * (longest / shortest) ** share)
     return torch.cat([angle.sin(), angle.cos()], dim=1)
 
 

@@ -110,9 +110,9 @@ def last_name(name: str) -> str:
     return name.rpartition(".")[2]
 
 
-def saved_layers(part: nn.Module, config: LoraOptions, prefix: str = "") -> list[nn.Module]:
+def saved_layers(module: nn.Module, config: LoraOptions, prefix: str = "") -> list[nn.Module]:
     """The modules of modules_to_save, which are trained and saved in full."""
-    ends, named = whole_names(config), ((f".{prefix}.{name}", layer) for name, layer in part.named_modules())
+    ends, named = whole_names(config), ((f".{prefix}.{name}", layer) for name, layer in module.named_modules())
     return [layer for name, layer in named if any(name.endswith(f".{end}") for end in ends)]
 
 
