@@ -54,7 +54,7 @@ def describe_layout(layout: Layout, pricer: Pricer) -> str:
 
 
 def equal_to_the_fastest(seconds: Mapping[str, float]) -> list[str]:
-    """The names of the fastest modes: all that are not noticeably slower than the first."""
+    """The names of the fastest mode and of modes that are not noticeably slower."""
     ranked = sorted(seconds, key=lambda name: seconds[name])
     return [name for name in ranked if seconds[name] <= (1 + SMALL) * seconds[ranked[0]]]
 

@@ -408,7 +408,8 @@ def cluster(
     program: type | None = None,
 ) -> Cluster:
     """The processes of a plan; `program` is the workflow."""
-    if config.policy.speaks and config.policy.engine == "http" and not config.cluster.joined:  # other nodes see others
+    # Of a cluster, other nodes may reach servers that this machine does not.
+    if config.policy.speaks and config.policy.engine == "http" and not config.cluster.joined:
         from embodied.policies.language.remote_server import check_servers
 
         check_servers(config.policy)

@@ -226,7 +226,7 @@ def role_bytes(config: RunConfig, memory: Memory | None) -> dict[str, float]:
 
 
 def vllm_cache(config: RunConfig) -> float:
-    """Bytes of `policy.cache_gb`, all of which vLLM reserves, also for a small model; 0 for other engines."""
+    """Bytes of `policy.cache_gb`; vLLM reserves them also for a small model. 0 for other engines."""
     policy = config.policy
     return 1e9 * (policy.cache_gb or 0.0) if policy.speaks and policy.engine == "vllm" else 0.0
 

@@ -65,7 +65,7 @@ def version_of(package: str) -> str | None:
 
 
 def model_kind(config: str) -> str:
-    """The name by which a model folder's config.json calls a causal language model; empty for others."""
+    """The `model_type` in a causal language model's config.json; empty for other models."""
     try:
         fields = json.loads(config)
     except ValueError:

@@ -1,4 +1,4 @@
-"""Hosts as actors of a Ray cluster: the run's own on this machine, or a running one that the driver joins by address.
+"""Hosts as actors of a Ray cluster: a cluster of the run's own on this machine, or a running cluster at an address.
 
 Ray starts the processes, reports that they live, and moves large parts between machines. The parent of each host's
 process (`guard.py`) sets the cores before any import, ends the process with the driver, and reports the exit code.
