@@ -319,7 +319,7 @@ class GroupCollector(Collector):
         groups = gather((index // size, index) for index in sorted(outcomes)).values()
         rewards, metrics = self.relays.pass_groups(map(tuple, groups), self.experience)
         batch.reported |= metrics
-        return [replace(outcomes[index], total_reward=reward) for index, reward in rewards.items()]
+        return [outcomes[index]._replace(total_reward=reward) for index, reward in rewards.items()]
 
     # To the learners
 
