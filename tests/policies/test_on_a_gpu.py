@@ -143,14 +143,14 @@ def learn(policy, played):
 def imitate(policy):
     learner = ImitationLearner.__new__(ImitationLearner)
     learner.policy, learner.model = policy, model_of(policy)
-    learner.device, learner.seed = WHERE, 0
+    learner.device, learner.seed, learner.config = WHERE, 0, LearnerConfig()
     learner.demos = Demonstrations(policy.spec, policy.horizon, 0, ROWS)
     actions = np.zeros((ROWS, policy.spec.action.dim), np.float32)
     obs = {"instruction": ["push the red cube"] * ROWS} | seen(policy.spec)
     episode = RecordedEpisode(0, "push the red cube", None, obs, actions, {})
     list(learner.demos.read([episode], ROWS, None))
     try:
-        return learner._gradient(torch.arange(ROWS), ROWS, ROWS, 0)
+        return learner._gradient(torch.arange(ROWS), ROWS, 1, 0)
     finally:
         learner.demos.close()
 
