@@ -274,7 +274,7 @@ class EpisodeCounter:
         from embodied.envs.episode_player import EpisodeTracker  # imports a simulator's packages
 
         rows = len(self.begun)
-        state = {f"rows.{name}": np.zeros(rows, np.int64) for name in EpisodeTracker.ARRAYS}
+        state = {f"rows.{name}": np.zeros(rows, np.int64) for name in (*EpisodeTracker.ARRAYS, "initial")}
         state |= {"rows.started": self.settled + (self.begun > self.settled), "rows.length": np.ones(rows, np.int64)}
         return {"env_ids": np.arange(rows), **state}
 
