@@ -44,7 +44,7 @@ class Memory:
     reference: int = 0  # a copy of the trained weights, for the divergence
     trained: int = 0  # of `weights`, the trained ones
     gathered: int = (
-        0  # weights that a learner with shards holds unsharded: the largest block, and weights outside blocks
+        0  # weights that a learner with shards holds unsharded: the largest block and weights outside blocks
     )
     gradient: int = 0  # in float32, that a learner with shards adds up unsharded: all of it, or a block's
     acting: int = 0  # KV cache of one env row
@@ -194,7 +194,7 @@ def kept_by_pass(policy: Policy, inputs: dict[str, Any], places: int) -> tuple[i
 
 
 def described(value: Any) -> Any:
-    """What decides how much a block keeps of an argument or a weight."""
+    """The properties of an argument or a weight that decide how many bytes a block keeps."""
     if isinstance(value, Tensor):
         return tuple(value.shape), value.dtype, value.requires_grad
     return tuple(map(described, value)) if isinstance(value, tuple | list) else type(value)

@@ -127,7 +127,7 @@ class RolloutManager:
         return calls, routes
 
     def _acting(self) -> list[int]:
-        """The policy workers that begin a round: all that hold their devices, or the first worker to get them."""
+        """The policy workers that begin a round: every worker with its device, or the first worker to get one."""
         self.device_sharing.go_on()
         self.device_sharing.wait_for_one(self.policies.workers)
         ranks = [rank for rank, worker in enumerate(self.policies.workers) if self.device_sharing.takes_part(worker)]

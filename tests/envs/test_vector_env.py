@@ -103,9 +103,9 @@ def test_on_frame_is_told_which_rows_moved():
     assert moved == [[True, True], [True, True], [True, False]]
 
 
-def told(end, on_success, after_success, sizes):
-    """What an env row says of each step, for steps in chunks of these sizes, and what it shows after each chunk: a slow
-    reference. An episode ends at its end, at the limit, or so many steps after its first success."""
+def expected_rows(end, on_success, after_success, sizes):
+    """A slow reference: the results of an env row's steps in chunks of these sizes, and its state after each chunk. An
+    episode ends at its end, at the limit, or so many steps after its first success."""
     rows, shown, count, over, first, success = [], [], 0, False, None, False
     for size in sizes:
         for _ in range(size):
@@ -136,7 +136,7 @@ def told(end, on_success, after_success, sizes):
 def test_chunks_of_any_size_tell_of_every_row_what_a_slow_reference_tells(ends, sizes, on_success, after_success):
     after_success = after_success if on_success == "truncate" else 0
     env = begin(*ends, on_success=on_success, after_success=after_success)
-    expected = [told(end, on_success, after_success, sizes) for end in ends]
+    expected = [expected_rows(end, on_success, after_success, sizes) for end in ends]
     begun = 0
     for number, size in enumerate(sizes):
         stepped = env.num_stepped

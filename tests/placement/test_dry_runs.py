@@ -63,7 +63,7 @@ def test_seven_billion_weights_learn_in_shards_on_eight_gpus_and_are_refused_whe
     assert places(plan) == {"sim": ({"cpu"}, 64, 1), "policy": ({"gpu"}, 8, 1), "learner": ({"gpu"}, 8, 1)}
     assert {host.render for host in plan.hosts if "sim" in host.roles} == {f"gpu:{i}" for i in range(8)}
     # trained are 7.5e9: 20 bytes of an eighth of them, 4 of all for the gradient; frozen weights, the activations of a
-    # micro-batch, and those of the block that is computed again
+    # micro-batch, and the activations of one recomputed block
     told = plan.memory[0]
     learner, policy = (float(re.search(rf"{role} ([\d.]+)", told)[1]) for role in ("learner", "policy"))
     assert 7.5 * (20 / 8 + 4) < learner < 7.5 * (20 / 8 + 4) + 9

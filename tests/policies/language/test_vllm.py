@@ -56,7 +56,7 @@ def each(kinds):
 
 
 @pytest.fixture(params=each(["tied", "untied", "experts"]))
-def said(request):
+def results(request):
     return answers_of(request.param)
 
 
@@ -66,8 +66,8 @@ def drawn():
 
 
 @needs_vllm
-def test_logprobs_are_the_models_at_temperature_1_after_every_load(said):
-    assert max(said["gaps"]) <= 1e-5
+def test_logprobs_are_the_models_at_temperature_1_after_every_load(results):
+    assert max(results["gaps"]) <= 1e-5
 
 
 @needs_vllm
@@ -78,8 +78,8 @@ def test_pictures_are_seen_as_the_learner_sees_them_after_every_load(kind):
 
 
 @needs_vllm
-def test_greedy_answers_are_those_of_our_own_engine(said):
-    same = [said["greedy"][key] == said["greedy_of_ours"][key] for key in said["greedy"]]
+def test_greedy_answers_are_those_of_our_own_engine(results):
+    same = [results["greedy"][key] == results["greedy_of_ours"][key] for key in results["greedy"]]
     assert all(same)
 
 
@@ -118,8 +118,8 @@ def test_what_is_aborted_comes_back_with_what_was_written(drawn):
 
 
 @needs_vllm
-def test_asleep_it_has_neither_weights_nor_cache_and_answers_alike_once_new_weights_are_in(said):
-    slept = said["slept"]
+def test_asleep_it_has_neither_weights_nor_cache_and_answers_alike_once_new_weights_are_in(results):
+    slept = results["slept"]
     weights, cache, packed = slept["awake"]
     assert weights > 1e4 and cache >= 2**30 and packed >= 8
     assert slept["freed"] == slept["num_bytes"] >= cache + weights
@@ -128,7 +128,7 @@ def test_asleep_it_has_neither_weights_nor_cache_and_answers_alike_once_new_weig
     assert slept["loaded"] == slept["awake"]
     asleep, no_room, unloaded = slept["refused"]
     assert "has weights None" in asleep and "no memory for them" in no_room and "has weights None" in unloaded
-    assert slept["again"] == said["first"]
+    assert slept["again"] == results["first"]
 
 
 @needs_vllm
