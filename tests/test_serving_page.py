@@ -116,7 +116,7 @@ def test_vllms_server_takes_weights_beside_ours_and_its_logprobs_are_the_models(
 
         def elsewhere(self, method, path, body=None, **more):
             asked = isinstance(body, dict) and body.get("method") == "sees_folder"
-            return call(self, method, path, body | {"args": ["/nowhere"]} if asked else body, **more)
+            return call(self, method, path, body | {"args": [str(tmp_path / "gone")]} if asked else body, **more)
 
         monkeypatch.setattr(RemoteServer, "call", elsewhere)
     command += " --dtype float32 --enforce-eager --max-model-len 256 --max-num-seqs 8"

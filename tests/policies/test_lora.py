@@ -62,8 +62,8 @@ def test_a_checkpoint_holds_adapters_and_finds_the_rest_where_it_was(adapted, ba
     again = build(pretrained=str(tmp_path / "saved"), lora_rank=4, lora_scale=0.5)
     assert torch.equal(logprobs(again), logprobs(adapted))
     text = (tmp_path / "saved" / "config.json").read_text()
-    (tmp_path / "saved" / "config.json").write_text(text.replace(str(base), "/nowhere"))
-    with pytest.raises(CheckpointError, match="adapters for the model in /nowhere"):
+    (tmp_path / "saved" / "config.json").write_text(text.replace(str(base), str(tmp_path / "gone")))
+    with pytest.raises(CheckpointError, match=f"adapters for the model in {tmp_path / 'gone'}"):
         load_policy(tmp_path / "saved")
 
 
