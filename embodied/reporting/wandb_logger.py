@@ -59,8 +59,10 @@ class TrackioLogger:
         self._run.log(dict(numbers), step=step)
 
     def close(self, failed: bool = False) -> None:
+        import trackio
+
         with redirect_stdout(io.StringIO()):
-            self._run.finish()
+            trackio.finish()  # not self._run.finish(), after which trackio finishes and prints once more at exit
 
 
 class WandbLogger:

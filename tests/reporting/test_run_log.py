@@ -122,11 +122,12 @@ def test_wandb_keeps_the_same_curves_in_the_runs_folder(tmp_path, monkeypatch, c
 @pytest.mark.filterwarnings("ignore")
 def test_trackio_keeps_the_same_curves(tmp_path):
     """In a process of its own: trackio reads where its files go when it is imported."""
-    pytest.importorskip("trackio")
+    pytest.importorskip("trackio", reason="not among the locked packages: trackio 0.43 needs pillow below 13")
     there = {**os.environ, "TRACKIO_DIR": str(tmp_path / "trackio")}
     words = ["-m", "embodied.train", *RUN, f"run.dir={tmp_path / 'runs'}", "run.log=trackio"]
     told = subprocess.run([sys.executable, *words], env=there, capture_output=True, text=True, timeout=600, check=True)
     assert "trackio     to see the curves: trackio show --project embodied-loop" in told.stdout
+    assert "Uploading" not in told.stdout
     (run,) = (tmp_path / "runs").glob("pointmass_ppo-*")
     rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     script = "import json, sys; from trackio.sqlite_storage import SQLiteStorage as s; print(json.dumps(s.get_logs("
