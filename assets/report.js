@@ -60,11 +60,11 @@ const known = { success: "success", failure: "failure", played: "played", error:
 const activities = new Map(); // their colours, the same throughout the page
 
 function areaColors(names, places = activities) {
-  const taken = new Set();
-  return new Map(names.map((name) => {
+  const taken = new Set(), isNew = (name) => Number(!places.has(name)); // colours in use are taken first
+  return new Map([...names].sort((a, b) => isNew(a) - isNew(b)).map((name) => {
     if (known[name]) return [name, known[name]];
-    const first = places.get(name) ?? places.size % AREAS;
-    const free = Array.from({ length: AREAS }, (_, i) => (first + i) % AREAS).find((one) => !taken.has(one));
+    const begin = places.get(name) ?? places.size % AREAS;
+    const free = Array.from({ length: AREAS }, (_, i) => (begin + i) % AREAS).find((one) => !taken.has(one));
     const place = free ?? taken.size;
     taken.add(place);
     if (!places.has(name)) places.set(name, place % AREAS);
@@ -79,9 +79,10 @@ const swatch = (color) => el("i", { class: `swatch ${lineColor(color)}` });
 
 function figure(title, entries, svg, read) {
   const marks = entries.map(([name, style]) => el("li", {}, el("i", { class: style }), name));
+  const explained = entries.length > 1 || entries.some(([name]) => name === "success" || name === "failure");
   const save = el("a", { class: "save", href: "#", title: "save this chart as an SVG file" }, "SVG");
   save.addEventListener("click", (event) => saveChart(event, title, svg));
-  const made = el("figure", {}, save, el("figcaption", {}, title), marks.length > 1 && el("ul", { class: "legend" }, marks), svg);
+  const made = el("figure", {}, save, el("figcaption", {}, title), explained && el("ul", { class: "legend" }, marks), svg);
   followPointer(made, svg, read);
   return made;
 }
@@ -182,7 +183,7 @@ function rows(block) {
   const columns = block.charts.some((chart) => chart.columns.length);
   const colors = areaColors(names, columns ? new Map() : undefined), show = written(block.unit), width = Math.max(340, (main.clientWidth || 906) - 26);
   const longest = Math.max(0, ...block.charts.flatMap((chart) => chart.rows.map((row) => `${row.name} ${row.note}`.length)));
-  const left = Math.min(14 + 6.3 * longest, 0.4 * width), shapes = [], spots = [];
+  const left = Math.min(14 + 6.3 * longest, 0.5 * width), shapes = [], spots = [];
   let y = 0;
   for (const chart of block.charts) {
     const across = scale(0, chart.high || 1, left, width - 24), top = (y += chart.title ? 22 : 6);
@@ -377,7 +378,7 @@ function section(one) {
 
 main.append(el("header", {},
   el("h1", {}, page.heading),
-  el("p", {}, page.state && [el("span", { class: `state ${page.state}` }, page.state), " \u00b7 "], page.words),
+  el("p", {}, page.state && [el("span", { class: `state ${page.state}` }, page.state), " \u00b7 "], page.words, page.live_s > 0 && ` \u00b7 this page reloads every ${page.live_s} s`),
   page.command && el("p", {}, el("code", {}, page.command)),
   page.problems.map((words) => el("p", { class: "problem" }, words))));
 main.append(...page.sections.map(section));

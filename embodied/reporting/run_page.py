@@ -24,6 +24,7 @@ from embodied.reporting.evaluation_page import (
 )
 from embodied.reporting.machine_page import placement_chart, provenance_table, time_spent, timeline_charts
 from embodied.reporting.page import (
+    MOST_POINTS,
     Block,
     bullets,
     fold,
@@ -86,7 +87,7 @@ def report(run: Run, beside: Path) -> Block:
     timeline = timeline_charts(run)  # before the problems, to which an unreadable trace is added
     sections = [section("", figures(run))]
     if run.metrics:
-        sections.append(section("Results", *result_charts(run), note=RESULTS_NOTE))
+        sections.append(section("Results", *result_charts(run), note=results_note(run)))
     if run.last:
         sections += evaluation_sections(run, run.last, beside)
     if run.metrics:
@@ -102,11 +103,16 @@ def report(run: Run, beside: Path) -> Block:
     sections.append(section("Recipe and provenance", provenance_table(run), recipe))
     cause = run.info.get("cause")
     problems = [*([cause] if cause else []), *run.problems]
-    problems += [PARTLY.format(name, how_far) for name, how_far in run.partial.items()]
+    words = f"{subject(run)}{span_of_time(run)}"
+    for name, how_far in run.partial.items():
+        if run.info.get("state") == "running":
+            words += f" \u00b7 evaluation {name}: {how_far} are over"
+        else:
+            problems.append(PARTLY.format(name, how_far))
     return page(
         f"{run.name} - report",
         sections,
-        f"{subject(run)}{span_of_time(run)}",
+        words,
         problems,
         heading=run.name,
         state=run.info.get("state", "evaluation"),
@@ -115,15 +121,26 @@ def report(run: Run, beside: Path) -> Block:
 
 
 PARTLY = (
-    "Evaluation {} is partial: {} are over, in its episodes.csv. They get no rates: those that end soon are too many "
-    "among them. A resumed run, or the same command, plays the rest."
+    "Evaluation {} is partial: {} are over, in its episodes.csv. It has no rates, since successful episodes end first. "
+    "A resumed run, or the same command, plays the rest."
 )
-RESULTS_NOTE = (
-    "Lines: the last episodes of training. Dots: evaluations. They differ because training samples its actions and "
-    "draws new initial states, while an evaluation plays a fixed list of episodes at eval.temperature (0: no noise). "
-    "A return in training can also be lower because episodes are cut short (env.stagger) or begin with hard states "
-    "(env.retries). Bands and whiskers: 95% Wilson intervals."
-)
+
+
+def results_note(run: Run) -> str:
+    """What the lines and dots of the results are, and why they differ in this run."""
+    env = env_of(run)
+    after = env.get("after_success")
+    sentences = {
+        "Lines: means over the latest training episodes. Dots: evaluations. Training draws new episodes and acts with "
+        "noise; an evaluation plays a fixed list of episodes at eval.temperature (0: no noise).": True,
+        f"A training episode ends {f'{after} env steps after' if after else 'at'} its first success (env.on_success); "
+        "an evaluation's episode ends as eval.protocol says.": env.get("on_success", "continue") != "continue",
+        "Each env's first training episode is cut short, so its return is lower (env.stagger).": env.get("stagger"),
+        "Training repeats the initial states of failures, so its success is lower (env.retries).": env.get("retries"),
+        "Whiskers and bands of success: 95% Wilson intervals.": True,
+        "Other bands span the iterations of which a point is the mean.": len(run.metrics) > MOST_POINTS,
+    }
+    return " ".join(sentence for sentence, applies in sentences.items() if applies)
 
 
 TEXT_NOTE = (
@@ -133,12 +150,17 @@ TEXT_NOTE = (
 )
 
 
+def env_of(run: Run) -> dict[str, Any]:
+    """The run's options of env."""
+    return (read_yaml(run.config) if run.config else {}).get("env") or {}
+
+
 def subject(run: Run) -> str:
     """A short description of the trained or evaluated policy and task."""
     if run.config:
         config = read_yaml(run.config)
         policy, algo = (config.get(key) or {} for key in ("policy", "algo"))
-        return f"{what_is_played(config.get('env') or {})}, policy {policy.get('name')}, {algo.get('name')}"
+        return f"{what_is_played(env_of(run))}, policy {policy.get('name')}, {algo.get('name')}"
     if not run.last:
         return ""
     return f"{what_is_played(run.last.results.get('protocol', {}).get('env', {}))}, policy version {run.last.version}"
@@ -163,15 +185,18 @@ def figures(run: Run) -> Block | None:
     tiles_shown: list[tuple[str, str, str]] = []
     if run.last:
         overall = run.last.results["overall"]
+        version = f", v{run.last.version}" if run.metrics else ""  # of a running run not the newest
         if "text" in overall:
-            tiles_shown += text_tiles(overall["text"], sampling(run.last.results))
+            tiles_shown += text_tiles(overall["text"], sampling(run.last.results), version)
         tiles_shown += start_tiles(run)
         for name in () if "text" in overall else MEASURES:
             if overall[name]:
                 rate, *rest = describe_rate(overall[name])
-                tiles_shown.append((name, rate, " ".join(rest)))
+                tiles_shown.append((f"{name}{version}", rate, " ".join(rest)))
         if overall["return"] is not None:
-            tiles_shown.append(("return", short(overall["return"]), f"mean of {overall['episodes']} episodes"))
+            tiles_shown.append(
+                (f"return{version}", short(overall["return"]), f"mean of {overall['episodes']} episodes")
+            )
         if overall["errors"]:
             tiles_shown.append(("error episodes", str(overall["errors"]), "neither success nor failure"))
     if run.metrics:
@@ -205,9 +230,9 @@ def start_tiles(run: Run) -> list[tuple[str, str, str]]:
     return [("success at the start", percent(first["success_once"]), basis)]
 
 
-def text_tiles(text: dict[str, Any], drawn: str) -> list[tuple[str, str, str]]:
+def text_tiles(text: dict[str, Any], drawn: str, version: str) -> list[tuple[str, str, str]]:
     """Rewards and lengths of a language policy's answers."""
-    how = f", {drawn}" if drawn else ""
+    how = f", {drawn}{version}" if drawn else version
     samples, most = text["samples"], max(map(int, text["pass"]), default=1)
     rates = [(f"avg@{samples}" if samples > 1 else "success", text["avg"])]
     rates += [(f"pass@{most}", text["pass"][str(most)])] if most > 1 else []

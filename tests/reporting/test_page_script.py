@@ -97,6 +97,14 @@ def test_counts_and_rows_are_drawn_to_scale():
     assert sim["attributes"]["class"] != learner["attributes"]["class"]
 
 
+def test_an_activity_has_one_colour_in_all_charts_of_a_page():
+    others = {f"activity {number}": [(0, 1)] for number in range(16)}
+    bars = [{"step": [(0, 1)]}, {**others, "step": [(0, 1)]}]
+    drawn = Drawn(*[rows_chart(EVIL, [Rows("", [Row("sim", bar)], 1.0)], EVIL) for bar in bars])
+    first, *_, last = [one["attributes"]["class"] for one in drawn.of("spans")]
+    assert first == last
+
+
 def test_markup_from_runs_stays_text():
     """In every kind of block; tokens are marked the more the less likely they are."""
     turn = {"said": [{"role": EVIL, "parts": [{"text": EVIL, "more": 0}]}], "words": EVIL, "cut_off": True}

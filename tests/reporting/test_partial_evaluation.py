@@ -78,6 +78,9 @@ def test_the_report_says_how_far_an_evaluation_is_and_gives_no_rates(tmp_path):
     for folder in (tmp_path, tmp_path / "eval" / "v000002"):
         page = str(report(read_run(folder), folder))
         assert "Evaluation v000002 is partial: 3 of 10 episodes are over" in page and "success_once" not in page
+    (tmp_path / "run.json").write_text('{"state": "running"}')
+    shown = report(read_run(tmp_path), tmp_path)
+    assert "evaluation v000002: 3 of 10 episodes are over" in shown["words"] and not shown["problems"]
 
 
 def test_a_long_evaluation_says_every_so_often_how_far_it_is(tmp_path):

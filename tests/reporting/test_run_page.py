@@ -241,6 +241,26 @@ def test_a_live_page_follows_a_run_until_it_ends_and_then_reloads_no_more(tmp_pa
     assert '"live_s":0' in page.read_text() and "2,222" in page.read_text()
 
 
+@pytest.mark.parametrize(
+    ("env", "told", "untold"),
+    [
+        ("{name: sums}", ["draws new episodes"], ["on_success", "env.stagger", "env.retries"]),
+        ("{on_success: truncate, after_success: 0, retries: 2}", ["at its first success", "env.retries"], ["stagger"]),
+        (
+            "{on_success: truncate, after_success: 25, stagger: true}",
+            ["25 env steps after", "env.stagger"],
+            ["retries"],
+        ),
+    ],
+)
+def test_a_page_says_why_training_and_evaluations_of_this_run_differ(tmp_path, env, told, untold):
+    (tmp_path / "run.json").write_text('{"state": "finished"}')
+    (tmp_path / "config.yaml").write_text(f"env: {env}\n")
+    (tmp_path / "metrics.jsonl").write_text(json.dumps(metrics(1)) + "\n")
+    (note,) = [part["note"] for part in report(read_run(tmp_path), tmp_path)["sections"] if part["title"] == "Results"]
+    assert all(words in note for words in told) and not [words for words in untold if words in note]
+
+
 def test_colours_of_lines_are_told_apart():
     css = (ASSETS / "report.css").read_text()
     colors = re.findall(r"--c[0-7]: (#\w+)", css)
