@@ -2,8 +2,8 @@
 
 Debian 12's Mesa is too old for SAPIEN, but the Mesa of its backports works. Its package is downloaded with apt from the
 machine's mirror and unpacked; no system file changes. The libraries it needs are packages of Debian 12: root installs
-them, other users get their names. The drivers of newer distributions work. Standard library only. It belongs to the package
-since errors and `embodied.doctor` name it to users of pip too, who have no scripts/.
+them, other users get their names. The drivers of newer distributions work. Standard library only. It belongs to the
+package since errors and `embodied.doctor` name it to users of pip too, who have no scripts/.
 """
 
 from __future__ import annotations
