@@ -130,6 +130,8 @@ def compare_predictions(argv: list[str]) -> Path:
     own = {key: str(value) for key, value in values.items()}
     try:
         config = recipe_of(own.get("profile"), rest)
+        if config:
+            stored_profiles.check_policy(config)
         roles = roles_of(roles_of_run(program, config) if config else program.roles)
         topology = read_topology(own["cluster"]) if "cluster" in own else machines(config) if config else discover()
         profile, name = find_profile(own.get("profile"), config, topology, roles)

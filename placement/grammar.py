@@ -5,7 +5,8 @@
 `gpu:0-3` is four devices with one worker each, `gpu:0*2` two workers sharing one; the same goes for `fake:0` (a name to
 account for, nothing else) and for hardware that the recipe declares (`arm:0`). `cpu:0-15` is one worker with sixteen
 cores, `cpu:0-15*4` four workers on disjoint quarters. Commas join several; `node1/gpu:0-3` names a node. A simulator on
-cores can draw on a GPU: `sim: {devices: "cpu:0-15*8", render: "gpu:0"}`.
+cores can draw on a GPU: `sim: {devices: "cpu:0-15*8", render: "gpu:0"}`. With `policy.tensor_parallel=2`, `policy:
+"gpu:0-3"` is two workers with two GPUs each.
 Numbers count the devices this run may use: `cpu:0` is the first core of the process's affinity mask.
 """
 
@@ -29,6 +30,7 @@ EXAMPLES = (
 )
 MAP_EXAMPLE = '{"sim,policy": "cpu:0", learner: "cpu:0"}'  # holds everywhere
 PLACE_KEYS = ("devices", "render")
+PARALLEL = "policy.tensor_parallel"  # the option that gives a policy worker several GPUs
 
 
 @dataclass(frozen=True)
@@ -181,6 +183,23 @@ def drawing(key: str, names: tuple[str, ...], known: Mapping[str, PlacedRole], p
     shared = [cards[at * len(cards) // len(own)] for own in beside.values() for at in range(len(own))]
     ordered = [slot for own in beside.values() for slot in own]
     return [replace(slot, render=f"gpu:{card.devices[0]}") for slot, card in zip(ordered, shared)]
+
+
+def joined(slots: Sequence[Slot], count: int) -> list[Slot]:
+    """Slots with `count` devices of one machine each, from slots with one device."""
+    together: list[Slot] = []
+    for node in dict.fromkeys(slot.node for slot in slots):
+        own = [slot for slot in slots if slot.node == node]
+        devices = [device for slot in own for device in slot.devices]
+        given = f"{PARALLEL}={count}: a policy worker has {count} GPUs of one machine"
+        if len({*devices}) < len(devices):
+            raise PlacementError(f"{given}, of which none can have another policy worker; name every GPU once")
+        if len(devices) % count:
+            on = f" of {node}" if node else ""
+            raise PlacementError(f"{given}, and {len(devices)} GPUs{on} cannot be divided so; name a multiple")
+        parts = [tuple(devices[first : first + count]) for first in range(0, len(devices), count)]
+        together += [replace(own[0], devices=part) for part in parts]
+    return together
 
 
 def text_of(devices: Sequence[tuple[str, str, int]]) -> str:

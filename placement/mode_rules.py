@@ -22,6 +22,8 @@ learners overlap   learners that work during the rollout (pipeline.schedule) hav
                    hybrid give them none
                    auto           {sim + policy} on three quarters of the cores, learners on the rest; on GPUs on one
                                   half, learners on the other; beside GPUs policies on one half, learners on the other
+policies of        (`policy_gpus`) share no process with learners, which have one GPU each
+several GPUs       auto           collocated: policies and learners take turns on all GPUs
 other roles        of a program go with the policy in collocated and hybrid plans, with the learner if they work in
                    the update, or with the role that their declaration names; disaggregated, or if it names none, each
                    has one device of its own; while learners overlap with the rollout, roles that work in the rollout
@@ -41,7 +43,7 @@ from collections.abc import Sequence
 from itertools import zip_longest
 from typing import Any, NamedTuple
 
-from embodied.placement.grammar import EMBODIED, PlacedRole, extra_roles, is_loop, text_of
+from embodied.placement.grammar import EMBODIED, PARALLEL, PlacedRole, extra_roles, is_loop, text_of
 from embodied.placement.placement_errors import PlacementError
 from embodied.placement.topology import Topology
 
@@ -70,12 +72,14 @@ def choose(
     roles: Sequence[PlacedRole] = EMBODIED,
     overlap: str = "",
     small_steps: bool = False,
+    policy_gpus: int = 1,
 ) -> tuple[dict[str, Any], str]:
     """Returns the map, and the reason if there was a choice. `networks` compute on "cpu" or "gpu". Beside GPUs a sim
     worker has at least `rows` rows, and there are at most `most_sims` of them; with `draws` they render on the GPUs of
     their machine. `overlap`: the option under which learners work during the rollout. `small_steps`: gradient steps are
-    too short to be divided among learners."""
-    cores, gpus = devices_of(machines, "cpu"), devices_of(machines, "gpu")
+    too short to be divided among learners. `policy_gpus`: GPUs of every policy worker, all of one machine."""
+    policy_gpus = policy_gpus if networks == "gpu" else 1
+    cores, gpus = devices_of(machines, "cpu"), devices_of(machines, "gpu", policy_gpus)
     asked = DeviceRequest(f"placement={mode}")
     if overlap:
         several = len(gpus if networks == "gpu" else cores) > 1 and mode != "auto"
@@ -89,7 +93,14 @@ def choose(
         groups = [*((role.name, own_cores) for role in apart), *by_declaration(mode, left, devices, num_envs, stages)]
         return as_map(groups, machines, draws), "collocated: roles take turns" * (mode == "auto")
     by_rule = mode == "auto"
-    mode, reason = resolved(mode, networks, gpu_sims, overlap)
+    mode, reason = resolved(mode, networks, gpu_sims or policy_gpus > 1, overlap)
+    if by_rule and mode == "collocated" and policy_gpus > 1:
+        reason = "collocated: policies and learners take turns on all GPUs"
+    if mode == "hybrid" and policy_gpus > 1:
+        raise PlacementError(
+            f"placement=hybrid puts policies into the processes of learners, which have one GPU each; with "
+            f"{PARALLEL}={policy_gpus} try placement=collocated"
+        )
     own = [role for role in more if mode == "disaggregated" or not role.home]
     names = [role.name for role in own if networks == "cpu" or not role.network]
     cores, kept_cores = split_off(cores, names, "cores", asked)
@@ -97,7 +108,7 @@ def choose(
     gpus, kept_gpus = split_off(gpus, names, "GPUs", asked)
     if networks == "gpu" and not gpu_sims:
         sims = num_sims(num_envs, stages, min(len(cores), most_sims or len(cores)), rows)
-        groups = beside_gpus(mode, cores[:sims], gpus, num_envs, stages, asked)
+        groups = beside_gpus(mode, cores[:sims], gpus, num_envs, stages, asked, policy_gpus)
     else:
         on = on_gpus if networks == "gpu" else on_cores
         groups = on(mode, gpus if networks == "gpu" else cores, num_envs, stages, asked)
@@ -197,14 +208,15 @@ def learner_at_home(groups: Groups, home: str) -> Groups:
     return [(roles, [other.get(device, device) for device in devices]) for roles, devices in groups]
 
 
-def devices_of(machines: Topology, kind: str) -> list[Device]:
-    """The devices of all machines, taken in turn. A single machine has no name."""
+def devices_of(machines: Topology, kind: str, together: int = 1) -> list[Device]:
+    """The devices of all machines, taken in turn, so many `together`. A single machine has no name."""
     several = len(machines.nodes) > 1
     numbers = [
         [(node.name if several else "", kind, i) for i in range(node.cores if kind == "cpu" else len(node.gpus))]
         for node in machines.nodes
     ]
-    return [device for turn in zip_longest(*numbers) for device in turn if device is not None]
+    parts = [[each[first : first + together] for first in range(0, len(each), together)] for each in numbers]
+    return [device for turn in zip_longest(*parts) for part in turn if part is not None for device in part]
 
 
 # Which group gets which devices
@@ -238,9 +250,20 @@ def on_cores(mode: str, cores: list[Device], num_envs: int, stages: int, asked: 
 
 
 def beside_gpus(
-    mode: str, sims: list[Device], gpus: list[Device], num_envs: int, stages: int, asked: DeviceRequest
+    mode: str,
+    sims: list[Device],
+    gpus: list[Device],
+    num_envs: int,
+    stages: int,
+    asked: DeviceRequest,
+    policy_gpus: int = 1,
 ) -> Groups:
     parts = len(sims) * stages
+    if policy_gpus > 1:
+        apart = mode != "collocated"
+        acting = whole_parts(gpus[len(gpus) // 2 :] if apart else gpus, policy_gpus, asked)[: parts * policy_gpus]
+        learning = [gpu for gpu in gpus if gpu not in acting] if apart else gpus
+        return [("sim", sims), ("policy", acting), ("learner", learning[:num_envs])]
     if mode == "hybrid":
         return [("sim", sims), ("policy,learner", gpus[: min(num_envs, parts)])]
     if mode == "collocated":
@@ -248,6 +271,20 @@ def beside_gpus(
     require_devices(asked, "policies and learners", 2, len(gpus), "hybrid", "GPUs")
     policies = min(len(gpus) // 2, parts)
     return [("sim", sims), ("policy", gpus[:policies]), ("learner", gpus[policies:][:num_envs])]
+
+
+def whole_parts(gpus: list[Device], count: int, asked: DeviceRequest) -> list[Device]:
+    """As many of these GPUs as give policy workers `count` GPUs of one machine each, machine by machine."""
+    by_node: dict[str, list[Device]] = {}
+    for gpu in gpus:
+        by_node.setdefault(gpu[0], []).append(gpu)
+    if whole := [gpu for own in by_node.values() for gpu in own[: len(own) // count * count]]:
+        return whole
+    most = max(map(len, by_node.values()), default=0)
+    raise PlacementError(
+        f"{PARALLEL}={count} gives a policy worker {count} GPUs of one machine, and with {asked.key} there are {most}; "
+        f"try {PARALLEL}={max(most, 1)}"
+    )
 
 
 def on_gpus(mode: str, gpus: list[Device], num_envs: int, stages: int, asked: DeviceRequest) -> Groups:

@@ -11,10 +11,10 @@ from itertools import pairwise
 from typing import Any
 
 from embodied.placement import mode_rules
-from embodied.placement.grammar import EMBODIED, PlacedRole, Slot, parse_map, roles_of
+from embodied.placement.grammar import EMBODIED, PARALLEL, PlacedRole, Slot, joined, parse_map, roles_of
 from embodied.placement.mode_rules import ENVS_PER_SIM
 from embodied.placement.placement_errors import PlacementError, number, span
-from embodied.placement.topology import Gpu, Node, Topology, gpu_of, not_there, one_machine
+from embodied.placement.topology import Gpu, Node, Topology, gpu_of, gpus_of, not_there, one_machine
 
 
 @dataclass(frozen=True)
@@ -26,14 +26,19 @@ class PlannedHost:
     cores: tuple[int, ...]
     threads: int
     node: str = ""  # node of a cluster; "" is the machine that starts the run
-    device: str = ""  # gpu:3, fake:0, arm:0: its device besides cores
+    devices: tuple[str, ...] = ()  # gpu:3, fake:0, arm:0: its devices besides cores; several GPUs for some engines
     render: str = ""  # gpu:0: the GPU on which its simulator renders
-    gpu: Gpu | None = None  # its GPU, for computing or rendering
+    gpus: tuple[Gpu, ...] = ()  # its GPUs, for computing or rendering
+
+    @property
+    def device(self) -> str:
+        """The first of its devices besides cores, or ""."""
+        return next(iter(self.devices), "")
 
     @property
     def held(self) -> tuple[str, ...]:
         """The names of its devices, unique in the cluster."""
-        names = (self.device,) if self.device else tuple(f"cpu:{core}" for core in self.cores)
+        names = self.devices or tuple(f"cpu:{core}" for core in self.cores)
         return tuple(f"{self.node}/{name}" if self.node else name for name in names)
 
 
@@ -79,8 +84,9 @@ class PlacementPlan:
 
 def places(hosts: list[PlannedHost]) -> str:
     """The devices of equal hosts, as text."""
-    if hosts[0].device:
-        return in_words(host.device for host in hosts)
+    if hosts[0].devices:
+        each = f", {len(hosts[0].devices)} each" if len(hosts[0].devices) > 1 and len(hosts) > 1 else ""
+        return f"{in_words(device for host in hosts for device in host.devices)}{each}"
     cores = span(tuple({core for host in hosts for core in host.cores}))
     each = f", {len(hosts[0].cores)} each" if len(hosts) > 1 else ""
     return f"{'core' if cores.isdigit() else 'cores'} {cores}{each}"
@@ -115,6 +121,7 @@ def make_plan(
     overlap: str = "",
     shared: bool = False,
     small_steps: bool = False,
+    policy_gpus: int = 1,
 ) -> PlacementPlan:
     """Returns the plan of a placement on `machines`, or on one machine with these cores; raises PlacementError. `roles`
     need a place; `more`: a map may place other roles, too; `shared`: several policy workers may answer a request.
@@ -128,15 +135,16 @@ def make_plan(
         placement, reason = mode_rules.choose(
             *(placement, machines, num_envs, stages, networks, gpu_sims, rows, most_sims, draws, roles, overlap),
             small_steps=small_steps,
+            policy_gpus=policy_gpus,
         )
-        plan = PlacementPlan(mode, explicit_hosts(placement, machines, roles), num_envs, reason)
+        plan = PlacementPlan(mode, explicit_hosts(placement, machines, roles, False, policy_gpus), num_envs, reason)
         check_shares(plan, stages, shared)
     else:
         try:
-            plan = PlacementPlan(mode, explicit_hosts(placement, machines, roles, more), num_envs)
+            plan = PlacementPlan(mode, explicit_hosts(placement, machines, roles, more, policy_gpus), num_envs)
             check_shares(plan, stages, shared)
         except PlacementError as err:
-            how = (gpu_sims, rows, most_sims, draws, roles, overlap)
+            how = (gpu_sims, rows, most_sims, draws, roles, overlap, False, policy_gpus)
             works = working_map(machines, num_envs, stages, networks, *how)
             raise PlacementError(f"{err}; try placement='{works}'") from None
     if any(host.node or host.device for host in plan.hosts):
@@ -159,11 +167,22 @@ def named_nodes(placement: str | dict[str, Any]) -> set[str]:
 
 
 def explicit_hosts(
-    placement: dict[str, Any], machines: Topology, roles: Sequence[PlacedRole], more: bool = False
+    placement: dict[str, Any],
+    machines: Topology,
+    roles: Sequence[PlacedRole],
+    more: bool = False,
+    policy_gpus: int = 1,
 ) -> tuple[PlannedHost, ...]:
     hosts: list[PlannedHost] = []
     for names, slots in parse_map(placement, roles, more).items():
         check_alike(names, slots)
+        if policy_gpus > 1 and "policy" in names and slots[0].kind in ("gpu", "fake"):
+            if len(names) > 1:
+                raise PlacementError(
+                    f"{','.join(names)!r} share processes with one GPU each, but with {PARALLEL}={policy_gpus} a "
+                    "policy worker has several; give policy a place of its own"
+                )
+            slots = joined(slots, policy_gpus)
         hosts += hosts_on(names, slots, machines)
     check_hardware(hosts)
     return tuple(hosts)
@@ -174,17 +193,17 @@ def hosts_on(roles: tuple[str, ...], slots: Sequence[Slot], machines: Topology) 
     hosts = []
     for i, slot in enumerate(slots):
         node = node_of(slot.node, machines)
-        name, where = f"{'+'.join(roles)}-{i}", {"node": slot.node, "render": slot.render}
+        name = f"{'+'.join(roles)}-{i}"
         if slot.render and slot.render not in node.named:
             raise PlacementError(f"{not_there(slot.render, node)}, so nothing can be drawn on it")
         if slot.kind == "cpu":
-            cores = cores_of(slot.devices, node)
-            hosts.append(PlannedHost(name, roles, cores, len(cores), **where, gpu=gpu_of(slot.render, node)))
+            cores, devices = cores_of(slot.devices, node), []
+            threads, gpus = len(cores), gpus_of([slot.render], node)
         else:
-            device = f"{slot.kind}:{slot.devices[0]}"
-            cores = cores_beside(device, node)
-            threads = len(cores) if slot.kind == "gpu" else 1
-            hosts.append(PlannedHost(name, roles, cores, threads, **where, device=device, gpu=gpu_of(device, node)))
+            devices = [f"{slot.kind}:{number}" for number in slot.devices]
+            cores = tuple(dict.fromkeys(core for device in devices for core in cores_beside(device, node)))
+            threads, gpus = len(cores) if slot.kind == "gpu" else 1, gpus_of(devices, node)
+        hosts.append(PlannedHost(name, roles, cores, threads, slot.node, tuple(devices), slot.render, gpus))
     return hosts
 
 

@@ -14,7 +14,7 @@ GPUs of one model are one class of devices, cores are another; `fake` devices on
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -130,6 +130,11 @@ def one_machine(cores: tuple[int, ...]) -> Topology:
 def gpu_of(device: str, node: Node) -> Gpu | None:
     """The GPU that a placement calls gpu:N on this machine."""
     return next((gpu for gpu in node.gpus if device == f"gpu:{gpu.index}"), None)
+
+
+def gpus_of(devices: Iterable[str], node: Node) -> tuple[Gpu, ...]:
+    """The GPUs among these devices."""
+    return tuple(gpu for device in devices if (gpu := gpu_of(device, node)))
 
 
 def not_there(device: str, node: Node) -> str:

@@ -44,6 +44,9 @@ class PolicyOptions(Strict):
     merged_rows: ClassVar[int] = 1
     """Env rows that a policy worker answers at once unless the recipe says otherwise."""
 
+    worker_gpus: ClassVar[int] = 1
+    """GPUs of a policy worker."""
+
     published: ClassVar[bool] = False
     """True if others publish models of this family, which `pretrained` and `preset` choose."""
 

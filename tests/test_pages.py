@@ -187,13 +187,14 @@ PAGES = {
         Step("profiling", "policy", f"{GROUPS} seconds=5", slow=True),
         Step("plan", "collocated", GROUPS, slow=True),
         Step(
-            "train recipe=math_grpo",
+            "train recipe=math_grpo .*jsonl --dry-run",
             (
                 "32 x sim on cores",
                 "8 x policy + learner on gpu:0-7",
                 "in turns (rollout: vLLM 51.1; update: learner 33",
             ),
         ),
+        Step("train .*tensor_parallel=4", ("2 x policy on gpu:0-7, 4 each", "vLLM 12.8")),
         Step("train recipe=smol_grpo", "tokens an answer", f"{WORDS} policy.train_layers=1 algo.filter=none"),
     ],
     "libero.md": [

@@ -37,6 +37,7 @@ from embodied.placement.placement_plan import hosts_on
 from embodied.placement.profile import NOTHING, Cost, Profile, write_profile
 from embodied.placement.reasons import words
 from embodied.profiling.stored_profiles import (
+    check_policy,
     cost_key,
     dataflow_of,
     describe_devices,
@@ -98,6 +99,7 @@ def measure(
     config: RunConfig, seconds: float, say: Callable[[str], None], program: type[EmbodiedLoop] = EmbodiedLoop
 ) -> Profile:
     """Measure the parts, then calibrate with short real runs of the program, which also measure other roles."""
+    check_policy(config)
     roles = roles_of(roles_of_run(program, config))
     config = in_turns(repeated(config)).with_values("cluster", memory_gb=None)  # without a memory limit
     clock = Clock(seconds)

@@ -21,7 +21,7 @@ from embodied.core.errors import ConfigError
 from embodied.placement import PlacedRole, PlacementError, PlacementPlan, Topology, make_plan
 from embodied.placement.dataflow import Dataflow, embodied_dataflow
 from embodied.placement.deploy import as_placement, granularity
-from embodied.placement.grammar import EMBODIED, extra_roles
+from embodied.placement.grammar import EMBODIED, PARALLEL, extra_roles
 from embodied.placement.layout import DeviceClass
 from embodied.placement.lengths import Lengths, lengths_from_json
 from embodied.placement.placement_errors import number
@@ -165,13 +165,25 @@ def profile_for(
     reason = ""
     for path in stored_profiles(config, roles):
         try:
-            other = why_it_does_not_count(read_profile(path), machines)
+            other = why_not_this_policy(config) or why_it_does_not_count(read_profile(path), machines)
         except PlacementError as err:
             other = str(err)
         if not other:
             return path, ""
         reason = reason or f"{path} does not count: {other}"
     return None, reason
+
+
+def why_not_this_policy(config: RunConfig) -> str:
+    """Why no profile counts for the recipe's policy; "" if one may."""
+    gpus = config.policy.worker_gpus
+    return f"a profile is of policy workers with one GPU each, and {PARALLEL}={gpus}" if gpus > 1 else ""
+
+
+def check_policy(config: RunConfig) -> None:
+    """Raise ConfigError if no profile can count for the recipe's policy."""
+    if why := why_not_this_policy(config):
+        raise ConfigError(f"{why}; name a placement, or try {PARALLEL}=1")
 
 
 def processor() -> str:

@@ -114,11 +114,11 @@ def environment(host: PlannedHost) -> dict[str, str]:
     """Environment variables of a host's process, set before it imports anything. GPUs are counted by PCI address, as
     nvidia-smi does: CUDA would put the fastest first."""
     variables = {"EMBODIED_DEVICE": host.device} if host.device else {}
-    if host.gpu:
-        card = str(host.gpu.index if host.gpu.card is None else host.gpu.card)
-        variables |= {"CUDA_DEVICE_ORDER": "PCI_BUS_ID", "CUDA_VISIBLE_DEVICES": host.gpu.cuda_name}
-        variables |= {"MUJOCO_EGL_DEVICE_ID": card}
-        variables |= {"EMBODIED_RENDER_FILE": host.gpu.render} if host.gpu.render else {}
+    if host.gpus:
+        first, names = host.gpus[0], ",".join(gpu.cuda_name for gpu in host.gpus)
+        variables |= {"CUDA_DEVICE_ORDER": "PCI_BUS_ID", "CUDA_VISIBLE_DEVICES": names}
+        variables |= {"MUJOCO_EGL_DEVICE_ID": str(first.index if first.card is None else first.card)}
+        variables |= {"EMBODIED_RENDER_FILE": first.render} if first.render else {}
     return variables | ({"EMBODIED_RENDER": host.render} if host.render else {})
 
 
@@ -129,7 +129,7 @@ def host_plans(
     return [
         HostPlan(
             *(host.name, host.roles, host.cores, host.threads, environment(host), host.node, host.held),
-            host.gpu.memory_bytes if host.device and host.gpu else float("inf"),
+            min((gpu.memory_bytes for gpu in host.gpus if host.devices), default=float("inf")),
             imports=imports if {*with_policy} & {*host.roles} else (),
         )
         for host in plan.hosts

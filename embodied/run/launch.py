@@ -155,8 +155,8 @@ def planned(
         raise ConfigError(f"placement: {err}") from None
     check_devices(config, plan)
     on_cpu = any("policy" in host.roles and not host.device.startswith("gpu:") for host in plan.hosts)
-    if config.policy.speaks and config.policy.engine == "vllm" and on_cpu:
-        policy_class(config.policy.name).check_engine(config.policy)
+    if config.policy.speaks and config.policy.engine == "vllm":
+        policy_class(config.policy.name).check_engine(config.policy, on_cpu)
     if not is_loop(roles):
         return config, plan  # the memory of the user's own workers is unknown
     plan = plan if learn else plan.only("sim", "policy")
@@ -269,6 +269,7 @@ def placed(
         overlap=overlap_key(config) if learn else "",
         shared=devices.divides_requests(config),
         small_steps=learn and devices.has_small_steps(config),
+        policy_gpus=config.policy.worker_gpus,
     )
     return config, replace(plan, reason="; ".join(filter(None, [plan.reason, uncounted])))
 

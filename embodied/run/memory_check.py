@@ -174,19 +174,22 @@ def loads(config: RunConfig, plan: PlacementPlan, learn: bool, memory: Memory | 
         cache = vllm_cache(config)
         for host in plan.hosts:
             if cache and "policy" in host.roles:
-                device = host.device if host.device.startswith("gpu:") else ""
-                yield Load("vLLM's cache", cache, host.node, device, ROLLOUT, discarded=cache)
+                gpus = [device for device in host.devices if device.startswith("gpu:")] or [""]
+                for device in gpus:
+                    part = cache / len(gpus)
+                    yield Load("vLLM's cache", part, host.node, device, ROLLOUT, discarded=part)
         return
     sharded = config.learner.shard and len(learners) > 1
     acting = acting_bytes(config, memory, -(-config.env.num_envs // plan.count("policy")))
     engine = memory.weights + acting if config.policy.speaks and config.policy.engine == "vllm" else 0
+    divided = config.policy.worker_gpus > 1  # then GPUs hold parts of the engine's weights, the host the policy's
     for host in plan.hosts:
         on_gpu = host.device.startswith("gpu:")
         device = host.device if on_gpu else ""
         if host.render:
             yield Load("drawing", DRAWING_BYTES, host.node, host.render)
-        if on_gpu:
-            yield Load("CUDA", CUDA_BYTES, host.node, device)
+        for each in host.devices if on_gpu else ():
+            yield Load("CUDA", CUDA_BYTES, host.node, each)
         if on_gpu and learn and "learner" in host.roles and len(learners) > 1:
             yield Load("NCCL", NCCL_BYTES, host.node, device)
         if on_gpu and set(host.roles) & {"policy", "learner"}:
@@ -201,9 +204,13 @@ def loads(config: RunConfig, plan: PlacementPlan, learn: bool, memory: Memory | 
             yield Load("learner", own, host.node, device, UPDATE, discarded=memory.activations + gradients)
         cache = 0 if engine else acting
         if "policy" in host.roles and (own := apart + cache):
-            yield Load("policy", own, host.node, device, ROLLOUT, discarded=cache)
+            yield Load("policy", own, host.node, "" if divided else device, ROLLOUT, discarded=cache)
         if "policy" in host.roles and engine:  # a sleeping engine keeps no memory
-            yield Load("vLLM", engine, host.node, device, ROLLOUT, discarded=engine)
+            for each in host.devices if on_gpu else ("",):
+                part = engine / max(1, len(host.devices))
+                yield Load("vLLM", part, host.node, each, ROLLOUT, discarded=part)
+        if "policy" in host.roles and divided:
+            yield Load("weights on their way to vLLM", memory.weights, host.node, phase=ROLLOUT)
     if learn and (sharded or any("policy" in h.roles and "learner" not in h.roles for h in plan.hosts)):
         yield Load("weights handed over", memory.trained, learners[0].node)
 

@@ -222,7 +222,7 @@ def runs_at_once(plan: PlacementPlan, topology: Topology, memory: float) -> tupl
 
 def held_by(plan: PlacementPlan) -> tuple[set[int], set[str]]:
     """The cores and GPUs of a run."""
-    cards = {host.device for host in plan.hosts if host.device.startswith("gpu:")}
+    cards = {device for host in plan.hosts for device in host.devices if device.startswith("gpu:")}
     return {core for host in plan.hosts for core in host.cores}, cards
 
 

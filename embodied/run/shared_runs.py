@@ -128,10 +128,10 @@ def placement_for(
         key, node = ",".join(host.roles), nodes[host.node or part.nodes[0].name]
         first = node.core_numbers.index(host.cores[0])
         cores = f"cpu:{first}-{first + len(host.cores) - 1}" if len(host.cores) > 1 else f"cpu:{first}"
-        slots.setdefault(key, []).append(on_node(node, host.device or cores))
+        slots.setdefault(key, []).extend(on_node(node, device) for device in host.devices or (cores,))
         renders.setdefault(key, []).extend([host.render] if host.render else [])
     lent = [device for device in devices if device not in owned[place]]
-    if divides_requests(config):
+    if divides_requests(config) and config.policy.worker_gpus == 1:
         slots, renders = with_borrowed(slots, lent, topology), {"sim": [r for each in renders.values() for r in each]}
     return {
         roles: {"devices": ",".join(on), "render": ",".join(renders[roles])} if renders.get(roles) else ",".join(on)

@@ -16,7 +16,7 @@ from embodied.policies.vla.config import LoraOptions
 
 SEEING = ("qwen2_5_vl", "idefics3", "smolvlm")  # config.json's model_type of models that read pictures
 OF_SERVER = ("url", "token_from", "weights", "answer_s", "away_s", "gap_limit", "verify")
-ANSWERING = tuple(f"policy.{key}" for key in ("engine", *OF_SERVER, "max_running", "cache_gb"))
+ANSWERING = tuple(f"policy.{key}" for key in ("engine", "tensor_parallel", *OF_SERVER, "max_running", "cache_gb"))
 """Options that change how a language model's answers are computed, not the answers."""
 
 
@@ -43,6 +43,12 @@ class LanguageConfig(LoraOptions):
         "transformers",
         description="What generates answers: our own loop over the model, vLLM in the policy worker's process (make "
         "vllm), or the servers at policy.url.",
+    )
+    tensor_parallel: int = Field(
+        1,
+        gt=0,
+        description="With policy.engine=vllm: GPUs of one machine over which a policy worker divides every layer, for "
+        "models that do not fit one GPU.",
     )
     url: str | tuple[str, ...] | None = Field(
         None,
@@ -142,12 +148,17 @@ class LanguageConfig(LoraOptions):
         return (self.url,) if isinstance(self.url, str) else self.url or ()
 
     @property
+    def worker_gpus(self) -> int:  # type: ignore[override]
+        return self.tensor_parallel
+
+    @property
     def merged_rows(self) -> int:
         return self.max_running
 
     section = "policy."
     rules = (
         only_with(" ".join(OF_SERVER), {"engine": "http"}),
+        only_with("tensor_parallel", {"engine": "vllm"}),
         never_with({"url": None}, {"engine": "http"}, "it asks a server; set policy.url=http://127.0.0.1:8000"),
     )
 

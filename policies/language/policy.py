@@ -432,10 +432,13 @@ class LanguagePolicy(PublishedPolicy):
         return files.heads_of(files.read_config(as_path(config.pretrained)).get_text_config())
 
     @classmethod
-    def check_engine(cls, config: LanguageConfig) -> None:
-        """Refuse a published model that vLLM cannot run on a CPU."""
-        if config.pretrained and (as_path(config.pretrained) / CONFIG).is_file():
+    def check_engine(cls, config: LanguageConfig, on_cpu: bool) -> None:
+        """Refuse a model that vLLM cannot run on a CPU, or cannot divide over `policy.tensor_parallel` GPUs."""
+        here = not config.pretrained or (as_path(config.pretrained) / CONFIG).is_file()
+        if here and on_cpu and config.pretrained:
             files.check_for_vllm(as_path(config.pretrained))
+        if here:
+            files.check_division(*cls.attention_heads(config), config.tensor_parallel)
 
     @classmethod
     def for_memory_estimate(cls, config: LanguageConfig, spec: EnvSpec) -> LanguagePolicy | None:

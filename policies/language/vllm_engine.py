@@ -1,4 +1,6 @@
-"""vLLM as the engine, in the policy worker's own process: fast on GPUs, with weights of its own.
+"""vLLM as the engine, in the policy worker's own process: fast on GPUs, with weights of its own. With
+`policy.tensor_parallel` every layer is divided over several GPUs, by processes that vLLM starts; the policy's own
+weights then lie in the host's memory, from which these processes read new weights.
 
 vLLM samples, with seeds by conversation and index; unlike with our engine, an answer may depend on concurrent answers.
 Log-probs are taken before the temperature is applied (vLLM's `raw_logprobs`), like the learner's. Sampling that
@@ -24,8 +26,11 @@ import math
 import os
 import sys
 import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -37,17 +42,20 @@ from embodied.core.errors import ConfigError
 from embodied.policies.language.config import LanguageConfig
 from embodied.policies.language.engine import Answer, Engine, Request, cache_bytes, seed_of, unanswered
 from embodied.policies.language.folder import as_published
-from embodied.policies.language.vllm_worker import replace_weights
+from embodied.policies.language.remote_server import EXTENSION
+from embodied.policies.language.vllm_worker import CACHE, WEIGHTS, replace_weights
+from embodied.policies.policy_folder import write_tensors
 from embodied.policies.vla.lora import merged, scaling_of
-from embodied.runtime.device_memory import Offloader, num_bytes
+from embodied.runtime.device_memory import num_bytes
 
 if TYPE_CHECKING:
     from embodied.policies.language.policy import LanguagePolicy
 
-WEIGHTS, CACHE = "weights", "kv_cache"  # vLLM's names of the parts that sleep
 SETTINGS = {  # environment variables that vLLM reads on import
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # run in this process
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # several workers share the cores
+    "VLLM_WORKER_MULTIPROC_METHOD": "spawn",  # this process has threads
+    "VLLM_HOST_IP": "127.0.0.1",
     "VLLM_NO_USAGE_STATS": "1",
     "VLLM_LOGGING_LEVEL": "ERROR",
     "HF_HUB_OFFLINE": "1",
@@ -83,13 +91,11 @@ class VLLMEngine(Engine):
         self.engine, self.sampling = start(config, policy)
         self.round: tuple[int, str, SamplingRule] = (0, "", SamplingRule())
         self.version: int | None = None  # version of its weights; None: no weights
-        (tensors,) = self.engine.collective_rpc(memory_of)
-        cache = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in tensors[CACHE]}
-        self.part_bytes = {WEIGHTS: num_bytes(policy.model.parameters()), CACHE: sum(cache.values())}
-        self.emptied = {part: Offloader(keeps=False) for part in self.part_bytes}  # used on a CPU
+        cache = sum(self.engine.collective_rpc("cache_bytes"))
+        self.part_bytes = {WEIGHTS: num_bytes(policy.model.parameters()), CACHE: cache}
         self.asleep: list[str] = []  # parts that are not on the device
         self.is_new = True
-        if policy.device.type != "cpu":
+        if on_gpus(config, policy):
             self.offload()  # sleep until the first weights: learners are built on the same GPU
 
     @property
@@ -146,7 +152,9 @@ class VLLMEngine(Engine):
         answers, self.ended = self.ended, []
         if not self.writing:
             return answers
-        for output in self.engine.step():
+        with self._naming_the_dead():
+            outputs = self.engine.step()
+        for output in outputs:
             if output.request_id not in self.writing:
                 continue
             writing, (new,) = self.writing[output.request_id], output.outputs
@@ -176,9 +184,13 @@ class VLLMEngine(Engine):
         assert WEIGHTS not in self.asleep, "new weights come while vLLM has no memory for them"
         self.version, self.is_new = None, False
         whole = merged(weights.items(), scaling_of(self.config)) if self.config.lora_rank else weights.items()
-        pairs = [*as_published(self.policy.model, whole).items()]
-        with torch.inference_mode(False), torch.no_grad():
-            self.engine.collective_rpc(replace_weights, args=(pairs,))
+        tensors = as_published(self.policy.model, whole)
+        if self.config.tensor_parallel > 1:
+            with in_memory(tensors) as path, self._naming_the_dead():
+                self.engine.collective_rpc("load_file", args=(path,))
+        else:
+            with torch.inference_mode(False), torch.no_grad():
+                self.engine.collective_rpc(replace_weights, args=([*tensors.items()],))
         if not self.engine.reset_prefix_cache():  # cached prefixes are of the previous weights
             raise AssertionError("vLLM did not forget its prefixes")
         if self.policy.sight:
@@ -186,6 +198,18 @@ class VLLMEngine(Engine):
         self.engine.set_weight_version(str(version))
         self.version = version
         self._wake(CACHE)
+
+    @contextmanager
+    def _naming_the_dead(self) -> Iterator[None]:
+        """Inside, the error of a vLLM whose process has died says so."""
+        try:
+            yield
+        except RuntimeError as err:
+            executor = self.engine.engine_core.engine_core.model_executor
+            if getattr(executor, "is_failed", False):
+                count = self.config.tensor_parallel
+                raise RuntimeError(f"one of the {count} processes in which vLLM runs the model has died") from err
+            raise
 
     # Memory
 
@@ -202,11 +226,8 @@ class VLLMEngine(Engine):
         assert not self.running, "vLLM is sent to sleep while it writes answers"
         self.version = None
         self.engine.sleep(level=2)
-        if self.policy.device.type == "cpu":
-            self.engine.collective_rpc(forget_packed_weights)
-            (tensors,) = self.engine.collective_rpc(memory_of)
-            for part, emptied in self.emptied.items():
-                emptied.offload(tensors[part])
+        if not on_gpus(self.config, self.policy):
+            self.engine.collective_rpc("empty")
         self.asleep = [*self.part_bytes]
         return self.num_bytes()
 
@@ -217,7 +238,8 @@ class VLLMEngine(Engine):
         if part not in self.asleep:
             return 0
         self.engine.wake_up(tags=[part])
-        self.emptied[part].onload()
+        if not on_gpus(self.config, self.policy):
+            self.engine.collective_rpc("allocate", args=(part,))
         self.asleep.remove(part)
         return self.part_bytes[part]
 
@@ -228,9 +250,10 @@ class VLLMEngine(Engine):
 def start(config: LanguageConfig, policy: LanguagePolicy) -> tuple[Any, Any]:
     """Returns vLLM's engine for a model of this shape, still without weights, and a function that requests an
     answer."""
-    bytes_, on_card = cache_bytes(config, policy.model, policy.max_length), policy.device.type == "cuda"
+    bytes_, weights = cache_bytes(config, policy.model, policy.max_length), num_bytes(policy.model.parameters())
+    parts, on_card = config.tensor_parallel, on_gpus(config, policy)
     os.environ.update(SETTINGS)
-    os.environ["VLLM_CPU_KVCACHE_SPACE"] = str(max(1, math.ceil(bytes_ / 2**30)))
+    os.environ["VLLM_CPU_KVCACHE_SPACE"] = str(max(1, math.ceil(bytes_ / parts / 2**30)))
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     from vllm import LLM, SamplingParams
     from vllm.sampling_params import RequestOutputKind
@@ -249,10 +272,12 @@ def start(config: LanguageConfig, policy: LanguagePolicy) -> tuple[Any, Any]:
             generation_config="vllm",  # not the folder's own sampling settings
             max_model_len=policy.max_length,
             max_num_seqs=config.max_running,
-            distributed_executor_backend="uni",
+            tensor_parallel_size=parts,
+            distributed_executor_backend="uni" if parts == 1 else "mp",
+            worker_extension_cls=EXTENSION,
             logprobs_mode="raw_logprobs",
             **({"skip_mm_profiling": True, "mm_processor_cache_gb": 0} if policy.sight else {}),
-            **(on_gpu(bytes_, num_bytes(policy.model.parameters())) if on_card else {"enforce_eager": True}),
+            **(on_gpu(bytes_ // parts, weights // parts) if on_card else {"enforce_eager": True}),
         )
     delta = RequestOutputKind.DELTA
     return llm.llm_engine, partial(
@@ -297,15 +322,18 @@ def on_gpu(cache: int, weights: int) -> dict[str, Any]:
     return {"kv_cache_memory_bytes": cache, "enable_sleep_mode": True, "gpu_memory_utilization": share}
 
 
-def memory_of(worker: Any) -> dict[str, list[Tensor]]:
-    """The tensors of vLLM's worker that sleeping frees on a GPU."""
-    runner = worker.model_runner
-    caches = [each if isinstance(each, (list, tuple)) else [each] for each in runner.kv_caches]  # lists of Mamba layers
-    return {WEIGHTS: [*runner.get_model().parameters()], CACHE: [tensor for each in caches for tensor in each]}
+def on_gpus(config: LanguageConfig, policy: LanguagePolicy) -> bool:
+    """True if vLLM runs on GPUs. The policy of an engine on several GPUs is in the host's memory."""
+    return policy.device.type == "cuda" or (config.tensor_parallel > 1 and torch.cuda.is_available())
 
 
-def forget_packed_weights(worker: Any) -> None:
-    """Free the weights that vLLM has repacked for its CPU kernels; the next load repacks them."""
-    for layer in worker.model_runner.get_model().modules():
-        if hasattr(layer, "cpu_linear"):
-            layer.cpu_linear = None
+@contextmanager
+def in_memory(tensors: dict[str, Tensor]) -> Iterator[str]:
+    """Yields the path of a file with these tensors, in shared memory that ends with this process."""
+    file = os.memfd_create("embodied-weights", os.MFD_CLOEXEC)
+    try:
+        path = f"/proc/{os.getpid()}/fd/{file}"
+        write_tensors(Path(path), tensors)
+        yield path
+    finally:
+        os.close(file)

@@ -1,6 +1,7 @@
 """An extension of vLLM's workers that loads weights from a folder: `vllm serve --worker-extension-cls
 embodied.policies.language.vllm_worker.FromFolder`. Without a common folder, weights arrive in the buckets of
-`runtime/weights.py`; only then more of the toolkit is imported."""
+`runtime/weights.py`; only then more of the toolkit is imported. Our own vLLM engine uses it to load weights from a
+file, and to free memory on a CPU, where vLLM's sleep frees nothing."""
 
 from __future__ import annotations
 
@@ -9,6 +10,8 @@ import math
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
+
+WEIGHTS, CACHE = "weights", "kv_cache"  # vLLM's names of the parts that sleep
 
 
 def replace_weights(worker: Any, pairs: Iterable[tuple[str, Any]]) -> None:
@@ -33,11 +36,25 @@ def pack_experts_again(model: Any) -> None:
             method.moe_kernel = None
 
 
-def tensors(folder: Path) -> Iterator[tuple[str, Any]]:
-    """The tensors of a folder, one by one."""
+def memory_of(worker: Any) -> dict[str, list[Any]]:
+    """The tensors of vLLM's worker that sleeping frees on a GPU."""
+    runner = worker.model_runner
+    caches = [each if isinstance(each, (list, tuple)) else [each] for each in runner.kv_caches]  # lists of Mamba layers
+    return {WEIGHTS: [*runner.get_model().parameters()], CACHE: [tensor for each in caches for tensor in each]}
+
+
+def forget_packed_weights(worker: Any) -> None:
+    """Free the weights that vLLM has repacked for its CPU kernels; the next load repacks them."""
+    for layer in worker.model_runner.get_model().modules():
+        if hasattr(layer, "cpu_linear"):
+            layer.cpu_linear = None
+
+
+def tensors(files: Iterable[Path]) -> Iterator[tuple[str, Any]]:
+    """The tensors of these files, one by one."""
     from safetensors import safe_open
 
-    for path in sorted(folder.glob("*.safetensors")):
+    for path in files:
         with safe_open(path, "pt") as file:
             for name in file.keys():  # noqa: SIM118 - it is not a dict
                 yield name, file.get_tensor(name)
@@ -51,6 +68,7 @@ class FromFolder:
     """
 
     arriving: Any = None  # partially received weights
+    emptied: Any = None  # part -> what was freed, for a CPU
 
     def sees_folder(self, folder: str) -> bool:
         return Path(folder).is_dir()
@@ -81,4 +99,30 @@ class FromFolder:
         if not (at := Path(folder)).is_dir():
             raise ValueError(f"{folder} is not a folder that this worker sees")
         with torch.inference_mode(False), torch.no_grad():
-            replace_weights(self, tensors(at))
+            replace_weights(self, tensors(sorted(at.glob("*.safetensors"))))
+
+    # For our own engine
+
+    def load_file(self, path: str) -> None:
+        import torch
+
+        with torch.inference_mode(False), torch.no_grad():
+            replace_weights(self, tensors([Path(path)]))
+
+    def cache_bytes(self) -> int:
+        """Bytes of its keys and values."""
+        storages = [tensor.untyped_storage() for tensor in memory_of(self)[CACHE]]
+        return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
+
+    def empty(self) -> None:
+        """Free weights, keys and values."""
+        from embodied.runtime.device_memory import Offloader
+
+        forget_packed_weights(self)
+        self.emptied = {part: Offloader(keeps=False) for part in (WEIGHTS, CACHE)}
+        for part, held in memory_of(self).items():
+            self.emptied[part].offload(held)
+
+    def allocate(self, part: str) -> None:
+        """Give a part its memory back, without content."""
+        self.emptied.pop(part).onload()

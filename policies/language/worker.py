@@ -49,10 +49,15 @@ class LanguageWorker(PolicyWorker):
     def build(self, spec: EnvSpec) -> None:
         """The policy, and the engine that generates with it."""
         self.belongings = DeviceTensors(self.timers)
+        self.device = "cpu" if self.config.tensor_parallel > 1 else self.device  # a GPU may not hold the whole model
         self.policy = make_policy(self.config, spec).eval().to(self.device)
         self.engine = make_engine(self.config, self.policy)
         self.policy.cache_tensors = self.engine.cache_tensors
         self._reset_numbers()
+
+    def route(self, publication: Publication) -> str:
+        """Like other policies; but weights that the engine divides over GPUs come through the host."""
+        return super().route(publication if self.config.tensor_parallel == 1 else replace(publication, gpu=""))
 
     def load_weights(self, publication: Publication, route: str, channel: Channel, whole: bool) -> int | None:
         version = super().load_weights(publication, route, channel, whole)

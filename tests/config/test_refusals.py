@@ -131,6 +131,8 @@ PPO faults.hang_s=900 -> faults.hang_s=900 is longer than faults.timeout_s=600
 SUMS env.task=add3 -> is not a task of sums (known: add2, fewshot_sums, calc2, mul2); did you mean 'add2'?
 SUMS env.name=reverse_text env.task=letters env.file=x -> it holds sentences; leave one of them out
 SUMS policy.engine=http -> it asks a server; set policy.url=http://127.0.0.1:8000
+SUMS policy.tensor_parallel=2 -> policy.tensor_parallel=2 has no effect with policy.engine=transformers; leave it out
+SUMS policy.engine=vllm policy.tensor_parallel=3 -> does not divide the model's 4 attention heads and 4 key-value heads
 SUMS policy.url=http://h policy.answer_s=5 -> policy.url=http://h and policy.answer_s=5 have no effect with policy.eng
 SUMS policy.engine=http policy.url=127.0.0.1:8000 -> should be like http://
 SUMS policy.engine=http policy.url=[http://h,http://h] -> should name every server once

@@ -1,5 +1,7 @@
 """Which machines a run may use, what a host's process sees of them, and placements that contradict the recipe."""
 
+from dataclasses import replace
+
 import pytest
 
 from embodied.config.recipe import load
@@ -50,12 +52,14 @@ def test_a_host_sees_the_gpu_it_holds_or_draws_on_and_no_other():
     card = {"CUDA_DEVICE_ORDER": "PCI_BUS_ID", "CUDA_VISIBLE_DEVICES": "6", "MUJOCO_EGL_DEVICE_ID": "6"}
     card |= {"EMBODIED_RENDER_FILE": "renderD130"}
     sixth = Gpu(1, card=6, render="renderD130")
-    held = PlannedHost("policy-0", ("policy",), (0,), 1, device="gpu:1", gpu=sixth)
+    held = PlannedHost("policy-0", ("policy",), (0,), 1, devices=("gpu:1",), gpus=(sixth,))
     assert environment(held) == {"EMBODIED_DEVICE": "gpu:1", **card}
-    drawing = PlannedHost("sim-0", ("sim",), (0,), 1, render="gpu:1", gpu=sixth)
+    both = replace(held, devices=("gpu:1", "gpu:0"), gpus=(sixth, Gpu(0, card=5)))
+    assert environment(both) == {"EMBODIED_DEVICE": "gpu:1", **card, "CUDA_VISIBLE_DEVICES": "6,5"}
+    drawing = PlannedHost("sim-0", ("sim",), (0,), 1, render="gpu:1", gpus=(sixth,))
     assert environment(drawing) == {"EMBODIED_RENDER": "gpu:1", **card}
     assert environment(PlannedHost("sim-1", ("sim",), (0,), 1)) == {}
-    assert environment(PlannedHost("sim-2", ("sim",), (0,), 1, device="arm:0")) == {"EMBODIED_DEVICE": "arm:0"}
+    assert environment(PlannedHost("sim-2", ("sim",), (0,), 1, devices=("arm:0",))) == {"EMBODIED_DEVICE": "arm:0"}
 
 
 def test_runs_take_turns_in_the_memory_that_a_gpu_has_on_whatever_machine(monkeypatch, tmp_path):

@@ -1,5 +1,7 @@
 """Placements become plans, or are refused with the arithmetic and one that works."""
 
+import json
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -158,3 +160,47 @@ def test_a_plan_describes_itself_in_a_few_lines():
 
 def test_spans_are_written_as_they_are_read():
     assert span((0, 1, 2, 5, 7, 8)) == "0-2,5,7-8"
+
+
+EIGHT = Topology((machine(tuple(range(16)), 8),))
+TWO_NODES = Topology(tuple(machine(tuple(range(8)), 4, name=f"node{i}") for i in range(2)))
+
+
+@pytest.mark.parametrize(
+    ("mode", "machines", "policies", "learners"),
+    [
+        ("auto", EIGHT, ["gpu:0 gpu:1", "gpu:2 gpu:3", "gpu:4 gpu:5", "gpu:6 gpu:7"], 8),
+        ("collocated", EIGHT, ["gpu:0 gpu:1", "gpu:2 gpu:3", "gpu:4 gpu:5", "gpu:6 gpu:7"], 8),
+        ("disaggregated", EIGHT, ["gpu:4 gpu:5", "gpu:6 gpu:7"], 4),
+        ("disaggregated", TWO_NODES, ["node0/gpu:2 node0/gpu:3", "node1/gpu:2 node1/gpu:3"], 4),
+        ({"sim": "cpu:0-1*2", "policy": "gpu:1-4", "learner": "gpu:0"}, EIGHT, ["gpu:1 gpu:2", "gpu:3 gpu:4"], 1),
+    ],
+)
+def test_policies_of_several_gpus_have_gpus_of_one_machine_and_no_learner_in_their_process(
+    mode, machines, policies, learners
+):
+    plan = make_plan(mode, machines, 64, networks="gpu", policy_gpus=2)
+    assert [" ".join(host.held) for host in plan.hosts if host.roles == ("policy",)] == policies
+    assert plan.count("learner") == learners
+    assert any(line.endswith(", 2 each") for line in plan.describe()) == (machines is EIGHT)
+    assert [len(host.gpus) for host in plan.hosts if host.roles == ("policy",)] == [2] * len(policies)
+
+
+@pytest.mark.parametrize(
+    ("placement", "gpus", "answer"),
+    [
+        ("hybrid", 2, "with policy.tensor_parallel=2 try placement=collocated"),
+        ("disaggregated", 8, "with placement=disaggregated there are 4; try policy.tensor_parallel=4"),
+        ("auto", 16, "there are 8; try policy.tensor_parallel=8"),
+        ({"sim": "cpu:0", "policy": "gpu:0-2", "learner": "gpu:3"}, 2, "and 3 GPUs cannot be divided so"),
+        ({"sim": "cpu:0", "policy": "gpu:0*2", "learner": "gpu:3"}, 2, "name every GPU once"),
+        ({"sim": "cpu:0", "policy,learner": "gpu:0-1"}, 2, "give policy a place of its own; try placement='{"),
+    ],
+)
+def test_gpus_that_do_not_divide_among_policies_of_several_are_refused(placement, gpus, answer):
+    with pytest.raises(PlacementError) as refused:
+        make_plan(placement, EIGHT, 64, networks="gpu", policy_gpus=gpus)
+    assert answer in str(refused.value)
+    _, found, works = str(refused.value).partition("try placement='")
+    if found:
+        assert make_plan(json.loads(works.removesuffix("'")), EIGHT, 64, networks="gpu", policy_gpus=gpus).hosts

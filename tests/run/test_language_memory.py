@@ -145,6 +145,18 @@ def test_vllm_leaves_the_gpu_to_the_learner_where_both_do_not_fit(shape_of, plac
     assert 12 * 1.54 < aside < learner
 
 
+def test_a_model_for_which_one_gpu_is_too_small_acts_on_two_and_its_policy_lies_in_the_host(shape_of):
+    folder, given = shape_of("Qwen2.5-32B"), ["policy.engine=vllm", "policy.cache_gb=16", "policy.dtype=bfloat16"]
+    given += ["policy.lora_rank=32", "learner.checkpoint_activations=true", "placement=collocated"]
+    with pytest.raises(ConfigError, match="policy 66.1"):
+        planned(folder, "8xGPU", *given)
+    told, host = planned(folder, "8xGPU", *given, "policy.tensor_parallel=4").memory
+    assert (
+        "vLLM 20.5" in told and "policy" not in told
+    )  # a quarter of 66.1 GB of weights and adapters, and of the cache
+    assert "2 x policy 66.1" in host and "2 x weights on their way to vLLM 66.1" in host
+
+
 def test_the_cache_that_vllm_reserves_counts_for_a_small_model_too():
     with pytest.raises(ConfigError, match=r"4 x vLLM's cache 48 = 192 of 32 GB\n.*try policy.cache_gb=6.0$"):
         launch.planned(config("cluster.machines=4xCPU", "policy.engine=vllm", "policy.cache_gb=48"), dry=True)

@@ -158,7 +158,7 @@ def test_a_value_that_does_not_fit_is_refused_before_anything_starts():
 
 def plan(*cores, gpus=0):
     hosts = [PlannedHost(f"sim-{i}", ("sim",), (core,), 1) for i, core in enumerate(cores)]
-    hosts += [PlannedHost(f"learner-{i}", ("learner",), cores[:1], 1, device=f"gpu:{i}") for i in range(gpus)]
+    hosts += [PlannedHost(f"learner-{i}", ("learner",), cores[:1], 1, devices=(f"gpu:{i}",)) for i in range(gpus)]
     return PlacementPlan("auto", tuple(hosts), 8)
 
 

@@ -15,13 +15,14 @@ from embodied.core.conversations import SamplingRule
 from embodied.policies.language import vllm_engine
 from embodied.policies.language.engine import Request, Sampling
 from embodied.policies.language.slots import SlotEngine
+from embodied.policies.language.vllm_worker import FromFolder
 from embodied.policies.language.worker import LanguageWorker
 from embodied.workflows.rl_loop import LEARNER, POLICY, SIM, EmbodiedLoop
 
 CACHE_BYTES = 3_000_000
 
 
-class SleepyVLLM:
+class SleepyVLLM(FromFolder):
     """The part of vLLM's `LLMEngine` that `VLLMEngine` uses; our own engine writes the answers."""
 
     def __init__(self, config, policy):
@@ -46,7 +47,7 @@ class SleepyVLLM:
             own[name].copy_(tensor)
 
     def collective_rpc(self, method, args=()):
-        return [method(self, *args)]
+        return [method(self, *args) if callable(method) else getattr(self, method)(*args)]
 
     # What the engine does
 

@@ -36,7 +36,8 @@ class Run:
         shared = divides_requests(self.config)
         how = (self.config.env.num_envs, self.config.pipeline.stages)
         roles = [role.name for role in roles_of_run(kind, self.config)]
-        plan = make_plan(placement, (0, 1, 2, 3), *how, shared=shared, roles=roles)
+        gpus = self.config.policy.worker_gpus
+        plan = make_plan(placement, (0, 1, 2, 3), *how, shared=shared, roles=roles, policy_gpus=gpus)
         self.plan = replace(plan, hosts=tuple(replace(host, cores=()) for host in plan.hosts))
         self.folder, self.kind, self.lines, self.start = folder, kind, [], start
 

@@ -22,9 +22,10 @@ from language_models import STOP, answers, drained, engine_of, logprobs_by_the_m
 from embodied.core.conversations import SamplingRule
 from embodied.core.pictures import drawing
 from embodied.policies.language.engine import Sampling, make_engine
-from embodied.policies.language.vllm_engine import SETTINGS, memory_of
+from embodied.policies.language.vllm_engine import SETTINGS
+from embodied.policies.language.vllm_worker import memory_of
 
-MODELS = {"tied": lambda: qwen3(tied=True), "untied": qwen3, "experts": qwen3_moe}
+MODELS = {"tied": lambda: qwen3(tied=True), "untied": qwen3, "divided": qwen3, "experts": qwen3_moe}
 LONGER_THAN_A_BLOCK = [5, 6] * 70  # what vLLM remembers of prompts is in blocks of 128 tokens
 ASKED = [question(i, [*LONGER_THAN_A_BLOCK, i], max_tokens=12) for i in range(10)]
 
@@ -65,12 +66,14 @@ def slept(engine, model):
 
 def held(engine):
     """Bytes of weights and of the cache that it holds, and how many layers have weights packed for the CPU."""
-    ((tensors, layers),) = engine.engine.collective_rpc(
-        lambda w: (memory_of(w), [*w.model_runner.get_model().modules()])
-    )
-    storages = [{each.untyped_storage()._cdata: each.untyped_storage() for each in part} for part in tensors.values()]
-    packed = [layer for layer in layers if getattr(layer, "cpu_linear", None)]
-    return [*(sum(storage.nbytes() for storage in part.values()) for part in storages), len(packed)]
+    return [sum(each) for each in zip(*engine.engine.collective_rpc(held_by), strict=True)]
+
+
+def held_by(worker):
+    parts = [[tensor.untyped_storage() for tensor in part] for part in memory_of(worker).values()]
+    storages = [{storage._cdata: storage.nbytes() for storage in part} for part in parts]
+    packed = [layer for layer in worker.model_runner.get_model().modules() if getattr(layer, "cpu_linear", None)]
+    return [*(sum(part.values()) for part in storages), len(packed)]
 
 
 def of_refusal(use):
@@ -83,7 +86,8 @@ def of_refusal(use):
 def main(kind):
     torch.manual_seed(0)
     model = MODELS[kind]()
-    engine = engine_of(model, engine="vllm", max_running=4, max_length=256)
+    divided = {"tensor_parallel": 2} if kind == "divided" else {}
+    engine = engine_of(model, engine="vllm", max_running=4, max_length=256, **divided)
     said = {"gaps": []}
     for version, temperature in ((1, 1.0), (1, 0.7), (1, 1.0)):
         engine.load(weights_of(model), version)

@@ -6,6 +6,7 @@ vLLM itself does the same steps.
 
 import importlib.util
 
+import psutil
 import pytest
 from sleeping_vllm import CACHE_BYTES, SleepyLoop, SleepyLoopOnGPU, SleepyVLLM
 from talking_runs import Talk, far, told
@@ -76,14 +77,20 @@ def test_on_a_gpu_learners_are_built_where_an_engine_was_that_sleeps(monkeypatch
         run.iterate(0)
 
 
+needs_vllm = pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed (make vllm)")
+VLLM = ("policy.engine=vllm", "policy.preset=tiny", "policy.dtype=float32", "policy.max_length=64")
+VLLM = (*VLLM, "faults.timeout_s=500", "faults.hang_s=400")
+DIVIDED = {"sim": "fake:0", "policy": "fake:1-2", "learner": "fake:1"}
+
+
 @pytest.mark.slow
-@pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed (make vllm)")
-def test_vllm_itself_leaves_for_updates_and_answers_as_if_it_had_stayed(tmp_path):
-    options = ["policy.engine=vllm", "policy.preset=tiny", "policy.dtype=float32", "policy.max_length=64"]
-    patient, found, memory = ["faults.timeout_s=500", "faults.hang_s=400"], [], []
+@needs_vllm
+@pytest.mark.parametrize("parts", [1, 2])
+def test_vllm_itself_leaves_for_updates_and_answers_as_if_it_had_stayed(parts, tmp_path):
+    found, memory, placement = [], [], DIVIDED if parts > 1 else COLLOCATED
     for name in ("stays", "leaves"):
-        asked = (*options, *patient, *memory)
-        with Sleepy(tmp_path / name, *asked, kind=EmbodiedLoop, placement=COLLOCATED, backend="local") as run:
+        asked = (*VLLM, f"policy.tensor_parallel={parts}", *memory)
+        with Sleepy(tmp_path / name, *asked, kind=EmbodiedLoop, placement=placement, backend="local") as run:
             rows = run.some(3)
             assert all(row["train/logprob_gap"] < 1e-4 for _, row in rows)
             assert run.moves.count(("offload", "policy-0")) == (4 if memory else 0)
@@ -91,3 +98,20 @@ def test_vllm_itself_leaves_for_updates_and_answers_as_if_it_had_stayed(tmp_path
             assert run.claims["policy-0"] > 2**30  # vLLM's least cache on a CPU
             memory = [f"cluster.memory_gb={(run.claims['policy-0'] + 1000) / 1e9}"]
     assert found[0][0] == found[1][0] and far(found[1][1], found[0][1]) < 1e-6
+
+
+@pytest.mark.slow
+@needs_vllm
+@pytest.mark.parametrize("victim", ["part", "worker"])
+def test_a_run_survives_the_death_of_a_part_of_a_divided_vllm_and_leaves_no_part_behind(victim, tmp_path):
+    asked = (*VLLM, "policy.tensor_parallel=2")
+    with Sleepy(tmp_path, *asked, kind=EmbodiedLoop, placement=DIVIDED, backend="local") as run:
+        run.some(1)
+        worker = psutil.Process(run.pid("policy-0"))
+        parts = [part for part in worker.children() if "VLLM::Worker" in "".join(part.cmdline())]
+        assert len(parts) == 2
+        (parts[1] if victim == "part" else worker).kill()
+        run.play(1, 2)
+        assert not [one for one in parts if one.is_running()]
+    (line,) = (line for line in run.lines if "policy-0 is started again" in line)
+    assert ("one of the 2 processes in which vLLM runs the model has died" in line) == (victim == "part")

@@ -29,7 +29,7 @@ SCRIPT = Path(__file__).parents[2] / "support" / "vllm_answers.py"
 
 
 EVERYDAY = ("untied", SEEING[0])  # each starts an engine for 15 seconds; make test-all starts one for every kind
-KINDS = ("tied", "untied", "experts", *SEEING)
+KINDS = ("tied", "untied", "divided", "experts", *SEEING)
 
 
 @cache
@@ -55,7 +55,7 @@ def each(kinds):
     return [pytest.param(kind, marks=[] if kind in EVERYDAY else pytest.mark.slow) for kind in kinds]
 
 
-@pytest.fixture(params=each(["tied", "untied", "experts"]))
+@pytest.fixture(params=each(["tied", "untied", "divided", "experts"]))
 def results(request):
     return answers_of(request.param)
 
@@ -161,7 +161,7 @@ def test_a_mixture_of_experts_that_vllm_gives_no_new_weights_on_a_cpu_is_refused
     transformers.DeepseekV3Config().save_pretrained(tmp_path)
     config = LanguageConfig(name="language", engine="vllm", pretrained=str(tmp_path))
     with pytest.raises(ConfigError, match="a deepseek_v3 takes no new weights"):
-        LanguagePolicy.check_engine(config)
+        LanguagePolicy.check_engine(config, on_cpu=True)
 
 
 @needs_vllm
