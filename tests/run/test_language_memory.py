@@ -148,7 +148,7 @@ def test_vllm_leaves_the_gpu_to_the_learner_where_both_do_not_fit(shape_of, plac
 def test_a_model_for_which_one_gpu_is_too_small_acts_on_two_and_its_policy_lies_in_the_host(shape_of):
     folder, given = shape_of("Qwen2.5-32B"), ["policy.engine=vllm", "policy.cache_gb=16", "policy.dtype=bfloat16"]
     given += ["policy.lora_rank=32", "learner.checkpoint_activations=true", "placement=collocated"]
-    with pytest.raises(ConfigError, match="policy 66.1"):
+    with pytest.raises(ConfigError, match=r"policy 66\.1"):
         planned(folder, "8xGPU", *given)
     told, host = planned(folder, "8xGPU", *given, "policy.tensor_parallel=4").memory
     assert (
