@@ -21,7 +21,8 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-FILE_CACHE_BYTES = 500 << 20  # MuJoCo's default
+from embodied.envs.libero.config import FILE_CACHE_BYTES
+
 RESET_DEPENDENT = ("body_pos", "body_quat", "site_rgba")  # parts of MuJoCo's model that resets and visual states change
 
 _loading = threading.RLock()
@@ -65,6 +66,9 @@ def load_simulator() -> tuple[Any, Any]:
             super().__init__(model)
             self.pristine = {name: getattr(model, name).copy() for name in RESET_DEPENDENT}
             files.is_empty &= not files.is_on
+            # MuJoCo keeps the description of the last model that it built, with all meshes and textures (0.4 GB of a
+            # LIBERO task), in case a program saves it as XML. Building an empty model frees it.
+            mujoco.MjModel.from_xml_string("<mujoco/>")
 
     base.MjSim = Sim
 
