@@ -21,6 +21,11 @@ if (BESIDE / "data").is_dir():
     os.environ.setdefault("MS_ASSET_DIR", str(BESIDE))
 
 
+LIBC = ctypes.CDLL(None)
+if hasattr(LIBC, "mallopt"):  # glibc
+    LIBC.mallopt(-8, 1)  # M_ARENA_MAX: memory that one thread of a test has freed is of use to the threads of the next
+
+
 def pytest_collection_finish():
     """What is imported by now stays to the end: nobody need look through it for garbage, time and again."""
     gc.collect()
@@ -40,7 +45,7 @@ def pytest_runtest_teardown():
 
     if resident_bytes() > kept_bytes + 100e6:
         gc.collect()
-        ctypes.CDLL(None).malloc_trim(0)
+        LIBC.malloc_trim(0)
         kept_bytes = resident_bytes()
 
 

@@ -25,6 +25,7 @@ def served(policy, folder, version=0, **options):
 
     with in_a_thread(run) as server.url:
         yield server
+    server.policy = server.generation = None  # aiohttp keeps the last thousand servers that had requests
     assert not [line for line in told if "Traceback" in line], told
 
 
