@@ -17,8 +17,8 @@ from embodied.core.errors import nearest
 from embodied.core.options import LocalPath, Requirement
 from embodied.envs.common_config import CommonEnvConfig, OnSuccess, Tasks
 
-# Measured: a worker, what MuJoCo caches for several tasks (its default limit), each task.
-SIM_BYTES, FILE_CACHE_BYTES, SCENE_BYTES, SCENE_WITH_IMAGES_BYTES = 0.3e9, 500 << 20, 0.3e9, 0.8e9
+# Measured: a worker, MuJoCo's cache of files if there are several tasks, each task.
+SIM_BYTES, CACHED_BYTES, SCENE_BYTES, SCENE_WITH_IMAGES_BYTES = 0.3e9, 0.4e9, 0.3e9, 0.8e9
 
 
 @dataclass(frozen=True)
@@ -214,5 +214,5 @@ class LiberoConfig(CommonEnvConfig):
     def worker_bytes(self, rows: int, num_tasks: int) -> float:
         """Memory follows from the number of tasks: a row of a task's scene needs little."""
         loaded = min(num_tasks, max(rows, self.tasks_in_memory))
-        cached = FILE_CACHE_BYTES if loaded > 1 else 0
+        cached = CACHED_BYTES if loaded > 1 else 0
         return SIM_BYTES + cached + loaded * (SCENE_WITH_IMAGES_BYTES if self.cameras else SCENE_BYTES)

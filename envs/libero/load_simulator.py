@@ -21,8 +21,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from embodied.envs.libero.config import FILE_CACHE_BYTES
-
+FILE_CACHE_BYTES = 500 << 20  # MuJoCo's default
 RESET_DEPENDENT = ("body_pos", "body_quat", "site_rgba")  # parts of MuJoCo's model that resets and visual states change
 
 _loading = threading.RLock()
