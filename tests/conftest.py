@@ -67,6 +67,13 @@ DRAWING = ("tests/envs/maniskill/", "tests/test_bridge_evaluation.py")  # files 
 
 PAGES = "tests/test_pages.py"
 RUNTIME = "tests/runtime/"  # whose files share a Ray cluster, which takes seconds to start
+RANKS = tuple(  # whose ranks fork from one server, which imports torch and transformers
+    f"tests/{name}.py"
+    for name in (
+        "learners/test_collective learners/test_divided_learners learners/test_learner_options "
+        "policies/language/test_divided_rows"
+    ).split()
+)
 LONG = (  # few tests that take long: what is begun last keeps one worker at work while the other has ended
     "workflows/test_stopped_drivers workflows/test_recovery workflows/test_partial_overlap workflows/test_async "
     "workflows/test_language_runs workflows/test_served_runs policies/language/test_vllm policies/test_openvla_runs "
@@ -74,12 +81,13 @@ LONG = (  # few tests that take long: what is begun last keeps one worker at wor
     "envs/libero/test_own_tasks test_pages test_interrupted_evaluations test_train_command "
     "test_workflows_page test_invariance config/test_packaging"
 )
-FIRST = ("drawing", RUNTIME, *(f"tests/{name}.py" for name in LONG.split()))
+FIRST = ("drawing", RUNTIME, "ranks", *(f"tests/{name}.py" for name in LONG.split()))
 
 
 def pytest_xdist_make_scheduler(config, log):
     """As --dist loadscope: a file at a time, those with most tests first. But all that draw are one, so are those of
-    the runtime, each page of the documents is its own, and these and what takes long with few tests come first."""
+    the runtime and those with ranks; each page of the documents is its own; and all of these, and what takes long with
+    few tests, come first."""
     from xdist.scheduler.loadscope import LoadScopeScheduling
 
     class Files(LoadScopeScheduling):
@@ -88,6 +96,8 @@ def pytest_xdist_make_scheduler(config, log):
                 return RUNTIME
             if nodeid.startswith(PAGES):  # of which each has a folder of its own
                 return nodeid
+            if nodeid.startswith(RANKS):
+                return "ranks"
             return "drawing" if nodeid.startswith(DRAWING) else super()._split_scope(nodeid)
 
         def _assign_work_unit(self, node):

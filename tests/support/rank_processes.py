@@ -1,43 +1,40 @@
-"""Runs a program once for each rank, as processes that meet each other. They fork from one that has imported torch."""
+"""Runs a program once for each rank, as processes that meet each other. They fork from one server, which has imported
+torch and transformers and stays until the tests are over."""
 
+import multiprocessing
 import os
 import runpy
-import signal
-import subprocess
 import sys
+import tempfile
+import time
 from pathlib import Path
+
+PROCESSES = multiprocessing.get_context("forkserver")
+PROCESSES.set_forkserver_preload(["embodied.learners.worker", "embodied.policies.language.policy"])
+LONGEST_S = 580
 
 
 def run_ranks(program, folder, ranks, *arguments, cells=4):
     """The lines that all ranks print and that have so many cells."""
-    words = [str(word) for word in (__file__, program, folder, ranks, *arguments)]
-    process = subprocess.Popen(
-        [sys.executable, *words], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
-    )
-    try:
-        output, _ = process.communicate(timeout=580)
-    except subprocess.TimeoutExpired:
-        os.killpg(process.pid, signal.SIGKILL)
-        raise
-    assert process.returncode == 0, output
-    return [line.split(",") for line in output.splitlines() if line.count(",") == cells - 1]
+    until = time.monotonic() + LONGEST_S
+    with tempfile.TemporaryDirectory(prefix="ranks-") as out:
+        files = [Path(out, str(rank)) for rank in range(ranks)]
+        words = [[str(word) for word in (program, folder, rank, ranks, *arguments)] for rank in range(ranks)]
+        processes = [PROCESSES.Process(target=run_rank, args=each) for each in zip(words, files, strict=True)]
+        for process in processes:
+            process.start()
+        for process in processes:
+            process.join(max(until - time.monotonic(), 0.1))
+        late = [process.kill() for process in processes if process.is_alive()]
+        told = "".join(file.read_text() for file in files)
+    assert not late and not any(process.exitcode for process in processes), told
+    return [line.split(",") for line in told.splitlines() if line.count(",") == cells - 1]
 
 
-def fork_ranks(program, folder, ranks, *arguments):
-    """Returns how many ranks have failed."""
-    import embodied.learners.worker  # noqa: F401 - it takes longer than most programs
-
-    children = []
-    for rank in range(int(ranks)):
-        if (child := os.fork()) == 0:
-            sys.argv = [program, folder, str(rank), ranks, *arguments]
-            sys.path[:1] = [str(Path(program).parent), str(Path(__file__).parent)]
-            sys.stdout.reconfigure(write_through=False)  # whole lines, also where Python is told not to buffer
-            runpy.run_path(program, run_name="__main__")
-            sys.exit()
-        children.append(child)
-    return sum(os.waitpid(child, 0)[1] != 0 for child in children)
-
-
-if __name__ == "__main__":
-    sys.exit(fork_ranks(*sys.argv[1:]))
+def run_rank(words, output):
+    with output.open("w") as file:
+        for place in (1, 2):
+            os.dup2(file.fileno(), place)
+    sys.argv = words
+    sys.path[:1] = [str(Path(words[0]).parent), str(Path(__file__).parent)]
+    runpy.run_path(words[0], run_name="__main__")
