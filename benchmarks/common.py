@@ -32,44 +32,18 @@ def train_command(recipe: str, *overrides: str) -> list[str]:
     return [sys.executable, "-m", "embodied.train", f"recipe={recipe}", *overrides]
 
 
-def resolved(recipe: str, *overrides: str, defaults: bool = True) -> dict:
-    """The recipe as JSON, with all options or only with options that differ from their defaults."""
+def resolved(recipe: str, *overrides: str) -> dict:
+    """The recipe as JSON, with all options."""
     from embodied.config.recipe import load
 
-    return load([f"recipe={recipe}", *overrides]).config.model_dump(mode="json", exclude_defaults=not defaults)
-
-
-def settings(config: dict) -> dict:
-    """The settings of a config, without the seed and the folders of results."""
-    kept = {key: value for key, value in config.items() if key != "seed"}
-    return kept | {"run": {key: value for key, value in config["run"].items() if key not in ("dir", "name")}}
+    return load([f"recipe={recipe}", *overrides]).config.model_dump(mode="json")
 
 
 def config_hash(config: dict) -> str:
-    """A hash of a recipe's settings."""
-    return hashlib.sha256(json.dumps(settings(config), sort_keys=True).encode()).hexdigest()[:16]
-
-
-def still_says(recipe: str, kept: dict, *overrides: str) -> bool:
-    """True if a recipe equals these older settings. New options must have their defaults, and the recording of
-    evaluations is ignored, since it changes no result."""
-
-    def same(kept: dict, now: dict, chosen: dict) -> bool:
-        return not chosen.keys() - kept.keys() and all(
-            same(value, now[key], chosen.get(key) or {})
-            if isinstance(value, dict) and isinstance(now.get(key), dict)
-            else key in now and value == now[key]
-            for key, value in kept.items()
-        )
-
-    now, chosen = resolved(recipe, *overrides), {"run": {}} | resolved(recipe, *overrides, defaults=False)
-    return same(unrecorded(kept), unrecorded(settings(now)), unrecorded(settings(chosen)))
-
-
-def unrecorded(config: dict) -> dict:
-    """The config without the numbers of videos."""
-    kept = {key: value for key, value in config.get("eval", {}).items() if key not in ("videos", "failure_videos")}
-    return config | {"eval": kept} if "eval" in config else config
+    """A hash of a recipe's settings, without the seed and the folders of results."""
+    kept = {key: value for key, value in config.items() if key != "seed"}
+    kept |= {"run": {key: value for key, value in config["run"].items() if key not in ("dir", "name")}}
+    return hashlib.sha256(json.dumps(kept, sort_keys=True).encode()).hexdigest()[:16]
 
 
 def code_commit() -> str:

@@ -18,13 +18,14 @@ from typing import Any
 import numpy as np
 
 from benchmarks.common import code_commit, environment, markdown
-from benchmarks.server_trust import SPEC
 from embodied.core.conversations import SamplingRule
+from embodied.core.types import ActionSpec, EnvSpec
 from embodied.policies import make_policy
 from embodied.policies.config import LanguageConfig
 from embodied.policies.language.engine import Engine, Request, make_engine
 from embodied.serving.config import TOKEN
 
+SPEC = EnvSpec(ActionSpec(1), instruction=True, max_episode_steps=1, has_success=True, text=True)
 WAYS = {  # sources of answers
     "in process": {},
     "http": {"engine": "http"},
