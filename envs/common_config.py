@@ -9,7 +9,7 @@ from typing import Annotated, Any, ClassVar, Literal, get_args, get_origin
 from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
 from embodied.core.errors import nearest
-from embodied.core.options import Requirement, Strict, never_with
+from embodied.core.options import Requirement, Strict, never_with, only_with
 
 OnSuccess = Literal["truncate", "terminate", "continue"]
 
@@ -117,7 +117,10 @@ class CommonEnvConfig(Strict):
     )
 
     section = "env."
-    rules = (never_with("privileged", {"state": "full"}, "it hides nothing from the actor; try env.state=proprio"),)
+    rules = (
+        never_with("privileged", {"state": "full"}, "it hides nothing from the actor; try env.state=proprio"),
+        only_with("after_success", {"on_success": "truncate"}, "try env.after_success=0"),
+    )
 
     @classmethod
     def tasks_in_words(cls, name: str) -> list[tuple[str, str]]:

@@ -124,6 +124,7 @@ SFT pipeline.async_level=3 -> pipeline.async_level=3: nothing is collected in th
 SFT learner.sequence_degree=2 -> one learner computes each demonstration; leave it out
 SFT sft.final_lr=1e-4 sft.lr_schedule=linear -> with sft.lr_schedule=linear; leave it out, or set sft.lr_schedule=cosine
 SFT sft.lr_schedule=cosine sft.lr=1e-4 sft.final_lr=1e-3 -> sft.final_lr=0.001 is above sft.lr=0.0001; swap them
+PPO env.after_success=5 env.on_success=continue -> no effect with env.on_success=continue; try env.after_success=0
 PPO env.privileged=true -> env.state=full: it hides nothing from the actor; try env.state=proprio
 PPO policy.name=cnn policy.keypoints=true policy.features=9 -> policy.features=9 does not go with policy.keypoints=true
 PPO policy.name=cnn policy.kernels=[4] -> describe the same layers; give each as many numbers
