@@ -127,25 +127,34 @@ def keep_renderer(request):
         request.getfixturevalue("kept_renderer")
 
 
-WORKERS = ("embodied.envs.sim_worker", "embodied.policies.worker", "embodied.policies.mlp", "embodied.learners.worker")
+HOSTS_IMPORT = (
+    "torch",
+    "embodied.envs.sim_worker",
+    "embodied.policies.worker",
+    "embodied.policies.mlp",
+    "embodied.policies.language.policy",
+    "embodied.learners.worker",
+)
 
 
 @pytest.fixture(scope="session", autouse=True)
 def kept_fork_servers():
-    """Hosts of every cluster of this process fork from servers that stay and that have imported the workers as well:
-    a server takes two seconds of processor time to start, a host that forks from none as much.
+    """Hosts of every cluster of this process, those of simulators and of pretended GPUs too, fork from a server that
+    stays and that has imported what most hosts need: a server, or a fresh host, takes seconds of processor time to start.
     Commands that are processes of their own, tests/runtime and what is marked `as_users_do` do without."""
     from embodied.runtime import fork_server, local
 
-    kept: dict[tuple, fork_server.ForkServer] = {}
+    kept: dict[str, fork_server.ForkServer] = {}  # by the number of threads, which libraries read when they are loaded
 
-    class KeptServers(fork_server.ForkServers):
-        def __init__(self):
-            super().__init__()
-            self._servers = kept
-
+    class KeptServers:
         def fork(self, boot, env, modules, fds):
-            return super().fork(boot, env, (*modules, *WORKERS), fds)
+            if not modules and Path("/dev/nvidiactl").exists():
+                return None  # it may use CUDA
+            threads = env.get("OMP_NUM_THREADS", "")
+            if threads not in kept:
+                unmarked = {name: value for name, value in env.items() if name != fork_server.MARK}
+                kept[threads] = fork_server.ForkServer(unmarked, HOSTS_IMPORT, boot["path"])
+            return kept[threads].fork(boot, env, fds)
 
         def close(self):
             """They are for the next cluster, and for hosts that replace dead ones of this one; in a run, and in

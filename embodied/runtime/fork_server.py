@@ -160,9 +160,9 @@ class ForkServers:
     def fork(
         self, boot: dict[str, Any], env: dict[str, str], modules: Sequence[str], fds: dict[str, int]
     ) -> Forked | None:
-        """Returns a host from the server with these modules and this environment; None if that fails or the servers
-        have ended. Then the caller starts a fresh process."""
-        if self._servers is None:
+        """Returns a host from the server with these modules and this environment; None without modules, if that fails
+        or if the servers have ended. Then the caller starts a fresh process."""
+        if self._servers is None or not modules:
             return None
         once = {name: value for name, value in env.items() if name.startswith(READ_ONCE)}
         key = (tuple(modules), tuple(sorted(once.items())))

@@ -137,10 +137,10 @@ class LocalBackend(Processes):
             if log is not None:
                 os.makedirs(os.path.dirname(log), exist_ok=True)
                 out = err = stack.enter_context(open(log, "ab")).fileno()
-            if plan.imports and not plan.gpu:  # forking hosts that use CUDA has not been tried
-                fds = {"control_fd": control_fd, "progress_fd": memory_fd, "out_fd": out, "err_fd": err}
-                if (forked := self._fork_servers.fork(boot, env, plan.imports, fds)) is not None:
-                    return forked
+            modules = () if plan.gpu else plan.imports  # forking hosts that use CUDA has not been tried
+            fds = {"control_fd": control_fd, "progress_fd": memory_fd, "out_fd": out, "err_fd": err}
+            if (forked := self._fork_servers.fork(boot, env, modules, fds)) is not None:
+                return forked
             # The parent-death signal comes when the *thread* that started a process ends, so only the main one counts.
             driver = os.getpid() if threading.current_thread() is threading.main_thread() else None
             boot |= {"control_fd": control_fd, "progress_fd": memory_fd, "driver": driver}
