@@ -140,7 +140,7 @@ HOSTS_IMPORT = (
 @pytest.fixture(scope="session", autouse=True)
 def kept_fork_servers():
     """Hosts of every cluster of this process, those of simulators and of pretended GPUs too, fork from a server that
-    stays and that has imported what most hosts need: a server, or a fresh host, takes seconds of processor time to start.
+    stays and that has imported what most hosts need: a server and a fresh host take seconds of processor time to start.
     Commands that are processes of their own, tests/runtime and what is marked `as_users_do` do without."""
     from embodied.runtime import fork_server, local
 

@@ -39,7 +39,7 @@ def learned(folder, program):
     plan = make_plan({"sim": "fake:0", "policy": "fake:1", "learner": "fake:2"}, (0,), config.env.num_envs)
     if len(program.roles) > 3:
         plan = replace(
-            plan, hosts=(*plan.hosts, replace(plan.hosts[0], name="reward-0", roles=("reward",), device="fake:3"))
+            plan, hosts=(*plan.hosts, replace(plan.hosts[0], name="reward-0", roles=("reward",), devices=("fake:3",)))
         )
     folder.mkdir()
     with launch.cluster(config, plan, folder) as cluster:
