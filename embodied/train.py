@@ -145,7 +145,7 @@ def follow(
                     if not err.lost_state or interruption.requested or lives.died("run", time.monotonic()) is not None:
                         raise
                     remaining = plan_without(err, loaded, program) if config.cluster.joined else plan
-                    checkpoint = newest_of(folder, err, lives, console)
+                    checkpoint = newest_of(folder, err, lives, console, moves=remaining != plan)
                     if remaining != plan:
                         plan = remaining
                         folder.record(placement=asdict(plan))
@@ -154,14 +154,16 @@ def follow(
     return interruption.exit_code
 
 
-def newest_of(folder: RunFolder, error: WorkerFailed, lives: Supervisor, console: Console) -> Path | None:
-    """The checkpoint from which all workers restart after a learner's death; None: from the beginning."""
+def newest_of(folder: RunFolder, error: WorkerFailed, lives: Supervisor, console: Console, moves: bool) -> Path | None:
+    """The checkpoint from which all workers restart after a learner's death; None: from the beginning. `moves`: they
+    restart on other nodes."""
     checkpoint = newest(folder.path) if any(folder.checkpoints.glob("v[0-9]*")) else None
     saved, played = read_counters(checkpoint)["iteration"] if checkpoint else 0, folder.log.last_iteration()
     again = f"iterations {saved + 1} to {played} are" if played > saved + 1 else f"iteration {saved + 1} is"
+    restarts = "is lost: all workers are started again on other nodes" if moves else "is started again with all workers"
     folder.count_restart()
     console.say(
-        f"{error.worker} is started again with all workers (restart {lives.restarts('run')}, at most "
+        f"{error.worker} {restarts} (restart {lives.restarts('run')}, at most "
         f"{lives.budget.max_restarts} in {lives.budget.window_s:g} s), from "
         f"{checkpoint.name if checkpoint else 'the beginning'}: {error.cause}; {again} played again"
     )
