@@ -173,6 +173,12 @@ class RemoteServer:
         info = await self.call("GET", "/weight_info", missing={}, limit_s=limit_s)
         return str(info.get("weight_version", ""))
 
+    async def is_paused(self) -> bool:
+        """True if its owner has paused it; False if the server does not say."""
+        if not self.ours and self.owner != "vllm":
+            return False
+        return bool((await self.call("GET", "/is_paused", missing={})).get("is_paused"))
+
     def check_settings(self, own: dict[str, Any], max_length: int, proves: bool) -> None:
         """Refuse a server with another model or precision, with shorter conversations, or without proofs."""
         if proves and not self.ours:

@@ -89,6 +89,7 @@ class PooledServer:
     takes: bool = False  # True: it takes requests
     is_dropped: bool = False  # True: for the rest of the run
     is_refused: bool = False  # True: until the next version
+    is_paused: bool = False  # True: by its owner, and the user was told
     away_since: float | None = None  # time of the first of the current failures; None: it answers
     pause: float = SHORTEST_S  # pause before the next attempt
     loads: int = 0  # number of loads of the current weights
@@ -272,11 +273,18 @@ class ServerPool:
                 return
             except TimeoutError:
                 self.move_stragglers(server)
+                await self.report_pause(server)
                 has = await server.remote.weights(self.away_s)
                 if not has:
                     await server.remote.look()
                 elif not (has == self.wanted or (self.folder is None and same_numbers(has, self.wanted))):
                     return
+
+    async def report_pause(self, server: PooledServer) -> None:
+        """Tell the user once if a server has requests of this run and is paused."""
+        was_paused, server.is_paused = server.is_paused, bool(server.calls) and await server.remote.is_paused()
+        if server.is_paused and not was_paused:
+            print(f"{server.name} is paused (POST /pause); its requests wait until POST /resume", flush=True)
 
     def move_stragglers(self, server: PooledServer) -> None:
         """If other servers are idle, requeue requests that take this server much longer than any answer so far."""

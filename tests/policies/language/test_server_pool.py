@@ -3,6 +3,7 @@
 import contextlib
 import itertools
 import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -155,6 +156,25 @@ def test_what_a_server_that_has_stopped_keeps_is_answered_by_others(policy, tmp_
         until(lambda: not servers[0].generation.writing)
         engine.call(engine.pool.move_stragglers, engine.pool.servers[0])
         assert engine.metrics()["moved"] == 0 and not engine.pool.servers[0].is_refused
+
+
+def test_a_run_says_once_that_its_server_is_paused_and_goes_on_when_it_is_resumed(policy, tmp_path, capsys):
+    with served(of_other_weights(), tmp_path) as server, engine_of(policy, [server], tmp_path) as engine:
+        engine.load(policy.state_dict(), 1)
+        server.generation.pause("keep").result(60)
+        said = []
+
+        def resume():
+            until(lambda: said.append(capsys.readouterr().out) or "is paused" in said[-1])
+            engine.wait(engine.pool.report_pause(engine.pool.servers[0]))
+            server.generation.resume()
+
+        with ThreadPoolExecutor(1) as thread:
+            resumed = thread.submit(resume)
+            check_same(answers(engine, ASKED), policy)
+            resumed.result()
+        said.append(capsys.readouterr().out)
+        assert "".join(said).count(f"policy.url={server.url} is paused") == 1
 
 
 def test_a_server_that_does_not_see_the_folder_is_sent_the_weights(policy, tmp_path, monkeypatch):
