@@ -5,12 +5,15 @@ A damaged file becomes an error that names it.
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import re
+import secrets
+import shutil
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
@@ -124,3 +127,21 @@ def flush(path: Path) -> None:
         os.fsync(handle)
     finally:
         os.close(handle)
+
+
+def locked_folder(parent: Path, name: str, mode: int = 0o777) -> tuple[Path, int]:
+    """Create a folder `name`-... with a lock that ends with this process; returns its path and the lock, an open file.
+    Such folders of ended processes are removed."""
+    for left in parent.glob(f"{name}-*"):
+        with suppress(OSError):  # another process removes or uses it
+            lock = os.open(left, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                shutil.rmtree(left)
+            finally:
+                os.close(lock)
+    token = secrets.token_hex(8)
+    (aside := parent / f"new-{name}-{token}").mkdir(mode)  # locked before others see its name
+    lock = os.open(aside, os.O_RDONLY | os.O_DIRECTORY)
+    fcntl.flock(lock, fcntl.LOCK_EX)
+    return aside.rename(parent / f"{name}-{token}"), lock

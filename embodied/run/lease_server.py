@@ -23,6 +23,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+from embodied.core.files import locked_folder
 from embodied.reporting.share_page import LiveTable
 from embodied.reporting.share_record import ShareRecord
 from embodied.runtime.device_leases import Action, Claim, Coordinator, LeaseError
@@ -65,7 +66,7 @@ class LeaseServer:
         self.expected: dict[int, str] = {}  # process id -> run
         self.peers: list[_Peer] = []
         self._stopped: dict[str, float] = {}  # run whose process is stopped (SIGSTOP) -> since when
-        self._folder = Path(tempfile.mkdtemp(prefix="embodied-share-"))
+        self._folder, self._lock = locked_folder(Path(tempfile.gettempdir()), "embodied-share", 0o700)
         self.path = self._folder / "socket"
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         before = os.umask(0o177)
@@ -133,6 +134,7 @@ class LeaseServer:
         self._selector.close()
         self._socket.close()
         shutil.rmtree(self._folder, ignore_errors=True)
+        os.close(self._lock)
 
     # Connections
 

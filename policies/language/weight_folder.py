@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import os
-import secrets
 import shutil
 from collections import Counter
 from collections.abc import Iterator
@@ -14,6 +12,7 @@ from pathlib import Path
 from torch import Tensor
 
 from embodied.core.errors import ConfigError
+from embodied.core.files import locked_folder
 from embodied.policies.policy_folder import WEIGHTS, write_tensors
 
 
@@ -33,19 +32,7 @@ class WeightFolder:
         removed."""
         try:
             parent.mkdir(parents=True, exist_ok=True)
-            for left in parent.glob("weights-*"):
-                with contextlib.suppress(OSError):  # another process removes or uses it
-                    lock = os.open(left, os.O_RDONLY | os.O_DIRECTORY)
-                    try:
-                        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                        shutil.rmtree(left)
-                    finally:
-                        os.close(lock)
-            name = secrets.token_hex(8)
-            (aside := parent / f"new-{name}").mkdir()
-            self.lock = os.open(aside, os.O_RDONLY | os.O_DIRECTORY)
-            fcntl.flock(self.lock, fcntl.LOCK_EX)
-            self.path = aside.rename(parent / f"weights-{name}")
+            self.path, self.lock = locked_folder(parent, "weights")
         except OSError as err:
             raise ConfigError(f"policy.weights={parent} cannot be written: {err.strerror or err}") from None
         self.current = ""

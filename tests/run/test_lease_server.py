@@ -5,6 +5,7 @@ import os
 import signal
 import socket
 import subprocess
+import tempfile
 import threading
 import time
 
@@ -287,3 +288,15 @@ def test_whoever_is_no_run_can_only_ask_to_add_one(parent, line):
 def test_only_this_user_can_open_the_socket(parent):
     assert os.stat(parent.server.path).st_mode & 0o777 == 0o600
     assert os.stat(parent.server.path.parent).st_mode & 0o777 == 0o700
+
+
+def test_folders_of_killed_parents_are_removed_by_the_next_one(tmp_path_factory, monkeypatch):
+    folder = tmp_path_factory.mktemp("s")
+    monkeypatch.setattr(tempfile, "tempdir", str(folder))
+    (folder / "embodied-share-0" / "socket").mkdir(parents=True)
+    first = LeaseServer(["fake:0"], "lend", print, str)
+    second = LeaseServer(["fake:0"], "lend", print, str)
+    assert {path.name for path in folder.iterdir()} == {first.path.parent.name, second.path.parent.name}
+    first.close()
+    second.close()
+    assert not [*folder.iterdir()]
