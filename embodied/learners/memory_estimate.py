@@ -157,6 +157,7 @@ def kept_by_pass(policy: Policy, inputs: dict[str, Any], places: int) -> tuple[i
     skipped = 0
 
     def keep(tensor: Tensor) -> Tensor:
+        tensor = tensor.detach()  # else an output and the graph, which keeps it, would keep each other for ever
         if tensor.untyped_storage()._cdata not in weights:
             seen[tensor.untyped_storage()._cdata] = tensor
         return tensor

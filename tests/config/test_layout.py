@@ -27,6 +27,14 @@ def module_of(path):
 MODULES = {module_of(path): path for path in SOURCES}
 
 
+@pytest.fixture(scope="module", autouse=True)
+def no_file_is_kept():
+    """What is parsed takes 130 MB."""
+    yield
+    nodes_of.cache_clear()
+    imports.cache_clear()
+
+
 @cache
 def nodes_of(path):
     return [*ast.walk(ast.parse(path.read_text()))]

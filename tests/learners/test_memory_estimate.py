@@ -1,5 +1,7 @@
 """What a learner needs, counted without memory, against what one holds."""
 
+import gc
+import weakref
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -33,8 +35,8 @@ def held(policy, config):
     def keep(tensor):
         storage = tensor.untyped_storage()
         if storage.data_ptr() not in weights:
-            kept[storage.data_ptr()] = (tensor, storage.nbytes())
-        return tensor
+            kept[storage.data_ptr()] = (tensor.detach(), storage.nbytes())
+        return tensor.detach()  # an output that its graph kept would stay for ever
 
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
         scores = model.score(made_up(policy, 2))
@@ -109,6 +111,15 @@ def test_every_block_counts_though_only_two_of_a_kind_are_passed_through(count):
         count * 2 * 3 * 8 * 4,
         2 * 3 * 8 * 4,
     )
+
+
+def test_what_was_counted_is_freed():
+    policy = build(OpenVLAConfig, name="openvla").to("meta")
+    weight = weakref.ref(next(policy.parameters()))
+    kept_by_pass(policy, made_up(policy, 2), 0)
+    del policy
+    gc.collect()
+    assert weight() is None
 
 
 def test_a_reference_is_counted_as_a_copy_of_what_is_trained():

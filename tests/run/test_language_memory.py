@@ -202,8 +202,8 @@ def test_what_is_counted_is_what_a_pass_keeps(kind, tmp_path):
     def keep(tensor):
         storage = tensor.untyped_storage()
         if storage.data_ptr() not in weights:
-            kept[storage.data_ptr()] = (tensor, storage.nbytes())
-        return tensor
+            kept[storage.data_ptr()] = (tensor.detach(), storage.nbytes())
+        return tensor.detach()  # an output that its graph kept would stay for ever
 
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
         policy(inputs | shown).logprobs.sum()
