@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from bridge_files import needs
+from needed import requires
 
 from embodied.core.errors import ConfigError, MissingAsset
 from embodied.core.types import EpisodeSpec
@@ -18,7 +19,7 @@ from embodied.envs.evaluation_protocols import choose_protocol
 from embodied.envs.maniskill.bridge.bridge_tasks import CAMERA, CONTROL, TWINS
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # ManiSkill's and SAPIEN's own
-pytest.importorskip("mani_skill")
+requires("mani_skill")
 
 CARROT = "PutCarrotOnPlateInScene-v1"
 KIND = env_class(ManiSkillConfig())

@@ -2,6 +2,7 @@
 
 import numpy as np
 import pytest
+from needed import requires
 
 from embodied.envs.maniskill.bridge.bridge_expert import (
     ABOVE,
@@ -16,7 +17,7 @@ from embodied.envs.maniskill.bridge.bridge_expert import (
     narrow,
 )
 
-pytest.importorskip("mani_skill")
+requires("mani_skill")
 
 ALONG_X = np.array([[1.0, 0.0, 0.0, 0.0]])
 QUARTER = np.array([[np.sqrt(0.5), 0.0, 0.0, np.sqrt(0.5)]])

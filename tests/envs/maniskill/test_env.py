@@ -7,6 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
+from needed import requires
 
 from embodied.config.merge import recipe_of_task
 from embodied.config.recipe import load
@@ -20,7 +21,7 @@ from embodied.envs.maniskill import tasks
 from embodied.envs.maniskill.bridge.bridge_tasks import SVG
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # ManiSkill's and SAPIEN's own
-pytest.importorskip("mani_skill")
+requires("mani_skill")
 
 
 def spec(seed: int) -> EpisodeSpec:

@@ -1,9 +1,11 @@
 import numpy as np
 import pytest
 import torch
+from needed import requires
 
-pytest.importorskip("mani_skill")
 from embodied.envs.maniskill.episode_draws import FEW_ROWS, EpisodeDraws, RowsOfNormals, RowsOfUniforms
+
+requires("mani_skill")
 
 
 @pytest.mark.parametrize("num_rows", [3, 3 * FEW_ROWS], ids=["few", "many"])

@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from needed import requires
 
 from embodied import check, train
 from embodied.config.recipe import load
@@ -18,7 +19,7 @@ from embodied.envs.maniskill.tasks import BATCHED_TASKS
 from embodied.run import launch
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # ManiSkill's and SAPIEN's own
-pytest.importorskip("mani_skill")
+requires("mani_skill")
 
 TASKS = """
 import torch

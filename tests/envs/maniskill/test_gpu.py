@@ -2,6 +2,7 @@
 
 import numpy as np
 import pytest
+from needed import requires
 
 from embodied.config.recipe import load
 from embodied.core.arrays import host
@@ -16,7 +17,7 @@ from embodied.placement.topology import Gpu
 from embodied.run import launch
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # ManiSkill's and SAPIEN's own
-pytest.importorskip("mani_skill")
+requires("mani_skill")
 
 EPISODES = [EpisodeSpec("task", -1, seed, seed) for seed in range(4)]
 

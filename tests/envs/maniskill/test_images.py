@@ -2,6 +2,7 @@
 
 import numpy as np
 import pytest
+from needed import requires
 
 from embodied.core.errors import ConfigError
 from embodied.core.types import EpisodeSpec
@@ -9,7 +10,7 @@ from embodied.envs import make_env
 from embodied.envs.config import ManiSkillConfig
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # ManiSkill's and SAPIEN's own
-pytest.importorskip("mani_skill")
+requires("mani_skill")
 
 OPTIONS = {"cameras": ("base_camera",), "image_size": 32, "state": "proprio", "privileged": True}
 

@@ -6,6 +6,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from needed import requires
 
 from embodied.core.errors import ConfigError
 from embodied.core.types import EpisodeList, EpisodeResult, Recording
@@ -18,7 +19,7 @@ from embodied.envs.maniskill.motion_planner import CONTROLS, SOLVERS, Plan, Plan
 from embodied.envs.pointmass.env import PointMassEnv
 from embodied.runtime import Timers
 
-pytest.importorskip("mani_skill")
+requires("mani_skill")
 REST = np.array([0, np.pi / 8, 0, -np.pi * 5 / 8, 0, np.pi * 3 / 4, np.pi / 4])
 
 

@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 from bridge_files import needs
+from needed import requires
 
 from embodied.core.errors import ConfigError, MissingAsset
 from embodied.core.types import EpisodeSpec
@@ -13,7 +14,7 @@ from embodied.envs.maniskill.bridge.bridge_tasks import CAMERA, PLATES
 from embodied.envs.maniskill.bridge.plate_variants import variants
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # ManiSkill's and SAPIEN's own
-pytest.importorskip("mani_skill")
+requires("mani_skill")
 
 SINGLE = f"{PLATES}Single-v1"
 KIND = env_class(ManiSkillConfig())

@@ -1,6 +1,7 @@
 """Tasks of reasoning_gym: drawn by number or seed, held out, and scored without pay for containing the answer."""
 
 import pytest
+from needed import requires
 from pydantic import TypeAdapter
 
 from embodied.core.errors import ConfigError
@@ -11,7 +12,7 @@ from embodied.envs.text import reasoning_gym
 from embodied.envs.text.scoring_process import Scorer
 from embodied.envs.text.text_env_checker import check_text_env
 
-pytest.importorskip("reasoning_gym")
+requires("reasoning_gym")
 
 
 def config(task="chain_sum", **options):
