@@ -353,7 +353,10 @@ class Reader(Worker):
 
 @pytest.mark.parametrize("route", ["snapshot", "buckets"])
 def test_processes_of_one_machine_take_the_same_snapshot_or_buckets(tmp_path, route, monkeypatch):
-    hosts = [HostPlan("learner", ("owner",)), HostPlan("one", ("reader",)), HostPlan("two", ("reader",))]
+    hosts = [
+        HostPlan(name, (role,), imports=("torch",))
+        for name, role in (("learner", "owner"), ("one", "reader"), ("two", "reader"))
+    ]
     with Cluster("local", hosts, log_dir=tmp_path, timeout_s=60) as cluster:
         owner, readers = cluster.launch(Owner, "owner"), cluster.launch(Reader, "reader")
         channels = tuple(cluster.channel(f"weights-{i}", home=readers[i], capacity=1) for i in range(2))
@@ -414,7 +417,8 @@ def resident(what):
 def test_memory_stays_within_one_snapshot_and_what_is_in_flight(tmp_path, route, sender, reader):
     """A snapshot that is mapped counts in every process that maps it, so the reader may show those 128 MiB as well. A
     sender keeps the memory of three buckets: one is read, one waits, one is written."""
-    with Cluster("local", [HostPlan("a", ("owner",)), HostPlan("b", ("reader",))], tmp_path, timeout_s=60) as cluster:
+    hosts = [HostPlan(name, (role,), imports=("torch",)) for name, role in (("a", "owner"), ("b", "reader"))]
+    with Cluster("local", hosts, tmp_path, timeout_s=60) as cluster:
         owner, actor = cluster.launch(Large, "owner"), cluster.launch(Large, "reader")
         channel = cluster.channel("weights", home=actor, capacity=1)
         (publication,) = owner.offer().wait()
