@@ -194,8 +194,9 @@ def test_folders_of_other_networks_are_refused(tmp_path, change, reason):
         build(pretrained=str(folder))
 
 
-SHORT = ["env.num_envs=4", "cluster.backend=inline", "placement=collocated", "eval.episodes=2", "eval.videos=0"]
-SHORT += ["env.max_episode_steps=8", "policy.name=smolvla", "policy.chunk=4", "policy.steps=2"]
+RECIPE = ["recipe=pointmass_ppo_pi0_tiny"]
+RECIPE += ["env.num_envs=4", "cluster.backend=inline", "placement=collocated", "eval.episodes=2", "eval.videos=0"]
+RECIPE += ["env.max_episode_steps=8", "policy.name=smolvla", "policy.chunk=4", "policy.steps=2"]
 
 
 def rows_of(folder):
@@ -203,21 +204,31 @@ def rows_of(folder):
     return run, [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
 
 
-@pytest.mark.parametrize("algorithm", ["ppo", "grpo"])
-def test_it_learns_from_demonstrations_and_by_reinforcement(tmp_path, monkeypatch, algorithm):
+@pytest.fixture(scope="module")
+def taught(tmp_path_factory):
+    """A run that has learned from demonstrations, and its rows."""
     pytest.importorskip("pyarrow")
-    monkeypatch.chdir(tmp_path)
-    recipe = ["recipe=pointmass_ppo_pi0_tiny", *SHORT]
-    assert collect.main([*recipe[:6], "out=demos", "collect.episodes=3"]) == 0
     few = ["sft.data=demos", "sft.epochs=6", "sft.minibatch_size=8", "sft.lr=1e-3", "policy.statistics=demos"]
-    assert sft.main([*recipe, *few]) == 0
-    run, rows = rows_of(tmp_path)
+    folder = tmp_path_factory.mktemp("taught")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        assert collect.main([*RECIPE[:6], "out=demos", "collect.episodes=3"]) == 0
+        assert sft.main([*RECIPE, *few]) == 0
+    return rows_of(folder)
+
+
+def test_it_learns_from_demonstrations(taught):
+    _, rows = taught
     assert rows[-1]["train/loss"] < 0.8 * rows[0]["train/loss"]
-    (tmp_path / "runs").rename(tmp_path / "taught")
+
+
+@pytest.mark.parametrize("algorithm", ["ppo", "grpo"])
+def test_it_goes_on_by_reinforcement(taught, tmp_path, monkeypatch, algorithm):
+    monkeypatch.chdir(tmp_path)
     more = ["algo.rollout_decisions=3", "algo.minibatch_size=6"]
     if algorithm == "grpo":
         more = ["algo={name: grpo, groups: 2, group_size: 2, minibatch_size: 4}"]
-    assert train.main([*recipe, *more, "run.iterations=2", f"run.start_from=taught/{run.name}"]) == 0
+    assert train.main([*RECIPE, *more, "run.iterations=2", f"run.start_from={taught[0]}"]) == 0
     _, rows = rows_of(tmp_path)
     assert max(row["train/logprob_gap"] for row in rows) < 1e-5
     assert all(np.isfinite(row["train/grad_norm"]) for row in rows)
