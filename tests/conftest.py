@@ -64,42 +64,38 @@ def pytest_xdist_auto_num_workers(config):
 
 
 DRAWING = ("tests/envs/maniskill/", "tests/test_bridge_evaluation.py")  # files whose tests draw ManiSkill's scenes
-
-
 PAGES = "tests/test_pages.py"
-RUNTIME = "tests/runtime/"  # whose files share a Ray cluster, which takes seconds to start
-RANKS = tuple(  # whose ranks fork from one server, which imports torch and transformers
-    f"tests/{name}.py"
-    for name in (
-        "learners/test_collective learners/test_divided_learners learners/test_learner_options "
-        "policies/language/test_divided_rows"
-    ).split()
-)
+TOGETHER = {  # files that one worker runs, since what they share takes seconds to start or hundreds of megabytes
+    "drawing": DRAWING,
+    "Ray": ("tests/runtime/",),
+    "MuJoCo": ("tests/envs/libero/", "tests/envs/test_robosuite.py", "tests/workflows/test_libero_runs.py"),
+    "ranks": (  # which fork from one server
+        "tests/learners/test_collective.py",
+        "tests/learners/test_divided_learners.py",
+        "tests/learners/test_learner_options.py",
+        "tests/policies/language/test_divided_rows.py",
+    ),
+}
 LONG = (  # few tests that take long: what is begun last keeps one worker at work while the other has ended
     "workflows/test_stopped_drivers workflows/test_recovery workflows/test_partial_overlap workflows/test_async "
     "workflows/test_language_runs workflows/test_served_runs policies/language/test_vllm policies/test_openvla_runs "
-    "envs/test_robosuite envs/libero/test_env envs/libero/test_images "
-    "envs/libero/test_own_tasks test_pages test_interrupted_evaluations test_train_command "
-    "test_workflows_page test_invariance config/test_packaging"
+    "test_pages test_interrupted_evaluations test_train_command test_workflows_page test_invariance "
+    "config/test_packaging"
 )
-FIRST = ("drawing", RUNTIME, "ranks", *(f"tests/{name}.py" for name in LONG.split()))
+FIRST = (*TOGETHER, *(f"tests/{name}.py" for name in LONG.split()))
 
 
 def pytest_xdist_make_scheduler(config, log):
-    """As --dist loadscope: a file at a time, those with most tests first. But all that draw are one, so are those of
-    the runtime and those with ranks; each page of the documents is its own; and all of these, and what takes long with
-    few tests, come first."""
+    """As --dist loadscope: a file at a time, those with most tests first. But files may be together, each page of the
+    documents is its own, and these and what takes long with few tests come first."""
     from xdist.scheduler.loadscope import LoadScopeScheduling
 
     class Files(LoadScopeScheduling):
         def _split_scope(self, nodeid):
-            if nodeid.startswith(RUNTIME):
-                return RUNTIME
             if nodeid.startswith(PAGES):  # of which each has a folder of its own
                 return nodeid
-            if nodeid.startswith(RANKS):
-                return "ranks"
-            return "drawing" if nodeid.startswith(DRAWING) else super()._split_scope(nodeid)
+            together = (name for name, files in TOGETHER.items() if nodeid.startswith(files))
+            return next(together, None) or super()._split_scope(nodeid)
 
         def _assign_work_unit(self, node):
             if scope := next((scope for first in FIRST for scope in self.workqueue if scope.startswith(first)), None):
