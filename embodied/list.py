@@ -143,7 +143,7 @@ def engines(machine: Machine) -> Iterable[Item]:
 
 ENGINES = {
     "transformers": "Our own loop over the policy's weights, on cores and GPUs.",
-    "vllm": "vLLM in the policy worker's process, for models that fill a GPU.",
+    "vllm": "vLLM in the policy worker's process, for models that fill a GPU or several (policy.tensor_parallel).",
     "http": "A server at policy.url: python -m embodied.serve, or vllm serve.",
 }
 
