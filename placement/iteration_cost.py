@@ -375,15 +375,35 @@ class Pricer:
                 spent = spent + np.where(shared, self.profile.sync.shared_s, copied)
         return spent
 
+    def least_sync_seconds(self, least: Mapping, most: Mapping, stages: int) -> Array:
+        """A lower bound on the seconds of the weight sync if every zone has `least` to `most` devices."""
+        spent: Array = 0.0
+        for edge in self.dataflow.edges:
+            if edge.next_iteration and edge.target in least:
+                receivers = self.count(edge.target, least, stages)
+                on = self.classes[least[edge.target][0].device_class]
+                copied = self.profile.sync.copy_s.at(np.arange(on.count + 1))
+                seconds = np.minimum.accumulate(copied[::-1])[::-1][receivers]
+                if np.any(shared := self.may_share_weights(edge, least, stages)):
+                    shared = shared & (self.count(edge.source, most, stages) >= receivers)
+                    seconds = np.where(shared, np.minimum(seconds, self.profile.sync.shared_s), seconds)
+                spent = spent + seconds
+        return spent
+
     def shares_weights(self, edge: Edge, at: Mapping, stages: int) -> Array:
-        """True if receivers of weights share the processes of their source: equally many workers in one zone, which the
-        role that sends them requests is not in. Several learners with shards share nothing."""
+        """True if receivers of weights share the processes of their source: equally many workers in one zone."""
+        possible = self.may_share_weights(edge, at, stages)
+        if not np.any(possible):
+            return False
+        return possible & (self.count(edge.target, at, stages) == self.count(edge.source, at, stages))
+
+    def may_share_weights(self, edge: Edge, at: Mapping, stages: int) -> Array:
+        """True if receivers of weights can share processes with their source: in one zone, which the role that sends
+        them requests is not in. Several learners with shards share nothing."""
         zone = at[edge.target][0]
         if edge.source not in zone.components or self.asker_for(edge.target) in zone.components:
             return False
-        sources = self.count(edge.source, at, stages)
-        whole = (sources == 1) | (self.cost(edge.source, zone.device_class).split_bytes == 0)
-        return (self.count(edge.target, at, stages) == sources) & whole
+        return (self.count(edge.source, at, stages) == 1) | (self.cost(edge.source, zone.device_class).split_bytes == 0)
 
     def _table(self, name: str, device_class: str, stages: int) -> Table:
         component, cost = self.dataflow[name], self.cost(name, device_class)

@@ -1,6 +1,6 @@
 """Searches one layer: its nodes on all devices while the other layers wait.
 
-`LayerSearch` prices every split of every arrangement of zones, thousands at a time. It returns the fastest split, or
+`LayerSearch` prices the splits of every arrangement of zones, thousands at a time. It returns the fastest split, or
 the Pareto front of time and memory. `profile_planner.py` puts layers together, compares modes and refuses what does not
 fit; without a profile `mode_rules.py` chooses.
 """
@@ -12,7 +12,6 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
 from itertools import chain, combinations
-from math import prod
 
 import numpy as np
 
@@ -21,9 +20,9 @@ from embodied.placement.layout import DeviceClass, Layer, Zone, arrangements, na
 from embodied.placement.profile import Array, max_of
 from embodied.placement.schedule_overlap import has_learner_devices, overlaps
 
-COARSE = 16  # sizes of a zone that are priced first, if there are more splits than
-MANY = 4000
-FEW = 200  # so few splits are not pruned before the next zone is split
+PARTS = 4  # into which a range of sizes is cut, or into more while there are fewer boxes than
+MANY = 1000
+ASKS, RECEIVES = 2, 1  # ranks of zones with components that send requests in a cycle, or that receive weights
 MARGIN = 1 + 1e-9  # bounds add up in another order than prices
 
 
@@ -152,13 +151,10 @@ class LayerSearch:
             for layer in self.groups[label]:
                 if self.leasts[layer] >= limit:
                     break
-                for sizes in (COARSE, None):
-                    splits, whole = self.splits(layer, limit, sizes)
-                    if splits.size and (seconds := self.seconds(layer, splits)).min() < limit:
-                        best = self.price(Way(layer), splits[:, [seconds.argmin()]])
-                        limit = best.seconds[0]
-                    if whole:
-                        break
+                split = self.splits(layer, limit, only_fastest=True)
+                if split.size:
+                    best = self.price(Way(layer), split)
+                    limit = best.seconds[0]
             if best:
                 self._fastest[label] = best
             else:
@@ -173,22 +169,6 @@ class LayerSearch:
         most = [max(self.count(zone) - zones[zone.device_class] + 1, 0) for zone in layer]
         return float(self.bounds.least_seconds(layer, most, self.stages, self.chunks))
 
-    def need(self, layer: Layer, bound: float) -> np.ndarray | None:
-        """The least devices of every zone in splits that could take less than `bound` seconds, found by giving the
-        remaining devices to the other zones; None if there is no such split."""
-        each, need = np.arange(len(layer)), np.ones(len(layer), int)
-        while min((left := self.left(layer, need)).values()) >= 0:
-            more = np.array([left[zone.device_class] for zone in layer])
-            sizes = np.empty((len(layer), len(layer), 1 + more.max()), int)
-            sizes[:] = (need + more)[:, None, None]
-            sizes[each, each] = need[:, None] + np.minimum(np.arange(sizes.shape[2]), more[:, None])
-            seconds = self.bounds.least_seconds(layer, sizes, self.stages, self.chunks)  # row i: of zone i all sizes
-            more = np.count_nonzero(seconds >= bound, axis=1)
-            if not more.any():
-                return need
-            need = need + more
-        return None
-
     def count(self, zone: Zone) -> int:
         return self.pricer.classes[zone.device_class].count
 
@@ -196,7 +176,7 @@ class LayerSearch:
         """Splits of less than `bound` seconds on the Pareto front of seconds and bytes."""
         fronts: list[Points] = []
         for layer in self.groups[label]:
-            splits, _ = self.splits(layer, bound)
+            splits = self.splits(layer, bound)
             for swapped in self.swaps(self.components):
                 points = self.price(Way(layer, swapped), splits)
                 points = points.take(fit(points, self.limits) & (points.seconds < bound))
@@ -224,75 +204,73 @@ class LayerSearch:
         priced = self.pricer.seconds(layer, list(devices), self.stages, self.chunks)
         return np.broadcast_to(priced, devices.shape[1])
 
-    def least_seconds(self, layer: Layer, most: np.ndarray, waiting: Sequence[int]) -> np.ndarray:
-        """Lower bounds on the seconds of splits (columns) in which `waiting` zones have at most `most` devices, and
-        other zones exactly these numbers."""
-        if overlaps(self.pricer.dataflow) or self.pricer.work_slowed_by_more(self.components):
-            bounds = self.bounds.least_seconds(layer, list(most), self.stages, self.chunks)
-            return np.broadcast_to(bounds, most.shape[1])
-        if not any(self.pricer.receives(layer[i].components) for i in waiting):
-            return self.seconds(layer, most)
-        at = {name: (zone, count) for zone, count in zip(layer, most) for name in zone.components}
-        return np.broadcast_to(self.pricer.work_seconds(layer, at, self.stages, self.chunks), most.shape[1])
-
     # Numbers of devices to try
 
-    def splits(self, layer: Layer, bound: float, coarse: int | None = None) -> tuple[np.ndarray, bool]:
-        """Sizes of the zones, one column per split, that could take less than `bound` seconds. In every class of
-        devices one zone takes all remaining devices: of the zones that more devices never slow down, the one with the
-        most sizes. With `coarse` and many splits only so many sizes of a zone are tried. Also returns True if all sizes
-        were tried."""
-        need = self.need(layer, bound)
-        if need is None:
-            return np.zeros((len(layer), 0), int), True
-        left = self.left(layer, need)
-        sizes = [self.sizes(zone) for zone in layer]
-        sizes = [s[(s >= n) & (s <= n + left[z.device_class])] for s, n, z in zip(sizes, need, layer)]
+    def splits(self, layer: Layer, bound: float, only_fastest: bool = False) -> np.ndarray:
+        """Sizes of the zones, one column per split, that could take less than `bound` seconds; with `only_fastest` the
+        fastest split, or no column.
+
+        Branch and bound: a box is a range of sizes for every zone. Boxes that cannot take less than `bound` seconds are
+        dropped and the others divided, until every box is one split. With `only_fastest` the smallest split of every
+        box is priced, and the fastest split so far is the bound."""
+        rest, rank = self.rest(layer), self.rank(layer)
+        sizes = [np.ones(1, int) if i in rest else self.sizes(zone) for i, zone in enumerate(layer)]
+        first, last = np.zeros((len(layer), 1), int), np.array([[len(s) - 1] for s in sizes])  # indices of sizes
+        fastest = least = np.zeros((len(layer), 0), int)
+        whole = min(map(len, sizes)) == 0  # no worker fits
+        while not whole:
+            least, most = (np.stack([s[i] for s, i in zip(sizes, of)]) for of in (first, last))
+            left = self.left(layer, least)
+            most = np.minimum(most, least + left)
+            least[rest] = most[rest] = (least + left)[rest]
+            kept = (left >= 0).all(axis=0)
+            if bound < np.inf:
+                kept[kept] = self.least_seconds(layer, least[:, kept], most[:, kept], rank) < bound
+            first, last, least = first[:, kept], last[:, kept], least[:, kept]
+            if only_fastest and least.size and (seconds := self.seconds(layer, least)).min() < bound:
+                fastest, bound = least[:, [seconds.argmin()]], seconds.min()
+            whole = np.array_equal(first, last)
+            if not whole:
+                first, last = divided(first, last, rank)
+        return fastest if only_fastest else least
+
+    def least_seconds(self, layer: Layer, least: np.ndarray, most: np.ndarray, rank: np.ndarray) -> np.ndarray:
+        """Lower bounds on the seconds of boxes (columns), in which each zone has `least` to `most` devices."""
+        single, beside = least == most, overlaps(self.pricer.dataflow)
+        if beside or self.pricer.work_slowed_by_more(self.components) or not single[rank == ASKS].all():
+            seconds = self.bounds.least_seconds(layer, list(most), self.stages, self.chunks)
+        else:
+            seconds = self.pricer.work_seconds(layer, at_zones(layer, most), self.stages, self.chunks)
+        if not beside:
+            fewest, at = at_zones(layer, least), at_zones(layer, most)
+            sync = self.pricer.least_sync_seconds(fewest, at, self.stages)
+            exact = self.pricer.sync_seconds(at, self.stages)
+            seconds = seconds + np.where(single[rank > 0].all(axis=0), exact, sync)
+        return np.broadcast_to(seconds, most.shape[1])
+
+    def rank(self, layer: Layer) -> np.ndarray:
+        """ASKS, RECEIVES or 0 for every zone. Bounds are close once zones of a higher rank have one size."""
+        receives = [RECEIVES * self.pricer.receives(zone.components) for zone in layer]
+        return np.array([ASKS if self.asks(zone.components) else rank for zone, rank in zip(layer, receives)])
+
+    def rest(self, layer: Layer) -> list[int]:
+        """Zones that take all remaining devices, one in every class of devices: of the zones that more devices never
+        slow down, the one with the most sizes."""
         rest: dict[str, int] = {}
         for i, zone in enumerate(layer):
             if not self.asks(zone.components) and not self.pricer.slowed_by_more(zone.components):
                 other = rest.setdefault(zone.device_class, i)
-                if len(sizes[i]) > len(sizes[other]):
+                if len(self.sizes(zone)) > len(self.sizes(layer[other])):
                     rest[zone.device_class] = i
-        chosen = [i for i in range(len(layer)) if i not in rest.values()]
-        chosen.sort(
-            key=lambda i: (
-                not self.asks(layer[i].components),
-                not self.pricer.receives(layer[i].components),
-                len(sizes[i]),
-            )
-        )
-        whole = coarse is None or prod(len(sizes[i]) for i in chosen) <= MANY
-        if not whole:
-            sizes = [thinned(s, coarse) for s in sizes]
-        columns = need[:, None]  # the devices that undecided zones need
-        for number, i in enumerate(chosen, 1):
-            columns = np.repeat(columns, len(sizes[i]), axis=1)
-            columns[i] = np.tile(sizes[i], columns.shape[1] // max(len(sizes[i]), 1))
-            columns = columns[:, self.room(layer, columns)]
-            if columns.shape[1] > FEW:
-                waiting = [j for j in range(len(layer)) if j not in chosen[:number]]
-                least = self.least_seconds(layer, self.filled(layer, columns, waiting), waiting)
-                columns = columns[:, least < bound]
-        return self.filled(layer, columns, list(rest.values())), whole
+        return list(rest.values())
 
-    def left(self, layer: Layer, columns: np.ndarray) -> dict[str, np.ndarray]:
-        """The number of devices of each class that the splits leave."""
-        return {
-            c.name: c.count - sum(sizes for sizes, zone in zip(columns, layer) if zone.device_class == c.name)
+    def left(self, layer: Layer, splits: np.ndarray) -> np.ndarray:
+        """For every zone, the number of devices of its class that the splits leave."""
+        left = {
+            c.name: c.count - sum(sizes for sizes, zone in zip(splits, layer) if zone.device_class == c.name)
             for c in self.classes
         }
-
-    def room(self, layer: Layer, columns: np.ndarray) -> np.ndarray:
-        return np.all([left >= np.zeros(columns.shape[1]) for left in self.left(layer, columns).values()], axis=0)
-
-    def filled(self, layer: Layer, columns: np.ndarray, zones: Sequence[int]) -> np.ndarray:
-        """Adds all remaining devices to each of these zones. If a class has several of them this is too much, so the
-        result is a lower bound."""
-        left, columns = self.left(layer, columns), columns.copy()
-        for i in zones:
-            columns[i] += left[layer[i].device_class]
-        return columns
+        return np.stack([left[zone.device_class] for zone in layer])
 
     def _sizes(self, where: Zone) -> np.ndarray:
         """The numbers of devices at which one of a zone's components can have one worker more."""
@@ -314,9 +292,23 @@ class LayerSearch:
 # Sets of points
 
 
-def thinned(sizes: np.ndarray, most: int) -> np.ndarray:
-    """At most `most` of these sizes, evenly spaced, the first and the last included."""
-    return sizes[np.unique(np.linspace(0, len(sizes) - 1, most).astype(int))] if len(sizes) > most else sizes
+def divided(first: np.ndarray, last: np.ndarray, rank: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Cuts one range of every box (column): the longest range of the zones with the highest rank."""
+    urgency = np.where(last > first, last - first + 1e6 * rank[:, None], 0)
+    zone, box = urgency.argmax(axis=0), np.arange(first.shape[1])
+    start, length = first[zone, box], (last - first)[zone, box] + 1
+    parts = max(PARTS, MANY // len(box))
+    edges = start + length * np.arange(parts + 1)[:, None] // parts
+    first, last = np.tile(first, (1, parts)), np.tile(last, (1, parts))
+    zone, box = np.tile(zone, parts), np.arange(first.shape[1])
+    first[zone, box], last[zone, box] = edges[:-1].ravel(), edges[1:].ravel() - 1
+    filled = (first <= last).all(axis=0)
+    return first[:, filled], last[:, filled]
+
+
+def at_zones(layer: Layer, devices: np.ndarray) -> dict[str, tuple[Zone, np.ndarray]]:
+    """The zone and the numbers of devices of every component."""
+    return {name: (zone, count) for zone, count in zip(layer, devices) for name in zone.components}
 
 
 def label_of(layer: Layer, names: Sequence[str]) -> tuple:

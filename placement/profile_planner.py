@@ -7,9 +7,9 @@ chunks, and the components that offload their memory between turns. If learners 
 exhaustive search (by test), with these shortcuts:
 
 - an iteration is the sum of its layers, so each layer is searched once; - only sizes that allow one more worker matter,
-and one zone of every class takes the remaining devices; - with many splits a few are tried first, and sizes that cannot
-beat the best one are dropped; - memory matters only if the fastest layers do not fit together; then the layers' Pareto
-fronts are combined.
+and one zone of every class takes the remaining devices; - ranges of sizes that cannot beat the best split are dropped
+(branch and bound); - memory matters only if the fastest layers do not fit together; then the layers' Pareto fronts are
+combined.
 """
 
 from __future__ import annotations
