@@ -20,6 +20,7 @@ import math
 import os
 import re
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from html import escape
 from pathlib import Path
@@ -249,6 +250,14 @@ def write_page(out: Path, shown: Block, live_s: float = 0) -> None:
     out.parent.mkdir(parents=True, exist_ok=True)
     replace_text(out.with_suffix(DATA), json.dumps(shown) + "\n")
     replace_text(out, html({**shown, "live_s": live_s}))
+
+
+def live_s_of(out: Path) -> float:
+    """The seconds after which a written page reloads itself; 0 if it does not, or is not there."""
+    with suppress(OSError, ValueError):
+        if found := re.search(r'"live_s":([\d.]+)', out.read_text(encoding="utf-8")):
+            return float(found[1])
+    return 0
 
 
 def html(shown: Block) -> str:

@@ -28,6 +28,7 @@ from embodied.reporting.page import (
     Block,
     bullets,
     fold,
+    live_s_of,
     page,
     percent,
     relative,
@@ -51,9 +52,11 @@ WHEN = "%Y-%m-%d %H:%M UTC"
 
 
 def write_report(folder: Path) -> Path:
-    """Write report.html of a run, an evaluation or a group of runs into its folder; returns its path."""
+    """Write report.html of a run, an evaluation or a group of runs into its folder; returns its path. A live page of a
+    running run stays live."""
     out = folder / REPORT
-    write_page(out, page_of(folder, out.parent)[0])
+    shown, _ = page_of(folder, out.parent)
+    write_page(out, shown, live_s_of(out) if shown.get("state") == "running" else 0)
     return out
 
 

@@ -228,11 +228,14 @@ def test_a_live_page_follows_a_run_until_it_ends_and_then_reloads_no_more(tmp_pa
     page, shown = folder.path / "report.html", []
 
     def goes_on(seconds):
+        write_report(folder.path)  # as the run does after an evaluation
         shown.append(page.read_text())
         with (folder.path / "metrics.jsonl").open("a") as file:
             file.write(json.dumps(metrics(len(shown))) + "\n")
         if len(shown) == 2:
             folder.finish("finished")
+            write_report(folder.path)
+            assert '"live_s":0' in page.read_text()
 
     keep_writing([folder.path], None, goes_on)
     assert ["1,111" in text for text in shown] == [False, True], "env steps after an iteration"
