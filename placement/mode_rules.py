@@ -97,9 +97,10 @@ def choose(
     if by_rule and mode == "collocated" and policy_gpus > 1:
         reason = "collocated: policies and learners take turns on all GPUs"
     if mode == "hybrid" and policy_gpus > 1:
+        whole_parts(gpus, policy_gpus, asked)  # refuses too few GPUs
         raise PlacementError(
             f"placement=hybrid puts policies into the processes of learners, which have one GPU each; with "
-            f"{PARALLEL}={policy_gpus} try placement=collocated"
+            f"{PARALLEL}={policy_gpus} try placement={'auto' if overlap else 'collocated'}"
         )
     own = [role for role in more if mode == "disaggregated" or not role.home]
     names = [role.name for role in own if networks == "cpu" or not role.network]
@@ -260,7 +261,8 @@ def beside_gpus(
 ) -> Groups:
     parts = len(sims) * stages
     if policy_gpus > 1:
-        apart = mode != "collocated"
+        if apart := mode != "collocated":
+            require_devices(asked, "policies and learners", 2, len(gpus), f"hybrid {PARALLEL}=1", "GPUs")
         acting = whole_parts(gpus[len(gpus) // 2 :] if apart else gpus, policy_gpus, asked)[: parts * policy_gpus]
         learning = [gpu for gpu in gpus if gpu not in acting] if apart else gpus
         return [("sim", sims), ("policy", acting), ("learner", learning[:num_envs])]
@@ -281,9 +283,10 @@ def whole_parts(gpus: list[Device], count: int, asked: DeviceRequest) -> list[De
     if whole := [gpu for own in by_node.values() for gpu in own[: len(own) // count * count]]:
         return whole
     most = max(map(len, by_node.values()), default=0)
+    fits = next(fewer for fewer in range(max(most, 1), 0, -1) if not count % fewer)  # divides the model as `count` does
     raise PlacementError(
         f"{PARALLEL}={count} gives a policy worker {count} GPUs of one machine, and with {asked.key} there are {most}; "
-        f"try {PARALLEL}={max(most, 1)}"
+        f"try {PARALLEL}={fits}"
     )
 
 

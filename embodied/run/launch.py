@@ -147,6 +147,8 @@ def planned(
         check_scorers(config)
     if learn and ":" in config.policy.name:
         check_package(config.policy.name)
+    if uses_vllm := config.policy.speaks and config.policy.engine == "vllm":
+        policy_class(config.policy.name).check_engine(config.policy, on_cpu=False)
     # Roles get devices with enough memory.
     config = chosen_cluster(config, len(topology.nodes) > 1)
     try:
@@ -155,7 +157,7 @@ def planned(
         raise ConfigError(f"placement: {err}") from None
     check_devices(config, plan)
     on_cpu = any("policy" in host.roles and not host.device.startswith("gpu:") for host in plan.hosts)
-    if config.policy.speaks and config.policy.engine == "vllm":
+    if uses_vllm and on_cpu:
         policy_class(config.policy.name).check_engine(config.policy, on_cpu)
     if not is_loop(roles):
         return config, plan  # the memory of the user's own workers is unknown

@@ -102,11 +102,11 @@ def check_for_vllm(folder: Path) -> None:
 
 def check_division(heads: int, kv_heads: int, parts: int) -> None:
     """Refuse to divide a model with these numbers of heads into `parts` if vLLM cannot."""
-    fit = [n for n in range(parts, 0, -1) if not heads % n and not (kv_heads % n and n % kv_heads)]
-    if fit[0] < parts:
+    fit = next(n for n in range(min(parts, heads), 0, -1) if not heads % n and not (kv_heads % n and n % kv_heads))
+    if fit < parts:
         raise ConfigError(
             f"policy.tensor_parallel={parts} does not divide the model's {heads} attention heads and {kv_heads} "
-            f"key-value heads; try policy.tensor_parallel={fit[0]}"
+            f"key-value heads; try policy.tensor_parallel={fit}"
         )
 
 

@@ -192,6 +192,8 @@ def test_policies_of_several_gpus_have_gpus_of_one_machine_and_no_learner_in_the
         ("hybrid", 2, "with policy.tensor_parallel=2 try placement=collocated"),
         ("disaggregated", 8, "with placement=disaggregated there are 4; try policy.tensor_parallel=4"),
         ("auto", 16, "there are 8; try policy.tensor_parallel=8"),
+        ("disaggregated", 6, "there are 4; try policy.tensor_parallel=3"),
+        ("hybrid", 12, "there are 8; try policy.tensor_parallel=6"),
         ({"sim": "cpu:0", "policy": "gpu:0-2", "learner": "gpu:3"}, 2, "and 3 GPUs cannot be divided so"),
         ({"sim": "cpu:0", "policy": "gpu:0*2", "learner": "gpu:3"}, 2, "name every GPU once"),
         ({"sim": "cpu:0", "policy,learner": "gpu:0-1"}, 2, "give policy a place of its own; try placement='{"),
