@@ -183,7 +183,7 @@ def why_not_this_policy(config: RunConfig) -> str:
 def check_policy(config: RunConfig) -> None:
     """Raise ConfigError if no profile can count for the recipe's policy."""
     if why := why_not_this_policy(config):
-        raise ConfigError(f"{why}; name a placement, or try {PARALLEL}=1")
+        raise ConfigError(f"{why}; try {PARALLEL}=1, or train without a profile")
 
 
 def processor() -> str:

@@ -192,6 +192,9 @@ def loads(config: RunConfig, plan: PlacementPlan, learn: bool, memory: Memory | 
             yield Load("CUDA", CUDA_BYTES, host.node, each)
         if on_gpu and learn and "learner" in host.roles and len(learners) > 1:
             yield Load("NCCL", NCCL_BYTES, host.node, device)
+        if on_gpu and divided and "policy" in host.roles:
+            for each in host.devices:
+                yield Load("vLLM's NCCL", NCCL_BYTES, host.node, each)
         if on_gpu and set(host.roles) & {"policy", "learner"}:
             yield Load("weights on their way to GPUs", memory.weights, host.node, phase=START)
         shared = learn and {"policy", "learner"} <= set(host.roles) and not sharded

@@ -264,25 +264,37 @@ def start(config: LanguageConfig, policy: LanguagePolicy) -> tuple[Any, Any]:
         shape.save_pretrained(folder)
         if policy.sight:
             take_processed_pictures(shape.architectures[0], policy.max_length)
-        llm = LLM(
-            folder,
-            dtype=config.dtype,
-            load_format="dummy",  # `load` brings the weights
-            skip_tokenizer_init=True,
-            generation_config="vllm",  # not the folder's own sampling settings
-            max_model_len=policy.max_length,
-            max_num_seqs=config.max_running,
-            tensor_parallel_size=parts,
-            distributed_executor_backend="uni" if parts == 1 else "mp",
-            worker_extension_cls=EXTENSION,
-            logprobs_mode="raw_logprobs",
-            **({"skip_mm_profiling": True, "mm_processor_cache_gb": 0} if policy.sight else {}),
-            **(on_gpu(bytes_ // parts, weights // parts) if on_card else {"enforce_eager": True}),
-        )
+        with naming_failed_start(parts):
+            llm = LLM(
+                folder,
+                dtype=config.dtype,
+                load_format="dummy",  # `load` brings the weights
+                skip_tokenizer_init=True,
+                generation_config="vllm",  # not the folder's own sampling settings
+                max_model_len=policy.max_length,
+                max_num_seqs=config.max_running,
+                tensor_parallel_size=parts,
+                distributed_executor_backend="uni" if parts == 1 else "mp",
+                worker_extension_cls=EXTENSION,
+                logprobs_mode="raw_logprobs",
+                **({"skip_mm_profiling": True, "mm_processor_cache_gb": 0} if policy.sight else {}),
+                **(on_gpu(bytes_ // parts, weights // parts) if on_card else {"enforce_eager": True}),
+            )
     delta = RequestOutputKind.DELTA
     return llm.llm_engine, partial(
         SamplingParams, n=1, logprobs=0, ignore_eos=True, detokenize=False, output_kind=delta
     )
+
+
+@contextmanager
+def naming_failed_start(parts: int) -> Iterator[None]:
+    """Inside, the error of a vLLM that lacks one of its processes says so; vLLM's own error only mentions a stack."""
+    try:
+        yield
+    except Exception as err:
+        if "WorkerProc" not in str(err):
+            raise
+        raise RuntimeError(f"one of the {parts} processes in which vLLM runs the model did not start") from err
 
 
 def take_processed_pictures(architecture: str, most: int) -> None:
