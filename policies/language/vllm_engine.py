@@ -280,10 +280,19 @@ def start(config: LanguageConfig, policy: LanguagePolicy) -> tuple[Any, Any]:
                 **({"skip_mm_profiling": True, "mm_processor_cache_gb": 0} if policy.sight else {}),
                 **(on_gpu(bytes_ // parts, weights // parts) if on_card else {"enforce_eager": True}),
             )
+    if parts > 1:
+        forget_name(llm.llm_engine.engine_core.engine_core.model_executor.rpc_broadcast_mq.buffer)
     delta = RequestOutputKind.DELTA
     return llm.llm_engine, partial(
         SamplingParams, n=1, logprobs=0, ignore_eos=True, detokenize=False, output_kind=delta
     )
+
+
+def forget_name(buffer: Any) -> None:
+    """Remove the name of the shared memory by which vLLM's processes hear of their work. All have opened it by now, so
+    the kernel frees it with its last user, also if this process is killed."""
+    buffer.shared_memory.unlink()
+    buffer.is_creator = False  # else the buffer's end removes the name once more
 
 
 @contextmanager
