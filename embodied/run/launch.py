@@ -157,6 +157,11 @@ def planned(
         raise ConfigError(f"placement: {err}") from None
     check_devices(config, plan)
     on_cpu = any("policy" in host.roles and not host.device.startswith("gpu:") for host in plan.hosts)
+    if uses_vllm and on_cpu and topology.gpus:
+        raise ConfigError(
+            "policy.engine=vllm runs on GPUs on a machine that has some, but policies are on cores here; try "
+            "policy.engine=transformers, or place policies on GPUs"
+        )
     if uses_vllm and on_cpu:
         policy_class(config.policy.name).check_engine(config.policy, on_cpu)
     if not is_loop(roles):

@@ -100,14 +100,26 @@ def check_for_vllm(folder: Path) -> None:
         )
 
 
-def check_division(heads: int, kv_heads: int, parts: int) -> None:
-    """Refuse to divide a model with these numbers of heads into `parts` if vLLM cannot."""
-    fit = next(n for n in range(min(parts, heads), 0, -1) if not heads % n and not (kv_heads % n and n % kv_heads))
+def check_division(heads: int, kv_heads: int, width: int, parts: int) -> None:
+    """Refuse to divide a model with these numbers of heads and this width of its MLPs (0: unknown) into `parts` if vLLM
+    cannot."""
+
+    def fits(n: int) -> bool:
+        return not (heads % n or width % n or (kv_heads % n and n % kv_heads))
+
+    fit = next(n for n in range(min(parts, heads), 0, -1) if fits(n))
     if fit < parts:
+        mlps = f" and the width of its MLPs, {width}" if width % parts else ""
         raise ConfigError(
             f"policy.tensor_parallel={parts} does not divide the model's {heads} attention heads and {kv_heads} "
-            f"key-value heads; try policy.tensor_parallel={fit}"
+            f"key-value heads{mlps}; try policy.tensor_parallel={fit}"
         )
+
+
+def mlp_width(folder: Path) -> int:
+    """The width of a model's MLPs, or of its experts; 0 if its config.json does not say."""
+    shape = read_config(folder).get_text_config()
+    return getattr(shape, "moe_intermediate_size", None) or getattr(shape, "intermediate_size", None) or 0
 
 
 def describe(config: PreTrainedConfig) -> dict[str, Any]:

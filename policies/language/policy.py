@@ -438,7 +438,8 @@ class LanguagePolicy(PublishedPolicy):
         if here and on_cpu and config.pretrained:
             files.check_for_vllm(as_path(config.pretrained))
         if here:
-            files.check_division(*cls.attention_heads(config), config.tensor_parallel)
+            width = files.mlp_width(as_path(config.pretrained)) if config.pretrained else 0
+            files.check_division(*cls.attention_heads(config), width, config.tensor_parallel)
 
     @classmethod
     def for_memory_estimate(cls, config: LanguageConfig, spec: EnvSpec) -> LanguagePolicy | None:

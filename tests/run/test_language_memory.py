@@ -157,6 +157,16 @@ def test_a_model_for_which_one_gpu_is_too_small_acts_on_two_and_its_policy_lies_
     assert "2 x policy 66.1" in host and "2 x weights on their way to vLLM 66.1" in host
 
 
+def test_vllm_on_cores_of_a_machine_with_gpus_is_refused():
+    with pytest.raises(ConfigError, match="vllm runs on GPUs on a machine that has some"):
+        launch.planned(config("cluster.machines=2xGPU", "policy.engine=vllm", "learner.device=cpu"), dry=True)
+
+
+def test_a_width_that_cannot_be_divided_is_refused(shape_of):
+    with pytest.raises(ConfigError, match=r"the width of its MLPs, 18944; try policy.tensor_parallel=4$"):
+        planned(shape_of("Qwen2.5-7B"), "28xGPU", "policy.engine=vllm", "policy.tensor_parallel=28")
+
+
 def test_the_cache_that_vllm_reserves_counts_for_a_small_model_too():
     with pytest.raises(ConfigError, match=r"4 x vLLM's cache 48 = 192 of 32 GB\n.*try policy.cache_gb=6.0$"):
         launch.planned(config("cluster.machines=4xCPU", "policy.engine=vllm", "policy.cache_gb=48"), dry=True)
