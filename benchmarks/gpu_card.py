@@ -179,6 +179,30 @@ def language(asked: argparse.Namespace) -> Figures:
     return figures
 
 
+def divided(asked: argparse.Namespace) -> Figures:
+    """GRPO of a language model that vLLM divides over all GPUs, and over one: tokens/s."""
+    import torch
+
+    gpus = 2 if asked.tiny else torch.cuda.device_count()
+    if gpus < 2:
+        raise SystemExit("this machine shows fewer than two GPUs")
+    small = ["env.num_envs=16", "algo.groups=2", "algo.max_empty=1000", "policy.preset=tiny", "policy.max_length=64"]
+    recipe, more = (
+        ("sums_grpo", [*small, "run.start_from=null"]) if asked.tiny else ("smol_grpo", ["policy.cache_gb=2"])
+    )
+    figures: Figures = {}
+    for parts in (1, gpus):
+        with tempfile.TemporaryDirectory() as folder:
+            kept = ["policy.engine=vllm", f"policy.tensor_parallel={parts}", "placement=collocated", *more]
+            kept += ["eval.episodes=4", "eval.videos=0", "faults.hang_s=500", f"run.dir={folder}"]
+            command = train_command(recipe, *kept, f"run.iterations={2 if asked.tiny else 12}")
+            measure(command, environment(), LIMIT_S / 2)
+            rows = read_metrics(only_run(Path(folder)))[1:]
+        name = "on_one" if parts == 1 else "divided"
+        figures[f"{name}_tokens_per_s"] = mean(row["engine/tokens_per_s"] for row in rows)
+    return figures | {"gpus": gpus}
+
+
 def moves(trace: Path) -> Figures:
     """GB and seconds of offloading and onloading by part, from a run's trace."""
     told = json.loads(trace.read_text())
@@ -359,10 +383,11 @@ def lora(asked: argparse.Namespace) -> Figures:
         terminated=~chunk, truncated=chunk, mask=~chunk, versions=0 * ones, episodes=0 * ones, replay=acted.replay,
     )  # fmt: skip
     algo = PPOConfig(rollout_decisions=1, epochs=1, minibatch_size=rows)
-    model = Model(policy, LearnerConfig(micro_batch_size=min(rows, 4), checkpoint_activations=not asked.tiny))
+    parts = {"micro_batch_size": min(rows, 4), "checkpoint_activations": not asked.tiny}
+    model = Model(policy, LearnerConfig(**parts))
     optimizer = PolicyOptimizer(policy, algo, Alone())
 
-    def step() -> None:
+    def step(model: Model = model) -> None:
         share = build_batch(played, Unit((), played.ids), 0, algo, Alone(), model)
         update_policy(model, optimizer, algo, share, 0, BatchEnd(0, 10))
 
@@ -375,12 +400,17 @@ def lora(asked: argparse.Namespace) -> Figures:
     peak = torch.cuda.max_memory_allocated() if device == "cuda" else 0
     mfu = counter.get_total_flops() / seconds / peak_rate(device, policy.dtype)
     plan = count(empty("openvla", asked, lora_rank=rank), model.config, made_up(policy, min(rows, 4)))
-    return {"items_per_s": rows / seconds, "mfu": mfu, "memory_GB": peak / 1e9, "plan_GB": plan.total / 1e9}
+    compiled = Model(policy, LearnerConfig(**parts, compile=True))
+    faster = rows / best_seconds(lambda: step(compiled), device, tries=2)
+    figures = {"items_per_s": rows / seconds, "mfu": mfu, "memory_GB": peak / 1e9, "plan_GB": plan.total / 1e9}
+    return figures | {"compiled_items_per_s": faster}
 
 
 def pi0(asked: argparse.Namespace) -> Figures:
-    """Acting of Pi0."""
-    return acting(large("pi0", asked), asked)[0]
+    """Acting of Pi0, as it is and with policy.compile."""
+    figures = acting(large("pi0", asked), asked)[0]
+    compiled = acting(large("pi0", asked, compile=True), asked)[0]
+    return figures | {f"compiled_{name}": figure for name, figure in compiled.items()}
 
 
 def bridge(asked: argparse.Namespace) -> Figures:
@@ -403,9 +433,23 @@ def bridge(asked: argparse.Namespace) -> Figures:
         env.close()
 
 
+def libero(asked: argparse.Namespace) -> Figures:
+    """A small Pi0 plays 256 rows of LIBERO that draw on the GPU, in two stages: env steps a second."""
+    options = ["policy.preset=tiny", "pipeline.stages=2", "env.task=libero_spatial/0", "env.num_envs=256"]
+    options += ["algo.rollout_decisions=32"]
+    recipe, more = ("pointmass_ppo", SMALL_ENV) if asked.tiny else ("libero_ppo_pi0", options)
+    with tempfile.TemporaryDirectory() as folder:
+        kept = [*more, "run.env_steps=null", "run.eval_every=null", "eval.episodes=4", "eval.videos=0"]
+        kept = [*{word.partition("=")[0]: word for word in kept}.values(), f"run.dir={folder}"]
+        measure(train_command(recipe, *kept, "run.iterations=3"), environment(), LIMIT_S)
+        rows = read_metrics(only_run(Path(folder)))
+    return {"env_steps_per_s": median(row["steps_per_s"] for row in rows[1:])}
+
+
 BLOCKS: dict[str, Callable[[argparse.Namespace], Figures]] = {
     "ppo": ppo, "ppo_maniskill": ppo_maniskill, "ppo_fast": ppo_fast, "points": points, "plan": plan, "swap": swap,
-    "weights": weights, "openvla": openvla, "lora": lora, "pi0": pi0, "language": language, "bridge": bridge,
+    "weights": weights, "openvla": openvla, "lora": lora, "pi0": pi0, "language": language, "divided": divided,
+    "bridge": bridge, "libero": libero,
 }  # fmt: skip
 
 
@@ -430,7 +474,8 @@ def run_block(name: str, words: list[str], file: Path) -> Figures:
     started = time.perf_counter()
     command = [sys.executable, "-m", "benchmarks.gpu_card", *words, "--only", name]
     try:
-        env = environment() | {"CUDA_DEVICE_ORDER": "PCI_BUS_ID", "CUDA_VISIBLE_DEVICES": CARD}
+        env = environment() | {"CUDA_DEVICE_ORDER": "PCI_BUS_ID"}
+        env |= {} if name == "divided" else {"CUDA_VISIBLE_DEVICES": CARD}  # that takes all GPUs
         done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=LIMIT_S)
     except subprocess.TimeoutExpired:
         return {"error": f"not done after {LIMIT_S:.0f} s"}
