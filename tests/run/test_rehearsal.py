@@ -6,6 +6,7 @@ import sys
 
 import pytest
 import torch
+from needed import without_files
 from safetensors.torch import save_file
 
 from embodied.core.types import ActionSpec, EnvSpec
@@ -93,7 +94,7 @@ def test_a_dry_run_refuses_what_a_run_would_end_with(words, folders, monkeypatch
 
 def test_a_plan_for_other_machines_needs_no_files_that_are_missing_here(tmp_path, monkeypatch, capsys):
     pytest.importorskip("mani_skill")
-    monkeypatch.setattr("mani_skill.ASSET_DIR", tmp_path)
+    without_files(monkeypatch, tmp_path)
     lacking = ["recipe=maniskill_ppo_openvla", "policy.pretrained=/models/openvla-7b", "--dry-run"]
     assert train([*lacking, "cluster.machines=8xH100"]) == 0
     told = capsys.readouterr().out

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from bridge_files import needs
-from needed import requires
+from needed import requires, without_files
 
 from embodied.core.errors import ConfigError, MissingAsset
 from embodied.core.types import EpisodeSpec
@@ -57,7 +57,7 @@ def test_options_that_mean_nothing_for_a_task_are_refused(options, says, monkeyp
 
 
 def test_missing_files_are_named_with_where_they_come_from(monkeypatch, tmp_path):
-    monkeypatch.setattr("mani_skill.ASSET_DIR", tmp_path)
+    without_files(monkeypatch, tmp_path)
     with pytest.raises(MissingAsset, match=r"(?s)download_asset widowx250s.*download_asset bridge_v2_real2sim"):
         KIND.check(config())
 

@@ -7,7 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
-from needed import requires
+from needed import requires, without_files
 
 from embodied.config.merge import recipe_of_task
 from embodied.config.recipe import load
@@ -240,7 +240,7 @@ def test_auto_takes_the_batched_backend_only_where_it_was_proven():
     ],
 )
 def test_what_cannot_run_is_refused_before_the_run(options, error, says, monkeypatch, tmp_path):
-    monkeypatch.setattr("mani_skill.ASSET_DIR", tmp_path)
+    without_files(monkeypatch, tmp_path)
     config = ManiSkillConfig(**options)
     with pytest.raises(error, match=says):
         env_class(config).check(env_class(config).proven(config, tmp_path))

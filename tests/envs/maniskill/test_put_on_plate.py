@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 from bridge_files import needs
-from needed import requires
+from needed import requires, without_files
 
 from embodied.core.errors import ConfigError, MissingAsset
 from embodied.core.types import EpisodeSpec
@@ -35,7 +35,7 @@ def reset(env, *numbers):
 def test_missing_things_are_named_with_where_they_come_from(monkeypatch, tmp_path):
     import embodied.envs.maniskill.bridge.put_on_plate  # noqa: F401  it keeps the folder it finds when it is imported
 
-    monkeypatch.setattr("mani_skill.ASSET_DIR", tmp_path)
+    without_files(monkeypatch, tmp_path)
     with pytest.raises(MissingAsset, match=r"(?s)widowx250s.*more_carrot, more_plate and more_table"):
         KIND.check(KIND.resolve(ManiSkillConfig(task=SINGLE)))
 
