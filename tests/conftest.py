@@ -58,6 +58,7 @@ def unsynced_files():
         yield
 
 
+@pytest.hookimpl(optionalhook=True)  # also without xdist
 def pytest_xdist_auto_num_workers(config):
     """One more than there are cores: a quarter of the time a test waits for something else."""
     return len(os.sched_getaffinity(0)) + 1
@@ -85,6 +86,7 @@ LONG = (  # few tests that take long: what is begun last keeps one worker at wor
 FIRST = (*TOGETHER, *(f"tests/{name}.py" for name in LONG.split()))
 
 
+@pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config, log):
     """As --dist loadscope: a file at a time, those with most tests first. But files may be together, each page of the
     documents is its own, and these and what takes long with few tests come first."""
