@@ -138,9 +138,9 @@ HOSTS_IMPORT = (
 
 @pytest.fixture(scope="session", autouse=True)
 def kept_fork_servers():
-    """Hosts of every cluster of this process, those of simulators and of pretended GPUs too, fork from a server that
-    stays and that has imported what most hosts need: a server and a fresh host take seconds of processor time to start.
-    Commands that are processes of their own, tests/runtime and what is marked `as_users_do` do without."""
+    """Lets the hosts of all clusters in this process fork from one server, which has imported the modules that most
+    hosts need; hosts of simulators and of pretended GPUs fork, too. A server and a fresh host take seconds of processor
+    time to start. Commands in separate processes, tests/runtime and tests marked `as_users_do` start fresh hosts."""
     from embodied.runtime import fork_server, local
 
     kept: dict[str, fork_server.ForkServer] = {}  # by the number of threads, which libraries read when they are loaded

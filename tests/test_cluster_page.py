@@ -277,8 +277,8 @@ LOSSES = {
 
 
 def struck(tmp_path, *more: str, count: int = 2, looks: tuple[int, ...] = ()) -> tuple[int, list[str], list[dict]]:
-    """Train, and lose the second machine in the third iteration. Returns the exit code, the run's lines with those of
-    `ray status` after the iterations `looks`, and the rows of metrics."""
+    """Train, and lose the second machine in the third iteration. Returns the exit code, the lines of the run and of
+    `ray status` (after the iterations `looks`), and the rows of metrics."""
     said = []
     with started(count) as machines:
         here = {**machines.environment, "PYTHONPATH": os.environ.get("PYTHONPATH", "")}

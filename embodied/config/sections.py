@@ -71,7 +71,7 @@ class RolesSection(Strict):
     def judge_policy(self, policy: Any) -> Any:
         """The options of the judge's model and engine; servers of policy.engine=http only serve the policy."""
         options: dict[str, Any] = {"value_head": False, "max_tokens": self.judge_tokens or policy.max_tokens}
-        options |= {"tensor_parallel": 1} if policy.speaks else {}  # the judge has one GPU
+        options |= {"tensor_parallel": 1}  # the judge has one GPU
         options |= {"engine": "transformers"} if policy.engine == "http" else {}
         if self.judge != "start":
             alone = ("lora_rank", "train_layers", "max_length")

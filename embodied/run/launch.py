@@ -147,8 +147,8 @@ def planned(
         check_scorers(config)
     if learn and ":" in config.policy.name:
         check_package(config.policy.name)
-    if uses_vllm := config.policy.speaks and config.policy.engine == "vllm":
-        policy_class(config.policy.name).check_engine(config.policy, on_cpu=False)
+    if config.policy.worker_gpus > 1:
+        policy_class(config.policy.name).check_division(config.policy)
     # Roles get devices with enough memory.
     config = chosen_cluster(config, len(topology.nodes) > 1)
     try:
@@ -156,14 +156,7 @@ def planned(
     except PlacementError as err:
         raise ConfigError(f"placement: {err}") from None
     check_devices(config, plan)
-    on_cpu = any("policy" in host.roles and not host.device.startswith("gpu:") for host in plan.hosts)
-    if uses_vllm and on_cpu and topology.gpus:
-        raise ConfigError(
-            "policy.engine=vllm runs on GPUs on a machine that has some, but policies are on cores here; try "
-            "policy.engine=transformers, or place policies on GPUs"
-        )
-    if uses_vllm and on_cpu:
-        policy_class(config.policy.name).check_engine(config.policy, on_cpu)
+    check_engine(config, plan, topology)
     if not is_loop(roles):
         return config, plan  # the memory of the user's own workers is unknown
     plan = plan if learn else plan.only("sim", "policy")
@@ -178,6 +171,19 @@ def planned(
             memory_check.check_images(config, memory)
     memories = memory_check.check_memory(config, plan, topology, learn)
     return config, replace(plan, memory=tuple(memory_check.describe_memory(memories)))
+
+
+def check_engine(config: RunConfig, plan: PlacementPlan, machines: Topology) -> None:
+    """Raise ConfigError if vLLM cannot run on the cores on which the plan has policies."""
+    on_cores = any("policy" in host.roles and not host.device.startswith("gpu:") for host in plan.hosts)
+    if not (on_cores and config.policy.speaks and config.policy.engine == "vllm"):
+        return
+    if machines.gpus:
+        raise ConfigError(
+            "policy.engine=vllm runs on GPUs on a machine that has some, but policies are on cores here; try "
+            "policy.engine=transformers, or place policies on GPUs"
+        )
+    policy_class(config.policy.name).check_engine(config.policy)
 
 
 def check_learners(config: RunConfig, plan: PlacementPlan, machines: Topology, roles: tuple[PlacedRole, ...]) -> None:

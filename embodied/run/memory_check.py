@@ -21,7 +21,7 @@ from embodied.core.errors import ConfigError
 from embodied.core.files import as_path
 from embodied.core.types import deal_by_task
 from embodied.envs import env_class
-from embodied.placement import PlacementPlan, Topology
+from embodied.placement import PlacementPlan, PlannedHost, Topology
 
 if TYPE_CHECKING:
     from embodied.config.recipe import RunConfig
@@ -174,10 +174,7 @@ def loads(config: RunConfig, plan: PlacementPlan, learn: bool, memory: Memory | 
         cache = vllm_cache(config)
         for host in plan.hosts:
             if cache and "policy" in host.roles:
-                gpus = [device for device in host.devices if device.startswith("gpu:")] or [""]
-                for device in gpus:
-                    part = cache / len(gpus)
-                    yield Load("vLLM's cache", part, host.node, device, ROLLOUT, discarded=part)
+                yield from divided_load("vLLM's cache", cache, host)
         return
     sharded = config.learner.shard and len(learners) > 1
     acting = acting_bytes(config, memory, -(-config.env.num_envs // plan.count("policy")))
@@ -209,13 +206,19 @@ def loads(config: RunConfig, plan: PlacementPlan, learn: bool, memory: Memory | 
         if "policy" in host.roles and (own := apart + cache):
             yield Load("policy", own, host.node, "" if divided else device, ROLLOUT, discarded=cache)
         if "policy" in host.roles and engine:  # a sleeping engine keeps no memory
-            for each in host.devices if on_gpu else ("",):
-                part = engine / max(1, len(host.devices))
-                yield Load("vLLM", part, host.node, each, ROLLOUT, discarded=part)
+            yield from divided_load("vLLM", engine, host)
         if "policy" in host.roles and divided:
             yield Load("weights on their way to vLLM", memory.weights, host.node, phase=ROLLOUT)
     if learn and (sharded or any("policy" in h.roles and "learner" not in h.roles for h in plan.hosts)):
         yield Load("weights handed over", memory.trained, learners[0].node)
+
+
+def divided_load(what: str, num_bytes: float, host: PlannedHost) -> Iterator[Load]:
+    """What an engine holds during rollouts and discards afterwards, equally on all GPUs of its worker."""
+    gpus = [device for device in host.devices if device.startswith("gpu:")] or [""]
+    for device in gpus:
+        part = num_bytes / len(gpus)
+        yield Load(what, part, host.node, device, ROLLOUT, discarded=part)
 
 
 def role_bytes(config: RunConfig, memory: Memory | None) -> dict[str, float]:

@@ -432,13 +432,17 @@ class LanguagePolicy(PublishedPolicy):
         return files.heads_of(files.read_config(as_path(config.pretrained)).get_text_config())
 
     @classmethod
-    def check_engine(cls, config: LanguageConfig, on_cpu: bool) -> None:
-        """Refuse a model that vLLM cannot run on a CPU, or cannot divide over `policy.tensor_parallel` GPUs."""
-        here = not config.pretrained or (as_path(config.pretrained) / CONFIG).is_file()
-        if here and on_cpu and config.pretrained:
+    def check_engine(cls, config: LanguageConfig) -> None:
+        """Refuse a published model that vLLM cannot run on a CPU."""
+        if config.pretrained and (as_path(config.pretrained) / CONFIG).is_file():
             files.check_for_vllm(as_path(config.pretrained))
-        if here:
-            width = files.mlp_width(as_path(config.pretrained)) if config.pretrained else 0
+
+    @classmethod
+    def check_division(cls, config: LanguageConfig) -> None:
+        """Refuse a model that vLLM cannot divide over `policy.tensor_parallel` GPUs."""
+        folder = as_path(config.pretrained) if config.pretrained else None
+        if folder is None or (folder / CONFIG).is_file():
+            width = files.mlp_width(folder) if folder else 0
             files.check_division(*cls.attention_heads(config), width, config.tensor_parallel)
 
     @classmethod

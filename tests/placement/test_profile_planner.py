@@ -52,7 +52,8 @@ def test_where_learners_learn_meanwhile_the_fastest_layout_is_that_of_brute_forc
 
 @pytest.mark.parametrize("schedule", ["sync", "periodic", "async"])
 def test_sizes_that_are_dropped_on_the_way_are_not_those_of_the_fastest_layout(monkeypatch, schedule):
-    """With so few devices one cut leaves single splits; here ranges are cut in two, as often as those of a cluster."""
+    """Cuts ranges of sizes in two, so that they are cut as often as those of a cluster; usually one cut is enough for
+    so few devices."""
     monkeypatch.setattr(layer_search, "PARTS", 2)
     monkeypatch.setattr(layer_search, "MANY", 0)
     for seed in range(20, 45):

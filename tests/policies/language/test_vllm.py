@@ -161,7 +161,7 @@ def test_a_mixture_of_experts_that_vllm_gives_no_new_weights_on_a_cpu_is_refused
     transformers.DeepseekV3Config().save_pretrained(tmp_path)
     config = LanguageConfig(name="language", engine="vllm", pretrained=str(tmp_path))
     with pytest.raises(ConfigError, match="a deepseek_v3 takes no new weights"):
-        LanguagePolicy.check_engine(config, on_cpu=True)
+        LanguagePolicy.check_engine(config)
 
 
 @needs_vllm
