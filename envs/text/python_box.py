@@ -1,17 +1,19 @@
 """Runs Python that a policy wrote in a child process that can only compute.
 
 The child imports a few modules; then the kernel (seccomp) forbids it to open files or sockets, to start processes or
-threads, and to signal other processes. Limits end it after some seconds of work or some memory. It has no environment
-variables, and only its output is returned. Linux on x86-64 only: elsewhere it is refused.
+threads, to signal other processes, and to wait: one thread would wait for ever. Limits end it after some seconds of
+work, some memory, or some output. It has no environment variables. Linux on x86-64 only: elsewhere it is refused.
 """
 
 from __future__ import annotations
 
+import os
 import platform
+import select
 import signal
 import subprocess
 import sys
-from contextlib import suppress
+import time
 
 from embodied.core.errors import ConfigError
 from embodied.envs.text.tools import Tool
@@ -22,7 +24,9 @@ MODULES = (
 )
 MEMORY = 512 << 20  # bytes of address space
 LONGEST = 10_000  # characters of a program, and of its output
+MOST_BYTES = 4 * LONGEST + 1_000  # of output; a program can write past its own `print`
 START_S = 60.0  # for the child to start, on a busy machine
+PATIENCE = 10  # seconds of the clock for a second of work; other programs may use the cores, too
 END_S = 10.0  # for a child that was killed to be gone
 
 CHILD = r"""
@@ -39,13 +43,16 @@ resource.setrlimit(resource.RLIMIT_CPU, (seconds, seconds + 1))
 resource.setrlimit(resource.RLIMIT_AS, (memory, memory))
 resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))
 resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-allowed = [0, 1, 3, 5, 8, 9, 10, 11, 12, 13, 14, 15, 16, 24, 25, 28, 39, 60, 72, 79, 96, 98, 102, 104, 107, 108,
-           131, 186, 201, 202, 204, 228, 231, 273, 318, 334]
-LOAD, EQUAL, RETURN = 0x20, 0x15, 0x06
-rules = [(LOAD, 0, 0, 4), (EQUAL, 1, 0, 0xC000003E), (RETURN, 0, 0, 0x80000000), (LOAD, 0, 0, 0)]
+allowed = [0, 1, 3, 5, 8, 9, 10, 11, 12, 13, 14, 15, 25, 28, 39, 60, 79, 96, 98, 102, 104, 107, 108,
+           131, 186, 201, 204, 228, 231, 273, 318, 334]
+LOAD, AND, EQUAL, RETURN = 0x20, 0x54, 0x15, 0x06
+ALLOW, REFUSE, KILL = (RETURN, 0, 0, 0x7FFF0000), (RETURN, 0, 0, 0x00050000 | 1), (RETURN, 0, 0, 0x80000000)
+rules = [(LOAD, 0, 0, 4), (EQUAL, 1, 0, 0xC000003E), KILL, (LOAD, 0, 0, 0)]
+futex = 202, 24, 127, 1  # its number, where its operation is, without the flags, and the one that wakes: others wait
+rules += [(EQUAL, 0, 5, futex[0]), (LOAD, 0, 0, futex[1]), (AND, 0, 0, futex[2]), (EQUAL, 0, 1, futex[3]), ALLOW, KILL]
 for place, number in enumerate(allowed):
     rules.append((EQUAL, len(allowed) - place, 0, number))
-rules += [(RETURN, 0, 0, 0x00050000 | 1), (RETURN, 0, 0, 0x7FFF0000)]
+rules += [REFUSE, ALLOW]
 code = ctypes.create_string_buffer(b"".join(struct.pack("HBBI", *rule) for rule in rules))
 class Program(ctypes.Structure):
     _fields_ = [("count", ctypes.c_ushort), ("rules", ctypes.c_void_p)]
@@ -55,6 +62,8 @@ if libc.prctl(38, 1, 0, 0, 0) or libc.prctl(22, 2, ctypes.byref(program), 0, 0):
 class Printed(io.StringIO):
     def write(self, text):
         return super().write(text[: max(0, longest - self.tell())])
+sys.__stdout__.write("\n")
+sys.__stdout__.flush()
 printed = Printed()
 names = {"__name__": "__main__", **{name: sys.modules[name] for name in modules}}
 with contextlib.redirect_stdout(printed), contextlib.redirect_stderr(printed):
@@ -87,21 +96,44 @@ def run_python(code: str, seconds: int = 2) -> str:
     if len(code) > LONGEST:
         return f"error: a program of more than {LONGEST:,} characters"
     words = [sys.executable, "-I", "-S", "-c", CHILD, str(seconds), str(MEMORY), str(LONGEST), MODULES]
-    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-    with subprocess.Popen(words, **pipes, env={"LANG": "C.UTF-8"}, cwd="/", start_new_session=True) as child:
+    with open(os.memfd_create("program"), "w+b") as source:
+        source.write(code.encode(errors="replace"))
+        source.seek(0)
+        pipes = {"stdin": source, "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
+        child = subprocess.Popen(words, **pipes, env={"LANG": "C.UTF-8"}, cwd="/", start_new_session=True)
+    with child:
         try:
-            out, problem = child.communicate(code.encode(errors="replace"), timeout=START_S + seconds)
+            out = output_of(child, PATIENCE * seconds)
         except subprocess.TimeoutExpired:
-            with suppress(ProcessLookupError):
-                child.kill()
-            child.communicate()
-            return "error: it did not end in time"
+            return f"error: it did not end within {PATIENCE * seconds} seconds"
+        finally:
+            child.kill()
+    if len(out) > MOST_BYTES:
+        return f"error: an output of more than {MOST_BYTES:,} bytes"
+    if child.returncode == -signal.SIGSYS:
+        return "error: it waits, which programs here cannot"
+    text = out.decode(errors="replace").strip()
     if child.returncode in (-signal.SIGXCPU, -signal.SIGKILL):
         return f"error: more than {seconds} seconds of work"
     if child.returncode:
-        told = problem.decode(errors="replace").strip().splitlines()
-        return f"error: it died ({told[-1][:200] if told else child.returncode})"
-    return out.decode(errors="replace").strip()[:LONGEST]
+        return f"error: it died ({text.splitlines()[-1][:200] if text else child.returncode})"
+    return text[:LONGEST]
+
+
+def output_of(child: subprocess.Popen[bytes], seconds: float) -> bytes:
+    """A child's output until it ends or has written too much; TimeoutExpired `seconds` after its first byte."""
+    assert child.stdout is not None
+    out, end = b"", time.monotonic() + START_S
+    ready = select.poll()  # takes files of any number
+    ready.register(child.stdout)
+    while len(out) <= MOST_BYTES:
+        if not ready.poll(1000 * max(0.0, end - time.monotonic())):
+            raise subprocess.TimeoutExpired(child.args, seconds)
+        if not (more := os.read(child.stdout.fileno(), MOST_BYTES)):
+            child.wait(max(0.0, end - time.monotonic()))
+            break
+        end, out = end if out else time.monotonic() + seconds, out + more
+    return out
 
 
 def python_tool(seconds: int = 2) -> Tool:
@@ -109,4 +141,4 @@ def python_tool(seconds: int = 2) -> Tool:
     check_box()
     about = "Runs a Python program and returns what it prints; files, network and other processes are out of reach."
     words = {"code": "the program"}
-    return Tool("python", about, lambda code: run_python(code, seconds), words, START_S + seconds + END_S)
+    return Tool("python", about, lambda code: run_python(code, seconds), words, START_S + PATIENCE * seconds + END_S)

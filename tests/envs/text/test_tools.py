@@ -12,6 +12,7 @@ from embodied.envs.text.text_env import TextEnv, Turn
 from embodied.envs.text.tools import Search, Tool, ToolCall, ToolUser, parsed_calls, reply_of, with_tools
 
 CALL = {"name": "python", "arguments": {"code": "print(6*7)"}}
+WAIT_FOR_EVER = "import _thread\nlock = _thread.allocate_lock()\nlock.acquire(), lock.acquire()"
 TEMPLATE = (
     "{% if tools %}TOOLS {{ tools | map(attribute='function.name') | join(' ') }}\n{% endif %}"
     "{% for m in messages %}[{{ m['role'] }}]{{ m['content'] }}<end>\n{% endfor %}"
@@ -87,6 +88,11 @@ def test_search_finds_rare_words_first_and_nothing_where_there_is_nothing():
         ("x = [0] * 10**9", "MemoryError"),
         ("1 / 0", "ZeroDivisionError: division by zero"),
         ("while True: pass", "error: more than 1 seconds of work"),
+        ("while True: random._os.write(1, b'x' * 10**6)", "error: an output of more than 41,000 bytes"),
+        ("while True: random._os.write(2, b'x' * 10**6)", "error: an output of more than 41,000 bytes"),
+        (WAIT_FOR_EVER, "error: it waits, which programs here cannot"),
+        (f"random._os.close(1), random._os.close(2)\n{WAIT_FOR_EVER}", "error: it waits, which programs here cannot"),
+        ("random._os.sys.modules['ctypes'].CDLL(None).fcntl(1, F_SETOWN := 8, 0)", "-1"),  # the way to send signals
     ],
 )
 def test_python_computes_and_nothing_else(code, shown):
