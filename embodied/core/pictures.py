@@ -11,7 +11,8 @@ import base64
 import binascii
 import io
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
     from PIL.Image import Image
     from PIL.ImageDraw import ImageDraw
 
+FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP")  # others may start programs
 MOST_PIXELS = 2**25  # largest size of a decoded picture
 DRAWN = re.compile(r"drawn:(\w+)\?seed=(\d+)&pixels=(\d+)")
 DATA = re.compile(r"data:image/[\w.+-]+;base64,")
@@ -40,6 +42,21 @@ def load_picture(name: str) -> np.ndarray:
     if drawing := DRAWN.fullmatch(name):
         kind, seed, pixels = drawing[1], int(drawing[2]), int(drawing[3])
         return np.asarray(draw(kind, seed, pixels)[0])
+    with opened_picture(name) as image:
+        return np.asarray(image.convert("RGB"))
+
+
+def picture_size(name: str) -> tuple[int, int]:
+    """Height and width of the picture of this name. Its pixels are not decoded."""
+    if drawing := DRAWN.fullmatch(name):
+        return int(drawing[3]), int(drawing[3])
+    with opened_picture(name) as image:
+        return image.height, image.width
+
+
+@contextmanager
+def opened_picture(name: str) -> Iterator[Image]:
+    """The file of this picture, whose pixels are decoded on use."""
     from PIL import Image
 
     source: io.BytesIO | str = name
@@ -51,11 +68,13 @@ def load_picture(name: str) -> np.ndarray:
     elif not Path(name).is_file():
         raise PictureError(f"there is no picture {shown(name)}")
     try:
-        with Image.open(source) as image:
+        with Image.open(source, formats=FORMATS) as image:
             if image.width * image.height > MOST_PIXELS:
                 size = f"{image.width} x {image.height} pixels"
                 raise PictureError(f"the picture {shown(name)} has {size}; at most {MOST_PIXELS:,} are read")
-            return np.asarray(image.convert("RGB"))
+            yield image
+    except Image.UnidentifiedImageError:
+        raise PictureError(f"the picture {shown(name)} is no {', '.join(FORMATS)}, or damaged") from None
     except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as err:
         raise PictureError(f"the picture {shown(name)} cannot be read: {err or type(err).__name__}") from None
 

@@ -22,7 +22,7 @@ from torch import Tensor
 from embodied.core.arrays import tensor_of
 from embodied.core.conversations import FIRST_PLACE
 from embodied.core.errors import CheckpointError
-from embodied.core.pictures import PictureError, drawing, load_picture, shown
+from embodied.core.pictures import PictureError, drawing, load_picture, picture_size, shown
 from embodied.policies.language.attention import COUNTED
 from embodied.policies.language.config import SEEING
 from embodied.policies.language.divided_rows import DividedPass, Exchange
@@ -106,14 +106,18 @@ class Sight:
     # Pictures
 
     def read(self, name: str) -> Picture:
-        """The picture of this name."""
+        """The picture of this name. Several threads may process pictures at the same time."""
         with self.reading:
-            if name not in self.kept:
-                self.kept[name] = self._processed(name)
-                self.kept_bytes += self.kept[name].num_bytes
+            picture = self.kept.get(name)
+        if picture is None:
+            picture = self._processed(name)
+            with self.reading:
+                if name not in self.kept:
+                    self.kept[name] = picture
+                    self.kept_bytes += picture.num_bytes
                 while self.kept_bytes > KEPT_BYTES and len(self.kept) > 1:
                     self.kept_bytes -= self.kept.popitem(last=False)[1].num_bytes
-            return self.kept[name]
+        return picture
 
     def _processed(self, name: str) -> Picture:
         pixels = load_picture(name)
@@ -122,8 +126,27 @@ class Sight:
         except ValueError as err:  # odd sizes
             raise PictureError(f"the picture {shown(name)} cannot be processed: {err}") from None
 
+    def _outputs(self, images: list[Any], **options: Any) -> dict[str, Any]:
+        """The image processor's output. It would guess the order of axes, wrongly for pictures of three rows."""
+        return dict(self.processor(images=images, return_tensors="np", input_data_format="channels_last", **options))
+
     def process(self, pixels: np.ndarray) -> Picture:
         """Converts pixels, uint8 [H, W, 3], to the model's format."""
+        raise NotImplementedError
+
+    def check_room(self, names: Sequence[str], most: int) -> None:
+        """Refuse pictures with more than `most` tokens, by their sizes alone."""
+        count = 0
+        for name in names:
+            try:
+                count += self.tokens_of_size(*picture_size(name))
+            except ValueError as err:  # odd sizes
+                raise PictureError(f"the picture {shown(name)} cannot be processed: {err}") from None
+        if count > most:
+            raise PictureError(f"the pictures have {count} tokens, and the longest conversation has {most}")
+
+    def tokens_of_size(self, height: int, width: int) -> int:
+        """The tokens of a picture with so many pixels."""
         raise NotImplementedError
 
     def opening(self) -> str:
@@ -225,11 +248,14 @@ class QwenSight(Sight):
         return self.placeholder.join(ends)
 
     def process(self, pixels: np.ndarray) -> Picture:
-        outputs = dict(self.processor(images=[pixels], return_tensors="np"))
+        outputs = self._outputs([pixels])
         side = self.config.vision_config.spatial_merge_size
         _, height, width = outputs["image_grid_thw"][0].tolist()
         grid = height // side, width // side
         return Picture(outputs, tuple(range(-1, -1 - grid[0] * grid[1], -1)), grid)
+
+    def tokens_of_size(self, height: int, width: int) -> int:
+        return self.processor.get_number_of_image_patches(height, width) // self.patches_of_place(self.config)
 
     def positions(self, tokens: np.ndarray, names: Sequence[str]) -> np.ndarray:
         """A picture's positions begin after the text before it; the following text begins after the picture's longer
@@ -282,8 +308,15 @@ class IdeficsSight(Sight):
         return base.connector(tower.post_layernorm(hidden))
 
     def process(self, pixels: np.ndarray) -> Picture:
-        outputs = dict(self.processor(images=[[pixels]], return_row_col_info=True, return_tensors="np"))
+        outputs = self._outputs([[pixels]], return_row_col_info=True)
         rows, columns = (int(np.ravel(outputs.pop(key))[0]) for key in ("rows", "cols"))
+        return Picture(outputs, self.tokens_of(rows, columns))
+
+    def tokens_of_size(self, height: int, width: int) -> int:
+        return len(self.tokens_of(*self.processor.get_number_of_image_patches(height, width)[1:]))
+
+    def tokens_of(self, rows: int, columns: int) -> tuple[int, ...]:
+        """The tokens of a picture that is cut into so many tiles."""
         vision = self.config.vision_config
         count = (vision.image_size // vision.patch_size) ** 2 // self.config.scale_factor**2
         fake, whole = "<fake_token_around_image>", "<global-img>"
@@ -298,7 +331,7 @@ class IdeficsSight(Sight):
                 tokens += range(-1 - place, -1 - place - count, -1)
                 place += count
             tokens += self.own(part, add_special_tokens=False)["input_ids"]
-        return Picture(outputs, tuple(tokens))
+        return tuple(tokens)
 
     def for_vllm(self, picture: Picture) -> dict[str, np.ndarray]:
         """The tiles of all pictures stand one after the other there."""

@@ -96,7 +96,7 @@ def through_jpeg(frames: Tensor) -> Tensor:
     for number, frame in enumerate(host(frames)):
         file = io.BytesIO()
         Image.fromarray(frame).save(file, "JPEG", quality=QUALITY, subsampling="4:2:0")
-        back[number] = np.asarray(Image.open(file))
+        back[number] = np.asarray(Image.open(file, formats=["JPEG"]))
     return torch.from_numpy(back).to(frames.device)
 
 

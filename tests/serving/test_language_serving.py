@@ -147,6 +147,32 @@ def test_a_picture_in_the_request_is_answered_to_and_others_are_refused(open_ser
     assert status == 400 and "reads only text" in found["error"]["message"]
 
 
+def test_pictures_are_counted_before_they_are_processed_and_forgotten_if_their_clients_leave(tmp_path):
+    model, release = build(SEES, preset="tiny_vl", max_running=4, max_length=20), threading.Event()
+
+    def body(*names):
+        parts = [{"type": "image_url", "image_url": {"url": data_url(load_picture(name))}} for name in names]
+        return {"messages": [{"role": "user", "content": parts}], "max_tokens": 2}
+
+    with served(model, tmp_path) as server, ExitStack() as clients:
+        status, found = ask(server, "/v1/chat/completions", body(drawing("add", 1, 48), drawing("add", 2, 64)))
+        assert status == 400 and "the pictures have 25 tokens" in found["error"]["message"]
+        for _ in range(language_server.PICTURE_THREADS):
+            server.picture_threads.submit(release.wait, 60)
+        for seed in range(8):
+            client = clients.enter_context(socket.create_connection(("127.0.0.1", int(server.url.split(":")[-1]))))
+            data = json.dumps(body(drawing("add", seed, 48))).encode()
+            client.sendall(b"POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: ")
+            client.sendall(b"%d\r\n\r\n%s" % (len(data), data))
+        until(lambda: server.active == 8)
+        assert ask(server, "/v1/completions", {"prompt": "1+1=", "max_tokens": 2})[0] == 200  # nobody else waits
+        clients.close()
+        until(lambda: server.active == 0)
+        release.set()
+        assert ask(server, "/v1/chat/completions", body(drawing("count", 3, 48)))[0] == 200
+        assert len(model.sight.kept) == 1
+
+
 def test_an_answer_ends_before_a_text_to_stop_at_and_its_row_is_free(open_server):
     whole = completed(open_server, prompt="hello", max_tokens=40, seed=3)["choices"][0]["text"]
     stop = whole[6:8]

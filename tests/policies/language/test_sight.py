@@ -1,6 +1,7 @@
 """Models that see: pictures named in a conversation are read by our engine and learner as transformers reads them."""
 
 import copy
+from base64 import b64encode
 
 import numpy as np
 import pytest
@@ -160,12 +161,26 @@ def test_a_written_placeholder_token_shows_nothing(fresh):
     assert np.isfinite(scores(fresh, inputs)).all()
 
 
+@pytest.mark.parametrize("shape", [(48, 48), (3, 90), (90, 3), (31, 33), (64, 200), (200, 64), (257, 255)])
+def test_a_picture_has_as_many_tokens_as_its_size_says_and_its_own_colours(shape, policy):
+    seen = policy.sight.process(np.full((*shape, 3), (200, 0, 90), np.uint8))
+    assert len(seen.tokens) == policy.sight.tokens_of_size(*shape)
+    square = policy.sight.process(np.full((48, 48, 3), (200, 0, 90), np.uint8))
+    colours = {*np.unique(square.pixels["pixel_values"])}
+    assert {*np.unique(seen.pixels["pixel_values"])} - {0.0} == colours - {0.0}  # 0: padding
+
+
+EPS = b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 9 9\n%%EndComments\nshowpage\n"
 REFUSED = {
     "text": (lambda p, t: build(SEES, preset="tiny"), "reads only text"),
     "message": (lambda p, t: build().tokenizer.encode(said(ONE), first=True), "reads only text"),
     "placeholder": (lambda p, t: p.tokenizer.encode(said(ONE, text=p.sight.placeholder), first=True), "1 pictures"),
     "gone": (lambda p, t: p.tokenizer.encode(said("nowhere.png"), first=True), "no picture nowhere.png"),
-    "damaged": (lambda p, t: p.sight.read("data:image/png;base64,aGFsbG8="), "cannot be read"),
+    "damaged": (lambda p, t: p.sight.read("data:image/png;base64,aGFsbG8="), "is no PNG.*or damaged"),
+    "cut": (lambda p, t: p.sight.read(data_url(load_picture(WIDE))[:122]), "cannot be read: .*truncated"),
+    "a program": (lambda p, t: p.sight.read(f"data:image/x-eps;base64,{b64encode(EPS).decode()}"), "is no PNG"),
+    "room": (lambda p, t: p.sight.check_room([ONE, WIDE], 18), "the pictures have 25 tokens, .*conversation has 18"),
+    "thin": (lambda p, t: p.sight.check_room([data_url(np.zeros((1, 300, 3), np.uint8))], 99), "cannot be processed"),
     "not base64": (lambda p, t: p.sight.read("data:image/png;base64,!"), "not base64"),
     "drawing": (lambda p, t: p.sight.read("drawn:house?seed=1&pixels=48"), "no drawing 'house'"),
     "processor": (lambda p, t: Sight._processor(p.sight, t, {}), "preprocessor_config.json is missing"),
