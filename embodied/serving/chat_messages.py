@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+from embodied.core.conversations import pictures_in
 from embodied.core.errors import EmbodiedError
-from embodied.core.pictures import DATA
+from embodied.core.pictures import DATA, PictureError
 
 OF_TOOLS = ("tool_calls", "tool_call_id")
+PICTURE_THREADS = 2  # pictures that are processed at the same time
 
 
 class BadRequest(EmbodiedError):
@@ -77,3 +81,28 @@ def with_tools(tokenizer: Any, messages: Any, tools: Sequence[dict[str, Any]]) -
     except Exception as err:  # a template may raise anything
         text = " ".join(str(err).split())
         raise BadRequest(f"the model's chat template refuses this conversation ({text})", "messages") from None
+
+
+class PictureReader:
+    """Processes the pictures of requests, which the model's `sight` keeps, before their text is encoded."""
+
+    def __init__(self, sight: Any, max_length: int) -> None:
+        self.sight, self.max_length = sight, max_length
+        self.threads = ThreadPoolExecutor(PICTURE_THREADS, "pictures")
+
+    async def process(self, prompts: Sequence[Any]) -> None:
+        """Process a request's pictures one after the other, so that clients take turns, and the pictures of a client
+        that leaves are forgotten. Pictures with more tokens than a conversation are refused unseen."""
+        names = [name for prompt in prompts if not isinstance(prompt, list) for name in pictures_in(prompt)]
+        if self.sight is None or not names:
+            return
+        run = asyncio.get_running_loop().run_in_executor
+        try:
+            await run(self.threads, self.sight.check_room, names, self.max_length)
+            for name in dict.fromkeys(names):
+                await run(self.threads, self.sight.read, name)
+        except PictureError as err:
+            raise BadRequest(str(err), "messages") from None
+
+    def close(self) -> None:
+        self.threads.shutdown(wait=False, cancel_futures=True)

@@ -13,7 +13,6 @@ import json
 import os
 import traceback
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import cache, partial
 from pathlib import Path
@@ -23,7 +22,6 @@ from aiohttp import web
 
 from embodied.core.conversations import SamplingRule, pictures_in
 from embodied.core.errors import EmbodiedError
-from embodied.core.pictures import PictureError
 from embodied.policies.language.arriving_weights import ArrivingWeights
 from embodied.policies.language.engine import Answer, Sampling
 from embodied.policies.language.http_messages import UNSEEN, read_bucket, settings_of
@@ -32,7 +30,7 @@ from embodied.runtime.device_memory import num_bytes
 from embodied.runtime.published_weights import BUCKET_BYTES
 from embodied.runtime.tensor_bytes import Blob
 from embodied.serving import openai_protocol as openai
-from embodied.serving.chat_messages import with_tools
+from embodied.serving.chat_messages import PictureReader, with_tools
 from embodied.serving.config import FOREIGN_HOST, TOKEN, ServeConfig, is_token_shown
 from embodied.serving.generation import ROUND, Generation, Mode, ServedConversation, Written
 from embodied.serving.http_requests import NOT_SERVED, TOKEN_BYTES, Connections, body_of, long_body_of, refusal
@@ -44,7 +42,6 @@ REQUESTS = 1024  # simultaneous requests, unless max_clients is set
 SPARE = 64  # further connections, for health checks and refused requests
 IDLE_S = 75.0  # seconds that a connection is kept after an answer
 HEAD_BYTES = 16 << 20  # head of a bucket: names, shapes and offsets of tensors
-PICTURE_THREADS = 2  # pictures that are processed at the same time
 OTHERS = 1_000_000  # bytes of a request besides the tokens of its prompt
 
 
@@ -70,7 +67,7 @@ class LanguageServer:
         self.active = 0
         self.word = cache(lambda token: self.policy.tokenizer.decode([token]))  # answers repeat tokens
         self.arriving: ArrivingWeights | None = None
-        self.picture_threads = ThreadPoolExecutor(PICTURE_THREADS, "pictures")
+        self.pictures = PictureReader(self.policy.sight, self.policy.max_length)
 
     async def run(self, ready: Callable[[int], None], stop: asyncio.Event) -> None:
         """Serve until `stop` is set; calls `ready` with the port."""
@@ -106,7 +103,7 @@ class LanguageServer:
             if server is not None:
                 server.close()
             await runner.cleanup()
-            self.picture_threads.shutdown(wait=False, cancel_futures=True)
+            self.pictures.close()
             await asyncio.to_thread(self.generation.close)
         if failed := self.generation.failed:
             raise EmbodiedError(f"the engine failed ({type(failed).__name__}: {failed}), so the server ends")
@@ -189,7 +186,7 @@ class LanguageServer:
     async def answer(self, request: web.Request, ask: Ask) -> web.StreamResponse:
         number = next(self.numbers)
         with self.admitted(ask):
-            await self.process_pictures(ask)
+            await self.pictures.process(ask.prompts)
             conversations = await asyncio.to_thread(self.conversations, ask, number)
             if ask.stream:
                 return await self.stream(request, ask, conversations, number)
@@ -203,20 +200,6 @@ class LanguageServer:
         choices = [self.choice(ask, *each) for each in zip(conversations, written, scores)]
         served = Served(self.origin.name, written[-1].version, written[-1].fingerprint)
         return web.json_response(openai.reply(ask, str(number), choices, served))
-
-    async def process_pictures(self, ask: Ask) -> None:
-        """Process a request's pictures, which the model keeps, one after the other: clients take turns, and the
-        pictures of a client that leaves are forgotten."""
-        sight, run = self.policy.sight, asyncio.get_running_loop().run_in_executor
-        names = [name for prompt in ask.prompts if not isinstance(prompt, list) for name in pictures_in(prompt)]
-        if sight is None or not names:
-            return
-        try:
-            await run(self.picture_threads, sight.check_room, names, self.policy.max_length)
-            for name in dict.fromkeys(names):
-                await run(self.picture_threads, sight.read, name)
-        except PictureError as err:
-            raise BadRequest(str(err), "messages") from None
 
     def conversations(self, ask: Ask, number: int) -> list[ServedConversation]:
         """The conversations of a request, n for each prompt."""
@@ -373,9 +356,8 @@ class LanguageServer:
 
     async def tokenize(self, request: web.Request) -> web.Response:
         """{"prompt": TEXT} or {"messages": [...]}: their tokens."""
-        fields = await body_of(request)
-        ask = openai.read_tokenize(fields)
-        await self.process_pictures(ask)
+        ask = openai.read_tokenize(await body_of(request))
+        await self.pictures.process(ask.prompts)
         tokens = self.policy.shown_tokens(await asyncio.to_thread(self.encoded, ask.prompts[0], ask.tools))
         return web.json_response({"count": len(tokens), "max_model_len": self.policy.max_length, "tokens": tokens})
 
