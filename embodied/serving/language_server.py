@@ -138,12 +138,11 @@ class LanguageServer:
             return None
         if "Origin" in request.headers:  # pages in a browser may not use this server
             return refusal(403, "pages of browsers are not answered")
-        token = self.token
-        if token is None and request.path in CONTROL:
+        if self.token is None and request.path in CONTROL:
             return refusal(401, f"{request.path} needs a token: start the server with {TOKEN} in its environment")
-        if token is not None:
+        if self.token is not None:
             shown = request.headers.getall("Authorization", [])
-            if not is_token_shown(shown, "Bearer", token):
+            if not is_token_shown(shown, "Bearer", self.token):
                 return refusal(401, "a valid token is needed: Authorization: Bearer TOKEN", code="invalid_api_key")
         return None
 
