@@ -116,14 +116,25 @@ def children_cpu_s() -> float:
     return used.ru_utime + used.ru_stime
 
 
+def tree_pids(pid: int) -> list[int]:
+    """A process and all its descendants; a process that ends meanwhile has none."""
+    try:
+        children = [path.read_text().split() for path in Path(f"/proc/{pid}/task").glob("*/children")]
+    except OSError:
+        return [pid]
+    return [pid, *(descendant for told in children for child in told for descendant in tree_pids(int(child)))]
+
+
 def tree_bytes(pid: int) -> int:
     """Resident memory of a process and all its descendants; a process that ends meanwhile counts nothing."""
+    return sum(map(resident_bytes, tree_pids(pid)))
+
+
+def resident_bytes(pid: int) -> int:
     try:
-        resident = int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
-        children = [path.read_text().split() for path in Path(f"/proc/{pid}/task").glob("*/children")]
+        return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
     except (OSError, IndexError):
         return 0
-    return resident + sum(tree_bytes(int(child)) for told in children for child in told)
 
 
 def only_run(parent: Path) -> Path:
