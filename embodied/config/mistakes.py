@@ -81,6 +81,8 @@ def reason(error: ErrorDetails, path: str, root: Section, tree: Tree) -> str:
         return "should be a number"
     if kind in ("bool_parsing", "bool_type"):
         return "should be true or false"
+    if kind == "path_type":
+        return "should be a path"
     if kind == "tuple_type":
         return f"should be a list; write {path}=[{shown(value)}]"
     if kind == "too_short":

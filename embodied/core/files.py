@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     import numpy as np
 
 CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029\ud800-\udfff]")  # ends a line, or cannot be written as UTF-8
+ADDRESS = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*:/")  # s3://bucket; pathlib merges the slashes
 DAMAGE = (
     ArithmeticError,
     AttributeError,
@@ -45,6 +46,8 @@ def as_path(text: str | Path) -> Path:
     path = Path(text)
     if odd := CONTROL.search(str(path)):
         raise BadPath(f"{str(path)!r} cannot be a path: it holds the character {odd[0]!r}; leave it out")
+    if ADDRESS.match(str(path)):
+        raise BadPath(f"{path} is an address, which cannot be a path; name a folder or file of this machine")
     try:
         return path.expanduser()
     except RuntimeError:

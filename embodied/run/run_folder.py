@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import itertools
 import json
@@ -16,8 +17,8 @@ from datetime import datetime
 from functools import cache
 from pathlib import Path
 
-from embodied.core.errors import CheckpointError
-from embodied.core.files import replace_text
+from embodied.core.errors import CheckpointError, ConfigError
+from embodied.core.files import in_words, replace_text
 from embodied.reporting.progress import RunLog, now
 from embodied.run.checkpoints import name_of, read_json
 from embodied.system.machine import version_of
@@ -40,14 +41,7 @@ class RunFolder:
     @classmethod
     def create(cls, parent: Path, recipe: str, config_yaml: str, command: str = "train") -> RunFolder:
         """A new folder `<recipe>-<date>`, with a number if that name exists. `command` starts and resumes the run."""
-        stem = f"{recipe}-{datetime.now():%Y%m%d-%H%M%S}"
-        for attempt in range(1, 1000):
-            path = parent / (stem if attempt == 1 else f"{stem}-{attempt}")
-            try:
-                path.mkdir(parents=True)
-                break
-            except FileExistsError:
-                continue
+        path = new_folder(parent, f"{recipe}-{datetime.now():%Y%m%d-%H%M%S}")
         run = cls(path)
         run.logs.mkdir()
         run._hold()
@@ -124,6 +118,22 @@ class RunFolder:
 
     def _write(self, content: dict) -> None:
         replace_text(self.path / "run.json", json.dumps(content, indent=2) + "\n")
+
+
+def new_folder(parent: Path, name: str) -> Path:
+    """Make a folder of this name in `run.dir`, with a number if the name exists."""
+    try:
+        parent.mkdir(parents=True, exist_ok=True)
+        for attempt in itertools.count(1):
+            path = parent / (name if attempt == 1 else f"{name}-{attempt}")
+            with suppress(FileExistsError):
+                path.mkdir()
+                break
+    except OSError as err:
+        if err.errno == errno.ENOSPC:
+            raise
+        raise ConfigError(f"run.dir={parent}: no folder can be made there ({in_words(err)}); choose another") from None
+    return path
 
 
 def taken(lock: int) -> bool | None:

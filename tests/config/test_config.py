@@ -151,6 +151,8 @@ def test_all_mistakes_are_told_at_once_with_key_reason_and_source(recipe):
         ('run.name="a\\nb"', "holds the character '\\n'"),
         ('run.dir="\\ud800"', "holds the character '\\ud800'"),
         ("run.dir=~nouser/runs", "there is no user nouser"),
+        ("run.dir=s3://bucket/runs", "is an address, which cannot be a path"),
+        ("run.dir=5", "should be a path"),
         ("run.start_from=~nouser", "there is no user nouser"),
         ("a" + ".a" * 5000 + "=1", "a key has at most 16 parts"),
         ("env.discrete=maybe", "should be true or false"),

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 
 from embodied.core import files
-from embodied.core.errors import CheckpointError
+from embodied.core.errors import CheckpointError, ConfigError
 from embodied.run import run_folder
 from embodied.run.ending import Interruption, closing
 from embodied.run.run_folder import RunFolder, provenance
@@ -23,6 +23,15 @@ def row(iteration):
 def test_two_runs_of_one_second_get_folders_of_their_own(tmp_path):
     first, second = (RunFolder.create(tmp_path, "toy", "seed: 0\n") for _ in range(2))
     assert first.path != second.path
+
+
+@pytest.mark.parametrize("name", ["file", "file/below", "link", "loop", "x" * 300])
+def test_a_run_dir_that_cannot_hold_a_run_is_the_users_mistake(tmp_path, name):
+    (tmp_path / "file").touch()
+    (tmp_path / "link").symlink_to("nowhere")
+    (tmp_path / "loop").symlink_to("loop")
+    with pytest.raises(ConfigError, match="no folder can be made there"):
+        RunFolder.create(tmp_path / name, "toy", "")
 
 
 def test_no_file_of_a_run_is_a_program(tmp_path):
