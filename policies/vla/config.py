@@ -47,6 +47,7 @@ class LoraFields(TypedDict, total=False):
 
 
 LORA_FIELDS = tuple(LoraFields.__annotations__)
+MOST_CHOICES = 5  # of a pattern; the time to match one grows exponentially with them
 
 
 def with_patterns(fields: LoraFields) -> LoraFields:
@@ -55,6 +56,11 @@ def with_patterns(fields: LoraFields) -> LoraFields:
             re.compile(name)
         except re.error as err:
             raise ValueError(f"{name!r} is no regular expression for names of layers: {err}") from None
+        if len(re.findall(r"[*+?{)]", name)) > MOST_CHOICES or re.search(r"\)[*+{]", name):
+            raise ValueError(
+                f"{name!r} could take forever to match: it may repeat characters, not groups, and hold at most "
+                f"{MOST_CHOICES} of ) * + ? {{; name the layers, or parts of their names"
+            )
     return fields
 
 

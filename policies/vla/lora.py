@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from embodied.core.errors import CheckpointError, ConfigError, nearest
 from embodied.core.files import reading
+from embodied.core.options import LARGEST_FLOAT
 from embodied.policies.policy_folder import own_layer, read_json, write_tensors
 from embodied.policies.vla.config import LORA_FIELDS, LoraOptions
 from embodied.policies.vla.layers import ADAPTER
@@ -240,8 +241,11 @@ def with_adapter_options(config: Any) -> Any:
     described = read_config(folder)
     rank, alpha, targets = (described.get(key) for key in ("r", "lora_alpha", "target_modules"))
     damaged = f"{folder / ADAPTER_CONFIG} is damaged:"
-    if type(rank) is not int or rank < 1 or type(alpha) not in (int, float) or alpha <= 0:
-        raise CheckpointError(f"{damaged} its rank r is {rank!r} and its lora_alpha {alpha!r}")
+    most = max((size for blob in weights_in(folder).values() for size in blob.spec.shape), default=0)
+    if type(rank) is not int or not 1 <= rank <= most:
+        raise CheckpointError(f"{damaged} its rank r is {rank!r}, but {ADAPTER_WEIGHTS} has no rank above {most}")
+    if type(alpha) not in (int, float) or not 0 < alpha < LARGEST_FLOAT:
+        raise CheckpointError(f"{damaged} its lora_alpha is {alpha!r}")
     if isinstance(targets, str) or described.get("layers_to_transform") or described.get("exclude_modules"):
         names = map(own_name, weights_in(folder))  # target_modules is a pattern of peft's
         targets = sorted({name.removesuffix(DOWN) for name in names if name.endswith(DOWN)})

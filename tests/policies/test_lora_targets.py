@@ -139,6 +139,11 @@ def test_a_checkpoint_of_such_a_policy_is_loaded_as_it_was(official, base, tmp_p
     [
         ({"use_qalora": True}, {}, "use_qalora=True, which is not supported"),
         ({"r": 0}, {}, "its rank r is 0"),
+        ({"r": 10**12}, {}, "its rank r is 1000000000000"),
+        ({"lora_alpha": 10**400}, {}, "its lora_alpha is 1000"),
+        ({"lora_alpha": float("nan")}, {}, "its lora_alpha is nan"),
+        ({"rank_pattern": {"([a-z.]+)+x": 4}}, {}, "could take forever to match"),
+        ({"alpha_pattern": {".*a.*b.*c.*d.*e.*f": 4}}, {}, "could take forever to match"),
         ({"target_modules": 3}, {}, "target_modules is 3"),
         ({"target_modules": ["q_proj"]}, {}, "the policy has no such adapter"),
         ({}, {"lora_rank": 4}, "policy.lora_rank=4, but the adapters in .* have 32"),

@@ -55,16 +55,19 @@ class Run:
     def left(self) -> tuple[dict[int, str], list[str]]:
         """Of its processes, and in the places where something with a name could stay, but for what others use now."""
         processes, new = self.processes(), shared() - self.shared_before
-        used = commands_and_maps() if new else ""
+        used = commands_maps_and_files() if new else ""
         return processes, sorted(path for path in new if path not in used)
 
 
-def commands_and_maps() -> str:
-    """Of all processes."""
+def commands_maps_and_files() -> str:
+    """Of all processes; their files are open."""
     found = []
     for path in (path for name in ("cmdline", "maps") for path in Path("/proc").glob(f"[0-9]*/{name}")):
         with suppress(OSError):
             found.append(path.read_bytes().decode(errors="replace"))
+    for path in Path("/proc").glob("[0-9]*/fd/*"):
+        with suppress(OSError):
+            found.append(os.readlink(path))
     return "".join(found)
 
 
