@@ -19,7 +19,7 @@ from typing import Any
 from embodied.runtime.heartbeat import PROGRESS_BYTES, Progress
 from embodied.runtime.host import Host, Links
 from embodied.runtime.payload import Payload, decode, encode
-from embodied.runtime.processes import WRITE_STACKS, keep_log_short
+from embodied.runtime.processes import WRITE_STACKS, keep_log_short, print_to_log
 from embodied.runtime.socket_io import Loop, MessageSocket
 
 _PR_SET_PDEATHSIG = 1
@@ -33,8 +33,7 @@ def main(boot: dict[str, Any]) -> None:
     show_title(boot["name"])
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the driver decides when a run ends
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    for name, fd in (("stdout", 1), ("stderr", 2)):  # a fork's own were opened on other files
-        setattr(sys, name, os.fdopen(fd, "w", buffering=1, encoding="utf-8", errors="backslashreplace", closefd=False))
+    print_to_log()  # a fork's own streams were opened on other files
     faulthandler.enable()
     faulthandler.register(WRITE_STACKS)
     find_main_lazily(boot["main_module"], boot["main_file"])

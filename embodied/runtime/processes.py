@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import io
 import logging
 import mmap
 import os
@@ -125,6 +126,23 @@ def progress_memory(more_bytes: int = 0) -> tuple[int, mmap.mmap]:
     fd = os.memfd_create("embodied-progress", os.MFD_CLOEXEC)
     os.ftruncate(fd, PROGRESS_BYTES + more_bytes)
     return fd, mmap.mmap(fd, PROGRESS_BYTES)
+
+
+class LogFile(io.FileIO):
+    """An open log that drops what cannot be written, for example to a full disk."""
+
+    def write(self, data: Any) -> int:
+        with suppress(OSError):
+            return super().write(data) or 0
+        return len(memoryview(data).cast("B"))
+
+
+def print_to_log() -> None:
+    """Makes sys.stdout and sys.stderr write to this process's descriptors 1 and 2, without errors: a worker prints the
+    cause of its failure, which the driver must get even if the log cannot."""
+    for name, fd in (("stdout", 1), ("stderr", 2)):
+        log = io.BufferedWriter(LogFile(fd, "w", closefd=False))
+        setattr(sys, name, io.TextIOWrapper(log, encoding="utf-8", errors="backslashreplace", line_buffering=True))
 
 
 def keep_log_short(log: str | None) -> None:

@@ -212,6 +212,15 @@ def test_an_exception_is_told_with_its_place_and_its_traceback(backend, tmp_path
         assert counters.add(1).wait() == [1, 2, 3]  # it was told, and the worker lives
 
 
+def test_an_exception_is_told_if_the_disk_has_no_room_for_the_log(processes, tmp_path):
+    (tmp_path / "h1.log").symlink_to("/dev/full")
+    with three(processes, log_dir=tmp_path) as cluster:
+        counters = cluster.launch(Counter, "count")
+        with pytest.raises(WorkerFailed, match="KeyError: 'no_such_joint'"):
+            counters[1].fail("no_such_joint").wait()
+        assert counters.add(1).wait() == [1, 2, 3]
+
+
 def test_an_exit_is_a_failure(counters):
     with pytest.raises(WorkerFailed, match="SystemExit: 3"):
         counters[0].leave(3).wait()

@@ -46,6 +46,7 @@ from embodied.runtime.processes import (
     check_cores,
     describe_exit,
     keep_log_short,
+    print_to_log,
     progress_memory,
 )
 from embodied.runtime.ray import guard
@@ -394,6 +395,7 @@ def _write_to(log: str | None) -> None:
     for fd in (1, 2):
         os.dup2(file, fd)
     os.close(file)
+    print_to_log()
 
 
 def _die_of_what_kills() -> None:
