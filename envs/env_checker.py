@@ -36,7 +36,7 @@ def check_vector_env(env: VectorEnv, atol: float = 0.0) -> None:
     """Raise `ContractViolation` for the first broken rule.
 
     `atol`: tolerance for the influence of other rows in the batch on a row's numbers, for simulators that are not
-    exact. The same batch must always give the same numbers.
+    exact; relative for numbers above 1. The same batch must always give the same numbers.
     """
     if env.num_envs < 3:
         raise ValueError(f"the check needs 3 env rows or more, this env has {env.num_envs}")
@@ -350,7 +350,7 @@ class Checker:
         atol = 0.0 if exact else self.atol
         for name in ("rewards", "terminated", "truncated", "success"):
             a, b = getattr(one, name), getattr(other, name)
-            if a is not None and not np.allclose(a.astype(float), b.astype(float), rtol=0, atol=atol):
+            if a is not None and not np.allclose(a.astype(float), b.astype(float), rtol=atol, atol=atol):
                 fail(rule, f"{what}: {name}")
 
 
@@ -405,12 +405,13 @@ def flat(obs: Observation, row: int) -> np.ndarray:
 
 
 def far(first: Observation, other: Observation) -> float:
-    """The largest difference of two observations; infinite if texts differ."""
+    """The largest difference of two observations, relative for numbers above 1; infinite if texts differ."""
 
     def distance(part: Any, others: Any) -> float:
         if is_text(part):
             return 0.0 if list(part) == list(others) else np.inf
-        return float(np.abs(part.astype(float) - others.astype(float)).max(initial=0.0))
+        part, others = part.astype(float), others.astype(float)
+        return float((np.abs(part - others) / np.maximum(1.0, np.abs(part))).max(initial=0.0))
 
     return max(leaves(map_obs(distance, first, other)), default=0.0)
 

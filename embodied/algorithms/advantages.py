@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-EQUAL = 1e-9  # largest difference of equal scores
+ROUNDING = 1e-6  # of scores that a network computed in float32, relative to the largest one
 EPS = 1e-6
 
 
@@ -113,6 +113,11 @@ def token_gae(
     return advantages, returns
 
 
+def are_equal(scores: Sequence[float] | np.ndarray) -> bool:
+    """True if the scores of a group differ by no more than rounding, which another processor or batch changes."""
+    return bool(np.ptp(scores) <= max(1e-9, ROUNDING * np.abs(scores).max()))
+
+
 def group_advantages(
     scores: np.ndarray, baseline: str = "group", scale: str = "group", deviation: str = "population"
 ) -> np.ndarray:
@@ -129,7 +134,7 @@ def group_advantages(
         compared = scores - scores.mean()
     else:
         compared = scores - scores.mean(axis=1, keepdims=True)
-        compared[np.ptp(scores, axis=1) <= EQUAL] = 0.0
+        compared[[are_equal(group) for group in scores]] = 0.0
     if baseline == "leave_one_out":  # score - mean of the other scores = (score - mean of all) * S / (S - 1)
         compared *= scores.shape[1] / (scores.shape[1] - 1)
     left_out = 1 if deviation == "sample" else 0

@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from embodied.algorithms.advantages import EQUAL
+from embodied.algorithms.advantages import are_equal
 from embodied.algorithms.config import GRPOConfig, PPOConfig
 from embodied.core.rng import generator
 from embodied.core.types import EpisodeResult
@@ -160,7 +160,7 @@ def judge(scores: tuple[float, ...], config: PPOConfig | GRPOConfig, solved: Seq
     """Returns kept, equal or out_of_bounds, by the scores, or with algo.filter_metric=success by the successes."""
     if config.filter == "none":
         return "kept"
-    if max(scores) - min(scores) <= EQUAL:
+    if are_equal(scores):
         return "equal"
     bounded = solved if config.filter_metric == "success" else scores
     mean = sum(bounded) / len(scores)

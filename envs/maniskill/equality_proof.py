@@ -75,21 +75,22 @@ def play(envs: list[VectorEnv], rows: Any, seed: int, steps: int, rng: Any, wors
     mask = np.isin(np.arange(ROWS), list(rows))
     episodes = [EpisodeSpec("", -1, seed + row, row) if mask[row] else None for row in range(ROWS)]
     a, b = (env.reset(options={"reset_mask": mask, "episodes": episodes})[0]["state"] for env in envs)
-    worst["initial"] = larger(worst["initial"], (a - b)[mask])
+    worst["initial"] = larger(worst["initial"], a[mask], b[mask])
     for _ in range(steps):
         actions = rng.uniform(-1, 1, (ROWS, 1, envs[0].env_spec.action.dim)).astype(np.float32)
         a, b = (env.step_chunk(actions) for env in envs)
         live = a.mask[:, 0] & b.mask[:, 0]
         if not live.any():
             break
-        worst["state"] = larger(worst["state"], (a.obs["state"] - b.obs["state"])[live])
-        worst["reward"] = larger(worst["reward"], (a.rewards - b.rewards)[live])
+        worst["state"] = larger(worst["state"], a.obs["state"][live], b.obs["state"][live])
+        worst["reward"] = larger(worst["reward"], a.rewards[live], b.rewards[live])
         worst["success"] += 0 if a.success is None else int((a.success != b.success)[live].sum())
         worst["success"] += int((a.terminated != b.terminated)[live].sum())
 
 
-def larger(worst: float, difference: np.ndarray) -> float:
-    return float(max(worst, np.abs(difference).max(initial=0.0)))
+def larger(worst: float, one: np.ndarray, other: np.ndarray) -> float:
+    """The largest difference so far, relative for numbers above 1."""
+    return float(np.maximum(worst, (np.abs(one - other) / np.maximum(1.0, np.abs(one))).max(initial=0.0)))
 
 
 def prove(env_class: type[VectorEnv], config: ManiSkillConfig, folder: Path) -> tuple[Proof, Path]:

@@ -75,8 +75,10 @@ def test_advantages_equal_a_slow_reference(groups, size, baseline, scale, data):
     np.testing.assert_allclose(group_advantages(np.array(scores), baseline, scale), expected, rtol=1e-6, atol=1e-8)
 
 
-def test_equal_scores_teach_nothing_whatever_rounding_does():
-    scores = np.full((1, 3), 0.1) + np.array([[0.0, 1e-17, -1e-17]])
+@pytest.mark.parametrize(("score", "unit"), [(0.1, 1e-17), (0.7, 2**-24), (-300.0, 2**-15)])
+def test_equal_scores_teach_nothing_whatever_rounding_does(score, unit):
+    """A unit in the last place of a sum in float64, and of what a reward network says in float32."""
+    scores = np.full((1, 3), score) + np.array([[0.0, unit, -unit]])
     assert not group_advantages(scores).any()
     assert judge(tuple(scores[0]), config()) == "equal"
 

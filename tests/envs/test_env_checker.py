@@ -257,6 +257,14 @@ def test_a_tolerance_is_for_company_only():
         check_vector_env(NoiseFromOneStream(config(max_episode_steps=10), 4), atol=1e-3)
 
 
+def test_a_tolerance_is_relative_for_large_numbers():
+    """Float32 in millimetres rounds by more than 1e-5, and other rows in the batch round otherwise."""
+    large = observes(lambda self, obs: {"state": 1e4 * obs["state"] * (1 + 1e-6 * self._position.mean())})
+    check_vector_env(large(config(max_episode_steps=10), 4), atol=1e-5)
+    with pytest.raises(ContractViolation):
+        check_vector_env(large(config(max_episode_steps=10), 4), atol=1e-7)
+
+
 def test_the_check_needs_company():
     with pytest.raises(ValueError, match="3 env rows or more, this env has 2"):
         check_vector_env(make_env(config(), 2))

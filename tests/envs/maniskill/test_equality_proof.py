@@ -5,6 +5,7 @@ import json
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 from needed import requires
 
@@ -14,7 +15,7 @@ from embodied.core.errors import ConfigError
 from embodied.envs import env_class
 from embodied.envs.config import ManiSkillConfig
 from embodied.envs.maniskill import env as maniskill_env
-from embodied.envs.maniskill.equality_proof import compare
+from embodied.envs.maniskill.equality_proof import compare, larger
 from embodied.envs.maniskill.tasks import BATCHED_TASKS
 from embodied.run import launch
 
@@ -54,6 +55,12 @@ def write(folder: Path, number: int) -> str:
 def dry(capsys, *arguments: str) -> str:
     assert train.main(["recipe=maniskill_ppo", "--dry-run", *arguments]) == 0
     return " ".join(capsys.readouterr().out.split())
+
+
+def test_differences_are_relative_for_large_numbers():
+    worst = larger(0.0, np.array([1000.0, 0.5]), np.array([1000.01, 0.5]))  # 0.01 of 1,000 is 1e-5
+    assert worst == pytest.approx(1e-5) and larger(worst, np.array([0.5]), np.array([0.75])) == 0.25
+    assert np.isnan(larger(worst, np.array([np.nan]), np.zeros(1)))
 
 
 @pytest.mark.slow  # docs/own_task.md is tested to do the same
