@@ -65,15 +65,17 @@ def size_of_one(tensor):
     return tensor[0].nbytes
 
 
-def test_half_precision_scores_what_is_kept_as_it_acted():
-    """Prompts that are cached are padded, and rows that are padded otherwise round otherwise."""
+@pytest.mark.parametrize(("dtype", "atol"), [("float32", 1e-4), ("bfloat16", 0.3)])
+def test_what_is_kept_is_scored_as_it_acted(dtype, atol):
+    """Up to rounding: prompts that are cached are padded, and rows that are padded otherwise round otherwise; other
+    images would change the log-probs by 3."""
     spec = EnvSpec(ActionSpec(2), state_dim=3, images=CAMERAS, instruction=True)
-    policy = make_policy(FAMILIES["pi0"].model_copy(update={"dtype": "bfloat16"}), spec, 0).eval()
+    policy = make_policy(FAMILIES["pi0"].model_copy(update={"dtype": dtype}), spec, 0).eval()
     batch = batch_of(policy)
     kept = frozen_features(Model(policy, LearnerConfig()), batch, 2)
     for known in (batch, replace(batch, replay=batch.replay | kept)):
         found = policy(known.inputs(torch.arange(len(batch)))).logprobs
-        torch.testing.assert_close(found, batch.logprobs, atol=1e-5, rtol=0)
+        torch.testing.assert_close(found, batch.logprobs, atol=atol, rtol=0)
 
 
 @pytest.mark.parametrize("family", ["openvla", "openvla_oft"])

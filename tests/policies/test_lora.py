@@ -100,4 +100,5 @@ def test_a_reference_copies_only_what_trains(adapted):
         for p in adapted.parameters():
             if p.requires_grad:
                 p.add_(0.1)
-    assert torch.equal(logprobs(reference), before) and not torch.equal(logprobs(adapted), before)
+    torch.testing.assert_close(logprobs(reference), before, atol=1e-6, rtol=0)  # its copies may be aligned otherwise
+    assert (logprobs(adapted) - before).abs().max() > 1e-3

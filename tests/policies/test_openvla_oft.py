@@ -251,7 +251,9 @@ def test_a_folder_of_the_official_recipe_acts_as_peft_merges_it(tmp_path, rank, 
     file.unlink()
     torch.save({f"module.{n}": t for n, t in towers.items()}, tmp_path / "vision_backbone--5_checkpoint.pt")
     made = build(pretrained=str(tmp_path), dtype=dtype)
-    assert np.array_equal(*(p.act(observe(), uniform(), 0.0).actions for p in (made, merged)))
+    ours, theirs = (p.act(observe(), uniform(), 0.0).actions for p in (made, merged))
+    atol = {"float32": 1e-5, "bfloat16": 0.02}[dtype]  # peft multiplies the adapters in another order
+    np.testing.assert_allclose(ours, theirs, rtol=0, atol=atol)
     made.save_published(tmp_path / "back")
     back = load_file(tmp_path / "back" / "vision_backbone--5_checkpoint.safetensors")
     assert back.keys() == towers.keys() and all(torch.equal(back[n], towers[n]) for n in towers)

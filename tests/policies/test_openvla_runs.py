@@ -6,6 +6,7 @@ from importlib.util import find_spec
 import numpy as np
 import pytest
 from bridge_files import needs
+from episode_files import check_same_episodes
 
 from embodied import collect, evaluate, sft, train
 from embodied.core.types import ActionSpec, EnvSpec
@@ -23,13 +24,12 @@ def test_it_trains_and_its_checkpoint_evaluates_alike(tmp_path, monkeypatch, cap
     assert train.main([*SHORT, "env.max_episode_steps=6", "policy.temperature=1.6"]) == 0
     (run,) = (tmp_path / "runs").iterdir()
     rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    assert max(row["train/logprob_gap"] for row in rows) < 1e-5
+    assert max(row["train/logprob_gap"] for row in rows) < 1e-4
     assert all(row["train/grad_norm"] > 0 and np.isfinite(row["train/value_loss"]) for row in rows)
     assert ", random weights (tiny)\n" in capsys.readouterr().out
     assert evaluate.main([f"checkpoint={run}", "eval.videos=0", "cluster.backend=inline"]) == 0
     assert f", weights of {run / 'checkpoints' / 'v000002' / 'policy'}\n" in capsys.readouterr().out
-    first, again = (run / "eval" / name / "episodes.csv" for name in ("v000002", "v000002-evaluate"))
-    assert first.read_text() == again.read_text()
+    check_same_episodes(run / "eval" / "v000002", run / "eval" / "v000002-evaluate", rel=1e-5)
 
 
 OFT = (
@@ -61,7 +61,7 @@ def test_chunks_train_at_every_level_and_with_a_reference(options, tmp_path, mon
     assert train.main([*options[:1], *OFT[1:], *options[1:]] if "recipe" in options[0] else [*OFT, *options]) == 0
     (metrics,) = (tmp_path / "runs").glob("*/metrics.jsonl")  # beside what was found out about the task's physics
     rows = [json.loads(line) for line in metrics.read_text().splitlines()]
-    assert max(row["train/logprob_gap"] for row in rows) < 1e-5
+    assert max(row["train/logprob_gap"] for row in rows) < 1e-4
     assert all(row["train/grad_norm"] > 0 for row in rows)
     if "algo.kl_coef=0.1" in options:
         assert rows[-1]["train/reference_kl"] != 0
@@ -127,6 +127,6 @@ def test_recipes_at_full_size_train_a_small_model_that_is_published_alike(recipe
     )
     (run,) = (tmp_path / "runs").iterdir()
     (row,) = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    assert row["train/logprob_gap"] < 1e-5
+    assert row["train/logprob_gap"] < 1e-4
     (report,) = run.glob("eval/*/results.json")
     assert list(json.loads(report.read_text())["per_task"]) == ["PutOnPlateInScene25Main-v3"]

@@ -6,6 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from episode_files import check_same_episodes
 from safetensors.torch import load_file, save_file
 
 from embodied import collect, evaluate, sft, train
@@ -304,12 +305,11 @@ def test_it_trains_and_its_checkpoint_evaluates_alike(tmp_path, monkeypatch, opt
     monkeypatch.chdir(tmp_path)
     assert train.main([*SHORT, *TWO, *options]) == 0
     run, rows = rows_of(tmp_path)
-    assert max(row["train/logprob_gap"] for row in rows) < 1e-5
+    assert max(row["train/logprob_gap"] for row in rows) < 1e-4
     assert all(row["train/grad_norm"] > 0 and np.isfinite(row["train/value_loss"]) for row in rows)
     if not options:
         assert evaluate.main([f"checkpoint={run}", "eval.videos=0", "cluster.backend=inline"]) == 0
-        first, again = (run / "eval" / name / "episodes.csv" for name in ("v000002", "v000002-evaluate"))
-        assert first.read_text() == again.read_text()
+        check_same_episodes(run / "eval" / "v000002", run / "eval" / "v000002-evaluate", rel=1e-5)
 
 
 @pytest.mark.slow

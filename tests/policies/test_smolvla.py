@@ -230,5 +230,5 @@ def test_it_goes_on_by_reinforcement(taught, tmp_path, monkeypatch, algorithm):
         more = ["algo={name: grpo, groups: 2, group_size: 2, minibatch_size: 4}"]
     assert train.main([*RECIPE, *more, "run.iterations=2", f"run.start_from={taught[0]}"]) == 0
     _, rows = rows_of(tmp_path)
-    assert max(row["train/logprob_gap"] for row in rows) < 1e-5
+    assert max(row["train/logprob_gap"] for row in rows) < 1e-4
     assert all(np.isfinite(row["train/grad_norm"]) for row in rows)

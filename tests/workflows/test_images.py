@@ -60,7 +60,7 @@ def test_the_cnn_learns_from_pictures_and_its_trunks_move(reference, tmp_path):
     for camera in ("near", "top"):
         name = f"trunks.{camera}.0.weight"
         assert np.abs(weights[name] - start[name]).max() > 1e-4
-    assert numbers["train/grad_norm"] > 1e-3 and numbers["train/logprob_gap"] < 1e-5
+    assert numbers["train/grad_norm"] > 1e-3 and numbers["train/logprob_gap"] < 1e-4
 
 
 @pytest.mark.slow

@@ -286,7 +286,7 @@ def test_every_way_to_train_learns_and_says_what_it_scored(sync, options, tmp_pa
     if options[0].startswith("learner."):
         assert told(rows) == told(sync[0]) and far(weights, sync[1]) < 1e-10
     coarse = {"policy.dtype=bfloat16", "learner.precision=bf16"} & {*options}
-    assert gap < (0.02 if coarse else 1e-6)
+    assert gap < (0.1 if coarse else 1e-6)
 
 
 def test_conversations_of_several_turns_are_learned_from(tmp_path):

@@ -21,7 +21,7 @@ def test_a_policy_learns_from_pictures_as_it_saw_them(env, tmp_path):
             assert max(episode.length for episode in episodes) == (3 if env == "ShownAgain" else 1)
             assert np.var([episode.total_reward for episode in episodes]) > 0
             assert min(episode.places for episode in episodes) >= 16  # of 64 pixels
-            assert row["train/grad_norm"] > 1e-3 and row["train/logprob_gap"] < 1e-5
+            assert row["train/grad_norm"] > 1e-3 and row["train/logprob_gap"] < 1e-4
         tower = [name for name in before if "visual" in name]
         after = run.weights()
         assert any(np.abs(after[name] - before[name]).max() > 1e-6 for name in tower)
