@@ -55,7 +55,7 @@ def policy_class(name: str) -> type[Policy]:
         raise ConfigError(f"policy.name={name!r}: {err}; is it importable from {Path.cwd()}?") from None
     except AttributeError:
         raise ConfigError(f"policy.name={name!r}: module {module} has no {attribute}") from None
-    except Exception as err:
+    except (Exception, SystemExit) as err:
         last = traceback.extract_tb(err.__traceback__)[-1]
         cause = f"{in_a_line(err)} ({last.filename}, line {last.lineno})"
         raise ConfigError(f"policy.name={name!r}: importing {module} failed: {cause}") from err

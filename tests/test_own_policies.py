@@ -225,9 +225,11 @@ def test_what_an_own_policy_lacks_is_said_in_one_line(name, tmp_path, capsys):
 
 def test_a_class_that_is_not_there_is_said_in_one_line(tmp_path, capsys):
     (tmp_path / "raises.py").write_text("raise RuntimeError('boom')\n")
+    (tmp_path / "leaves.py").write_text("raise SystemExit(3)\n")
     for checkpoint, told in [
         ("my_nets:Nothing", "module my_nets has no Nothing"),
         ("raises:Policy", "importing raises failed: RuntimeError: boom"),
+        ("leaves:Policy", "importing leaves failed: SystemExit: 3"),
         ("nowhere:Policy", "No module named 'nowhere'"),
         ("my_sims:Lift", "is not a class of embodied.policies.base.Policy"),
         ("a:b:c", "a class is my_pkg.my_module:MyPolicy"),
