@@ -41,7 +41,10 @@ class RendezvousFile(ConnectedRanks):
     def store(self, purpose: str, world_size: int) -> Any:
         import torch.distributed as dist
 
-        return dist.FileStore(f"{self.path}-{purpose}", world_size)
+        try:
+            return dist.FileStore(f"{self.path}-{purpose}", world_size)
+        except dist.DistError as err:  # of this file, not of another rank
+            raise OSError(f"{self.path}: {err}") from None
 
     def remove(self) -> None:
         """Removes the files."""

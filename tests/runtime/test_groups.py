@@ -11,6 +11,7 @@ import pytest
 from embodied.core.errors import ChannelClosed, DeadlineExceeded, WorkerFailed
 from embodied.runtime import Cluster, HostPlan, Worker, served_while_busy
 from embodied.runtime.host import rank_is_lost
+from embodied.runtime.rendezvous import RendezvousFile
 from embodied.runtime.payload import own_gpu
 
 
@@ -405,3 +406,10 @@ def test_what_nccl_refuses_this_rank_is_its_own_failure_and_the_loss_of_another_
     refused = "NCCL error in: NCCLUtils.cpp:93, invalid usage\nncclInvalidUsage: ...\nDuplicate GPU detected : rank 0"
     lost = "NCCL error in: NCCLUtils.cpp:93, remote process exited or there was a network error\nncclRemoteError: ..."
     assert [rank_is_lost(dist.DistBackendError(text)) for text in (refused, lost)] == [False, True]
+
+
+def test_a_full_disk_where_ranks_meet_is_not_the_loss_of_another_rank(tmp_path):
+    (tmp_path / "ranks-sums").symlink_to("/dev/full")
+    with pytest.raises(OSError, match="No space left") as caught:
+        RendezvousFile(str(tmp_path / "ranks"), timeout_s=60).store("sums", 2)
+    assert not rank_is_lost(caught.value)
