@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
 import sys
@@ -75,6 +76,8 @@ def closing(folder: RunFolder, interruption: Interruption) -> Iterator[None]:
         raise
     except BaseException as err:
         record_end(folder, "failed", f"{type(err).__name__}: {err}")
+        if isinstance(err, OSError) and err.errno == errno.ENOSPC and not err.filename:
+            err.filename = str(folder.path)  # an open file does not say where it is
         if isinstance(err, (WorkerFailed, DeadlineExceeded)):
             advised = EmbodiedError("\n".join([str(err), *what_next(folder, err)]))
             advised.exit_code = err.exit_code

@@ -69,6 +69,13 @@ def test_a_folder_that_was_removed_is_named_and_hides_no_cause(tmp_path, capsys)
     assert f"{folder.path} was removed" in capsys.readouterr().err
 
 
+def test_a_full_disk_is_told_with_the_folder_of_the_run(tmp_path):
+    folder = RunFolder.create(tmp_path, "toy", "")
+    with pytest.raises(OSError, match="No space left") as caught, closing(folder, Interruption()):
+        raise OSError(errno.ENOSPC, "No space left on device")
+    assert caught.value.filename == str(folder.path)
+
+
 def test_a_failed_write_keeps_the_old_text_and_leaves_no_draft(tmp_path, monkeypatch):
     def no_space(path):
         raise OSError(errno.ENOSPC, "No space left on device")

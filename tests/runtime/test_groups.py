@@ -11,8 +11,8 @@ import pytest
 from embodied.core.errors import ChannelClosed, DeadlineExceeded, WorkerFailed
 from embodied.runtime import Cluster, HostPlan, Worker, served_while_busy
 from embodied.runtime.host import rank_is_lost
-from embodied.runtime.rendezvous import RendezvousFile
 from embodied.runtime.payload import own_gpu
+from embodied.runtime.rendezvous import RendezvousFile
 
 
 class Counter(Worker):
