@@ -16,6 +16,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
+PINNED = ROOT / "benchmarks" / "recipes"  # copies of shipped recipes, for comparisons between commits
 SAMPLE_S = 0.5  # between two measurements of a command's memory
 
 

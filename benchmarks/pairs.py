@@ -3,8 +3,8 @@
     python -m benchmarks.pairs ../before recipe=sums_grpo run.iterations=8    # that checkout, beside this one
     python -m benchmarks.pairs . recipe=pointmass_ppo --share                 # alone, beside embodied.share of one run
 
-Both run at the same time; each starts first in turn. Prints for each pair the speed-up of the second checkout's median
-iteration, and the median over pairs.
+Both run at the same time; each starts first in turn. If benchmarks/recipes holds a copy of the recipe, both take that.
+Prints for each pair the speed-up of the second checkout's median iteration, and the median over pairs.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from itertools import pairwise
 from pathlib import Path
 from statistics import median
 
-from benchmarks.common import ROOT, environment, read_metrics
+from benchmarks.common import PINNED, ROOT, environment, read_metrics
 
 WAIT_S = 1800.0  # limit for a run
 
@@ -30,8 +30,14 @@ def seconds(run: Path) -> float:
     return median((now["train_s"] - before["train_s"]) / now.get("engine/tokens", 1) for before, now in pairwise(rows))
 
 
+def pinned(recipe: str) -> str:
+    """The copy of a recipe for comparisons, if there is one: the shipped recipe may differ between the checkouts."""
+    copy = PINNED / f"{recipe}.yaml"
+    return str(copy) if copy.is_file() else recipe
+
+
 def begin(checkout: Path, words: Sequence[str], home: Path, share: bool) -> subprocess.Popen[bytes]:
-    recipe = next(word.removeprefix("recipe=") for word in words if word.startswith("recipe="))
+    recipe = pinned(next(word.removeprefix("recipe=") for word in words if word.startswith("recipe=")))
     keys = [word for word in words if not word.startswith("recipe=")]
     first = ["embodied.share", f"folder={home}/share", recipe] if share else ["embodied.train", f"recipe={recipe}"]
     command = [sys.executable, "-m", *first, *keys, f"run.dir={home}", "eval.episodes=2", "eval.videos=0"]
@@ -51,8 +57,13 @@ def pair(checkouts: Sequence[Path], words: Sequence[str], share: bool, first: in
                 process.kill()
         if any(codes):
             raise SystemExit(f"a run ended with {max(codes)}; try its command: embodied.train {' '.join(words)}")
-        one, other = (seconds(next(home.glob("*/metrics.jsonl")).parent) for home in homes)
+        one, other = (seconds(last_run(home)) for home in homes)
         return one / other
+
+
+def last_run(home: Path) -> Path:
+    """The run that ended last; before it, there may be the run of the policy that it starts from."""
+    return max(home.glob("*/metrics.jsonl"), key=lambda path: path.stat().st_mtime).parent
 
 
 def main() -> None:
