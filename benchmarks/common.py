@@ -87,6 +87,21 @@ def environment() -> dict[str, str]:
     return {**os.environ, **threads, "PYTHONWARNINGS": "ignore"}
 
 
+def peer_environment(packages: Path | None, needs: Sequence[str]) -> dict[str, str]:
+    """The environment of a process that imports another project's packages, which are in a folder of their own. Exits
+    with the command that installs them, if the first one is missing."""
+    paths = [str(packages.resolve()) if packages else "", os.environ.get("PYTHONPATH", "")]
+    env = {**environment(), "PYTHONPATH": os.pathsep.join(filter(None, paths))}
+    name = needs[0].partition("==")[0]
+    look = [sys.executable, "-c", f"import importlib.metadata as m; m.version({name!r})"]
+    if subprocess.run(look, env=env, capture_output=True, timeout=300).returncode:
+        install = f"{sys.executable} -m pip install --target FOLDER --no-deps {' '.join(needs)}"
+        print(f"{name} is not installed{f' in {packages}' if packages else ''}; try: {install}", file=sys.stderr)
+        print("and then --packages FOLDER: our own packages stay as they are", file=sys.stderr)
+        raise SystemExit(2)
+    return env
+
+
 def measure(
     command: Sequence[str], env: dict[str, str], timeout_s: float, look: Callable[[], None] = lambda: None
 ) -> Cost:
