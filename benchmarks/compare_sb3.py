@@ -1,6 +1,6 @@
 """Our PPO beside stable-baselines3's on PushCube-v1: env steps per second, and training seconds until 95% succeed.
 
-    .venv/bin/python -m pip install --target SB3 --no-deps stable-baselines3==2.9.2 pandas==3.1.1
+    .venv/bin/python -m pip install --target SB3 --no-deps stable-baselines3==2.9.2
     python -m benchmarks.compare_sb3 --packages SB3
     python -m benchmarks.compare_sb3 --packages SB3 --rounds 7 --processes 4 --steps 24000
 
@@ -26,7 +26,7 @@ import numpy as np
 
 from benchmarks import common
 
-RECIPE, PEER, NEEDS = "maniskill_ppo", "--peer", ("stable-baselines3==2.9.2", "pandas==3.1.1")
+RECIPE, PEER, NEEDS = "maniskill_ppo", "--peer", ("stable-baselines3==2.9.2",)
 PHYSICS = ("env.after_success=0", "env.retries=0", "env.relative_positions=false", "env.solver_iterations=null")
 # What stable-baselines3 has no option for, at the value at which both do the same.
 PPO = ("policy.chunk=1", "algo.target_kl=null", "algo.value_clip=null", "algo.huber_delta=null", "algo.dual_clip=null")

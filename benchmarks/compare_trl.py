@@ -1,7 +1,7 @@
 """Our GRPO beside TRL's GRPOTrainer on sums: tokens per second, and seconds until half of the answers are right.
 
     .venv/bin/python -m pip install --target TRL --no-deps trl==1.16.0 datasets==5.2.0 dill==0.3.8 \\
-        multiprocess==0.70.16 xxhash pandas==3.1.1
+        multiprocess==0.70.16 xxhash pandas==2.3.3 pytz
     python -m benchmarks.compare_trl --packages TRL [--start RUN] [--rounds 3] [--steps 60] [--processes 1 2]
 
 Same start, prompts, group size, Adam and number of steps; a gradient step for each batch, the mean over its tokens,
@@ -26,7 +26,7 @@ from typing import Any
 from benchmarks import common
 
 RECIPE, START, OURS, PEER = "sums_grpo", "sums_sft", "ours", "--peer"
-NEEDS = ("trl==1.16.0", "datasets==5.2.0", "dill==0.3.8", "multiprocess==0.70.16", "xxhash", "pandas==3.1.1")
+NEEDS = ("trl==1.16.0", "datasets==5.2.0", "dill==0.3.8", "multiprocess==0.70.16", "xxhash", "pandas==2.3.3", "pytz")
 # What TRL has no option for, at the value at which both do the same.
 ALIKE = ("algo.baseline=group", "algo.scale=none", "algo.weighting=decision", "algo.epochs=1", "algo.kl_coef=0")
 LEFT_OUT, OVER, ENOUGH, TIMEOUT_S = 3, 10, 0.5, 3600.0  # steps that warm up; batches whose mean reward counts
