@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import os
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -40,10 +41,10 @@ def main() -> None:
     ask.add_argument("--rounds", type=int, default=11)
     asked = ask.parse_args()
     print(machine(), code_commit(), flush=True)
-    rows = []
+    rows, threads = [], sorted({1, len(os.sched_getaffinity(0))})
     for answers in asked.answers:
         for count in asked.requests:
-            found = rates(make_model(asked.model, count), answers, count, asked.rounds)
+            found = rates(make_model(asked.model, count), answers, count, asked.rounds, threads)
             rows.append(row(answers, count, found))
             print(markdown(HEADER, rows[-1:]), flush=True)
     print(markdown(HEADER, rows))
@@ -68,22 +69,24 @@ def questions(answers: str, count: int, words: int) -> list[Request]:
     return [Request(i, prompt, length, i) for i, (prompt, length) in enumerate(zip(prompts, lengths))]
 
 
-def rates(policy: Any, answers: str, count: int, rounds: int) -> dict[tuple[str, int], list[float]]:
+def rates(
+    policy: Any, answers: str, count: int, rounds: int, threads: Sequence[int]
+) -> dict[tuple[str, int], list[float]]:
     """Tokens per second of each round, by writer and number of torch threads."""
     asked = questions(answers, count, policy.model.config.vocab_size)
     config = LanguageConfig(name="language", max_running=count, max_length=PROMPT + LONGEST)
     engine, wanted = make_engine(config, policy), sum(request.max_tokens for request in asked)
     writers = {"ours": lambda: write(engine, asked), "generate": lambda: generate(policy.model, asked)}
-    ways = [(name, threads) for threads in {1, len(os.sched_getaffinity(0))} for name in writers]
+    ways = [(name, number) for number in threads for name in writers]
     found: dict[tuple[str, int], list[float]] = {way: [] for way in ways}
     before = torch.get_num_threads()
     try:
-        for number in range(rounds + 1):  # what is allocated in the first does not count
-            for name, threads in ways:
-                torch.set_num_threads(threads)
+        for turn in range(rounds + 1):  # what is allocated in the first does not count
+            for name, number in ways:
+                torch.set_num_threads(number)
                 began = time.perf_counter()
                 assert writers[name]() == wanted, f"{name} wrote other lengths"
-                found[name, threads] += [wanted / (time.perf_counter() - began)] if number else []
+                found[name, number] += [wanted / (time.perf_counter() - began)] if turn else []
     finally:
         torch.set_num_threads(before)
     return found

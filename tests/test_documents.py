@@ -104,6 +104,11 @@ def test_a_benchmark_that_is_named_is_there(module):
     assert (ROOT / f"{module.replace('.', '/')}.py").is_file()
 
 
+def test_programs_that_the_results_call_still_in_the_tree_are_there():
+    starred = re.findall(r"`(?:python -m benchmarks\.)?(\w+)[^`|]*` \\\*", Page("results.md").text)
+    assert len(starred) >= 7 and all((ROOT / "benchmarks" / f"{name}.py").is_file() for name in starred), starred
+
+
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_links_lead_somewhere_and_programs_compile(page):
     folder = ROOT if page.name == "README.md" else ROOT / "docs"

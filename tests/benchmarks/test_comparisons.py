@@ -123,8 +123,8 @@ def test_ratios_are_to_the_best_of_the_other_round_by_round(module):
 
 @pytest.mark.parametrize("answers", ["equal", "tail"])
 def test_both_engines_write_all_tokens_that_are_asked_for(answers):
-    found = engines.rates(engines.make_model(None, 3), answers, 3, 1)
-    assert {name for name, _ in found} == {"ours", "generate"}
+    found = engines.rates(engines.make_model(None, 3), answers, 3, 1, [1])
+    assert found.keys() == {("ours", 1), ("generate", 1)}
     assert all(len(rates) == 1 and rates[0] > 0 for rates in found.values())
 
 
