@@ -160,7 +160,7 @@ def adds_families(folder: str) -> bool:
     entries = (
         os.path.join(each.path, "entry_points.txt") for each in os.scandir(folder) if each.name[-10:] == ".dist-info"
     )
-    return any(os.path.isfile(path) and f"[{GROUP}]" in Path(path).read_text("utf-8") for path in entries)
+    return any(os.path.isfile(path) and f"[{GROUP}]".encode() in Path(path).read_bytes() for path in entries)
 
 
 def outside_families() -> dict[str, type[PolicyOptions]]:
@@ -170,10 +170,15 @@ def outside_families() -> dict[str, type[PolicyOptions]]:
     from importlib.metadata import entry_points  # 40 ms and 69 modules, which --help would pay for
 
     families = {}
-    for entry in entry_points(group=GROUP):
+    try:
+        entries = [*entry_points(group=GROUP)]
+    except Exception as err:  # one package's damaged file is enough
+        warnings.warn(f"families of installed packages are missing: {type(err).__name__}: {err}", stacklevel=2)
+        return {}
+    for entry in entries:
         try:
             options = entry.load()
-        except Exception as err:
+        except (Exception, SystemExit) as err:
             warnings.warn(f"policy.name={entry.name} is missing: importing {entry.value} failed: {err}", stacklevel=2)
             continue
         if entry.name in FAMILIES or not (isinstance(options, type) and issubclass(options, PolicyOptions)):

@@ -5,6 +5,9 @@ import os
 import subprocess
 import sys
 
+import pytest
+
+from embodied.policies.config import outside_families
 from embodied.policies.smolvla.network import TINY
 
 OPTIONS = """
@@ -46,8 +49,10 @@ def test_an_installed_package_adds_a_family(tmp_path):
     (package / "__init__.py").touch()
     (package / "config.py").write_text(OPTIONS)
     (package / "policy.py").write_text(POLICY)
+    (package / "leaves.py").write_text("raise SystemExit(3)\n")
     (about / "METADATA").write_text("Metadata-Version: 2.1\nName: large-vla\nVersion: 1.0\n")
-    lines = "[embodied.families]", "large_vla = large_vla.config:LargeVLAConfig", "broken = large_vla.nowhere:Nothing"
+    lines = ["[embodied.families]", "large_vla = large_vla.config:LargeVLAConfig"]
+    lines += ["broken = large_vla.nowhere:Nothing", "leaves = large_vla.leaves:Nothing"]
     (about / "entry_points.txt").write_text("\n".join(lines) + "\n")
     (tmp_path / "folder").mkdir()
     (tmp_path / "folder" / "config.json").write_text(json.dumps(TINY | {"type": "large_vla"}))
@@ -57,3 +62,17 @@ def test_an_installed_package_adds_a_family(tmp_path):
     assert done.returncode == 0, done.stderr
     assert "('large_vla',) LargeVLA" in done.stdout and "extra: 4" in done.stdout
     assert "policy.name=broken is missing: importing large_vla.nowhere:Nothing failed" in done.stderr
+    assert "policy.name=leaves is missing: importing large_vla.leaves:Nothing failed: 3" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("content", "told"), [(b"\xff", ""), (b"[embodied.families]\n\xff = a:b", "are missing: Unic")]
+)
+def test_a_package_with_a_damaged_list_of_entry_points_stops_nothing(tmp_path, monkeypatch, recwarn, content, told):
+    about = tmp_path / "another-1.0.dist-info"
+    about.mkdir()
+    (about / "METADATA").write_text("Metadata-Version: 2.1\nName: another\nVersion: 1.0\n")
+    (about / "entry_points.txt").write_bytes(content)
+    monkeypatch.setattr(sys, "path", [str(tmp_path)])
+    assert outside_families() == {}
+    assert told in " ".join(str(warning.message) for warning in recwarn)
