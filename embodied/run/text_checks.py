@@ -69,8 +69,8 @@ def check_speech(config: RunConfig, kind: Any, learn: bool) -> None:
 def check_scorers(config: RunConfig) -> None:
     """Refuse a verifier that cannot be imported, and folders without a reward model or judge."""
     roles = config.roles
-    if roles.verifier:
-        import_class(roles.verifier, "roles.verifier")
+    if roles.verifier and not callable(verifier := import_class(roles.verifier, "roles.verifier")):
+        raise ConfigError(f"roles.verifier={roles.verifier} is of type {type(verifier).__name__}, not a function")
     for key in ("reward_model", "judge"):
         name = getattr(roles, key)
         if name not in (None, "start") and not (as_path(name) / "config.json").is_file():

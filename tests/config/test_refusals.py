@@ -106,6 +106,7 @@ SUMS roles.judge=start roles.judge_prompt=Well? -> names neither {asked} nor {an
 SUMS roles.judge=start -> it is the policy that the run starts from; set run.start_from, or name a folder
 SUMS roles.judge=/nowhere -> roles.judge=/nowhere: config.json is missing, so it is not a folder of a model
 SUMS roles.reward_model=/nowhere -> roles.reward_model=/nowhere: config.json is missing, so it is not a folder of a
+SUMS roles.verifier=math:pi -> roles.verifier=math:pi is of type float, not a function
 SUMS roles.verifier=my_rules:right -> there is no module my_rules; install it or start from the folder that holds it
 SUMS roles.reward_weight=1 -> there is no other reward; leave it out, or set one
 SUMS eval.interleave=true run.eval_every=null -> the only evaluation is the last; leave it out, or set run.eval_every=5
