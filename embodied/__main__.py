@@ -70,7 +70,7 @@ def purpose(path: Path) -> str:
 def listing() -> str:
     """The text printed by `embodied` without arguments."""
     lines = [
-        f"Embodied Loop {__version__}: simulator-in-the-loop reinforcement learning for robot policies.",
+        f"Embodied Loop {__version__}: reinforcement learning for robot policies and language models.",
         "",
         "usage: embodied COMMAND [key=value ...]         the same as python -m embodied.COMMAND; each has --help",
         "",

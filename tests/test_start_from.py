@@ -154,7 +154,9 @@ def test_a_finished_run_of_the_recipe_is_taken(recipes, capsys):
     assert second(recipes, "seed=1", "env.size=2") == 0
     assert len(runs(recipes, "first")) == 5, "nor one in another env"
     (recipes / "first.yaml").write_text("extends: pointmass_ppo" + SMALL + LEARN.replace("1%s", "2"))
+    capsys.readouterr()
     assert second(recipes, "seed=1") == 0
+    assert "had another run.iterations (to start from it all the same: run.start_from=" in capsys.readouterr().out
     assert len(runs(recipes, "first")) == 6, "nor one that was trained otherwise"
 
 

@@ -40,12 +40,16 @@ class FirstRun:
     arguments: tuple[str, ...]
     loaded: Loaded
     folder: Path | None = None  # of the finished run; None: not trained yet
+    trained_otherwise: tuple[Path, str] | None = None  # a finished run of the same policy, and an option it differs in
 
     def describe(self) -> str:
         """A line that names the run that the start comes from, or the command that trains it first."""
         if self.folder:
             return f"start       {self.folder}, a run of recipe {self.recipe}"
         missing = f"no finished run of recipe {self.recipe} with this policy in {self.loaded.config.run.dir}"
+        if self.trained_otherwise:
+            run, key = self.trained_otherwise
+            missing = f"{run} had another {key} (to start from it all the same: run.start_from={run})"
         return f"start       {missing}: first\n            python -m embodied.{self.command} {join(self.arguments)}"
 
 
@@ -69,7 +73,9 @@ def first_run(loaded: Loaded, before: tuple[str, ...] = ()) -> FirstRun | None:
         raise ConfigError(f"run.start_from={recipe}: {err}") from None
     assert first is not None, "it was asked for no help"
     run = FirstRun(recipe, command, arguments, replace(first, flags=loaded.flags))
-    return replace(run, folder=newest_finished(first, config.policy))
+    finished = finished_runs(first, config.policy)
+    folder = next((path for path, other in finished.items() if not other), None)
+    return replace(run, folder=folder, trained_otherwise=None if folder else next(iter(finished.items()), None))
 
 
 def recipe_named(start: Path) -> str | None:
@@ -112,19 +118,20 @@ def start_of_resumed(run: Path, asked: Path) -> Path | None:
     return Path(start) if asked == Path(start) or recipe_named(asked) else None
 
 
-def newest_finished(first: Loaded, policy: Any) -> Path | None:
-    """The newest finished run of this recipe in run.dir with the same env, policy, seed and training options."""
+def finished_runs(first: Loaded, policy: Any) -> dict[Path, str]:
+    """The finished runs of this recipe in run.dir with the same env and policy, newest first; and for each an option of
+    training in which it differs, or ""."""
+    finished: dict[Path, str] = {}
     runs = first.config.run.dir.glob(f"{escape(first.name)}-[0-9]*/run.json")
     for file in sorted(runs, key=lambda path: path.stat().st_mtime, reverse=True):
         run = file.parent
         try:
-            finished = read_json(file).get("state") == "finished"
-            if finished and same_task(run, first.config) and same_training(run, first):
+            if read_json(file).get("state") == "finished" and same_task(run, first.config):
                 find_start(run, policy)
-                return run
+                finished[run] = different_training(run, first)
         except (CheckpointError, ConfigError):
             continue  # of another policy, or damaged
-    return None
+    return finished
 
 
 def same_task(run: Path, config: RunConfig) -> bool:
@@ -134,14 +141,16 @@ def same_task(run: Path, config: RunConfig) -> bool:
     return all(None in (value, env.get(key)) or env[key] == value for key, value in wanted.items() if key not in ASIDE)
 
 
-def same_training(run: Path, first: Loaded) -> bool:
-    """True if a run was trained with this recipe's options; options newer than the run are not compared."""
+def different_training(run: Path, first: Loaded) -> str:
+    """An option in which a run's training differs from this recipe's; "" if none does. Options newer than the run are
+    not compared."""
     then, now = flat_dict(stored(run)), flat_dict(first.config.model_dump(mode="json"))
-    return all(
-        then.get(key, value) == value
+    different = (
+        key
         for key, value in now.items()
-        if key.startswith(DECIDES) and key.partition(".")[2] not in WHERE
+        if key.startswith(DECIDES) and key.partition(".")[2] not in WHERE and then.get(key, value) != value
     )
+    return next(different, "")
 
 
 def starting_from(config: RunConfig, folder: Path) -> RunConfig:
