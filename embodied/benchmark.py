@@ -122,13 +122,14 @@ def call(*words: str | Mapping[str, Any]) -> dict[str, Any]:
 
 def compare_placements(argv: list[str]) -> Path:
     """Measure, plan, time; returns the folder of the results."""
+    named_program = [word for word in argv if word.startswith("program=")]
     program, argv = program_of(argv)
     options, rest = read_options(argv)
     configs = variants(options, rest)
-    folder = new_folder(options.out, configs[0])
-    header: dict[str, Any] = {"recipe": configs[0].run.name, "rounds": options.rounds, "warm_up": WARM_UP}
+    folder = new_folder(options.out, configs[0][1])
+    header: dict[str, Any] = {"recipe": configs[0][1].run.name, "rounds": options.rounds, "warm_up": WARM_UP}
     header |= {"date": now(), "processor": processor(), **provenance(), "load": {"before": load_before()}}
-    results = [benchmark(config, options, folder, program) for config in configs]
+    results = [benchmark(config, [*named_program, *words], options, folder, program) for words, config in configs]
     others = [result.others for result in results if result.others is not None]
     header["load"]["during"] = {"others": max(others, default=None), "average": round(os.getloadavg()[0], 2)}
     write_report(results, header, folder)
@@ -140,11 +141,17 @@ def compare_placements(argv: list[str]) -> Path:
     return folder
 
 
-def benchmark(config: RunConfig, options: Options, folder: Path, program: type[EmbodiedLoop] = EmbodiedLoop) -> Result:
+def benchmark(
+    config: RunConfig,
+    arguments: Sequence[str],
+    options: Options,
+    folder: Path,
+    program: type[EmbodiedLoop] = EmbodiedLoop,
+) -> Result:
     level = config.pipeline.async_level
     config, _ = launch.planned(in_turns(repeated(config)), roles=roles_of_run(program, config))
     topology = machines(config)
-    profile = measured(config, options, topology, program)
+    profile = measured(config, arguments, options, topology, program)
     profile = replace(profile, dataflow=replace(profile.dataflow, level=level))
     limits = config.cluster.memory_gb, draws_on_gpus(config.env), config.algo.why_not_periodic()
     planned = plan(profile, topology, *limits)
@@ -236,8 +243,10 @@ def runnable(
     return changed, make_plan(expected["placement"], topology, *shares, roles=roles, shared=divides_requests(config))
 
 
-def measured(config: RunConfig, options: Options, topology: Topology, program: type[EmbodiedLoop]) -> Profile:
-    """The stored profile of these machines, or a new one."""
+def measured(
+    config: RunConfig, arguments: Sequence[str], options: Options, topology: Topology, program: type[EmbodiedLoop]
+) -> Profile:
+    """The stored profile of these machines, or a new one. `arguments`: of the recipe."""
     roles = roles_of(roles_of_run(program, config))
     path, why_none = profile_for(config, topology, roles) if options.profile != "new" else (None, "")
     if path is None and options.profile == "stored":
@@ -249,7 +258,7 @@ def measured(config: RunConfig, options: Options, topology: Topology, program: t
         profile = fitted_to(config, read_profile(path), path, roles)
         print(f"profile     {path}, measured {profile.made.get('date', 'earlier')}")
         return profile
-    profile = measure_profile(config, options.seconds, print, program)
+    profile = measure_profile(config, arguments, options.seconds, print, program)
     write_profile(profile, profile_path(config, profile.made, roles))
     return profile
 
@@ -283,14 +292,15 @@ def read_options(argv: list[str]) -> tuple[Options, list[str]]:
     return Options(**given), rest
 
 
-def variants(options: Options, rest: list[str]) -> list[RunConfig]:
-    """A recipe for each task and number of envs."""
+def variants(options: Options, rest: list[str]) -> list[tuple[list[str], RunConfig]]:
+    """The arguments and the recipe for each task and number of envs."""
     tasks = [f"env.task={task}" for task in options.tasks] or [""]
     sizes = [f"env.num_envs={n}" for n in options.num_envs] or [""]
-    recipes = [load([*rest, *filter(None, pair)]) for pair in product(tasks, sizes)]
-    if not all(recipes):
+    arguments = [[*rest, *filter(None, pair)] for pair in product(tasks, sizes)]
+    recipes = [(words, load(words)) for words in arguments]
+    if not all(loaded for _, loaded in recipes):
         raise ConfigError("a benchmark measures; python -m embodied.train --cfg shows the recipe")
-    return [loaded.config for loaded in recipes if loaded]
+    return [(words, loaded.config) for words, loaded in recipes if loaded]
 
 
 def new_folder(out: str, config: RunConfig) -> Path:

@@ -22,7 +22,7 @@ import json
 import time
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -122,7 +122,7 @@ def call(*words: str | Mapping[str, Any]) -> dict[str, Any]:
 
 def compare_predictions(argv: list[str]) -> Path:
     """Plan and print the result; returns the folder of the results."""
-    named_program = "".join(f"{word} " for word in argv if word.startswith("program="))
+    named_program = [word for word in argv if word.startswith("program=")]
     program, argv = program_of(argv)
     values, problems, rest = launch.split(argv, OWN)
     if problems:
@@ -134,15 +134,14 @@ def compare_predictions(argv: list[str]) -> Path:
             stored_profiles.check_policy(config)
         roles = roles_of(roles_of_run(program, config) if config else program.roles)
         topology = read_topology(own["cluster"]) if "cluster" in own else machines(config) if config else discover()
-        profile, name = find_profile(own.get("profile"), config, topology, roles)
+        profile, name = find_profile(own.get("profile"), config, [*named_program, *rest], topology, roles)
         where = stored_profiles.homes(config, topology, roles) if config else None
         if why := why_not_measured(profile, topology, name, where):
             raise ConfigError(why)
         limits = (config.cluster.memory_gb, draws_on_gpus(config.env), config.algo.why_not_periodic()) if config else ()
         planned = plan(profile, topology, *limits)
-    except (PlacementError, ConfigError) as err:
-        advised = f"python -m embodied.profiling {named_program}"
-        raise ConfigError(str(err).replace("python -m embodied.profiling ", advised)) from None
+    except PlacementError as err:
+        raise ConfigError(str(err)) from None
     print("\n".join(describe(planned, name)))
     runs = config.run.dir if config else RunSection.model_fields["dir"].default
     out = Path(own.get("out") or runs / "plans" / f"{name}-{topology.name.replace(' ', '-')}")
@@ -160,22 +159,32 @@ def recipe_of(named: str | None, rest: list[str]) -> RunConfig | None:
         if named is None or rest:
             raise ConfigError("nothing to plan: name a recipe (recipe=maniskill_ppo), or a profile; see --help")
         return None
-    config = load(rest).config
-    kind = env_class(config.env)
+    loaded = load(rest)
+    if loaded is None:
+        raise ConfigError("a plan predicts; python -m embodied.train --cfg shows the recipe")
+    config, kind = loaded.config, env_class(loaded.config.env)
     return config.model_copy(update={"env": kind.resolve(kind.proven(config.env, proofs(config)))})
 
 
 def find_profile(
-    named: str | None, config: RunConfig | None, topology: Topology, roles: Sequence[PlacedRole] = EMBODIED
+    named: str | None,
+    config: RunConfig | None,
+    arguments: Sequence[str],
+    topology: Topology,
+    roles: Sequence[PlacedRole] = EMBODIED,
 ) -> tuple[Profile, str]:
     """The named profile, else this recipe's profile of equal machines, else its newest; and its name. With a recipe the
-    profile gets the recipe's dataflow."""
+    profile gets the recipe's dataflow. `arguments`: of the recipe."""
     if named:
         path = packaged(named)
     else:
-        path = stored_profiles.profile_for(config, topology, roles)[0] or stored_profiles.newest_profile(config, roles)
+        path, _ = stored_profiles.profile_for(config, topology, roles)
+        path = path or stored_profiles.newest_profile(config, arguments, roles)
     profile = read_profile(path)
-    return stored_profiles.fitted_to(config, profile, path, roles) if config else profile, path.stem
+    if config:
+        profile = stored_profiles.fitted_to(config, profile, path, roles)
+        profile = replace(profile, made={**profile.made, "arguments": [*arguments]})  # of a new measurement
+    return profile, path.stem
 
 
 def why_not_measured(
@@ -187,14 +196,13 @@ def why_not_measured(
     missing = gather((str(on), role) for role, on in profile.missing(classes, where))
     if not missing:
         return ""
-    recipe = profile.made.get("recipe", "NAME")
     lacks = "; ".join(f"{reasons.words(roles)} on {kind}" for kind, roles in missing.items())
     known = ", ".join(sorted({kind for on in profile.costs.values() for kind in on}))
     if measured := profile.made.get("devices"):
         known = stored_profiles.describe_devices(measured)
     lines = [
         f"{name} was measured on {known}; {topology.name} would need unmeasured costs: {lacks}",
-        f"measure it on a machine with {reasons.words([*missing])}: python -m embodied.profiling recipe={recipe}",
+        f"measure it on a machine with {reasons.words([*missing])}: {stored_profiles.command_of_profile(profile)}",
     ]
     if all("cpu" in on for on in profile.costs.values()) and topology.cores:
         lines.append(f"or plan for its cores alone: cluster={topology.cores}xCPU")
@@ -225,7 +233,7 @@ def plan(
         have = ", ".join(str(c) for c in topology.classes())
         raise PlacementError(
             f"the profile has costs on {known} for {', '.join(homeless)}, this cluster has {have}; measure them on "
-            f"such a machine: python -m embodied.profiling recipe={profile.made.get('recipe', 'NAME')}"
+            f"such a machine: {stored_profiles.command_of_profile(profile)}"
         )
     stages = profile.made.get("stages") or STAGES
     started = time.perf_counter()
@@ -294,7 +302,7 @@ def load_warning(profile: Profile) -> list[str]:
     """Says that a profile was measured while other programs kept the machine busy."""
     cores = profile.made.get("devices", {}).get("cpu", 1)
     busy = under_load(profile.made.get("busy") or {}, cores)
-    again = f"python -m embodied.profiling recipe={profile.made.get('recipe', 'NAME')} measures it again"
+    again = f"measure it again: {stored_profiles.command_of_profile(profile)}"
     why = f"warning     the profile was measured under load: {busy}. Its predictions may be off; {again}"
     return [why] if busy else []
 

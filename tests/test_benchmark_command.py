@@ -1,5 +1,6 @@
 """`python -m embodied.benchmark` measures every mode next to what it said before, and tells what does not fit."""
 
+import shlex
 from types import SimpleNamespace
 
 import pytest
@@ -135,7 +136,7 @@ def test_tasks_and_numbers_of_envs_multiply():
     commas, _ = benchmark.read_options(["num_envs=8,16", "modes=collocated,hybrid"])
     assert commas.num_envs == options.num_envs and commas.modes == ("collocated", "hybrid")
     assert options.modes == (*benchmark.MODES, benchmark.OTHER)
-    assert [config.env.num_envs for config in benchmark.variants(options, rest)] == [8, 16]
+    assert [config.env.num_envs for _, config in benchmark.variants(options, rest)] == [8, 16]
 
 
 def test_amounts_of_work_do_not_change_the_costs_but_the_policy_does():
@@ -152,8 +153,10 @@ def test_amounts_of_work_do_not_change_the_costs_but_the_policy_does():
 
 
 def test_without_a_profile_the_command_that_measures_one_is_named(tmp_path):
-    with pytest.raises(ConfigError, match=r"python -m embodied\.profiling recipe=pointmass_ppo"):
-        newest_profile(load([*SMALL, f"run.dir={tmp_path}"]).config)
+    arguments = [*SMALL, f"run.dir={tmp_path}"]
+    with pytest.raises(ConfigError) as refused:
+        newest_profile(load(arguments).config, arguments)
+    assert str(refused.value).endswith(f"python -m embodied.profiling {shlex.join(arguments)}")
 
 
 def test_what_a_real_run_takes_besides_goes_where_it_belongs():

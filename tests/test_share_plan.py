@@ -1,6 +1,7 @@
 """What `embodied.share --plan` predicts from profiles, against hand-computed times."""
 
 import json
+import shlex
 
 import pytest
 from share_record import check_record
@@ -79,7 +80,7 @@ def test_roles_that_a_recipe_adds_work_between_rollout_and_update(tmp_path):
     ]
     parts = {"sim": constant(0.0), "policy": constant(5.0), "learner": constant(1.0), "critic": constant(3.0)}
     config = load(measured(tmp_path, words, **parts)).config
-    cost = iteration_cost(config, own=1, runs=1)
+    cost = iteration_cost(config, words, own=1, runs=1)
     assert (cost.rollout_s(1), cost.update_s(1)) == (2 * 5, 3 + 4 * 1)
 
 
@@ -91,15 +92,19 @@ def test_a_profile_counts_for_a_recipe_whose_env_decides_what_is_left_open(tmp_p
 
 
 def test_what_was_not_measured_is_refused_with_the_command_that_measures_it(tmp_path, capsys):
-    words = [*ROBOT, f"run.dir={tmp_path}"]
+    (tmp_path / "taxi.yaml").write_text("extends: pointmass_ppo\n")
+    words = [f"recipe={tmp_path / 'taxi.yaml'}", *ROBOT[1:], f"run.dir={tmp_path}"]
     assert share.main([*words, "--plan"]) == 2
-    assert "it has not been measured here; python -m embodied.profiling" in capsys.readouterr().err
+    told = f"it has not been measured here; measure it (a minute): python -m embodied.profiling {shlex.join(words)}"
+    assert told in capsys.readouterr().err
     config = load(words).config
     made = {"key": cost_key(config), "devices": device_counts(machines(config))}
     costs = {name: {"gpu": Cost(constant(1.0))} for name in ("sim", "policy", "learner")}
     write_profile(Profile(dataflow_of(config), costs, made=made), profile_path(config, made))
-    with pytest.raises(ConfigError, match=r"was measured on other devices; python -m embodied\.profiling recipe=point"):
-        iteration_cost(config, own=1, runs=2)
+    with pytest.raises(
+        ConfigError, match=r"was measured on other devices; .* python -m embodied\.profiling recipe=.*taxi"
+    ):
+        iteration_cost(config, words, own=1, runs=2)
 
 
 def test_seeds_share_devices_and_say_who_had_which(tmp_path, capsys):

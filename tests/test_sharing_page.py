@@ -31,7 +31,7 @@ def test_a_dry_run_says_who_owns_what_and_starts_nothing(words, tmp_path, monkey
 def test_a_plan_needs_profiles_and_starts_nothing(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     assert share.main(PLANNED) == 2 and not Path("runs").exists()
-    assert "python -m embodied.profiling recipe=pointmass_ppo measures it" in capsys.readouterr().err
+    assert "python -m embodied.profiling recipe=pointmass_ppo" in capsys.readouterr().err
 
 
 def test_seeds_that_share_devices_are_many_at_once(tmp_path, monkeypatch, capsys):

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import tempfile
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from statistics import median
@@ -79,8 +79,8 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def start(argv: list[str]) -> None:
-    program, argv = program_of(argv)
-    values, problems, rest = launch.split(argv, ("seconds",))
+    program, words = program_of(argv)
+    values, problems, rest = launch.split(words, ("seconds",))
     seconds = values.get("seconds", SECONDS)
     if problems or not isinstance(seconds, int | float) or not 0 < seconds < float("inf"):
         raise ConfigError("\n".join(problems) or f"seconds={seconds}: should be a number above 0, seconds=60 say")
@@ -88,7 +88,7 @@ def start(argv: list[str]) -> None:
     if loaded is None:
         return
     config, _ = launch.planned(in_turns(loaded.config), roles=roles_of_run(program, loaded.config))
-    profile = measure(config, seconds, print, program)
+    profile = measure(config, argv, seconds, print, program)
     path = profile_path(config, profile.made, roles_of(roles_of_run(program, loaded.config)))
     write_profile(profile, path)
     print("\n".join(describe(profile)))
@@ -96,9 +96,14 @@ def start(argv: list[str]) -> None:
 
 
 def measure(
-    config: RunConfig, seconds: float, say: Callable[[str], None], program: type[EmbodiedLoop] = EmbodiedLoop
+    config: RunConfig,
+    arguments: Sequence[str],
+    seconds: float,
+    say: Callable[[str], None],
+    program: type[EmbodiedLoop] = EmbodiedLoop,
 ) -> Profile:
-    """Measure the parts, then calibrate with short real runs of the program, which also measure other roles."""
+    """Measure the parts, then calibrate with short real runs of the program, which also measure other roles.
+    `arguments`: of the command that measures this recipe."""
     check_policy(config)
     roles = roles_of(roles_of_run(program, config))
     config = in_turns(repeated(config)).with_values("cluster", memory_gb=None)  # without a memory limit
@@ -112,6 +117,7 @@ def measure(
         probed = probe(config, topology, clock, Path(logs))
         made = {
             "recipe": config.run.name,
+            "arguments": [*arguments],
             "name": f"{config.run.name} on {processor()}, {on}",
             "key": cost_key(config, roles),
             "devices": counts,

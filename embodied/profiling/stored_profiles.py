@@ -14,6 +14,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
+from shlex import join
 from typing import Any
 
 from embodied.config.recipe import RunConfig
@@ -205,14 +206,23 @@ def stored_profiles(config: RunConfig, roles: Sequence[PlacedRole] = EMBODIED) -
     return sorted(paths, key=lambda path: path.stat().st_mtime, reverse=True)
 
 
-def newest_profile(config: RunConfig, roles: Sequence[PlacedRole] = EMBODIED) -> Path:
-    """The newest profile of any machines. Raises ConfigError without one."""
+def profiling_command(arguments: Sequence[str]) -> str:
+    """The command that measures the recipe of these arguments."""
+    return f"python -m embodied.profiling {join(arguments)}"
+
+
+def command_of_profile(profile: Profile) -> str:
+    """The command that measures this profile again, with the arguments of its measurement."""
+    return profiling_command(profile.made.get("arguments") or [f"recipe={profile.made.get('recipe', 'NAME')}"])
+
+
+def newest_profile(config: RunConfig, arguments: Sequence[str], roles: Sequence[PlacedRole] = EMBODIED) -> Path:
+    """The newest profile of any machines. Raises ConfigError without one. `arguments`: of the recipe."""
     path = next(iter(stored_profiles(config, roles)), None)
     if path is None:
-        name = config.run.name or "NAME"
         raise ConfigError(
-            f"no profile of this recipe has been measured here; measure one (a minute): python -m embodied.profiling "
-            f"recipe={name}, with the options that you gave here, or name one: profile=FILE"
+            "no profile of this recipe has been measured here; measure one (a minute), or name one with profile=FILE: "
+            f"{profiling_command(arguments)}"
         )
     return path
 
@@ -223,8 +233,7 @@ def fitted_to(config: RunConfig, profile: Profile, path: Path, roles: Sequence[P
     if key != cost_key(config, roles):
         raise ConfigError(
             f"{path} was measured for {profile.made.get('recipe', 'another workload')}, whose env, policy, algorithm "
-            "or processor costs something else; leave out recipe=, or measure this one: python -m embodied.profiling "
-            f"recipe={config.run.name}"
+            "or processor costs something else; leave out profile=, or plan for the former without recipe="
         )
     lengths = profile.made.get("lengths")  # of conversations
     lengths = lengths and lengths_from_json(lengths)

@@ -43,12 +43,12 @@ class IterationCost:
     warnings: Sequence[str]  # of the profile
 
 
-def iteration_cost(config: RunConfig, own: int, runs: int) -> IterationCost:
-    """The cost of an iteration by the newest valid profile of this recipe on this machine. `own`: the number of the
-    run's own devices. The cores beside GPUs are divided among `runs` runs."""
+def iteration_cost(config: RunConfig, arguments: Sequence[str], own: int, runs: int) -> IterationCost:
+    """The cost of an iteration by the newest valid profile of this recipe on this machine. `arguments`: of the run.
+    `own`: the number of the run's own devices. The cores beside GPUs are divided among `runs` runs."""
     topology, name = machines(config), config.run.name
     roles = roles_of(roles_of_run(EmbodiedLoop, config))
-    advice = f"python -m embodied.profiling recipe={name} measures it (a minute)"
+    advice = f"measure it (a minute): {stored_profiles.profiling_command(arguments)}"
     path, why = stored_profiles.profile_for(config, topology, roles)
     if path is None:
         raise ConfigError(f"{name}: {why or 'it has not been measured here'}; {advice}")
@@ -106,10 +106,11 @@ def predict(shared: SharedRuns, warn: Callable[[str], object] = lambda line: Non
     configs = {run.name: planned(run, load_run(run.words))[0] for run in shared.runs}  # profiles name planned configs
     own = {run.name: run.own for run in shared.runs}
     weights = {run.name: run.weight for run in shared.runs}
+    words = {run.name: run.words for run in shared.runs}
     devices = {device for devices_of_run in own.values() for device in devices_of_run}
 
     def works(sizes: Mapping[str, int], runs: int) -> tuple[list[RunWork], list[IterationCost]]:
-        costs = {name: iteration_cost(config, sizes[name], runs) for name, config in configs.items()}
+        costs = {name: iteration_cost(config, words[name], sizes[name], runs) for name, config in configs.items()}
         made = [run_work(name, configs[name], sizes[name], weights[name], cost) for name, cost in costs.items()]
         return made, [*costs.values()]
 

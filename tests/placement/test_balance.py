@@ -95,9 +95,3 @@ def test_the_published_example_and_draws_of_lengths_are_counted_as_the_page_says
         ratio = one["ratio"]
         assert 1.0 <= ratio["dealt"] <= ratio["neighbours"] + 1e-9 and ratio["cut"] <= max(ratio["dealt"], BALANCED)
         assert one["seconds"]["cut"] > 0
-
-
-@pytest.mark.slow
-def test_two_learner_processes_are_measured():
-    found = balance.update_seconds(16, [64, 16, 16], {"neighbours": [0, 1, 1], "divided": [0, 0, 1]}, rounds=1)
-    assert found["neighbours"] >= found["halves"] > 0 and found["divided"] > 0 < found["divided_by_clock"]

@@ -133,7 +133,7 @@ def test_costs_on_a_model_of_gpu_hold_for_it_alone_and_those_on_gpus_for_all():
     assert replace(profile, costs={**cost, "sim": {"gpu": Cost(constant(1))}}).knows(other)
 
 
-# The profiles of published workloads: every number has a source, and the planner finds the published winners
+# The profiles of published workloads: every number has a source
 
 
 PROFILES = Path(__file__).parents[2] / "assets/profiles"
