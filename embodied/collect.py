@@ -98,10 +98,10 @@ def check_still_there(config: RunConfig) -> None:
     """Refuse to resume a run with a missing dataset."""
     data, run = config.sft.data, config.resume
     if isinstance(run, Path) and not data.exists():
-        again = join([f"recipe={run / CONFIG}", f"out={data}"])
+        again = [f"recipe={run / CONFIG}", f"out={data}"]
         raise ConfigError(
             f"resume={run} learns from {data}, which is gone: put it back, name its place with sft.data=FOLDER, or, if "
-            f"the env's expert played, collect it again: python -m embodied.collect {again}"
+            f"the env's expert played, collect it again: python -m embodied.collect {join(again)}"
         )
 
 

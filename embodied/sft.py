@@ -2,7 +2,7 @@
 
 Works like `train`, with a workflow that learns from a dataset instead of simulators; with a text env, from its own
 solutions or a file. Without sft.data the env's own expert demonstrates first (`collect`). The run is evaluated
-and resumed like any other, and RL continues from it: python -m embodied.train run.start_from=RUN ...
+and resumed like any other, and RL continues from it: python -m embodied.train recipe=NAME run.start_from=RUN
 """
 
 from __future__ import annotations

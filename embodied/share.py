@@ -245,9 +245,8 @@ def ask_to_join(folder: Path, runs: list[list[str]]) -> int:
             asking.sendall(json.dumps({"do": "add", "n": 1, "words": runs[0]}).encode() + b"\n")
             answer = json.loads(asking.makefile("rb").readline() or b"{}")
     except (OSError, ValueError):
-        raise EmbodiedError(
-            f"join={folder}: no command is running them; start them first: python -m embodied.share resume={folder}"
-        ) from None
+        first = f"python -m embodied.share {quote(f'resume={folder}')}"
+        raise EmbodiedError(f"join={folder}: no command is running them; start them first: {first}") from None
     answer_text = str(answer.get("said", "error: it was not answered"))
     if answer_text.startswith("error: "):
         raise EmbodiedError(f"join={folder}: {answer_text.removeprefix('error: ')}")

@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
+from shlex import quote
 from typing import Any
 
 from embodied import let_call
@@ -85,11 +86,12 @@ def check_trains(loaded: Loaded, program: type[EmbodiedLoop]) -> Loaded:
     by_rl = any(where == COMMAND_LINE and key.startswith(BY_RL) for key, where in loaded.sources.items())
     if loaded.recipe and program is EmbodiedLoop and not by_rl and commands_of_recipe(loaded.recipe) == ["sft"]:
         raise ConfigError(
-            f"recipe={loaded.recipe} imitates demonstrations: python -m embodied.sft recipe={loaded.recipe}; to train "
-            "by RL in its env, set its start: run.start_from=RUN, or null for a new policy"
+            f"recipe={loaded.recipe} imitates demonstrations: python -m embodied.sft "
+            f"{quote(f'recipe={loaded.recipe}')}; to train by RL in its env, set its start: run.start_from=RUN, or "
+            "null for a new policy"
         )
     if loaded.recipe and (others := recipes_to_train(loaded.recipe)):
-        evaluate = f"python -m embodied.evaluate checkpoint=FOLDER recipe={loaded.recipe}"
+        evaluate = f"python -m embodied.evaluate checkpoint=FOLDER {quote(f'recipe={loaded.recipe}')}"
         raise ConfigError(
             f"recipe={loaded.recipe} evaluates published models: {evaluate}; to train one by RL: "
             f"recipe={'|'.join(others)} policy.pretrained=FOLDER (docs/published.md)"
@@ -226,10 +228,8 @@ def make_start(first: FirstRun, config: RunConfig, before: tuple[str, ...]) -> t
         launch.say("then")
         return code, None
     if code:
-        launch.say(
-            f"the start was stopped, so the run is not begun: python -m embodied.{first.command} resume={folders[0]}, "
-            "then the same command again"
-        )
+        again = f"python -m embodied.{first.command} {quote(f'resume={folders[0]}')}"
+        launch.say(f"the start was stopped, so the run is not begun: {again}, then the same command again")
     else:
         launch.say(f"start       {folders[0]}, just made")
     return code, folders[0]

@@ -19,7 +19,7 @@ from datetime import UTC, datetime
 from io import FileIO, StringIO
 from itertools import pairwise
 from pathlib import Path
-from shlex import quote
+from shlex import join, quote
 from typing import Any
 
 from embodied.core.errors import printable
@@ -183,8 +183,8 @@ class Console:
             self.say(f"  transcripts {transcripts[-1]}")
         if self.last_checkpoint:
             self.say(f"  checkpoint  {self.last_checkpoint}")
-        more = f"eval.episodes={min(200, most or 200)}"
-        self.say(f"  evaluate    python -m embodied.evaluate {quote(f'checkpoint={self.folder}')} {more}")
+        evaluation = [f"checkpoint={self.folder}", f"eval.episodes={min(200, most or 200)}"]
+        self.say(f"  evaluate    python -m embodied.evaluate {join(evaluation)}")
         self.say(f"  resume      python -m embodied.{self.command} {quote(f'resume={self.folder}')}")
 
     def _recent_means(self) -> dict[str, float | None]:

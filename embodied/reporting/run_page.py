@@ -9,6 +9,7 @@ from __future__ import annotations
 import sys
 from datetime import UTC, datetime
 from pathlib import Path
+from shlex import quote
 from typing import Any
 
 from embodied.config.yaml_values import read_yaml
@@ -82,7 +83,8 @@ def report_or_say_why(folder: Path) -> None:
         write_report(folder)
     except Exception as err:
         why = f"{type(err).__name__}: {err}"
-        print(f"no report: {why}; python -m embodied.report {folder} tries again", file=sys.stderr, flush=True)
+        again = f"python -m embodied.report {quote(str(folder))}"
+        print(f"no report: {why}; {again} tries again", file=sys.stderr, flush=True)
 
 
 def report(run: Run, beside: Path) -> Block:

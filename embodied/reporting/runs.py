@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from shlex import quote
 from typing import Any
 
 from yaml import YAMLError
@@ -22,10 +23,7 @@ from embodied.run.run_folder import lost
 
 IN_TRAINING = re.compile(r"v\d{6,}")  # evaluations during training, not those started by hand
 CHOOSES_EPISODES = ("episodes", "seed", "samples", "temperature", "top_p", "top_k")
-LOST = (
-    "It ended before it could say why: it was killed, or its machine went down. "
-    "python -m embodied.{command} resume={run} goes on {where}."
-)
+LOST = "It ended before it could say why: it was killed, or its machine went down. {resume} goes on {where}."
 
 
 @dataclass(frozen=True)
@@ -109,8 +107,8 @@ def read_run(folder: Path | str) -> Run:
         info = read_info(folder / "run.json", problems)
         if lost(folder, info):
             where = "from its last checkpoint" if any(folder.glob("checkpoints/v*")) else "from its start"
-            cause = LOST.format(command=info.get("command", "train"), run=folder, where=where)
-            info |= {"state": "killed", "cause": cause}
+            resume = f"python -m embodied.{info.get('command', 'train')} {quote(f'resume={folder}')}"
+            info |= {"state": "killed", "cause": LOST.format(resume=resume, where=where)}
         config = read_config(folder / "config.yaml", problems)
         metrics = read_metrics(folder / "metrics.jsonl", problems)
         return Run(folder, info, config, metrics, read_evaluations(folder, problems), problems, read_partial(folder))

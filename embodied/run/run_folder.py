@@ -16,6 +16,7 @@ from contextlib import suppress
 from datetime import datetime
 from functools import cache
 from pathlib import Path
+from shlex import quote
 
 from embodied.core.errors import CheckpointError, ConfigError
 from embodied.core.files import in_words, replace_text
@@ -57,7 +58,8 @@ class RunFolder:
         if not (path / "run.json").is_file():
             raise CheckpointError(f"{path} is not a run folder: run.json is missing")
         if (made_by := run.info().get("command", "train")) != command:
-            raise CheckpointError(f"{path} is a run of another command: python -m embodied.{made_by} resume={path}")
+            again = f"python -m embodied.{made_by} {quote(f'resume={path}')}"
+            raise CheckpointError(f"{path} is a run of another command: {again}")
         run.logs.mkdir(exist_ok=True)
         run._hold()
         resumed = [*run.info().get("resumed", []), {"at": now(), "provenance": provenance()}]
@@ -170,7 +172,7 @@ def is_held(run: Path) -> bool | None:
 
 
 def command_line() -> list[str]:
-    """The command that started this process, as its user typed it: `python -m embodied.train recipe=...`."""
+    """The command that started this process, as its user typed it: `python -m embodied.train recipe=NAME`."""
     if "-m" in sys.orig_argv[:-1]:
         return ["python", *sys.orig_argv[sys.orig_argv.index("-m") :]]
     return [Path(sys.argv[0]).name, *sys.argv[1:]]

@@ -13,6 +13,7 @@ import itertools
 import logging
 import threading
 from collections.abc import Callable
+from shlex import join
 from typing import Any
 
 from embodied.core.errors import ConfigError, MissingAsset, nearest
@@ -142,7 +143,7 @@ def to_prove(config: ManiSkillConfig) -> str:
     settings = {"task": config.task, "control_mode": control_of(config), "robot": config.robot}
     settings |= {"modules": f"[{','.join(config.modules)}]" if config.modules else None}
     settings |= {"reward_mode": config.reward_mode if config.reward_mode != "normalized_dense" else None}
-    return " ".join(["python -m embodied.check", *(f"env.{key}={value}" for key, value in settings.items() if value)])
+    return f"python -m embodied.check {join(f'env.{key}={value}' for key, value in settings.items() if value)}"
 
 
 def registered() -> dict[str, Any]:

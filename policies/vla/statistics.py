@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
+from shlex import quote
 from typing import Any
 
 import numpy as np
@@ -140,7 +141,7 @@ def default_ranges(spec: EnvSpec) -> Figures:
 
 def dataset_ranges(folder: Path, spec: EnvSpec) -> Figures:
     """The statistics of a dataset's actions and states."""
-    counted = f"python -m embodied.datasets.quantiles {folder} writes it"
+    counted = f"python -m embodied.datasets.quantiles {quote(str(folder))} writes it"
     if not (folder / DATA_SET).is_file():
         if (folder / "meta" / "info.json").is_file():
             raise ConfigError(
@@ -238,7 +239,7 @@ def figures_of(known: dict[str, Moments], where: str, name: str | None) -> tuple
         if not known:
             raise CheckpointError(
                 f"policy.statistics={where} holds neither meta/stats.json nor norm_stats.json; of LeRobot 2.1's "
-                f"datasets python -m embodied.datasets.quantiles {where} writes the former"
+                f"datasets python -m embodied.datasets.quantiles {quote(str(where))} writes the former"
             )
     if not known and name:
         raise ConfigError(f"policy.statistics={name}: there is no such folder")
