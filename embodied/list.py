@@ -12,6 +12,7 @@ from typing import Any
 
 from embodied.config.recipe import RunConfig, load
 from embodied.config.recipe_files import by_family, recipe_file, recipe_names
+from embodied.core.arrays import gather
 from embodied.core.errors import ConfigError, nearest
 from embodied.core.files import as_path
 from embodied.envs import PLUGINS, env_class, plugin
@@ -31,7 +32,7 @@ usage: python -m embodied.list [recipes|envs|tasks|policies|models|engines] [--h
   envs                          env.name=NAME: simulators, and envs that ask in words
   tasks                         env.task=NAME, by simulator (takes some seconds: it starts the simulators)
   policies                      policy.name=NAME: families of robot policies, and language models
-  models                        policy.pretrained=NAME: language models that are on this machine
+  models                        policy.pretrained=NAME: language models on this machine, and those of recipes
   engines                       policy.engine=NAME: programs that generate a language model's answers
 
 Without a word: all but tasks."""
@@ -133,8 +134,11 @@ def policies(machine: Machine) -> Iterable[Item]:
 def models(machine: Machine) -> Iterable[Item]:
     kinds = machine.models()
     yield from (Item(name, f"A language model of the kind {kind}.", "") for name, kind in kinds.items())
-    if not kinds:
-        yield Item("none", "ORG/NAME is fetched from the hub; python scripts/smollm2.py makes one.", "none is here")
+    configs = {name: load([f"recipe={name}"]).config.policy for name in recipe_names()}
+    named = gather((policy.pretrained, name) for name, policy in configs.items() if policy.speaks and policy.pretrained)
+    for name, users in named.items():
+        if lacks_model(name, kinds, machine):
+            yield Item(name, f"A language model of recipe {', '.join(users)}.", f"not here: {how_to_get(name)}")
 
 
 def engines(machine: Machine) -> Iterable[Item]:

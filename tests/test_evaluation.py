@@ -10,6 +10,7 @@ from contextlib import contextmanager, nullcontext
 from pathlib import Path
 
 import pytest
+from tiny_language import publish
 
 from embodied import evaluate, train
 from embodied.reporting.results import read_results
@@ -157,9 +158,9 @@ def test_a_policy_on_the_hub_is_evaluated_like_its_folder(tmp_path, hub):
 @pytest.mark.parametrize(
     ("checkpoint", "code", "says"),
     [
-        ("org/policy", 1, "hf download org/policy"),
-        ("nowhere", 1, "nowhere: there is no such folder"),
-        (str(Path(__file__).parent), 1, "no policy in it"),
+        ("org/policy", 2, "hf download org/policy"),
+        ("nowhere", 2, "nowhere: there is no such folder"),
+        (str(Path(__file__).parent), 2, "no policy in it"),
         ("[]", 2, "name at least one"),
         ("[random,3]", 2, "should be text"),
         ("nowhere:Policy", 2, "No module named 'nowhere'"),
@@ -183,6 +184,21 @@ def test_without_a_recipe_a_missing_folder_is_told_from_a_missing_env(checkpoint
     (tmp_path / "runs").mkdir()
     run(f"checkpoint={checkpoint}", code=2)
     assert says in capsys.readouterr().err
+
+
+def test_a_language_models_folder_answers_any_text_env(tmp_path, capsys):
+    publish(tmp_path / "model", "gpt2", tied=True)
+    run("checkpoint=model", code=2)
+    assert (
+        "checkpoint=model holds a language model, so name its env: for example env.name=sums" in capsys.readouterr().err
+    )
+    run("checkpoint=model", "env.name=pointmass", code=2)
+    assert "env.name=pointmass takes actions, and policy.name=language answers in words" in capsys.readouterr().err
+    run("checkpoint=model", "env.name=sums", "policy.max_tokens=2", "eval.episodes=2", "cluster.backend=inline")
+    assert results(tmp_path / "runs/evaluate-model")[0]["overall"]["episodes"] == 2
+    (tmp_path / "model" / "model.safetensors").unlink()
+    run("checkpoint=model", "env.name=sums", code=2)
+    assert "checkpoint=model: the model has no weights there, no file *.safetensors" in capsys.readouterr().err
 
 
 def test_a_policy_for_another_env_is_refused_and_leaves_nothing(tmp_path, capsys):

@@ -41,7 +41,7 @@ def base_recipe(
     if family := published(values | own):
         task = values.get("env.task")
         env = values.get("env.name") or (env_that_knows(task) if isinstance(task, str | list) else None)
-        return protocol_recipe(str(values.get("policy.name", family)), env, problems)
+        return protocol_recipe(own["checkpoint"][0], str(values.get("policy.name", family)), env, problems)
     if isinstance(values.get("resume"), str) and values["resume"] != "auto":
         problems.append(f"resume={values['resume']}: there is no config.yaml of a run in this folder")
     elif command.name == "evaluate" and "checkpoint" not in own:
@@ -80,11 +80,13 @@ def usual_name(recipe: str, command: Command) -> str:
     return "sft-" * (command.name == "sft") + Path(recipe).stem
 
 
-def without_recipe(command: Command, values: dict[str, Any]) -> list[Source]:
-    """The base of an evaluation without a recipe: it sets a length of training, which every config needs."""
+def without_recipe(command: Command, values: dict[str, Any], own: dict[str, tuple[str, ...]]) -> list[Source]:
+    """The base of an evaluation without a recipe: it sets a length of training, which every config needs, and the
+    family of a published model that needs no protocol."""
     if command.name != "evaluate":
         return []
-    policy = [(("policy", "name"), "language")] if values.keys() & {*ANSWERING} else []
+    family = "language" if values.keys() & {*ANSWERING} else published(values | own)
+    policy = [(("policy", "name"), family)] if family else []
     return [Source("no recipe", Path.cwd(), [(("run", "iterations"), 1), *policy])]
 
 
@@ -116,16 +118,23 @@ def published(values: dict[str, Any]) -> str | None:
     return published_family(find(checkpoint)) if isinstance(checkpoint, str) else None
 
 
-def protocol_recipe(family: str, env: Any, problems: list[str]) -> str | None:
-    """Name of the recipe that evaluates published models of this family in this env."""
+def protocol_recipe(checkpoint: str, family: str, env: Any, problems: list[str]) -> str | None:
+    """Name of the recipe that evaluates published models of this family in this env; None for a family without such
+    recipes, which any env may ask."""
     end = f"_published_{family}"
     known = {name.removesuffix(end) for name in recipe_names() if name.endswith(end)}
     if env in known:
         return f"{env}{end}"
-    problems.append(
-        f"this folder holds a published {family} model, which does not say for which env; there are protocols for "
-        f"env.name={'|'.join(sorted(known)) or 'none'}; for another env name a recipe with policy.name={family}"
-    )
+    if known:
+        problems.append(
+            f"checkpoint={checkpoint} holds a published {family} model, which does not say for which env; there are "
+            f"protocols for env.name={'|'.join(sorted(known))}; for another env name a recipe with policy.name={family}"
+        )
+    elif env is None:
+        problems.append(
+            f"checkpoint={checkpoint} holds a {family} model, so name its env: for example env.name=sums, or "
+            "recipe=NAME"
+        )
     return None
 
 

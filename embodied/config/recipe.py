@@ -322,7 +322,7 @@ def _load(values: dict[str, Any], problems: list[str], flags: frozenset[str], co
     schema, tree = root(RunConfig), Tree(problems=problems, evaluates=command.name == "evaluate")
     own = {key: texts(key, values.pop(key), problems) for key in command.own if key in values}
     recipe = base_recipe(values, own, command, schema, problems)
-    sources = recipe_sources(recipe, schema, problems) if recipe else without_recipe(command, values)
+    sources = recipe_sources(recipe, schema, problems) if recipe else without_recipe(command, values, own)
     incomplete = bool(problems)  # then missing keys are not reported
     if (mine := own_classes(own.get("checkpoint"))) and any(key.startswith("policy.") for key in values):
         values.setdefault("policy.name", mine[0])
@@ -330,7 +330,7 @@ def _load(values: dict[str, Any], problems: list[str], flags: frozenset[str], co
     for source in sources:
         lay(tree, schema, with_own_task(source, tree))
     problems += [
-        f"{key} has no effect in {command.name}; leave it out{instead(key)}"
+        f"{key} has no effect in {command.name}; leave it out{instead(key, command)}"
         for key, where in tree.sources.items()
         if where == COMMAND_LINE and command.ignores(key)
     ]
@@ -345,7 +345,9 @@ def _load(values: dict[str, Any], problems: list[str], flags: frozenset[str], co
     return Loaded(config, tree.sources, flags, own, recipe, tuple(tree.left_out))
 
 
-def instead(key: str) -> str:
-    """The command for a key without effect, if its section belongs to another command."""
+def instead(key: str, command: Command) -> str:
+    """What does have the effect of a key that has none: the command of its section, or the checkpoint."""
     section = key.partition(".")[0]
+    if section == "policy" and "checkpoint" in command.own:
+        return ": checkpoint=FOLDER names the policy"
     return f", or run python -m embodied.{section}" if section in COMMANDS else ""

@@ -43,6 +43,8 @@ class MissingAsset(EmbodiedError):
 class CheckpointError(EmbodiedError):
     """A checkpoint is missing, incomplete or damaged."""
 
+    exit_code = 2
+
 
 class Diverged(EmbodiedError):
     """Training produced numbers that are not finite; no step was taken with them."""

@@ -86,11 +86,12 @@ def folder_for(name: str, key: str, files: Sequence[str]) -> Path:
     return fetch(name, key, files)
 
 
-def check_model(folder: Path, policy: Any, weights: bool = True) -> None:
-    """Refuse a folder that holds no model of the policy's family; without `weights` its shape is enough."""
+def check_model(folder: Path, policy: Any, weights: bool = True, key: str = "policy.pretrained") -> None:
+    """Refuse a folder that holds no model of the policy's family; without `weights` its shape is enough. Messages name
+    the folder by `key`."""
     from embodied.policies.policy_folder import families_of
 
-    given = f"policy.pretrained={folder}"
+    given = f"{key}={folder}"
     if not (folder / SHAPE[0]).is_file():
         raise CheckpointError(f"{given}: {SHAPE[0]} is missing, so it is not a folder of a model")
     if not any(folder.glob("*.safetensors")):

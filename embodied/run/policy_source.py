@@ -17,7 +17,7 @@ from embodied.core.errors import ConfigError
 from embodied.envs import env_class
 from embodied.policies.language.config import ANSWERING, OF_SERVER, LanguageConfig
 from embodied.run.checkpoints import digest, locate, name_of, read_json
-from embodied.run.hub import fetch, is_hub_id
+from embodied.run.hub import check_model, fetch, is_hub_id
 
 if TYPE_CHECKING:
     from embodied.core.types import EnvSpec
@@ -290,10 +290,13 @@ def other_training(source: PolicySource, loaded: Loaded, fixed: dict[str, Any]) 
 def policy_of(folder: Path, loaded: Loaded) -> Any:
     """The recipe's policy with this folder's weights, and options decided by the folder and the task."""
     from embodied.policies import policy_class
+    from embodied.policies.policy_folder import published_family
 
     config = loaded.config.policy
     if not config.published:
-        raise ConfigError(f"{folder} holds a published model; a recipe for it has policy.name=openvla or another VLA")
+        family = published_family(folder)
+        raise ConfigError(f"{folder} holds a published {family} model; name a recipe for it, with policy.name={family}")
+    check_model(folder, config, key="checkpoint")
     config = config.model_copy(update={"pretrained": str(folder)})
     chosen = policy_class(config.name).choices(config, env_class(loaded.config.env).tasks(loaded.config.env)[0])
     asked = {key.removeprefix("policy.") for key, where in loaded.sources.items() if where == COMMAND_LINE}

@@ -130,8 +130,10 @@ def settings_of(config: dict[str, Any], where: str) -> OpenVLASettings:
             tokenizer="words" if str(config.get("llm_backbone_id")).endswith("-words") else "folder",
             published=config,
         )
-    except (KeyError, TypeError, AttributeError) as err:
-        raise CheckpointError(f"{where} is not a complete OpenVLA config: {err!r}") from None
+    except KeyError as err:
+        raise CheckpointError(f"{where} is not a complete OpenVLA config: {err} is missing") from None
+    except (TypeError, AttributeError) as err:
+        raise CheckpointError(f"{where} is not an OpenVLA config: {err}") from None
     if odd := [n for n in (size, settings.bins, *counts_of(settings.llama)) if type(n) is not int or n < 1]:
         raise CheckpointError(f"{where}: its sizes should be whole numbers, one is {odd[0]!r}")
     if len({size // tower.patch for tower in settings.towers}) > 1:

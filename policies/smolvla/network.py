@@ -132,8 +132,10 @@ def settings_of(config: dict[str, Any], names: Collection[str], where: str, kind
             expert_dim=int(language.dim * config["expert_width_multiplier"]),
             self_every=config["self_attn_every_n_layers"],
         )
-    except (KeyError, TypeError) as err:
-        raise CheckpointError(f"{where} is not a complete config of SmolVLA: {err}") from None
+    except KeyError as err:
+        raise CheckpointError(f"{where} is not a complete config of SmolVLA: {err} is missing") from None
+    except TypeError as err:
+        raise CheckpointError(f"{where} is not a config of SmolVLA: {err}") from None
     settings.check(where, settings.depth)
     return settings
 

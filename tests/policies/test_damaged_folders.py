@@ -46,13 +46,15 @@ def test_a_mask_without_content_masks_nothing_and_hides_what_is_no_range():
     [
         ({"image_sizes": ["64", "64"]}, "sizes should be whole numbers, one is '64'"),
         ({"n_action_bins": 0}, "one is 0"),
-        ({"text_config": "llama"}, "not a complete OpenVLA config"),
+        ({"text_config": "llama"}, "here is not an OpenVLA config"),
         ({"text_config": {"rope_scaling": {"type": "linear", "factor": 2}}}, r"rotary embedding \(linear\)"),
     ],
 )
 def test_sizes_of_openvla_that_cannot_be(change, reason):
     with pytest.raises(CheckpointError, match=reason):
         settings_of(TINY | change, "here")
+    with pytest.raises(CheckpointError, match="here is not a complete OpenVLA config: 'timm_model_ids' is missing"):
+        settings_of({key: value for key, value in TINY.items() if key != "timm_model_ids"}, "here")
     assert settings_of(TINY | {"text_config": TINY["text_config"] | {"rope_parameters": {"rope_type": "default"}}}, "")
 
 

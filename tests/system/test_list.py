@@ -165,16 +165,20 @@ def test_models_in_the_folder_and_in_the_hubs_cache_are_listed(tmp_path, monkeyp
     model(tmp_path / "hub" / "models--org--name-1B" / "snapshots" / "abc")
     machine = Here(tmp_path / "hub", "transformers")
     assert machine.models() == {"models/mine": "llama", "org/name-1B": "llama"}
-    assert [item.name for item in LISTS["models"](machine)] == ["models/mine", "org/name-1B"]
+    assert [item.name for item in LISTS["models"](machine)][:2] == ["models/mine", "org/name-1B"]
     assert [(found.state, found.detail) for found in check_language(machine)][-1] == (OK, "models/mine, org/name-1B")
 
 
-def test_without_models_list_and_doctor_say_how_to_get_one(tmp_path, monkeypatch):
+def test_models_of_recipes_are_listed_with_the_way_to_get_them(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     machine = Here(tmp_path / "hub", "transformers")
-    (none,) = LISTS["models"](machine)
-    assert none.name == "none" and "scripts/smollm2.py" in none.purpose
+    lacking = {item.name: item.problem for item in LISTS["models"](machine)}
+    assert lacking["models/SmolLM2-135M-Instruct"] == "not here: python scripts/smollm2.py"
+    assert lacking["Qwen/Qwen3-0.6B"] == "not here: hf download Qwen/Qwen3-0.6B"
     assert check_language(machine)[-1].state == ABSENT
+    model(tmp_path / "models" / "SmolLM2-135M-Instruct")
+    here = {item.name: item.problem for item in LISTS["models"](machine)}
+    assert not here["models/SmolLM2-135M-Instruct"] and len(here) == len(lacking)
 
 
 def test_vllm_is_named_with_the_command_that_installs_it(tmp_path):
