@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from embodied import let_call, report
+from embodied.config.base_recipe import stored_recipe
 from embodied.config.cli import from_python
 from embodied.config.recipe import COMMAND_LINE, Loaded, RunConfig, load
 from embodied.core.errors import ConfigError, EmbodiedError, EvaluationStopped
@@ -44,7 +45,7 @@ from embodied.reporting.run_page import report_or_say_why
 from embodied.reporting.runs import Run
 from embodied.reporting.success_stats import causes, summarize
 from embodied.reporting.transcripts import TRANSCRIPTS, join_transcripts
-from embodied.reporting.videos import write_mosaic
+from embodied.reporting.videos import worth_seeing, write_mosaic
 from embodied.run import launch
 from embodied.run.checkpoints import MANIFEST, WEIGHTS, read_json
 from embodied.run.devices import is_small
@@ -114,6 +115,8 @@ def play(loaded: Loaded) -> Path | None:
             refuse_errors_only({alone.name: evaluate(parts, alone, policies[alone.name], out)}, out)
         else:
             compare(parts, sources, policies, wanted, out)
+        if recipe := stored_recipe(out):  # the page of the policy's run counts the evaluations beside it
+            report_or_say_why(recipe.parent)
     return out
 
 
@@ -263,7 +266,7 @@ def evaluate(parts: list[Part], source: PolicySource, policy: dict[str, Any], ou
             with opened(part, parts, source, tasks, out) as again:
                 again.read_spec()
                 film_failures(again, out, episodes)
-    for video in sorted((out / "videos").glob("*.mp4"), reverse=True)[:3]:
+    for video in worth_seeing((out / "videos").glob("*.mp4"))[:3]:
         print(f"  video       {video}")
     return episodes
 

@@ -45,7 +45,8 @@ class Tree:
     problems: list[str] = field(default_factory=list)
     doubts: list[str] = field(default_factory=list)  # printed only if there are problems
     evaluates: bool = False  # an evaluation: the policy keeps the observations of its training
-    left_out: list[str] = field(default_factory=list)  # dropped settings for another task than the command line's
+    unused: tuple[str, ...] = ()  # sections without effect in this command
+    left_out: list[str] = field(default_factory=list)  # dropped settings for another variant, task or engine
 
     def section(self, key: Key) -> dict | None:
         """The values below a key; None without any."""
@@ -251,14 +252,14 @@ def lay(tree: Tree, root: Section, source: Source) -> None:
     """Merge one source into the tree."""
     for key, value in source.values:
         if key[-1] == "name":
-            switch(tree, root.at(key[:-1]), key[:-1], value)
+            switch(tree, root.at(key[:-1]), key[:-1], value, source)
     for key, value in source.values:
         drop_superseded(tree, root, key, value, source)
     for key, value in source.values:
         tree.put(key, own_path(root, key, value, source.folder), source.name)
 
 
-def switch(tree: Tree, section: Section | None, prefix: Key, name: Any) -> None:
+def switch(tree: Tree, section: Section | None, prefix: Key, name: Any, source: Source) -> None:
     """If a source names another variant, drop the old variant's settings, except keys that both share."""
     values = tree.section(prefix)
     if section is None or not values or values.get("name") == name:
@@ -267,9 +268,27 @@ def switch(tree: Tree, section: Section | None, prefix: Key, name: Any) -> None:
     if None in (before, after) or ("name" not in values and before == after):
         return
     old, new = section.variants[before], section.variants[after]
-    for key in [key for key in values if key != "name"]:
-        if not same_key(old, new, key):
-            tree.drop((*prefix, key))
+    gone = [key for key in values if key != "name" and not same_key(old, new, key)]
+    note_left_out(tree, (*prefix, "name"), before, old, gone, source)
+    for key in gone:
+        tree.drop((*prefix, key))
+
+
+def note_left_out(tree: Tree, key: Key, value: Any, model: Any, dropped: list[str], source: Source) -> None:
+    """Note the settings that a user's source drops, if they differ from the default. `value`: of `key` before."""
+    if source.folder.resolve().is_relative_to(RECIPES.resolve()) or key[0] in tree.unused:
+        return
+    *above, _ = key
+    before, fields = tree.section(tuple(above)) or {}, model.model_fields
+    told = [one for one in dropped if one in before and (*above, one) not in dict(source.values)]
+    told = [
+        one for one in told if one not in fields or before[one] != fields[one].get_default(call_default_factory=True)
+    ]
+    if told:
+        whose = f"{'.'.join(key)}={write_yaml(value)}"
+        tree.left_out.append(
+            f"left out, since the recipe sets it for {whose}: {', '.join(settings(above, told, before))}"
+        )
 
 
 def same_key(old: type, new: type, key: str) -> bool:
@@ -294,14 +313,7 @@ def drop_superseded(tree: Tree, root: Section, key: Key, value: Any, source: Sou
     if name in ("task", "engine") and model and before.get(name) not in (None, value):
         theirs = [*getattr(model, f"of_{name}"), *(model.view_of_task if name == "task" and not tree.evaluates else ())]
         gone += theirs
-        usual = {one: model.model_fields[one].default for one in theirs}
-        told = [one for one in theirs if before.get(one, usual[one]) != usual[one]]
-        told = [one for one in told if (*above, one) not in dict(source.values)]
-        if told and not source.folder.resolve().is_relative_to(RECIPES.resolve()):
-            whose = f"{'.'.join(key)}={write_yaml(before[name])}"
-            tree.left_out.append(
-                f"left out, since the recipe sets it for {whose}: {', '.join(settings(above, told, before))}"
-            )
+        note_left_out(tree, key, before[name], model, theirs, source)
     for other in gone:
         tree.drop((*above, other))
 

@@ -268,7 +268,7 @@ class Loaded:
     flags: frozenset[str]
     own: dict[str, tuple[str, ...]]  # the command's own arguments
     recipe: str | None = None  # name or file
-    left_out: tuple[str, ...] = ()  # lines on dropped settings for another task than the command line's
+    left_out: tuple[str, ...] = ()  # lines on dropped settings for another variant, task or engine
 
     @property
     def name(self) -> str:
@@ -319,7 +319,8 @@ def load_recipe(*words: str | Mapping[str, Any]) -> RunConfig:
 
 
 def _load(values: dict[str, Any], problems: list[str], flags: frozenset[str], command: Command) -> Loaded:
-    schema, tree = root(RunConfig), Tree(problems=problems, evaluates=command.name == "evaluate")
+    schema = root(RunConfig)
+    tree = Tree(problems=problems, evaluates=command.name == "evaluate", unused=command.unused)
     own = {key: texts(key, values.pop(key), problems) for key in command.own if key in values}
     recipe = base_recipe(values, own, command, schema, problems)
     sources = recipe_sources(recipe, schema, problems) if recipe else without_recipe(command, values, own)

@@ -27,6 +27,7 @@ from embodied.core.files import encode, replace_text, show
 from embodied.core.types import EpisodeResult
 from embodied.reporting.results import describe_results, evaluation_numbers, warn_of_errors
 from embodied.reporting.transcripts import ANSWERS, SAMPLES, TRANSCRIPTS, as_line, ends_line, read_ends, read_samples
+from embodied.reporting.videos import worth_seeing
 from embodied.reporting.wandb_logger import TrackioLogger, WandbLogger
 
 RECENT_EPISODES = "recent_episodes"  # in the state of a checkpoint
@@ -176,9 +177,8 @@ class Console:
         self.say(f"  time        {spent}")
         self.say(f"  results     {self.folder}")
         self.say(f"  report      {self.folder / 'report.html'}")
-        videos = sorted(self.folder.glob("eval/*/videos/*.mp4"))
-        if videos:
-            self.say(f"  video       {videos[-1]}")
+        for video in worth_seeing(self.folder.glob("eval/*/videos/*.mp4"))[:1]:
+            self.say(f"  video       {video}")
         if transcripts := sorted(self.folder.glob(f"eval/*/{TRANSCRIPTS}")):
             self.say(f"  transcripts {transcripts[-1]}")
         if self.last_checkpoint:

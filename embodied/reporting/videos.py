@@ -16,6 +16,7 @@ import shutil
 import subprocess
 import tempfile
 import uuid
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -34,6 +35,11 @@ BT709 = (
 
 
 VIDEO_NAME = re.compile(r"episode-(?P<episode>\d+)_(?P<outcome>[a-z]+)_.*")  # as `video_name` makes it
+
+
+def worth_seeing(videos: Iterable[Path]) -> list[Path]:
+    """The videos of the newest evaluation first, and among these a success before failures."""
+    return sorted(videos, key=lambda path: (str(path.parent), "_failure_" not in path.name, path.name), reverse=True)
 
 
 def video_name(episode: int, success: bool | None, task: str, seed: int) -> str:

@@ -317,6 +317,7 @@ def describe(config: RunConfig, plan: PlacementPlan, weights: Path | str | None 
         f"policy      {config.policy.name}{describe_weights(config, weights)}",
         *placement_lines(plan),
         *(schedule_lines(config) if plan.count("learner") else []),
+        *(whole_networks(config) if plan.count("learner") else []),
         *[f"{'' if i else 'memory':<12}{line}" for i, line in enumerate(plan.memory)],
         f"processes   {describe_backend(config.cluster.backend)}",
     ]
@@ -328,7 +329,7 @@ def placement_lines(plan: PlacementPlan) -> list[str]:
 
 
 def notes(loaded: Loaded) -> list[str]:
-    """Lines that name the recipe's settings dropped for the command line's task."""
+    """Lines that name the recipe's settings dropped for the command line's variants, task or engine."""
     return [line for note in loaded.left_out for line in wrap(f"note        {note}", WIDTH, subsequent_indent=" " * 12)]
 
 
@@ -362,6 +363,17 @@ def schedule_lines(config: RunConfig) -> list[str]:
         )
         lines += wrap(advice, WIDTH, initial_indent=" " * 12, subsequent_indent=" " * 12)
     return lines
+
+
+def whole_networks(config: RunConfig) -> list[str]:
+    """Says that learner.shard does not split the networks of roles."""
+    held = [name for name in ("reference", "critic") if getattr(config.roles, name)]
+    if not (config.learner.shard and held):
+        return []
+    note = (
+        f"note        learner.shard=true splits the learners' weights alone; role {' and '.join(held)}: all weights on "
+    )
+    return wrap(f"{note}each device", WIDTH, subsequent_indent=" " * 12)
 
 
 def without_success(config: RunConfig) -> str:

@@ -18,6 +18,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from itertools import chain, combinations, islice
 from pathlib import Path
+from shlex import join
 from typing import Any
 
 from embodied.config.recipe import Loaded, RunConfig, load
@@ -283,6 +284,11 @@ def load_run(words: Sequence[str]) -> Loaded:
     loaded = load(list(words))
     if loaded is None or loaded.dry_run:
         raise ConfigError("--help and --cfg are for python -m embodied.train")
+    if program := loaded.own.get("program"):
+        raise ConfigError(
+            f"program={program[0]}: only runs with the roles of embodied.train share devices; run it alone: "
+            f"python -m embodied.train {join(words)}"
+        )
     return loaded
 
 
