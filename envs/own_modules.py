@@ -51,7 +51,7 @@ LOCAL = threading.local()
 
 
 def import_module(name: str, option: str) -> ModuleType:
-    """A module by its name, also from the working directory; `said` is the option that names it, for messages."""
+    """A module by its name, also from the working directory; `option` names it in messages."""
     if not MODULE.fullmatch(name) or name.endswith(".py"):
         raise ConfigError(f"{option}: {name!r} is not the name of a module{as_module(name)}")
     if not {"", str(Path.cwd())} & set(sys.path):

@@ -219,7 +219,7 @@ class AllRanks:
         return np.concatenate(self.collective.gather(rows[: self.num_own]))[self.order]
 
     def moments(self, numbers: np.ndarray, lengths: np.ndarray, exists: np.ndarray) -> Moments:
-        """Moments over all sequences of the numbers [K] with `exist` (bool [K]); `lengths` are the lengths of this
+        """Moments over all sequences of the numbers [K] where `exists` (bool [K]). `lengths` are the lengths of this
         rank's sequences."""
         cuts = np.cumsum(lengths)[:-1]
         parts = zip(np.split(numbers, cuts), np.split(exists.astype(numbers.dtype), cuts), strict=True)

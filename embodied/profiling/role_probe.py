@@ -190,7 +190,7 @@ class ProbeWorker(Worker):
         return len(played.mask)
 
     def _updates(self, algo: Any, part: ProbedPart, repeats: int, seconds: list[float]) -> tuple[list[float], float]:
-        """Adds seconds of updates of a new learner to `found`. Returns seconds of encoding, and needed bytes."""
+        """Adds the seconds of updates of a new learner to `seconds`. Returns seconds of encoding, and needed bytes."""
         learner, encoding = self._learner(algo, part), []
         for repeat in range(repeats + 1):
             started, before = perf_counter(), learner.timers.totals()

@@ -279,7 +279,7 @@ def more_resets(short: RunConfig, profile: Profile, reset_s: float) -> float:
 
 
 def with_sim(profile: Profile, seconds: float) -> Profile:
-    """The profile with sims that take `more_s` longer for each decision."""
+    """The profile with sims that take these seconds longer for each decision."""
     return with_costs(profile, "sim", lambda cost: replace(cost, seconds=cost.seconds.plus(seconds)))
 
 

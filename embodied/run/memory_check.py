@@ -143,7 +143,7 @@ def measured(config: RunConfig, ranks: int) -> Memory | None:
 
 
 def of_layers(num_weights: int) -> Memory:
-    """Memory of `weights` float32 weights; trained ones also have a gradient and Adam's two moments."""
+    """Memory of `num_weights` float32 weights; trained ones also have a gradient and Adam's two moments."""
     from embodied.learners.memory_estimate import Memory
 
     weights = EXACT * num_weights

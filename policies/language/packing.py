@@ -53,8 +53,8 @@ def lay_out(
     token_positions: np.ndarray | None = None,
 ) -> Packed:
     """Packs these conversations into rows. `tokens` and `mask` [n] (False for the env's tokens) hold them one after the
-    other. Conversations of a group share their common beginning; `wide` as for `cheapest`. `token_positions` are [n],
-    or [n, 3] on several axes; None: a token's index in its conversation."""
+    other. Conversations of a group share their common beginning; `wide` as for `split_cheaply`. `token_positions` are
+    [n], or [n, 3] on several axes; None: a token's index in its conversation."""
     ends = np.cumsum(lengths)
     starts = ends - lengths
     if mask[starts].any():

@@ -232,7 +232,7 @@ def read_figures(path: Path) -> dict[str, Moments]:
 
 
 def figures_of(known: dict[str, Moments], where: str, name: str | None) -> tuple[Moments | None, str]:
-    """Returns the statistics `name` among those `found` at `where`, or in a dataset's folder of this name, and their
+    """Returns the statistics `name` among those `known` at `where`, or in a dataset's folder of this name, and their
     origin."""
     if name and name not in known and Path(name).is_dir():
         known, where, name = read_figures(Path(name)), name, None

@@ -200,3 +200,27 @@ def test_every_option_is_read_outside_its_model():
 def test_files_stay_readable():
     too_long = {str(path.relative_to(ROOT)): n for path in SOURCES if (n := len(path.read_text().splitlines())) > 500}
     assert not too_long
+
+
+OF_OTHERS = {"ps", "top", "href", "footer", "command", "subprocess", "libero_goal", "register_problem", "osmesa"}
+OF_OTHERS |= {"frozen", "trained", "of_task", "of_engine", "auto", "latest", "egl", "null", "prompts"}
+
+
+def test_docstrings_name_parameters_and_functions_that_exist():
+    """What stands in backquotes is read in the function, or it is a function, a class, a module or an attribute."""
+    functions, known = (ast.FunctionDef, ast.AsyncFunctionDef), {path.stem for path in SOURCES} | OF_OTHERS
+    known |= {node.name for path in SOURCES for node in nodes_of(path) if isinstance(node, (*functions, ast.ClassDef))}
+    stale = []
+    for path in SOURCES:
+        here = {node.attr for node in nodes_of(path) if isinstance(node, ast.Attribute)} | known
+        here |= {
+            node.target.id for node in nodes_of(path) if isinstance(node, ast.AnnAssign) and hasattr(node.target, "id")
+        }
+        for function in (node for node in nodes_of(path) if isinstance(node, functions) and ast.get_docstring(node)):
+            code = ast.unparse([function.args, *function.body[1:]])
+            stale += [
+                f"{path.relative_to(ROOT)}:{function.lineno} {function.name}: {word}"
+                for word in re.findall(r"`([a-z_]\w*)`", ast.get_docstring(function))
+                if word not in here and not re.search(rf"\b{word}\b", code)
+            ]
+    assert not stale, "\n".join(stale)
