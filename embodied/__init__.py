@@ -5,7 +5,12 @@
     run = embodied.train("pointmass_ppo", "env.num_envs=64")  # arguments of the command line; returns its folder
     results = embodied.evaluate(run, "eval.episodes=200")
     actions = embodied.load_policy(run).act_on(obs)  # obs: observations of an env (docs/own_policy.md)
-    group = embodied.sweep("pointmass_ppo", "algo.lr=3e-4,1e-3", "seeds=0-2")  # -> its runs (docs/comparing.md)
+    group = embodied.sweep("pointmass_ppo", "algo.lr=3e-4,1e-3", "seeds=0-2")  # its runs and rates (docs/comparing.md)
+    runs = embodied.share("pointmass_ppo", "sums_grpo")  # by name (docs/sharing.md)
+    data = embodied.collect("pointmass_ppo", "out=demos/reach")  # a dataset (docs/demonstrations.md)
+    clone = embodied.sft("pointmass_ppo", "sft.data=demos/reach")
+    found = embodied.check("env.name=my_envs:Reach")  # observations, actions, contract (docs/own_task.md)
+    page = embodied.report(run, clone)  # the path of a page that compares them
     bench = embodied.benchmark("pointmass_ppo", "seconds=30")
     plan = embodied.plan("pointmass_ppo", "cluster=16xCPU")
 
@@ -43,7 +48,10 @@ if TYPE_CHECKING:
     from embodied.workflows.relay import RelayWorker as RelayWorker
     from embodied.workflows.rl_loop import EmbodiedLoop as EmbodiedLoop
 
-_COMMANDS = ("train", "sweep", "evaluate", "benchmark", "plan")  # modules that can be called
+_COMMANDS = (  # modules that can be called
+    *("train", "sft", "evaluate", "collect", "check"),
+    *("sweep", "share", "report", "benchmark", "plan"),
+)
 _NAMES = {  # by module, as above
     "config.recipe": "load_recipe",
     "core.errors": "EmbodiedError",

@@ -10,15 +10,17 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from textwrap import wrap
 from typing import Any
 
 import numpy as np
 
+from embodied import let_call
+from embodied.config.cli import ON_COMMAND_LINE, from_python
 from embodied.config.recipe import RunConfig, load
 from embodied.core.errors import ConfigError, DeadlineExceeded
 from embodied.envs import env_class, speaks
@@ -39,6 +41,20 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def start(argv: list[str]) -> None:
+    find(argv)
+
+
+def call(*words: str | Mapping[str, Any]) -> dict[str, str]:
+    """Check an env from Python, like the command: embodied.check("env.name=my_envs:A"). Returns findings by topic.
+    Raises an error if the env breaks the contract."""
+    findings = find(from_python(words))
+    if findings is None:
+        raise ConfigError(ON_COMMAND_LINE)
+    return findings
+
+
+def find(argv: list[str]) -> dict[str, str] | None:
+    """Check the env's tasks and print the findings; None for --help and --cfg."""
     own, problems, rest = launch.split(argv, ("images", "limit_s"))
     images, limit_s = own.get("images", False), own.get("limit_s", LIMIT_S)
     if not isinstance(images, bool):
@@ -49,13 +65,14 @@ def start(argv: list[str]) -> None:
         raise ConfigError("\n".join(problems))
     loaded = load(["run.iterations=1", *rest], entry="check")
     if loaded is None:
-        return
+        return None
     for line in launch.notes(loaded):
         print(line)
     kind = env_class(loaded.config.env)
     with bounded(limit_s) as stage:
         for task in kind.tasks(loaded.config.env) if not kind.mixes_tasks else [loaded.config.env.task]:
             check(loaded.config.with_values("env", task=task), stage, images)
+    return stage.findings
 
 
 class OutOfTime(BaseException):
@@ -64,9 +81,16 @@ class OutOfTime(BaseException):
 
 @dataclass
 class CheckStage:
-    """The check's current step."""
+    """The check's current step, and its findings by topic."""
 
     doing: str = "loading the env"
+    findings: dict[str, str] = field(default_factory=dict)
+
+    def show(self, name: str, text: str) -> None:
+        """Print a finding; without a name it belongs to the last one."""
+        topic = name or [*self.findings][-1]
+        self.findings[topic] = "\n".join(filter(None, [self.findings.get(topic), text]))
+        print("\n".join(wrap(f"{name:<11} {text}", launch.WIDTH, subsequent_indent=" " * 12)), flush=True)
 
 
 @contextmanager
@@ -105,10 +129,10 @@ def check(config: RunConfig, stage: CheckStage, images: bool = False) -> None:
     check_simulator(config, machines(config))
     kind.check(config.env)
     task = played_task(config.env.name, config.env.task)
-    show("task", task)
+    stage.show("task", task)
     if speaks(kind):
         stage.doing = f"holding conversations with {task}"
-        return converse(kind, config.env, launch.proofs(config))
+        return converse(kind, config.env, launch.proofs(config), stage)
     from embodied.envs.env_checker import check_vector_env
 
     stage.doing = f"building {task}"
@@ -116,21 +140,21 @@ def check(config: RunConfig, stage: CheckStage, images: bool = False) -> None:
         env = kind(kind.plain(config.env), ROWS)
         try:
             for name, text in {**env.facts(), **seen(env)}.items():
-                show(name, text)
+                stage.show(name, text)
             if images:
-                show("images", write_images(env, config.run.dir / "images" / file_name(str(config.env.task))))
+                stage.show("images", write_images(env, config.run.dir / "images" / file_name(str(config.env.task))))
             if problem := env.video_problem():
-                show("video", f"none can be made here: {problem}")
+                stage.show("video", f"none can be made here: {problem}")
             stage.doing = f"playing episodes of {task} to see whether it keeps the contract"
             check_vector_env(env, ATOL)
             tested = ["resets", "ends", "chunks"] + ["frames"] * (not problem) + ["saved states"] * env.saves_state
             kept = f"{', '.join(tested[:-1])} and {tested[-1]} are as they have to be"
-            show("contract", f"kept, with {ROWS} envs: {kept}")
+            stage.show("contract", f"kept, with {ROWS} envs: {kept}")
         finally:
             env.close()
     stage.doing = f"playing {task} in a batch and as single envs, to compare them"
     for number, line in enumerate(kind.prove(config.env, launch.proofs(config))):
-        show("" if number else "physics", line)
+        stage.show("" if number else "physics", line)
 
 
 def write_images(env: Any, folder: Path) -> str:
@@ -159,20 +183,20 @@ def write_images(env: Any, folder: Path) -> str:
     return f"what a policy sees, {2 * ROWS * len(spec.images)} PNG files: {folder}"
 
 
-def converse(kind: Any, env: Any, folder: Path) -> None:
+def converse(kind: Any, env: Any, folder: Path, stage: CheckStage) -> None:
     """Print a text env's messages, and whether it keeps its contract."""
     from embodied.envs.text.text_env_checker import check_text_env
 
     seen = check_text_env(kind, env)
     turns, held_out = kind.longest_episode(env), kind.held_out(env)
-    show("said", seen.said)
-    show("solution", "not known: there is nothing to imitate" if seen.solution is None else repr(seen.solution))
-    show("turns", f"at most {turns} answer{'s' * (turns > 1)} in a conversation")
-    show("held out", f"{held_out} prompt{'s' * (held_out > 1)} for evaluations")
+    stage.show("said", seen.said)
+    stage.show("solution", "not known: there is nothing to imitate" if seen.solution is None else repr(seen.solution))
+    stage.show("turns", f"at most {turns} answer{'s' * (turns > 1)} in a conversation")
+    stage.show("held out", f"{held_out} prompt{'s' * (held_out > 1)} for evaluations")
     kept = "prompts, odd answers, rewards and ends are as they have to be"
-    show("contract", f"kept, with {seen.conversations} conversations: {kept}")
+    stage.show("contract", f"kept, with {seen.conversations} conversations: {kept}")
     for remark in kind.remarks(env, folder):
-        show("note", remark)
+        stage.show("note", remark)
 
 
 def seen(env: Any) -> dict[str, str]:
@@ -192,9 +216,6 @@ def seen(env: Any) -> dict[str, str]:
     }
 
 
-def show(name: str, text: str) -> None:
-    print("\n".join(wrap(f"{name:<11} {text}", launch.WIDTH, subsequent_indent=" " * 12)), flush=True)
-
-
+let_call(__name__)
 if __name__ == "__main__":
     raise SystemExit(main())

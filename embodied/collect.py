@@ -10,11 +10,15 @@ import hashlib
 import json
 import shutil
 import tempfile
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from shlex import join
+from typing import TYPE_CHECKING, Any
 
+from embodied import let_call
 from embodied.config.base_recipe import CONFIG
+from embodied.config.cli import ON_COMMAND_LINE, from_python
 from embodied.config.merge import COMMAND_LINE
 from embodied.config.recipe import Loaded, RunConfig, load
 from embodied.core.errors import ConfigError, EmbodiedError
@@ -32,6 +36,9 @@ from embodied.run.policy_source import PolicySource, find, stored
 from embodied.run.rehearsal import rehearse
 from embodied.run.run_folder import provenance
 
+if TYPE_CHECKING:
+    from embodied.datasets import Dataset
+
 EXPERTS = {"scripted": "expert", "planner": "planner"}  # names of the experts, by collect.expert
 PLANS = 150  # env steps that are enough for all plans of the planner
 SOURCE = "meta/source.json"  # beside LeRobot's files: policy or expert, env, success rate
@@ -42,16 +49,31 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def start(argv: list[str]) -> None:
-    """Find the policy or expert, play, keep the wanted episodes, print the result."""
-    loaded = load(argv, entry="collect")
+    collect_as(load(argv, entry="collect"))
+
+
+def call(*words: str | Mapping[str, Any]) -> Dataset:
+    """Collect from Python, like the command. Returns the dataset: embodied.collect("pointmass_ppo", "out=demos/A")."""
+    from embodied.datasets import read_dataset
+
+    loaded = load(from_python(words), entry="collect")
+    if loaded is None or loaded.dry_run:
+        raise ConfigError(ON_COMMAND_LINE)
+    return read_dataset(collect_as(loaded))
+
+
+def collect_as(loaded: Loaded | None) -> Path | None:
+    """Find the policy or expert, play, keep the wanted episodes, print the result. Returns the dataset's folder."""
     if loaded is None:
-        return
+        return None
     if issubclass(env_class(loaded.config.env), TextEnv):
         raise ConfigError(
             f"env.name={loaded.config.env.name} is a text env, and only robots have demonstrations so far; "
             "embodied.sft imitates the env's own solutions, or sft.data=FILE.jsonl with lines of prompt and answer"
         )
-    collect(loaded, place_of(loaded), one_of(loaded))
+    out = place_of(loaded)
+    collect(loaded, out, one_of(loaded))
+    return out
 
 
 def demonstrated(loaded: Loaded) -> Loaded:
@@ -220,5 +242,6 @@ def write(out: Path, spec: EnvSpec, config: RunConfig, episodes: list[EpisodeRes
     return len(kept)
 
 
+let_call(__name__)
 if __name__ == "__main__":
     raise SystemExit(main())

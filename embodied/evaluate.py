@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from embodied import let_call, report
 from embodied.config.base_recipe import stored_recipe
-from embodied.config.cli import from_python
+from embodied.config.cli import ON_COMMAND_LINE, from_python
 from embodied.config.recipe import COMMAND_LINE, Loaded, RunConfig, load
 from embodied.core.errors import ConfigError, EmbodiedError, EvaluationStopped
 from embodied.core.types import EpisodeResult
@@ -86,7 +86,7 @@ def call(policy: Run | Path | str, *words: str | Mapping[str, Any]) -> dict[str,
     checkpoint = policy.folder if isinstance(policy, Run) else policy
     loaded = load([f"checkpoint={checkpoint}", *from_python(words)], entry="evaluate")
     if loaded is None or loaded.dry_run:
-        raise ConfigError("--help, --cfg and --dry-run are for the command line")
+        raise ConfigError(ON_COMMAND_LINE)
     out = play(loaded)
     assert out is not None, "it was not a dry run"
     return read_json(out / (RESULTS if (out / RESULTS).is_file() else COMPARISON))

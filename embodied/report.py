@@ -25,6 +25,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
+from embodied import let_call
 from embodied.core.errors import ConfigError
 from embodied.core.files import as_path, read_object
 from embodied.reporting.comparison_page import comparison
@@ -38,6 +39,7 @@ from embodied.run.run_group import is_group, read_group
 
 COMPARISON = "comparison.html"
 LIVE = "--live"
+WHICH_RUN = "which run? python -m embodied.report runs/NAME-DATE [runs/NAME-DATE ...] [out=FILE] [--live]"
 EVERY_S = 5
 
 
@@ -49,14 +51,22 @@ def start(argv: list[str]) -> int:
     options = [word.removeprefix("out=") for word in argv if word.startswith("out=")]
     runs = [as_path(word) for word in argv if not word.startswith("out=") and word != LIVE]
     if not runs or len(options) > 1 or any(str(run).startswith("-") for run in runs):
-        raise ConfigError(
-            "which run? python -m embodied.report runs/NAME-DATE [runs/NAME-DATE ...] [out=FILE] [--live]"
-        )
+        raise ConfigError(WHICH_RUN)
     out = as_path(options[0]) if options else None
     if LIVE in argv:
         keep_writing(runs, out)
     print(write(runs, out))
     return 0
+
+
+def call(*runs: Run | Path | str, out: Path | str | None = None) -> Path:
+    """Write a page from Python, like the command, and return its path: embodied.report(run, other, out="two.html"). A
+    run is what `embodied.train` returned, or a folder."""
+    if not runs:
+        raise ConfigError(WHICH_RUN)
+    return write(
+        [as_path(str(getattr(run, "folder", run))) for run in runs], None if out is None else as_path(str(out))
+    )
 
 
 def keep_writing(folders: list[Path], out: Path | None, wait: Callable[[float], None] = time.sleep) -> None:
@@ -104,5 +114,6 @@ def read_all(folders: list[Path]) -> list[Run | SeedSet]:
     return shown
 
 
+let_call(__name__)
 if __name__ == "__main__":
     raise SystemExit(main())

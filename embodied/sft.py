@@ -7,8 +7,16 @@ and resumed like any other, and RL continues from it: python -m embodied.train r
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from embodied import let_call
 from embodied.collect import demonstrated
-from embodied.config.recipe import load
+from embodied.config.cli import ON_COMMAND_LINE, from_python
+from embodied.config.recipe import Loaded, load
+from embodied.core.errors import ConfigError
+from embodied.reporting.runs import Run, read_run
 from embodied.run import launch
 from embodied.train import follow
 from embodied.workflows.imitation import ImitationLoop, check_data
@@ -20,12 +28,26 @@ def main(argv: list[str] | None = None) -> int:
 
 def start(argv: list[str]) -> int:
     loaded = load(argv, entry="sft")
-    if loaded is None:
-        return 0
+    return 0 if loaded is None else imitate(loaded)
+
+
+def call(*words: str | Mapping[str, Any]) -> Run:
+    """Imitate from Python, like the command, and return the run: embodied.sft("pointmass_ppo", "sft.data=demos/A")."""
+    loaded = load(from_python(words), entry="sft")
+    if loaded is None or loaded.dry_run:
+        raise ConfigError(ON_COMMAND_LINE)
+    folders: list[Path] = []
+    imitate(loaded, folders.append)
+    return read_run(folders[0])
+
+
+def imitate(loaded: Loaded, opened: Callable[[Path], None] = lambda folder: None) -> int:
+    """Collect demonstrations if none are named, and imitate them. `opened` is called with the run's folder."""
     loaded = demonstrated(loaded)
     check_data(loaded.config)
-    return follow(loaded, ImitationLoop)
+    return follow(loaded, ImitationLoop, opened=opened)
 
 
+let_call(__name__)
 if __name__ == "__main__":
     raise SystemExit(main())

@@ -27,18 +27,21 @@ from __future__ import annotations
 import json
 import signal
 import socket
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
 from pathlib import Path
 from shlex import quote
 from typing import Any
 
+from embodied import let_call
+from embodied.config.cli import from_python
 from embodied.core.errors import ConfigError, EmbodiedError
 from embodied.core.files import as_path, replace_text
 from embodied.placement import PlacementError, Topology
 from embodied.placement.grammar import parse_devices
 from embodied.reporting.run_page import REPORT, report_or_say_why
+from embodied.reporting.runs import Run, read_run
 from embodied.reporting.share_record import PREDICTED, record_of
 from embodied.run import launch
 from embodied.run.devices import machines
@@ -70,19 +73,36 @@ def start(argv: list[str]) -> int:
     order = read_order(argv)
     if order.join:
         return ask_to_join(order.join, order.runs)
+    if not (order.dry or order.plan):
+        return run_all(begin(order))
+    shared = new_runs(order)
+    predicted = describe_prediction(predict(shared, launch.say), shared.rule) if order.plan else ()
+    launch.say("\n".join([*describe(shared), *predicted]))
+    return 0
+
+
+def call(*words: str | Mapping[str, Any]) -> dict[str, Run]:
+    """Train several recipes on shared devices from Python, like the command. Returns the runs by name:
+    embodied.share("pointmass_ppo", "sums_grpo", {"env.num_envs": 64})."""
+    order = read_order(from_python(words))
+    if order.join or order.dry or order.plan:
+        raise ConfigError("join=, --plan and --dry-run are for the command line")
+    shared = begin(order)
+    run_all(shared)
+    return {run.name: read_run(path) for run in shared.runs if (path := shared.path(run))}
+
+
+def begin(order: ShareOrder) -> SharedRuns:
+    """The stopped or new runs of an order. The folder of new runs is made, and the runs are printed."""
     if order.resume:
         shared = read_shared_runs(order.resume)
     else:
         shared = new_runs(order)
-        if order.dry or order.plan:
-            predicted = describe_prediction(predict(shared, launch.say), shared.rule) if order.plan else ()
-            launch.say("\n".join([*describe(shared), *predicted]))
-            return 0
         shared.folder.mkdir(parents=True)
         shared.write()
         write_prediction(shared)
     launch.say("\n".join([f"share       {shared.folder}", *describe(shared)]))
-    return run_all(shared)
+    return shared
 
 
 @dataclass
@@ -254,5 +274,6 @@ def ask_to_join(folder: Path, runs: list[list[str]]) -> int:
     return 0
 
 
+let_call(__name__)
 if __name__ == "__main__":
     raise SystemExit(main())

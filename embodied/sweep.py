@@ -23,15 +23,18 @@ seeds are added to the same group. Keys and their meaning: python -m embodied.tr
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from embodied import let_call
 from embodied.config.cli import from_python
 from embodied.core.errors import ConfigError
+from embodied.reporting.seed_sets_page import sets_of, summary
 from embodied.run import launch
 from embodied.run.run_group import RunGroup, read_group
 from embodied.run.seeds_and_sweeps import run_several
 
+RATES = ("success_once", "success_at_end", "return")
 USAGE = __doc__ or ""
 
 
@@ -44,13 +47,14 @@ def start(argv: list[str]) -> int:
 
 
 def call(*words: str | Mapping[str, Any]) -> RunGroup:
-    """Run a sweep (or only several seeds) from Python, like the command. Returns the group with its runs:
-    embodied.sweep("pointmass_ppo", "algo.lr=1e-4,1e-3", "seeds=0-2")."""
+    """Run a sweep (or only several seeds) from Python, like the command. Returns the group with its runs, and with the
+    rates of its page: embodied.sweep("pointmass_ppo", "algo.lr=1e-4,1e-3", "seeds=0-2").rates."""
     argv = from_python(words)
     _, folder = run_several(argv, sweep=True)
     if folder is None:
         raise ConfigError("--cfg and --dry-run are for the command line")
-    return read_group(folder)
+    group = read_group(folder)
+    return replace(group, rates={one.label: {name: summary(one, name) for name in RATES} for one in sets_of(group)})
 
 
 let_call(__name__)

@@ -15,7 +15,7 @@ from shlex import quote
 from typing import Any
 
 from embodied import let_call
-from embodied.config.cli import from_python
+from embodied.config.cli import ON_COMMAND_LINE, from_python
 from embodied.config.merge import COMMAND_LINE
 from embodied.config.published_models import recipes_to_train
 from embodied.config.recipe import Loaded, RunConfig, load
@@ -75,7 +75,7 @@ def call(*words: str | Mapping[str, Any]) -> Run:
         raise ConfigError("seeds=, at_once= and group= make several runs: embodied.sweep(...) returns them")
     loaded = load(rest)
     if loaded is None or loaded.dry_run:
-        raise ConfigError("--help, --cfg and --dry-run are for the command line")
+        raise ConfigError(ON_COMMAND_LINE)
     folders: list[Path] = []
     follow(check_trains(loaded, program), program, opened=folders.append)
     return read_run(folders[0])

@@ -102,7 +102,7 @@ PAGES = {
         Step("sweep .*policy.hidden", "4 of 4 runs finished", f"{SEEDS} seeds=0 cluster.backend=inline", slow=True),
         Step(
             "embodied.sweep(",
-            "algo.lr=0.001, seed 1",
+            ("algo.lr=0.001 {'iqm'", "'seeds': 2}"),
             slow=True,
             swap=('"seeds=0-1"', f"*{[*SEEDS.split(), 'eval.videos=0', 'cluster.backend=inline']}"),
         ),

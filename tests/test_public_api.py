@@ -17,10 +17,10 @@ FAST = ["run.iterations=2", "eval.episodes=4", "eval.videos=0", "cluster.backend
 
 
 def test_every_public_name_is_there_and_documented():
-    assert len(embodied.__all__) <= 24
+    assert len(embodied.__all__) <= 28
     missing = [name for name in embodied.__all__ if not getattr(embodied, name).__doc__]
     assert not missing and {*embodied.__all__} <= {*dir(embodied)}
-    with pytest.raises(AttributeError, match="embodied has no trane; it has train, sweep, evaluate"):
+    with pytest.raises(AttributeError, match="embodied has no trane; it has train, sft, evaluate"):
         _ = embodied.trane
 
 
@@ -62,6 +62,45 @@ def test_a_trained_policy_drives_an_env_by_hand_as_the_evaluation_did(tmp_path, 
         embodied.load_policy("random")
 
 
+def test_demonstrations_imitation_and_a_page_from_python(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    pytest.importorskip("pyarrow")
+    few = ["cluster.backend=inline", "env.num_envs=4", "eval.episodes=2", "eval.videos=0"]
+    data = embodied.collect("pointmass_ppo", *few, "out=demos", "collect.episodes=4")
+    clone = embodied.sft("pointmass_ppo", *few, "sft.data=demos", "sft.epochs=1")
+    assert clone.info["state"] == "finished" and clone.info["command"] == "sft"
+    page = embodied.report(clone, str(clone.folder), out=tmp_path / "two.html")
+    assert page == tmp_path / "two.html" and clone.name in page.read_text() and len(data) >= 1
+    with pytest.raises(ConfigError, match="which run"):
+        embodied.report()
+    for command in (embodied.collect, embodied.sft, embodied.check):
+        with pytest.raises(ConfigError, match="for the command line"):
+            command("pointmass_ppo", "--cfg", *(["out=x"] if command is embodied.collect else []))
+
+
+def test_a_check_from_python_returns_its_findings():
+    found = embodied.check("env.name=pointmass")
+    assert found["observed"].startswith("state of 6 numbers") and found["contract"].startswith("kept")
+    with pytest.raises(ConfigError, match="nmae"):
+        embodied.check("env.nmae=pointmass")
+
+
+def test_runs_of_a_share_and_rates_of_a_sweep_from_python(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    few = ["run.iterations=1", "env.num_envs=4", "eval.episodes=4", "eval.videos=0", "algo.minibatch_size=64"]
+    two = {"algo.rollout_decisions": 16}
+    runs = embodied.share("devices=cpu:0", "pointmass_ppo", *few, two, "pointmass_ppo", *few, two)
+    assert [run.info["state"] for run in runs.values()] == ["finished"] * 2
+    assert [*runs] == ["pointmass_ppo", "pointmass_ppo-2"]
+    group = embodied.sweep("pointmass_ppo", *few, two, "algo.lr=1e-4,1e-3")
+    for member, figures in zip(group.members, group.rates.values(), strict=True):
+        overall = embodied.read_run(group.path(member)).last.results["overall"]
+        for name in ("success_once", "success_at_end"):
+            assert (
+                figures[name]["iqm"] == overall[name]["rate"] and figures[name]["interval"] == overall[name]["interval"]
+            )
+
+
 def test_a_plan_from_python_is_what_the_command_writes(tmp_path):
     plan = embodied.plan("profile=published_maniskill_openvla", {"cluster": "8xGPU", "out": str(tmp_path)})
     assert plan == json.loads((tmp_path / "plan.json").read_text()) and plan["winner"] == "hybrid"
@@ -76,7 +115,7 @@ def test_the_same_checks_as_on_the_command_line(tmp_path, monkeypatch):
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.parametrize("command", ["train", "sweep", "evaluate", "benchmark", "plan"])
+@pytest.mark.parametrize("command", embodied._COMMANDS)
 def test_a_command_is_both_a_module_and_a_function(command):
     module = importlib.import_module(f"embodied.{command}")
     assert module is getattr(embodied, command) and callable(module) and module.main

@@ -14,6 +14,7 @@ from embodied.config.suggestions import usual
 from embodied.config.yaml_values import read_yaml, write_yaml, yaml_problem
 from embodied.core.errors import nearest
 
+ON_COMMAND_LINE = "--help, --cfg and --dry-run are for the command line"
 FLAGS = {"-h": "--help", "--help": "--help", "--cfg": "--cfg", "--dry-run": "--dry-run"}
 
 
@@ -39,15 +40,16 @@ class Arguments:
     problems: list[str] = field(default_factory=list)
 
 
-def parse(argv: list[str], recipes: list[str]) -> Arguments:
-    """Parse a command line; for a name of `recipes` without `recipe=` the message suggests the key."""
+def parse(argv: list[str], recipes: list[str], folder_key: str = "resume") -> Arguments:
+    """Parse a command line; for a name of `recipes` without `recipe=` the message suggests the key, for another path
+    `folder_key`."""
     arguments = Arguments()
     for arg in argv:
         if arg in FLAGS:
             arguments.flags.add(FLAGS[arg])
             continue
         key, equals, text = arg.partition("=")
-        problem = _not_an_override(key, equals, text, recipes)
+        problem = _not_an_override(key, equals, text, recipes, folder_key)
         if not problem and key in arguments.values:
             problem = f"{key} is given twice on the command line: {write_yaml(arguments.values[key])} and {text}"
         if problem:
@@ -61,7 +63,7 @@ def parse(argv: list[str], recipes: list[str]) -> Arguments:
     return arguments
 
 
-def _not_an_override(key: str, equals: str, text: str, recipes: list[str]) -> str | None:
+def _not_an_override(key: str, equals: str, text: str, recipes: list[str], folder_key: str) -> str | None:
     bare = key.lstrip("+-~")
     ours = usual(bare) if recipes else bare
     if key.startswith("-") and not equals and ours != bare:
@@ -74,7 +76,11 @@ def _not_an_override(key: str, equals: str, text: str, recipes: list[str]) -> st
     if key.startswith("~"):
         return f"{key}: a key cannot be deleted; write {bare}=null if it may be empty, or {bare}=VALUE"
     if not equals:
-        guess = f"recipe={key}" if key in recipes else "key=value, for example algo.lr=1e-4"
+        guess = "key=value, for example algo.lr=1e-4"
+        if key in recipes or key.endswith((".yaml", ".yml")):
+            guess = f"recipe={key}"
+        elif "/" in key:
+            guess = f"{folder_key}={key}"
         return f"{key!r} is not a setting; write {guess}"
     if not re.fullmatch(r"[A-Za-z_]\w*(\.[\w,+-]+)*", key):
         example = f"{ours}={text}" if ours != bare else "key=value, for example algo.lr=1e-4"

@@ -61,6 +61,9 @@ class RunGroup:
     members: tuple[Member, ...]
     command: tuple[str, ...] = ()  # the words after `python`
     made: dict[str, Any] = field(default_factory=dict)
+    rates: dict[str, Any] = field(
+        default_factory=dict
+    )  # by setting and figure: IQM and interval over seeds; of a sweep
 
     def path(self, member: Member) -> Path | None:
         """The folder of a member's run; None before it began."""
@@ -72,7 +75,7 @@ class RunGroup:
         return MISSING if path is None else state_of(path)
 
     def write(self) -> None:
-        content = {key: value for key, value in vars(self).items() if key not in ("folder", "members")}
+        content = {key: value for key, value in vars(self).items() if key not in ("folder", "members", "rates")}
         runs = [asdict(member) for member in self.members]
         replace_text(self.folder / GROUP, json.dumps({"format": FORMAT, **content, "runs": runs}, indent=1) + "\n")
 
