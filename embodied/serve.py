@@ -68,7 +68,7 @@ def start(argv: list[str]) -> None:
 
 def read(argv: list[str]) -> ServeConfig | None:
     """The server's options; None when --help has answered already."""
-    arguments = parse(argv, [])
+    arguments = parse(argv, [], "checkpoint")
     if "--help" in arguments.flags:
         print(usage())
         return None

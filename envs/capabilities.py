@@ -122,17 +122,20 @@ class EnvCapabilities:
 
     def expert(self, kind: str = "scripted", tick: Callable[[], None] = lambda: None) -> Expert:
         """The expert of this kind (`collect.expert`) that plays this env's rows; it calls `tick` during long work."""
-        if kind == "planner":
-            raise ConfigError(
-                f"collect.expert=planner is ManiSkill's motion planner and does not play env.name={self.config.name}"
-            )
-        raise ConfigError(
-            f"there is no expert for env.name={self.config.name}; name a policy that solves it: checkpoint=runs/..."
-        )
+        self.check_expert(self.config, kind)
+        raise NotImplementedError(f"{type(self).__name__} has no expert of the kind {kind}")
 
     @classmethod
     def check_expert(cls, config: Any, kind: str) -> None:
         """Refuse tasks that no expert of this kind plays, before anything is built."""
+        if kind == "planner":
+            raise ConfigError(
+                f"collect.expert=planner is ManiSkill's motion planner and does not play env.name={config.name}"
+            )
+        if cls.expert is EnvCapabilities.expert:
+            raise ConfigError(
+                f"there is no expert for env.name={config.name}; name a policy that solves it: checkpoint=runs/..."
+            )
 
     def facts(self) -> dict[str, str]:
         """The choices of this env and their values, by topic."""

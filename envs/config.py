@@ -4,6 +4,7 @@ torch and simulators.
 
 from __future__ import annotations
 
+import re
 from typing import Annotated, Any
 
 from pydantic import Discriminator, Field, Tag, model_validator
@@ -50,6 +51,9 @@ def unknown_env(name: str) -> str:
     """The message for a name that is neither ours nor a class."""
     whole = [kind for kind in ENV_CONFIGS if kind not in NAMED]
     known = ", ".join([*whole, *(model.written for model in NAMED.values()), "my_pkg.my_module:MyEnv"])
+    if re.fullmatch(r"[\w/-]+-v\d+", name):
+        meant = f"env.name=gym:{name}, of Gymnasium, or env.name=maniskill env.task={name}"
+        return f"env.name={name!r} is unknown; did you mean {meant}? (known: {known})"
     return f"env.name={name!r} is unknown (known: {known}){nearest(name, [*whole, *(f'{kind}:' for kind in NAMED)])}"
 
 

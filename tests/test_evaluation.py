@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from tiny_language import publish
 
-from embodied import evaluate, train
+from embodied import evaluate, report, train
 from embodied.reporting.results import read_results
 from embodied.reporting.success_stats import wilson
 from embodied.workflows.evaluator import Evaluator
@@ -233,6 +233,16 @@ def interrupted(monkeypatch):
             yield
 
     return interrupted
+
+
+def test_the_page_of_a_run_counts_an_evaluation_that_was_completed_later(interrupted):
+    words = ["recipe=pointmass_ppo", "run.iterations=1", "eval.episodes=6", "eval.videos=0", "cluster.backend=inline"]
+    made = train(*words, 'placement={"sim,policy": "cpu:0", learner: "cpu:0"}').folder
+    with interrupted(0):
+        run(f"checkpoint={made}", code=130)
+    assert report.main([str(made)]) == 0 and "is partial: 0 of 6" in (made / "report.html").read_text()
+    run(f"checkpoint={made}")
+    assert "is partial" not in (made / "report.html").read_text()
 
 
 def but_provenance(folder):

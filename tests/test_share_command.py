@@ -89,3 +89,11 @@ def test_two_commands_do_not_go_on_with_the_same_runs(tmp_path, capsys):
         assert share.main([f"resume={tmp_path}"]) == 1
     assert "another process continues these runs; stop it first" in capsys.readouterr().err
     assert read_shared_runs(tmp_path) == shared
+
+
+def test_a_program_of_ones_own_is_sent_to_train(capsys):
+    assert share.main(["program=nowhere:Loop", "pointmass_ppo", "sums_grpo", "--dry-run"]) == 2
+    told = (
+        "only runs with the roles of embodied.train share devices; run it alone: python -m embodied.train recipe=point"
+    )
+    assert told in capsys.readouterr().err

@@ -30,7 +30,10 @@ def base_recipe(
 ) -> str | None:
     """The named recipe, else the stored recipe of the run to resume or evaluate; None without either."""
     if "recipe" in values:
-        named = text("recipe", values.pop("recipe"), problems)
+        given = values.pop("recipe")
+        named = text("recipe", given, problems)
+        if named is not given:
+            return None
         if values.get("resume") == "auto" and (run := run_to_resume(named, values, command, schema)):
             values["resume"] = str(run)  # the stored recipe contains the arguments of the first start
             return str(run / CONFIG)
@@ -45,7 +48,7 @@ def base_recipe(
     if isinstance(values.get("resume"), str) and values["resume"] != "auto":
         problems.append(f"resume={values['resume']}: there is no config.yaml of a run in this folder")
     elif command.name == "evaluate" and "checkpoint" not in own:
-        problems.append(WHICH_POLICY)
+        problems += [] if problems else [WHICH_POLICY]
     elif "checkpoint" in own:
         named = command.name == "evaluate" and bool(values.keys() & {*ENV})
         problems += no_recipe_in(own["checkpoint"], named)

@@ -11,6 +11,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from inspect import get_annotations
 from pathlib import Path
+from shlex import quote
 from typing import Any
 
 import yaml
@@ -214,6 +215,11 @@ def not_a_section_value(section: Section, key: Key, value: Any) -> str:
     names = section.names()
     if "name" in names and isinstance(value, str):
         return f"{path}={value}: did you mean {path}.name={value}?"
+    if "machines" in names and isinstance(value, str):
+        return (
+            f"{path}={value}: did you mean {path}.machines={value} with --dry-run? "
+            f"python -m embodied.plan recipe=NAME {quote(f'{path}={value}')} compares placements on such machines"
+        )
     return f"{path}={value!r}: {path} is a section; set its keys: {', '.join(f'{path}.{name}' for name in names[:6])}"
 
 
@@ -269,7 +275,8 @@ def switch(tree: Tree, section: Section | None, prefix: Key, name: Any, source: 
         return
     old, new = section.variants[before], section.variants[after]
     gone = [key for key in values if key != "name" and not same_key(old, new, key)]
-    note_left_out(tree, (*prefix, "name"), before, old, gone, source)
+    if source.name == COMMAND_LINE:
+        note_left_out(tree, (*prefix, "name"), values.get("name", before), old, gone, source)
     for key in gone:
         tree.drop((*prefix, key))
 

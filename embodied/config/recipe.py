@@ -297,7 +297,7 @@ def load(argv: list[str], entry: str = "train") -> Loaded | None:
     from embodied.config.help import config_yaml, help_text
 
     command = COMMANDS[entry]
-    arguments = parse(argv, recipe_names())
+    arguments = parse(argv, recipe_names(), "checkpoint" if "checkpoint" in command.own else "resume")
     if "checkpoint" in command.own and "--help" not in arguments.flags and has_options(arguments.values):
         command = replace(command, unused=tuple(name for name in command.unused if name != "policy"))
     if "--help" in arguments.flags:

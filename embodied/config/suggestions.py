@@ -10,10 +10,12 @@ from __future__ import annotations
 import difflib
 
 OURS = {  # our keys -> names in other toolkits; a name may mean two keys
+    "recipe": "config config_name config_path config_file cfg yaml",
     "seed": "random_seed rng_seed manual_seed random_state seeds",
     "resume": "resume_from resume_path resume_from_checkpoint load_run",
     "placement": "num_workers n_workers num_processes n_jobs component_placement",
-    "run.env_steps": "total_timesteps timesteps num_timesteps max_timesteps total_steps total_env_steps num_env_steps",
+    "run.env_steps": "total_timesteps timesteps num_timesteps max_timesteps total_steps steps total_env_steps "
+    "num_env_steps",
     "run.iterations": "max_iterations num_iterations n_iterations num_updates max_epochs max_steps training_steps",
     "run.eval_every": "eval_freq eval_interval eval_frequency val_check_interval test_freq eval_steps",
     "run.save_every": "save_freq save_interval save_steps checkpoint_interval checkpoint_freq",

@@ -100,8 +100,11 @@ class DeadlineExceeded(EmbodiedError):
 
 
 def nearest(name: str, known: Iterable[str], cutoff: float = 0.5, before: str = "; ", count: int = 1) -> str:
-    """ "; did you mean ...?" with at most `count` similar names, or nothing."""
-    near = difflib.get_close_matches(name, list(known), count, cutoff)
+    """ "; did you mean ...?" with at most `count` similar names, or nothing. Names of the same words come first."""
+    known = list(known)
+    words = sorted(re.split("[_-]", name))
+    same = [one for one in known if sorted(re.split("[_-]", one)) == words]
+    near = same[:count] or difflib.get_close_matches(name, known, count, cutoff)
     return f"{before}did you mean {' or '.join(map(repr, near))}?" if near else ""
 
 

@@ -21,7 +21,8 @@ from embodied.reporting.share_record import PREDICTED, UPDATE, ShareRecord, Shar
 
 WHEN = "%Y-%m-%d %H:%M UTC"
 HEAD = ("run", "holds", "share", "target", "waits", "batch", "iteration", "steps/s")
-SHOW_S, REPORT_S = 1.0, 60.0  # between two tables: on a terminal, in a log
+SHOW_S = 1.0  # between two tables on a terminal
+FIRST_S, REPORT_S = 7.5, 60.0  # in a log: to the first table, and between two at most; the time between two doubles
 GANTT_NOTE = (
     "A row is a device, a colour a run. The rows below show when a run asked for devices and had none. "
     "Predictions are of iterations: they begin when a run has built its workers, and end before its last evaluation."
@@ -37,12 +38,14 @@ class LiveTable:
     def __init__(self, record: ShareRecord, stream: Any = None, clock: Callable[[], float] = time.monotonic) -> None:
         self.record, self.stream, self.clock = record, stream or sys.stdout, clock
         self.live, self.lines, self.shown_at = self.stream.isatty(), 0, clock()
+        self.wait_s = SHOW_S if self.live else FIRST_S  # until the next table
 
     def show(self, now_s: float, folders: Mapping[str, Path] = MappingProxyType({})) -> None:
         """`now_s`: seconds since the share began. `folders`: of the runs."""
-        if self.clock() - self.shown_at < (SHOW_S if self.live else REPORT_S):
+        if self.clock() - self.shown_at < self.wait_s:
             return
         self.shown_at = self.clock()
+        self.wait_s = SHOW_S if self.live else min(2 * self.wait_s, REPORT_S)
         lines = table_lines(self.record, now_s, folders)
         self._write(lines)
         self.lines = len(lines)

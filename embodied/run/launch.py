@@ -12,6 +12,7 @@ import sys
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 from pathlib import Path
+from shlex import quote
 from textwrap import wrap
 from typing import TYPE_CHECKING, Any
 
@@ -105,7 +106,11 @@ def planned(
 
     roles = roles_of(roles)
     if config.cluster.machines and not dry:
-        raise ConfigError(f"cluster.machines={config.cluster.machines} is for planning: add --dry-run, or leave it out")
+        asked = quote(f"cluster={config.cluster.machines}")
+        raise ConfigError(
+            f"cluster.machines={config.cluster.machines} is for planning: add --dry-run, or leave it out; "
+            f"python -m embodied.plan recipe=NAME {asked} compares placements there"
+        )
     kind = env_class(config.env)
     if learn and len(kind.tasks(config.env)) > 1 and not kind.mixes_tasks:
         raise ConfigError(f"env.task={list(config.env.task)}: {config.env.name} trains one task at a time; name one")

@@ -122,7 +122,8 @@ def test_all_mistakes_are_told_at_once_with_key_reason_and_source(recipe):
         ("+algo.lr=1", "write algo.lr=1"),
         ("~algo.lr", "write algo.lr=null"),
         ("--algo.lr=1", "write algo.lr=1"),
-        ("--config", "unknown option, did you mean '--cfg'?"),
+        ("--cgf", "unknown option, did you mean '--cfg'?"),
+        ("--config", "write recipe=VALUE"),
         ("maniskill_ppo", "write recipe=maniskill_ppo"),
         ("algo.lr=", "write algo.lr=null"),
         ("=3", "is not a key"),
@@ -157,6 +158,15 @@ def test_all_mistakes_are_told_at_once_with_key_reason_and_source(recipe):
         ("a" + ".a" * 5000 + "=1", "a key has at most 16 parts"),
         ("env.discrete=maybe", "should be true or false"),
         ("policy.hidden=[1", "the value is not YAML"),
+        ("run.steps=100", "did you mean 'run.env_steps'?"),
+        ("config=x.yaml", "did you mean 'recipe'?"),
+        ("my.yaml", "write recipe=my.yaml"),
+        ("runs/X", "write resume=runs/X"),
+        (
+            "cluster=8xH100",
+            "did you mean cluster.machines=8xH100 with --dry-run? python -m embodied.plan recipe=NAME clu",
+        ),
+        ("env.name=CartPole-v1", "did you mean env.name=gym:CartPole-v1, of Gymnasium, or env.name=maniskill env.task"),
         ("env.name=pontmass", "did you mean 'pointmass'?"),
         ("env.name=reasoning_gym:", "did you mean 'reasoning_gym:'?"),
         ("placement=hybird", "did you mean placement=hybrid?"),
@@ -311,6 +321,7 @@ def test_evaluation_takes_the_recipe_of_the_run_the_checkpoint_belongs_to(run_fo
 def test_evaluation_refuses_what_has_no_effect_in_it(run_folder):
     assert "algo.lr has no effect in evaluate" in mistakes(f"checkpoint={run_folder}", "algo.lr=1", entry="evaluate")
     assert "which policy?" in mistakes(*BASE[:0], entry="evaluate")
+    assert mistakes("runs/X", entry="evaluate") == "'runs/X' is not a setting; write checkpoint=runs/X"
     assert "so name the env: env.name=maniskill" in mistakes("checkpoint=random", entry="evaluate")
     assert load(["checkpoint=random", *BASE], "evaluate").checkpoints == ("random",)
     assert "checkpoint: unknown key" in mistakes(*BASE, "checkpoint=x")
@@ -328,3 +339,14 @@ def test_cfg_is_the_recipe_with_sources_and_loads_again(capsys, tmp_path):
     assert again.algo == first.algo
     assert again.placement == first.placement
     assert again.run.name == "1e-4"
+
+
+def test_settings_that_another_variant_does_not_have_are_named(tmp_path):
+    recipe = tmp_path / "mine.yaml"
+    recipe.write_text("extends: pointmass_ppo\npolicy: {name: 'my_nets:Big', kwargs: {width: 64}}\n")
+    loaded = load([f"recipe={recipe}", "policy.name=mlp"])
+    assert loaded.left_out == (
+        "left out, since the recipe sets it for policy.name=my_nets:Big: policy.kwargs={width: 64}",
+    )
+    assert not load([f"recipe={recipe}"]).left_out and not load(["recipe=pointmass_grpo"]).left_out
+    assert not load(["checkpoint=random", f"recipe={recipe}", "policy.name=mlp"], entry="evaluate").left_out

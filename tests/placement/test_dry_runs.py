@@ -189,3 +189,10 @@ def test_declared_machines_are_shown_and_nothing_is_started(capsys):
     assert train.main(asked) == 2
     assert "cluster.machines=2x4xGPU is for planning: add --dry-run" in capsys.readouterr().err
     assert evaluate.main(["checkpoint=random", "env.name=pointmass", "cluster.machines=8xGPU", "--dry-run"]) == 0
+
+
+def test_the_first_lines_say_which_networks_learner_shard_does_not_split():
+    words = ["recipe=sums_ppo_critic", "run.start_from=null", "learner.shard=true"]
+    config = load([*words, "policy.dtype=float32"]).config
+    assert "role critic: all weights on each device" in " ".join(launch.whole_networks(config))
+    assert not launch.whole_networks(load(words[:2]).config)

@@ -2,13 +2,14 @@
 
 import os
 import subprocess
+from pathlib import Path
 
 import imageio_ffmpeg
 import numpy as np
 import pytest
 
 from embodied.core.errors import EmbodiedError
-from embodied.reporting.videos import VideoWriter, encoder_problem
+from embodied.reporting.videos import VideoWriter, encoder_problem, worth_seeing
 
 RED, GREEN, BLUE = (220, 40, 40), (60, 180, 75), (30, 60, 200)
 
@@ -138,3 +139,9 @@ def test_a_missing_encoder_is_a_reason_and_no_error(monkeypatch):
     assert encoder_problem() == ""
     monkeypatch.setenv("IMAGEIO_FFMPEG_EXE", "/nowhere/ffmpeg")
     assert "no ffmpeg at /nowhere/ffmpeg" in encoder_problem()
+
+
+def test_the_video_that_a_run_names_is_a_success_of_its_newest_evaluation():
+    names = ["v1/videos/episode-003_success_x", "v2/videos/episode-000_success_x", "v2/videos/episode-001_failure_x"]
+    assert worth_seeing(Path(f"{name}.mp4") for name in names)[0] == Path(f"{names[1]}.mp4")
+    assert worth_seeing([Path("v2/videos/episode-1_failure_x.mp4"), Path("v2/videos/mosaic.mp4")])[0].stem == "mosaic"
