@@ -35,6 +35,7 @@ from embodied.config.cli import from_python
 from embodied.config.recipe import RunConfig, load
 from embodied.config.yaml_values import read_yaml
 from embodied.core.errors import ConfigError, nearest
+from embodied.core.files import as_path, check_place
 from embodied.placement import PlacedRole, PlacementPlan, Topology, make_plan, roles_of
 from embodied.placement.deploy import as_placement, granularity
 from embodied.placement.iteration_cost import Pricer
@@ -307,7 +308,7 @@ def new_folder(out: str, config: RunConfig) -> Path:
     from datetime import datetime
 
     stamp = datetime.now().strftime("%Y%m%d-%H%M%S")
-    folder = Path(out) if out else Path(config.run.dir) / "bench" / f"{config.run.name}-{stamp}"
+    folder = check_place("out", as_path(out)) if out else Path(config.run.dir) / "bench" / f"{config.run.name}-{stamp}"
     if (folder / "bench.json").exists():
         raise ConfigError(f"out={folder} has results already; name another folder")
     folder.mkdir(parents=True, exist_ok=True)

@@ -22,7 +22,7 @@ from embodied.config.cli import ON_COMMAND_LINE, from_python
 from embodied.config.merge import COMMAND_LINE
 from embodied.config.recipe import Loaded, RunConfig, load
 from embodied.core.errors import ConfigError, EmbodiedError
-from embodied.core.files import as_path
+from embodied.core.files import as_path, check_place
 from embodied.core.types import EnvSpec, EpisodeList, EpisodeResult, Recording
 from embodied.envs import env_class
 from embodied.envs.capabilities import EnvCapabilities
@@ -180,7 +180,7 @@ def place_of(loaded: Loaded) -> Path:
     out = as_path(asked[0])
     if out.exists():
         raise ConfigError(f"out={out} exists already; name another folder")
-    return out
+    return check_place("out", out)
 
 
 def one_of(loaded: Loaded) -> str | None:

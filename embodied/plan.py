@@ -32,6 +32,7 @@ from embodied.config.recipe import RunConfig, load
 from embodied.config.sections import RunSection
 from embodied.core.arrays import gather
 from embodied.core.errors import ConfigError
+from embodied.core.files import as_path, check_place
 from embodied.envs import env_class
 from embodied.placement import PlacedRole, PlacementError, reasons, roles_of
 from embodied.placement.dataflow import SCHEDULES
@@ -142,9 +143,9 @@ def compare_predictions(argv: list[str]) -> Path:
         planned = plan(profile, topology, *limits)
     except PlacementError as err:
         raise ConfigError(str(err)) from None
-    print("\n".join(describe(planned, name)))
     runs = config.run.dir if config else RunSection.model_fields["dir"].default
-    out = Path(own.get("out") or runs / "plans" / f"{name}-{topology.name.replace(' ', '-')}")
+    out = check_place("out", as_path(own.get("out") or runs / "plans" / f"{name}-{topology.name.replace(' ', '-')}"))
+    print("\n".join(describe(planned, name)))
     write(planned, name, out)
     print(f"\nplan        {out / 'plan.html'}, plan.json")
     return out

@@ -37,7 +37,7 @@ from typing import Any
 from embodied import let_call
 from embodied.config.cli import from_python
 from embodied.core.errors import ConfigError, EmbodiedError
-from embodied.core.files import as_path, replace_text
+from embodied.core.files import as_path, check_place, replace_text
 from embodied.placement import PlacementError, Topology
 from embodied.placement.grammar import parse_devices
 from embodied.reporting.run_page import REPORT, report_or_say_why
@@ -173,7 +173,7 @@ def new_runs(order: ShareOrder) -> SharedRuns:
     folder = order.folder or first.run.dir / f"share-{datetime.now():%Y%m%d-%H%M%S}"
     if folder.exists():
         raise ConfigError(f"folder={folder} exists; continue its runs: resume={folder}, or name another one")
-    shared = SharedRuns(folder, devices, order.rule)
+    shared = SharedRuns(check_place("folder", folder), devices, order.rule)
     shared.runs = prepare(shared, order.runs, order.weights, topology)
     return shared
 

@@ -45,6 +45,21 @@ def metrics(run):
     return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
 
 
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (["recipe=gym_ppo"], "there is no expert for env.name=gym:CartPole-v1; name a policy that solves it"),
+        (["recipe=pointmass_ppo", "collect.expert=planner"], "planner is ManiSkill's motion planner and does not play"),
+        (["recipe=pointmass_ppo", f"out={__file__}/x"], "is not a folder; name another place"),
+    ],
+)
+def test_what_cannot_be_collected_is_refused_before_anything_is_printed(words, told, tmp_path, capsys):
+    out = [] if words[-1].startswith("out=") else [f"out={tmp_path / 'demos'}"]
+    assert collect([*words, *out]) == 2
+    said = capsys.readouterr()
+    assert said.out == "" and told in said.err
+
+
 def test_an_experts_successes_become_demonstrations(demos):
     dataset = read_dataset(demos)
     source = json.loads((demos / "meta/source.json").read_text())

@@ -104,6 +104,8 @@ def test_modes_that_do_not_fit_are_told_with_the_arithmetic(capsys, tmp_path):
             ("recipe=pointmass_ppo", "run.dir=/no such folder"),
             "python -m embodied.profiling recipe=pointmass_ppo 'run.dir=/no such folder'",
         ),
+        (("profile=published_maniskill_openvla", "cluster=8xGPU", f"out={__file__}"), f"{__file__} is not a folder"),
+        (("profile=published_maniskill_openvla", "cluster=8xGPU", f"out={__file__}/x"), "py is not a folder; name"),
         (("recipe=pointmass_ppo", "--cfg"), "python -m embodied.train --cfg shows the recipe"),
     ],
 )

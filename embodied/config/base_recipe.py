@@ -53,9 +53,7 @@ def base_recipe(
         named = command.name == "evaluate" and bool(values.keys() & {*ENV})
         problems += no_recipe_in(own["checkpoint"], named)
     elif not problems and command.name != "check":
-        problems.append(
-            f"which recipe? python -m embodied.{command.name} recipe=NAME, or recipe=path/to/my.yaml; {EVERY_RECIPE}"
-        )
+        problems.append(f"which recipe? recipe=NAME, or recipe=path/to/my.yaml; {EVERY_RECIPE}")
     return None
 
 

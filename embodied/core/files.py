@@ -41,6 +41,15 @@ class BadPath(ConfigError, ValueError):
     """A text that cannot be a path."""
 
 
+def check_place(key: str, path: Path) -> Path:
+    """The path of a new file or folder. Raises ConfigError if its place cannot hold it."""
+    there = next((above for above in [path, *path.parents] if above.exists()), path)
+    if not (there.is_dir() and os.access(there, os.W_OK)):
+        what = "cannot be written" if there.is_dir() else "is not a folder"
+        raise ConfigError(f"{key}={path}: {there} {what}; name another place")
+    return path
+
+
 def as_path(text: str | Path) -> Path:
     """The path that a user wrote, `~` resolved."""
     path = Path(text)

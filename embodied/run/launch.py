@@ -105,11 +105,10 @@ def planned(
     from embodied.run.text_checks import ACTING, check_pictures, check_scorers, check_speech, refuse
 
     roles = roles_of(roles)
-    if config.cluster.machines and not dry:
-        asked = quote(f"cluster={config.cluster.machines}")
+    if (machines_named := config.cluster.machines) and not dry:
         raise ConfigError(
-            f"cluster.machines={config.cluster.machines} is for planning: add --dry-run, or leave it out; "
-            f"python -m embodied.plan recipe=NAME {asked} compares placements there"
+            f"cluster.machines={machines_named} is for planning: add --dry-run, or leave it out; "
+            f"python -m embodied.plan recipe=NAME {quote(f'cluster={machines_named}')} compares placements there"
         )
     kind = env_class(config.env)
     if learn and len(kind.tasks(config.env)) > 1 and not kind.mixes_tasks:

@@ -234,7 +234,7 @@ def test_a_missing_recipe_is_named_with_what_there_is(tmp_path, monkeypatch):
     near, unlike = mistakes("recipe=pointmass_pop"), mistakes("recipe=zzz")
     assert near.startswith("recipe=pointmass_pop: no such recipe, did you mean 'pointmass_ppo'?")
     assert unlike.startswith("recipe=zzz: no such recipe; python -m embodied.list recipes")
-    assert "which recipe? python -m embodied.train recipe=" in mistakes()
+    assert "which recipe? recipe=NAME, or recipe=path/to/my.yaml; python -m embodied.list recipes" in mistakes()
     assert max(map(len, (near, unlike, mistakes()))) < 200, "a list of all would bury the hint"
     monkeypatch.chdir(tmp_path)
     (tmp_path / "mine.yaml").write_text("seed: 1")
