@@ -75,7 +75,7 @@ def start(argv: list[str]) -> int:
         return ask_to_join(order.join, order.runs)
     if not (order.dry or order.plan):
         return run_all(begin(order))
-    shared = new_runs(order)
+    shared = read_shared_runs(order.resume) if order.resume else new_runs(order)
     predicted = describe_prediction(predict(shared, launch.say), shared.rule) if order.plan else ()
     launch.say("\n".join([*describe(shared), *predicted]))
     return 0
