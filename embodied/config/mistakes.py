@@ -73,6 +73,8 @@ def reason(error: ErrorDetails, path: str, root: Section, tree: Tree) -> str:
     if kind in ("literal_error", "union_tag_invalid"):
         known = [*dict.fromkeys(str(word) for word in allowed_words(path, root, tree))]
         return f"unknown{nearest(str(value), known, 0.6, ', ') or ';'} known: {', '.join(known)}"
+    if kind == "string_type" and isinstance(value, dict | list):
+        return f"should be text, which is quoted twice: {path}='\"...\"'"
     if kind == "string_type":
         return f"should be text; write {path}='\"{value}\"'" if value is not None else "should be text, not empty"
     if kind in ("int_parsing", "int_type", "int_from_float"):

@@ -139,6 +139,7 @@ def test_all_mistakes_are_told_at_once_with_key_reason_and_source(recipe):
         ("algo.epochs=true", "should be a number"),
         ("algo.epochs=2.5", "should be a whole number"),
         ("run.name=7", "write run.name='\"7\"'"),
+        ("run.name={x}", "should be text, which is quoted twice: run.name='\"...\"'"),
         ("run.name=../x", "a name without /"),
         ("env.num_envs=10000000", "less than or equal to 1048576"),
         ("policy.hidden=64", "write policy.hidden=[64]"),
