@@ -11,6 +11,7 @@ import numpy as np
 
 from embodied.core.errors import ConfigError
 from embodied.envs.evaluation_protocols import AS_TRAINED, EvaluationProtocol
+from embodied.envs.own_modules import explained
 
 
 class Expert(Protocol):
@@ -112,8 +113,8 @@ class EnvCapabilities:
 
     @classmethod
     def explained(cls, config: Any) -> AbstractContextManager[None]:
-        """Around building and stepping: turns an exception from the code of a user's task into one line."""
-        return nullcontext()
+        """Around building and stepping: turns an exception from the user's code into one line."""
+        return explained(f"env.name={config.name}") if ":" in config.name else nullcontext()
 
     @classmethod
     def prove(cls, config: Any, proofs: Path) -> list[str]:

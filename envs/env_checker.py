@@ -401,7 +401,8 @@ def rows_of(obs: Observation, rows: Any) -> Observation:
 
 def flat(obs: Observation, row: int) -> np.ndarray:
     """All observed numbers of a row as one vector (texts do not change inside an episode)."""
-    return np.concatenate([np.asarray(part[row], float).ravel() for part in leaves(obs) if not is_text(part)])
+    numbers = [np.asarray(part[row], float).ravel() for part in leaves(obs) if not is_text(part)]
+    return np.concatenate([np.empty(0), *numbers])
 
 
 def far(first: Observation, other: Observation) -> float:

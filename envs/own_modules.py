@@ -160,14 +160,14 @@ def as_module(name: str) -> str:
 
 
 @contextmanager
-def explained(task: Any) -> Iterator[None]:
-    """Turns a mistake in the code of a task into one line with its place."""
+def explained(what: str) -> Iterator[None]:
+    """Turns a mistake in the user's code into one line with its place; `what` names it, as `env.task=my_tasks:Lift`."""
     try:
         yield
     except EmbodiedError:
         raise
     except Exception as err:
-        raise ConfigError(f"env.task={task} cannot be built or stepped: {in_a_line(err)}{where(err)}") from err
+        raise ConfigError(f"{what} cannot be built or stepped: {in_a_line(err)}{where(err)}") from err
 
 
 def try_out(env: VectorEnv) -> None:
@@ -182,10 +182,10 @@ def try_out(env: VectorEnv) -> None:
 
 
 def where(err: BaseException) -> str:
-    """The deepest line outside of packages."""
-    frames = traceback.extract_tb(err.__traceback__)
-    ours = (str(Path(__file__).parent), str(Path(inspect.getfile(EmbodiedError)).parent))
-    of_module = [f for f in frames if "site-packages" not in f.filename and not f.filename.startswith(ours)]
+    """The deepest line outside of packages; failing that, of other packages than ours."""
+    ours = str(Path(inspect.getfile(EmbodiedError)).parents[1])
+    frames = [f for f in traceback.extract_tb(err.__traceback__) if not f.filename.startswith(ours)]
+    of_module = [f for f in frames if "site-packages" not in f.filename]
     frame = (of_module or frames or [None])[-1]
     return f" ({frame.filename}, line {frame.lineno})" if frame else ""
 

@@ -41,8 +41,9 @@ class CNNPolicy(ActorCritic):
         num_features = len(spec.images) * (2 * config.channels[-1] if config.keypoints else config.features)
         width = (spec.privileged_dim if config.estimate else num_features) + (spec.state_dim or 0)
         super().__init__(config, spec, width)
+        self.cameras = sorted(spec.images)
         self.trunks = nn.ModuleDict(
-            {camera: trunk(size, config, self.dtype) for camera, size in sorted(spec.images.items())}
+            {module_name(camera): trunk(spec.images[camera], config, self.dtype) for camera in self.cameras}
         )
         self.estimator = (
             mlp(num_features, (), spec.privileged_dim, config.activation, self.dtype) if config.estimate else None
@@ -58,9 +59,8 @@ class CNNPolicy(ActorCritic):
 
     def encode(self, obs: Observation) -> Tensor:
         """Features of the images, or estimates of the privileged numbers."""
-        features = torch.cat(
-            [trunk(self._pixels(obs["images"][camera])) for camera, trunk in self.trunks.items()], dim=-1
-        )
+        images = [self._pixels(obs["images"][camera]) for camera in self.cameras]
+        features = torch.cat([trunk(image) for trunk, image in zip(self.trunks.values(), images, strict=True)], dim=-1)
         return self.estimator(features) if self.estimator else features
 
     @torch.inference_mode()
@@ -89,6 +89,11 @@ class CNNPolicy(ActorCritic):
     def _pixels(self, frames) -> Tensor:
         """uint8 [N, H, W, 3] -> [N, 3, H, W], in the channels-last memory format, which is fast for convolutions."""
         return tensor_of(frames, self.device).permute(0, 3, 1, 2).to(self.dtype).div(255).sub(0.5)
+
+
+def module_name(camera: str) -> str:
+    """A camera's name as that of a module; torch takes none that a ModuleDict has as an attribute, such as `keys`."""
+    return f"{camera}_" if hasattr(nn.ModuleDict(), camera) else camera
 
 
 def trunk(size: tuple[int, int, int], config: CNNConfig, dtype: torch.dtype) -> nn.Sequential:

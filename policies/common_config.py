@@ -67,8 +67,8 @@ class PolicyOptions(Strict):
         images of each camera."""
         if self.sees and not sizes:
             raise ConfigError(
-                f"policy.name={self.name} needs images, but this env offers none; set env.cameras, or try "
-                "policy.name=mlp"
+                f"policy.name={self.name} needs images, but this env offers none; set env.cameras of a bundled "
+                "simulator, let an env of yours observe some (docs/own_task.md), or try policy.name=mlp"
             )
 
     @property

@@ -109,7 +109,7 @@ class CNNConfig(ActorCriticConfig):
                 raise ConfigError(
                     f"policy.kernels={list(self.kernels)} with policy.strides={list(self.strides)} need images of "
                     f"{least}x{least} pixels or more, and those of camera {camera!r} are {height}x{width}; try larger "
-                    f"images (env.image_size={least}), or smaller policy.strides"
+                    f"images (env.image_size={least} of a bundled simulator), or smaller policy.strides"
                 )
 
     section = "policy."

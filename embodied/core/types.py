@@ -136,6 +136,8 @@ class EnvSpec:
                     f"camera {camera!r} is {list(size)}, not [height, width, 3]: images are uint8 and in three colours "
                     "(of RGBA, image[..., :3])"
                 )
+            if "." in camera:
+                raise ValueError(f"camera {camera!r}: a name has no dots; try {camera.replace('.', '_')!r}")
 
 
 @dataclass(frozen=True)

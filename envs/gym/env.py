@@ -1,13 +1,15 @@
 """Any single Gymnasium env, N of them looped in process: `gym:<id>`, or the user's own `gymnasium.Env` class.
 
-Observations become one flat state (or an image, where they are one); box actions are stretched from [-1, 1] to the
-env's bounds. The step limit is applied by the base, not by Gymnasium's wrapper.
+`observations.py` sorts observations into images, state and instruction. Box actions are stretched from [-1, 1] to the
+env's bounds; several discrete ones are one choice among their combinations. The step limit is applied by the base, not
+by Gymnasium's wrapper.
 """
 
 from __future__ import annotations
 
 import contextlib
 import inspect
+import math
 from typing import Any
 
 import gymnasium
@@ -20,9 +22,16 @@ from embodied.envs import import_class
 from embodied.envs.config import ExternalEnvConfig
 from embodied.envs.evaluation_protocols import AS_TRAINED, EvaluationProtocol
 from embodied.envs.gym.config import GymConfig
+from embodied.envs.gym.observations import ObservationParts
+from embodied.envs.own_modules import where
 from embodied.envs.vector_env import StepResult, VectorEnv
 
+MOST_CHOICES = 4096  # combinations of several discrete actions
 SUCCESS_KEYS = ("success", "is_success")
+RETURNED = {
+    "reset": ("observation", "info"),
+    "step": ("observation", "reward", "terminated", "truncated", "info"),
+}
 
 
 PROTOCOL = EvaluationProtocol(
@@ -36,26 +45,30 @@ class GymEnv(VectorEnv):
     def __init__(self, config: GymConfig | ExternalEnvConfig, num_envs: int) -> None:
         self._envs = [make_single(config) for _ in range(num_envs)]
         first = self._envs[0]
-        self._image = is_image(first.observation_space)
-        self._success_key = success_key(first)
+        self._parts = ObservationParts(config.name, first.observation_space)
+        action = action_spec(config.name, first.action_space)
+        self._success_key = success_key(config.name, first)
         spec = EnvSpec(
-            action=action_spec(config.name, first.action_space),
-            state_dim=None if self._image else state_dim(config.name, first.observation_space),
-            images={"camera": (*first.observation_space.shape[:2], 3)} if self._image else {},
+            action=action,
+            state_dim=self._parts.state_dim,
+            images=self._parts.cameras,
+            instruction=bool(self._parts.texts),
             max_episode_steps=config.max_episode_steps or own_limit(config, first),
             has_success=self._success_key is not None,
-            control_hz=float(first.metadata.get("render_fps", 20)),
+            control_hz=float((first.metadata or {}).get("render_fps", 20)),
             backend="gymnasium",
         )
         super().__init__(config, num_envs, spec)
-        self._space, self._actions = first.observation_space, first.action_space
-        shape = spec.images["camera"] if self._image else (spec.state_dim,)
-        self._seen = np.zeros((num_envs, *shape), np.uint8 if self._image else self.dtype)
+        self._actions = first.action_space
+        self._state = np.zeros((num_envs, spec.state_dim or 0), self.dtype)
+        self._images = {camera: np.zeros((num_envs, *size), np.uint8) for camera, size in spec.images.items()}
+        self._instructions = [""] * num_envs
         self._video_problem: str | None = None
 
     @classmethod
     def check(cls, config: Any) -> None:
-        cls(config, 1).close()
+        with cls.explained(config):
+            cls(config, 1).close()
 
     @classmethod
     def protocols(cls, config: Any) -> tuple[EvaluationProtocol, ...]:
@@ -64,8 +77,8 @@ class GymEnv(VectorEnv):
     def _reset_rows(self, rows: np.ndarray, episodes: list[EpisodeSpec]) -> np.ndarray:
         success = np.zeros(len(rows), bool)
         for at, (row, episode) in enumerate(zip(rows, episodes, strict=True)):
-            seen, info = self._envs[row].reset(seed=episode.seed)
-            self._seen[row] = self._flat(seen)
+            seen, info = self._returned("reset", self._envs[row].reset(seed=episode.seed))
+            self._see(row, seen)
             success[at] = self._succeeded(info)
         return success
 
@@ -73,20 +86,29 @@ class GymEnv(VectorEnv):
         rewards = np.zeros(self.num_envs)
         terminated, truncated, success = np.zeros((3, self.num_envs), bool)
         for row in np.flatnonzero(active):
-            seen, rewards[row], ended, cut, info = self._envs[row].step(self._native(actions[row]))
+            played = self._envs[row].step(self._native(actions[row]))
+            seen, reward, ended, cut, info = self._returned("step", played)
+            rewards[row] = self._reward_of(reward)
             terminated[row], truncated[row] = self._flag("terminated", ended), self._flag("truncated", cut)
-            self._seen[row] = self._flat(seen)
+            self._see(row, seen)
             success[row] = self._succeeded(info)
         return StepResult(rewards, terminated, success if self.env_spec.has_success else None, truncated)
 
     def _observe(self) -> Observation:
-        return {"images": {"camera": self._seen.copy()}} if self._image else {"state": self._seen.copy()}
+        spec, obs = self.env_spec, Observation()
+        if spec.state_dim:
+            obs["state"] = self._state.copy()
+        if spec.images:
+            obs["images"] = {camera: images.copy() for camera, images in self._images.items()}
+        if spec.instruction:
+            obs["instruction"] = list(self._instructions)
+        return obs
 
     def render_rows(self, rows: np.ndarray) -> np.ndarray:
         try:
-            return np.stack([np.asarray(self._envs[row].render(), np.uint8) for row in rows])
-        except (gymnasium.error.Error, ImportError, TypeError) as err:
-            raise EmbodiedError(f"{self.config.name} cannot be recorded here: {err}") from err
+            return np.stack([frame_of(self._envs[row]) for row in rows])
+        except Exception as err:  # the method of the user's env may raise anything
+            raise EmbodiedError(f"{self.config.name} cannot be recorded here: {in_a_line(err)}{where(err)}") from err
 
     def video_problem(self) -> str:
         """The problem that rendering once in a separate env shows; most envs import the needed package only then."""
@@ -94,13 +116,14 @@ class GymEnv(VectorEnv):
             env = make_single(self.config)
             try:
                 env.reset(seed=0)
-                frame = env.render()
-                good = isinstance(frame, np.ndarray) and frame.ndim == 3
-                self._video_problem = "" if good else f"{self.config.name} has no render mode rgb_array"
+                frame_of(env)
+                self._video_problem = ""
             except NotImplementedError:
                 self._video_problem = f"{self.config.name} has no method render, which draws the frames of videos"
-            except (gymnasium.error.Error, ImportError) as err:
-                self._video_problem = f"{self.config.name} cannot be recorded here: {err}"
+            except WrongShape as err:
+                self._video_problem = f"{self.config.name}: {err}"
+            except Exception as err:
+                self._video_problem = f"{self.config.name} cannot be recorded here: {in_a_line(err)}{where(err)}"
             finally:
                 close_quietly(env)
         return self._video_problem
@@ -109,18 +132,37 @@ class GymEnv(VectorEnv):
         for env in self._envs:
             close_quietly(env)
 
-    def _flat(self, seen: Any) -> np.ndarray:
-        return seen[..., :3] if self._image else spaces.flatten(self._space, seen)
+    def _see(self, row: int, seen: Any) -> None:
+        self._state[row], images, self._instructions[row] = self._parts.sort(seen)
+        for camera, image in images.items():
+            self._images[camera][row] = image
 
     def _native(self, action: np.ndarray) -> Any:
         if isinstance(self._actions, spaces.Discrete):
             return int(self._actions.start + action)
+        if not isinstance(self._actions, spaces.Box):
+            return several_choices(self._actions, int(action))
         low, high = self._actions.low, self._actions.high
         unit = (np.asarray(action, np.float64).reshape(low.shape) + 1) / 2
         return np.clip(low + unit * (high - low), low, high).astype(self._actions.dtype)
 
+    def _returned(self, method: str, values: Any) -> tuple[Any, ...]:
+        return returned(self.config.name, method, values)
+
+    def _reward_of(self, value: Any) -> float:
+        if np.size(value) != 1 or np.asarray(value).dtype.kind not in "biuf":
+            raise WrongShape(f"{self.config.name}: the reward of a step is {value!r:.100}, it must be one number")
+        return np.asarray(value).item()
+
     def _succeeded(self, info: dict[str, Any]) -> bool:
-        return self._flag(self._success_key, info.get(self._success_key, False)) if self._success_key else False
+        if self._success_key:
+            return self._flag(self._success_key, info.get(self._success_key, False))
+        if late := next((key for key in SUCCESS_KEYS if key in info), None):
+            raise WrongShape(
+                f"{self.config.name}: info has {late!r} in some steps only; give it in every step, False before a "
+                "success, for it is missing after the first step"
+            )
+        return False
 
     def _flag(self, name: str, value: Any) -> bool:
         """A flag of one env as a bool; refuses NaN, which would be true."""
@@ -165,33 +207,64 @@ def renders(cls: Any) -> bool:
     return isinstance(metadata, dict) and "rgb_array" in metadata.get("render_modes", ())
 
 
-def success_key(env: gymnasium.Env) -> str | None:
+def success_key(name: str, env: gymnasium.Env) -> str | None:
     """The key of `info` that reports success, found by resetting and stepping once."""
     env.action_space.seed(0)
-    _, at_reset = env.reset(seed=0)
-    info = at_reset | env.step(env.action_space.sample())[4]
+    at_reset = returned(name, "reset", env.reset(seed=0))[1]
+    info = {**at_reset, **returned(name, "step", env.step(env.action_space.sample()))[4]}
     return next((key for key in SUCCESS_KEYS if key in info), None)
+
+
+def returned(name: str, method: str, values: Any) -> tuple[Any, ...]:
+    """The values of the env's method, as many as it must return, with a dict at the end."""
+    named = RETURNED[method]
+    if not isinstance(values, tuple) or len(values) != len(named):
+        given = f"{len(values)} values" if isinstance(values, tuple) else f"a {type(values).__name__}"
+        raise WrongShape(f"{name}: {method} returned {given}, it must return {', '.join(named)}")
+    if not isinstance(values[-1], dict):
+        raise WrongShape(f"{name}: info of {method} is {values[-1]!r:.100}, it must be a dict")
+    return values
 
 
 def action_spec(name: str, space: spaces.Space) -> ActionSpec:
     if isinstance(space, spaces.Discrete):
         return ActionSpec(1, int(space.n))
+    if isinstance(space, spaces.MultiDiscrete | spaces.MultiBinary):
+        if (combinations := math.prod(map(int, np.ravel(choices_of(space))))) > MOST_CHOICES:
+            raise ConfigError(
+                f"env.name={name!r} has actions {space}, which have {combinations:,} combinations; at most "
+                f"{MOST_CHOICES:,} are supported: allow fewer choices, or make it a Box"
+            )
+        return ActionSpec(1, combinations)
     if not isinstance(space, spaces.Box) or space.dtype.kind != "f":
-        raise ConfigError(f"env.name={name!r} has actions {space}; one Discrete or one floating-point Box is supported")
+        raise ConfigError(
+            f"env.name={name!r} has actions {space}; one Discrete, MultiDiscrete or MultiBinary, or one floating-point "
+            "Box is supported"
+        )
     if not (np.isfinite(space.low).all() and np.isfinite(space.high).all()):
         raise ConfigError(f"env.name={name!r} has unbounded actions {space}; give them bounds (RescaleAction does)")
     return ActionSpec(int(np.prod(space.shape)))
 
 
-def state_dim(name: str, space: spaces.Space) -> int:
-    if not space.is_np_flattenable:
-        raise ConfigError(f"env.name={name!r} has observations {space}, which cannot be made one flat vector")
-    return spaces.flatdim(space)
+def choices_of(space: spaces.MultiDiscrete | spaces.MultiBinary) -> np.ndarray:
+    """The number of choices of each action."""
+    return space.nvec if isinstance(space, spaces.MultiDiscrete) else np.full(space.shape, 2)
 
 
-def is_image(space: spaces.Space) -> bool:
-    """The image in three colours, without opacity."""
-    return isinstance(space, spaces.Box) and space.dtype == np.uint8 and space.shape[2:] in ((3,), (4,))
+def several_choices(space: spaces.MultiDiscrete | spaces.MultiBinary, number: int) -> np.ndarray:
+    """The actions of a combination, the last one changing fastest: number 5 of MultiDiscrete([3, 4]) is [1, 1]."""
+    choices = choices_of(space)
+    chosen = np.reshape(np.unravel_index(number, choices.ravel()), choices.shape)
+    return (chosen + getattr(space, "start", 0)).astype(space.dtype)
+
+
+def frame_of(env: gymnasium.Env) -> np.ndarray:
+    """A frame of a video, without opacity."""
+    frame = env.render()
+    if not isinstance(frame, np.ndarray) or frame.dtype != np.uint8 or frame.ndim != 3 or frame.shape[2] not in (3, 4):
+        given = f"{frame.dtype} {list(frame.shape)}" if isinstance(frame, np.ndarray) else type(frame).__name__
+        raise WrongShape(f"render returns {given}, it must be uint8 [H, W, 3] with render_mode='rgb_array'")
+    return frame[..., :3]
 
 
 def own_limit(config: GymConfig | ExternalEnvConfig, env: gymnasium.Env) -> int:

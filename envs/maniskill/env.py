@@ -174,7 +174,7 @@ class ManiSkillEnv(VectorEnv):
 
     @classmethod
     def explained(cls, config: ManiSkillConfig) -> AbstractContextManager[None]:
-        return explained(config.task)
+        return explained(f"env.task={config.task}")
 
     @classmethod
     def prove(cls, config: ManiSkillConfig, proofs: Path) -> list[str]:

@@ -70,7 +70,7 @@ class RobosuiteEnv(VectorEnv):
 
     @classmethod
     def explained(cls, config: RobosuiteConfig) -> AbstractContextManager[None]:
-        return own_modules.explained(config.task)
+        return own_modules.explained(f"env.task={config.task}")
 
     def __init__(self, config: RobosuiteConfig, num_envs: int) -> None:
         with self.explained(config):

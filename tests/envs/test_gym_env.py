@@ -1,12 +1,14 @@
 """Gymnasium envs as rows: `gym:<id>` and the user's own gymnasium.Env class."""
 
+import re
+
 import gymnasium
 import numpy as np
 import pytest
 from gymnasium import spaces
 from pydantic import TypeAdapter
 
-from embodied.core.errors import ConfigError, EmbodiedError, WrongShape
+from embodied.core.errors import ConfigError, EmbodiedError, Unusable, WrongShape
 from embodied.core.types import EpisodeSpec
 from embodied.envs import make_env
 from embodied.envs.common_config import played_task
@@ -137,28 +139,154 @@ def test_an_env_that_cannot_be_recorded_says_why(monkeypatch):
 
     monkeypatch.setattr(Corridor, "render", gymnasium.Env.render)
     assert "has no method render" in make(HERE, 1, max_episode_steps=10).video_problem()
+    for frame, told in (
+        (None, "render returns NoneType"),
+        (np.zeros((9, 9, 3)), r"float64 \[9, 9, 3\], it must be uint8"),
+    ):
+        monkeypatch.setattr(Corridor, "render", lambda self, frame=frame: frame)
+        assert re.search(told, make(HERE, 1, max_episode_steps=10).video_problem())
     monkeypatch.setattr(Corridor, "render", needs_pygame)
     env = make(HERE, 1, max_episode_steps=10)
     assert "pygame is not installed" in env.video_problem()
     env.reset(seed=0)
-    with pytest.raises(EmbodiedError, match="cannot be recorded here: pygame"):
+    with pytest.raises(EmbodiedError, match=r"cannot be recorded here: .*pygame"):
         env.render_rows(np.array([0]))
 
 
-@pytest.mark.parametrize("colours", [3, 4])
-def test_images_stay_images_and_lose_their_fourth_colour(colours):
-    class Seer(Corridor):
-        observation_space = spaces.Box(0, 255, (8, 6, colours), np.uint8)
-
-        def _seen(self):
-            return np.full((8, 6, colours), 7, np.uint8)
-
+def observing(space, seen=None):
+    """The name of an env that observes this space: the same value at all times, a sample unless one is given."""
     import gymcorridor
 
-    gymcorridor.Seer = Seer
-    env = make("gymcorridor:Seer", max_episode_steps=5)
-    assert env.env_spec.images == {"camera": (8, 6, 3)}
-    assert env.reset(seed=0)[0]["images"]["camera"].shape == (2, 8, 6, 3)
+    space.seed(0)
+    value = space.sample() if seen is None else seen
+    kind = type("Seer", (Corridor,), {"observation_space": space, "_seen": lambda self: value})
+    gymcorridor.Seer = kind
+    return "gymcorridor:Seer", value
+
+
+def pixels(*shape, high=255, dtype=np.uint8):
+    return spaces.Box(0, high, shape, dtype)
+
+
+@pytest.mark.parametrize(
+    ("space", "image"),
+    [
+        (pixels(9, 12, 3), lambda seen: seen),
+        (pixels(9, 12, 4), lambda seen: seen[..., :3]),
+        (pixels(9, 12, 1), lambda seen: seen.repeat(3, 2)),
+        (pixels(9, 12), lambda seen: seen[..., None].repeat(3, 2)),
+        (pixels(3, 9, 12), lambda seen: seen.transpose(1, 2, 0)),
+        (pixels(1, 9, 12), lambda seen: seen[0, :, :, None].repeat(3, 2)),
+        (pixels(9, 12, 3, high=1, dtype=np.float32), lambda seen: np.rint(seen * 255).astype(np.uint8)),
+        (pixels(3, 9, 12, high=255, dtype=np.float64), lambda seen: np.rint(seen).transpose(1, 2, 0).astype(np.uint8)),
+    ],
+    ids=str,
+)
+def test_a_box_in_the_shape_of_a_picture_is_an_image(space, image):
+    name, seen = observing(space)
+    env = make(name, 3, max_episode_steps=5)
+    assert env.env_spec.images == {"camera": (9, 12, 3)} and env.env_spec.state_dim is None
+    assert (env.reset(seed=0)[0]["images"]["camera"] == image(seen)).all()
+    check_vector_env(env)
+
+
+def test_a_stack_of_pictures_is_as_many_cameras_and_a_small_grid_is_numbers():
+    env = make(observing(spaces.Dict({"last": pixels(4, 9, 12), "grid": pixels(7, 7, 3)}))[0], max_episode_steps=5)
+    assert env.env_spec.images == {f"last_{i}": (9, 12, 3) for i in range(4)} and env.env_spec.state_dim == 147
+
+
+NESTED = spaces.Dict(
+    {
+        "arm": spaces.Dict({"wrist.rgb": pixels(9, 12, 3), "joints": spaces.Box(-np.inf, np.inf, (2,), np.float64)}),
+        "door": spaces.Discrete(3, start=5),
+        "mission": spaces.Text(40),
+        "switches": spaces.Tuple([spaces.MultiBinary(2), spaces.MultiDiscrete([2, 3])]),
+        7: spaces.Box(-1, 1, ()),
+    }
+)
+
+
+def test_the_parts_of_a_nested_observation_become_images_state_and_instruction():
+    picture = np.arange(324, dtype=np.uint8).reshape(9, 12, 3)
+    arm = {"wrist.rgb": picture, "joints": [0.5, -3.0]}
+    switches = (np.array([True, False]), [1, 2])
+    name, _ = observing(NESTED, {"arm": arm, "door": 6, "mission": "open it", "switches": switches, 7: 0.25})
+    env = make(name, 3, max_episode_steps=5)
+    obs, _ = env.reset(seed=0)
+    assert (obs["images"]["arm_wrist_rgb"] == picture).all()
+    assert obs["instruction"] == ["open it"] * 3
+    order = {"arm": [0.5, -3], "door": [0, 1, 0], "switches": [1, 0, 0, 1, 0, 0, 1], 7: [0.25]}  # as the space has it
+    assert obs["state"].tolist() == [[number for key in NESTED if key in order for number in order[key]]] * 3
+    check_vector_env(env)
+
+
+@pytest.mark.parametrize(
+    ("space", "message"),
+    [
+        (
+            spaces.Dict({"seen": spaces.Sequence(pixels(2))}),
+            r"observation\['seen'\] is Sequence.*padded Box.*leave it out",
+        ),
+        (spaces.Graph(pixels(2), None), "observation is Graph"),
+        (spaces.Dict({"city": spaces.Discrete(2**40)}), r"observation\['city'\] .*1,099,511,627,776 numbers"),
+        (spaces.Dict({"a": spaces.Dict({"b": pixels(9, 9)}), "a_b": pixels(9, 9)}), "share one of the names a_b"),
+        (spaces.Dict({}), "observes nothing"),
+    ],
+)
+def test_an_observation_without_a_place_is_refused_with_its_key(space, message):
+    with pytest.raises(ConfigError, match=message):
+        make(observing(space)[0], max_episode_steps=5)
+
+
+@pytest.mark.parametrize(
+    ("seen", "message"),
+    [
+        ({"a": 1.5}, r"observation\['b'\] cannot be read \(KeyError: 'b'\)"),
+        (np.zeros(3), r"observation\['a'\] cannot be read"),
+        ({"a": [[0], [0, 1]], "b": 1, "c": "x"}, r"observation\['a'\] cannot be read"),
+        ({"a": [0.0, 1.0], "b": 1, "c": "x"}, r"observation\['a'\] is float64 \[2\], not in Box"),
+        ({"a": "x", "b": 1, "c": "x"}, r"observation\['a'\] is array\('x'.*, not in Box"),
+        ({"a": 0.0, "b": 3, "c": "x"}, r"observation\['b'\] is array\(3\), not in Discrete\(3\)"),
+        ({"a": 0.0, "b": 1.0, "c": "x"}, r"observation\['b'\] is array\(1.\), not in Discrete\(3\)"),
+        ({"a": 0.0, "b": 1, "c": None}, r"observation\['c'\] is None, not in Text"),
+    ],
+)
+def test_an_observation_outside_its_space_is_an_error_with_its_key(seen, message):
+    space = spaces.Dict({"a": spaces.Box(-1, 1, ()), "b": spaces.Discrete(3), "c": spaces.Text(3)})
+    with pytest.raises(WrongShape, match=message):
+        make(observing(space, seen)[0], max_episode_steps=5).reset(seed=0)
+
+
+@pytest.mark.parametrize(("value", "message"), [(np.nan, "NaN"), (7.0, "from 7 to 7, it must be from 0 to 1")])
+def test_pixels_that_are_none_are_an_error(value, message):
+    name, _ = observing(pixels(9, 9, high=1, dtype=np.float32), np.full((9, 9), value))
+    with pytest.raises(Unusable, match=message):
+        make(name, max_episode_steps=5).reset(seed=0)
+
+
+@pytest.mark.parametrize(
+    ("space", "choices", "number", "native"),
+    [
+        (spaces.Discrete(3, start=5), 3, 2, 7),
+        (spaces.MultiDiscrete([3, 4]), 12, 5, [1, 1]),
+        (spaces.MultiDiscrete([3, 4], start=[0, 5]), 12, 5, [1, 6]),
+        (spaces.MultiBinary(3), 8, 6, [1, 1, 0]),
+    ],
+)
+def test_discrete_actions_are_one_choice(monkeypatch, space, choices, number, native):
+    def step(self, action):
+        assert space.contains(action)
+        self.action = action
+        return self._seen(), 0.0, False, False, {}
+
+    monkeypatch.setattr(Corridor, "action_space", space)
+    monkeypatch.setattr(Corridor, "step", step)
+    env = make(HERE, 3, max_episode_steps=5)
+    assert env.env_spec.action.num_choices == choices
+    env.reset(seed=0)
+    env.step(np.full(3, number))
+    assert np.array_equal(env._envs[0].action, native)
+    check_vector_env(env)
 
 
 @pytest.mark.parametrize(
@@ -178,6 +306,29 @@ def test_mistakes_are_explained(name, kwargs, message):
         make(name, **kwargs)
 
 
+@pytest.mark.parametrize(
+    ("method", "given", "message"),
+    [
+        ("reset", {}, "reset returned a dict, it must return observation, info"),
+        ("reset", ({}, None), "info of reset is None, it must be a dict"),
+        ("step", ({}, 0.0, False, {}), "step returned 4 values, it must return observation, reward, terminated"),
+        ("step", ({"place": [0, 0], "door": 0}, None, False, False, {}), "the reward of a step is None"),
+        (
+            "step",
+            ({"place": [0, 0], "door": 0}, 0, False, False, {"success": True}),
+            "has 'success' in some steps only",
+        ),
+    ],
+)
+def test_what_a_method_must_return_is_said(monkeypatch, method, given, message):
+    env = make(HERE, max_episode_steps=5)
+    env.reset(seed=0)
+    monkeypatch.setattr(env, "_success_key", None)
+    monkeypatch.setattr(Corridor, method, lambda self, *_, **__: given)
+    with pytest.raises(WrongShape, match=message):
+        env.step(env.action_space.sample()) if method == "step" else env.reset(seed=1)
+
+
 @pytest.mark.parametrize("odd", [float("nan"), "yes", None, 2, [0, 1]])
 def test_a_flag_that_is_no_flag_is_an_error(monkeypatch, odd):
     env = make(HERE, max_episode_steps=5)
@@ -191,8 +342,9 @@ def test_a_flag_that_is_no_flag_is_an_error(monkeypatch, odd):
     ("space", "message"),
     [
         (spaces.Box(0, np.inf, (2,)), "unbounded actions"),
-        (spaces.MultiDiscrete([2, 3]), "one Discrete or one floating-point Box"),
-        (spaces.Box(0, 3, (2,), np.int64), "one Discrete or one floating-point Box"),
+        (spaces.MultiDiscrete([200, 300]), "60,000 combinations; at most 4,096"),
+        (spaces.Dict({"turn": spaces.Discrete(3)}), "one Discrete, .* or one floating-point Box"),
+        (spaces.Box(0, 3, (2,), np.int64), "one Discrete, .* or one floating-point Box"),
     ],
 )
 def test_action_spaces_that_have_no_meaning_in_minus_one_to_one_are_refused(monkeypatch, space, message):
