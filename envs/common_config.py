@@ -95,7 +95,11 @@ class CommonEnvConfig(Strict):
     reward: Annotated[str, AfterValidator(known_reward)] = Field(
         "own",
         description="Reward per env step: own (as the simulator gives it), success (1 when the task is solved, else "
-        "0), difference (own minus that of the step before), or a function of yours, my_pkg.my_module:my_reward.",
+        "0), difference (own minus that of the step before), or a function or class of yours, "
+        "my_pkg.my_module:my_reward.",
+    )
+    reward_kwargs: dict[str, Any] = Field(
+        default_factory=dict, description="Arguments of the class that env.reward names; every env makes an object."
     )
     modules: Modules = Field(
         (),
@@ -119,6 +123,11 @@ class CommonEnvConfig(Strict):
     section = "env."
     rules = (
         never_with("privileged", {"state": "full"}, "it hides nothing from the actor; try env.state=proprio"),
+        only_with(
+            "reward_kwargs",
+            {"reward": lambda name: ":" in name},
+            "leave it out, or name a class of yours: env.reward=my_pkg.my_module:MyReward",
+        ),
         only_with("after_success", {"on_success": "truncate"}, "try env.after_success=0"),
     )
 

@@ -32,6 +32,7 @@ from embodied.envs import env_class, make_env
 from embodied.envs.action_sources import ExpertActions, PolicyActions
 from embodied.envs.episode_player import Record, Refill, Stage, step_stages
 from embodied.envs.evaluation import play_episodes
+from embodied.envs.own_modules import try_out
 from embodied.envs.request_client import PolicyClient
 from embodied.envs.whole_episodes import EpisodeStream, PlayerWorker
 from embodied.runtime import Channel, Needs
@@ -61,6 +62,8 @@ class SimWorker(PlayerWorker):
                 self.stages.append(
                     Stage(env, f"sim-{self.rank}/{stage}", ids, self.config.num_envs, self.timers, self.journal)
                 )
+            if ":" in self.config.reward:  # a mistake in it ends the run now, instead of restarting this worker
+                try_out(self.stages[0].env)
         return self.stages[0].env.env_spec
 
     def eval_spec(self) -> EnvSpec:

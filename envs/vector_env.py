@@ -40,7 +40,7 @@ from embodied.core.errors import ConfigError, NotFinite, WrongShape
 from embodied.core.types import Array, ChunkResult, EnvSpec, EpisodeSpec
 from embodied.envs.capabilities import EnvCapabilities
 from embodied.envs.image_cache import ImageCache, Images
-from embodied.envs.own_modules import import_class
+from embodied.envs.own_modules import explained, own_reward
 
 ACTIONS = "actions"
 COUNTERS = ("live", "elapsed", "since", "success")
@@ -89,7 +89,7 @@ class VectorEnv(EnvCapabilities, GymnasiumVectorEnv):
         self._elapsed = np.zeros(num_envs, np.int64)
         self._since = np.zeros(num_envs, np.int64)  # env steps since the first success, including it
         self._success: Array = np.zeros(num_envs, bool)
-        self._reward = Reward(config.reward, num_envs, env_spec.has_success)
+        self._reward = Reward(config, num_envs, env_spec.has_success)
         self._rewards: Array = np.zeros(num_envs, self.dtype)
         self.checks: FiniteChecks | None = None  # of tensors, if `check_noted` is called later for many decisions
 
@@ -455,16 +455,16 @@ class Reward:
 
     own: the simulator's reward. success: 1 in the env step that solves the task for the first time, else 0. difference:
     the simulator's reward minus its previous reward (0 before the first step), so that an episode's return is its last
-    reward, whatever its length. Any other name is a function that takes the env, its actions [N, A] and the
-    `StepResult` and returns [N].
+    reward, whatever its length. Any other name is a function, or a class with a method `__call__`, that takes the env,
+    its actions [N, A] and the `StepResult` and returns [N].
 
     Rewards 0.2, 0.5, 0.5, 1 with success in the last step: success gives 0, 0, 0, 1, difference 0.2, 0.3, 0, 0.5.
     """
 
-    def __init__(self, name: str, num_envs: int, has_success: bool) -> None:
-        self.name = name
+    def __init__(self, config: Any, num_envs: int, has_success: bool) -> None:
+        self.name = name = config.reward
         self.memory = np.zeros(num_envs)  # per row: the last reward, or whether success was rewarded
-        self.function = import_class(name, "env.reward") if ":" in name else None
+        self.function = own_reward(config) if ":" in name else None
         self.on_device = name == "own"  # whether it reads no data of a simulator on a GPU
         if name == "success" and not has_success:
             raise ConfigError(
@@ -481,7 +481,7 @@ class Reward:
         if self.name == "own":
             return step.rewards
         if self.function is not None:
-            return np.asarray(self.function(env, actions, step))
+            return self._own(env, actions, step)
         if self.name == "success":
             given = step.success & (self.memory == 0)
             self.memory[moved & given] = 1.0
@@ -489,3 +489,14 @@ class Reward:
         given = step.rewards - self.memory
         np.copyto(self.memory, step.rewards, where=moved)
         return given.astype(env.dtype)
+
+    def _own(self, env: VectorEnv, actions: Array, step: StepResult) -> np.ndarray:
+        """The user's reward."""
+        with explained(f"env.reward={self.name}", "be called"):
+            given = np.asarray(self.function(env, actions, step))
+        if given.shape != (env.num_envs,) or given.dtype.kind not in "biuf":
+            raise WrongShape(
+                f"env.reward={self.name} returns {given.dtype} {list(given.shape)}, it must return a number for each "
+                f"env row, [{env.num_envs}]"
+            )
+        return given

@@ -87,6 +87,13 @@ PAGES = {
         ),
         Step("train .*run.name=fist", "success_once", ROBOT, slow=True),
         Step("train .*run.name=fist", "did you mean 'arm_only'?", "env.control_mode=arm_onl --dry-run", code=2),
+        Step("train .*run.name=effort", "success_once", ROBOT),
+        Step(
+            "train .*run.name=effort",
+            "does not take env.reward_kwargs={'price': 1",
+            "env.reward_kwargs.price=1",
+            code=2,
+        ),
         Step("check env.name=my_gym", ("state of 2 numbers", "success reported in every step", "contract kept")),
         Step("check env.name=my_gym", "set env.max_episode_steps=", "env.max_episode_steps=null", code=2),
         Step("train .*run.name=slide", "success_once", ROBOT),

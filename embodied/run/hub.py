@@ -77,6 +77,16 @@ def with_folder(policy: Any, dry: bool = False, elsewhere: bool = False) -> Any:
     return policy.model_copy(update=changes)
 
 
+def missing_folders(policy: Any) -> list[str]:
+    """Remarks on folders of the policy that this machine lacks, for a plan for other machines."""
+    named = {key: getattr(policy, key, None) for key in ("pretrained", "lora_path")} if policy.published else {}
+    return [
+        f"policy.{key}={name} is not on this machine; planned for a model of full size, and nothing in it was checked"
+        for key, name in named.items()
+        if name and not as_path(name).exists()
+    ]
+
+
 def folder_for(name: str, key: str, files: Sequence[str]) -> Path:
     """The downloaded folder of a model on the hub."""
     if name in MADE_HERE:

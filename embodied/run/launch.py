@@ -28,7 +28,7 @@ from embodied.core.options import broken_rules
 from embodied.envs import env_class, import_class, speaks
 from embodied.envs.common_config import CommonEnvConfig, played_task
 from embodied.envs.evaluation_protocols import choose_protocol
-from embodied.envs.own_modules import own_modules
+from embodied.envs.own_modules import own_modules, reward_class
 from embodied.placement import PlacedRole, PlacementError, PlacementPlan, Topology, make_plan, named_nodes, roles_of
 from embodied.placement.grammar import EMBODIED, is_loop
 from embodied.placement.mode_rules import ENVS_PER_SIM
@@ -37,7 +37,7 @@ from embodied.reporting.wandb_logger import check_log
 from embodied.run import devices, memory_check
 from embodied.run.devices import check_devices, check_simulator, draws_on_gpus, host_plans, machines, networks_on
 from embodied.run.ending import Interrupted
-from embodied.run.hub import with_folder
+from embodied.run.hub import missing_folders, with_folder
 from embodied.run.rehearsal import files_missing_here
 from embodied.runtime import Cluster, choose_backend, describe_backend
 
@@ -129,7 +129,7 @@ def planned(
         kind.seek_proof(config.env, proofs(config), say)
         env = kind.proven(config.env, proofs(config))
     if ":" in config.env.reward:
-        import_class(config.env.reward, "env.reward")
+        reward_class(config.env)
     config = config.model_copy(update={"env": kind.resolve(env)})
     # The policy's folder exists, and its inputs and outputs fit the env.
     config = config.model_copy(update={"policy": with_folder(config.policy, dry, bool(config.cluster.machines))})
@@ -314,6 +314,7 @@ def describe(config: RunConfig, plan: PlacementPlan, weights: Path | str | None 
     remarks = [] if len(kind.tasks(env)) > 1 else [*kind.remarks(env, proofs(config)), *other_recipes(config)]
     if config.cluster.machines and (missing := files_missing_here(config)):
         remarks.append(f"missing on this machine: {missing}")
+    remarks += missing_folders(config.policy) if config.cluster.machines else []
     lines = [
         f"task        {played_task(env.name, env.task)}{f', physics {physics}' if physics else ''}",
         *(line for note in remarks for line in wrap(f"note        {note}", WIDTH, subsequent_indent=" " * 12)),

@@ -34,7 +34,7 @@ FREE = tuple(f"policy.{key}" for key in (*LEARNS, *ANSWERS))  # options that may
 ORIGIN = ("policy.pretrained", "policy.statistics")  # a saved policy contains what these keys name
 KEPT = ("env.name", "env.task", "env.num_envs", "algo.name", *ORIGIN)  # a resumed run keeps these and its policy
 UNSEEN = (
-    *("num_envs", "stagger", "retries", "backend", "on_success", "max_episode_steps", "reward"),
+    *("num_envs", "stagger", "retries", "backend", "on_success", "max_episode_steps", "reward", "reward_kwargs"),
     *("fast_images", "video_size"),
 )
 # env options that may differ between training and evaluation

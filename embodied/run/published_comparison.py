@@ -28,7 +28,7 @@ AS_PLAYED = (
     "initial_states",
 )
 ONE_SEED = 500
-APART = (*OF_TRAINING, *OF_FOLDER, *LORA, *AS_PLAYED, "initial_log_scale", "reward")
+APART = (*OF_TRAINING, *OF_FOLDER, *LORA, *AS_PLAYED, "initial_log_scale", "reward", "reward_kwargs")
 
 
 def compare_with_published(results: dict[str, Any], played: Any, policy: Any) -> dict[str, Any]:

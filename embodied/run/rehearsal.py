@@ -11,6 +11,7 @@ from embodied.config.recipe import RunConfig
 from embodied.core.errors import MissingAsset
 from embodied.envs import env_class, make_env, speaks
 from embodied.policies import policy_class
+from embodied.run.own_objects import names_own_objects, try_own_objects
 from embodied.run.policy_source import PolicySource, check_fits, trained_in
 
 if TYPE_CHECKING:
@@ -28,7 +29,10 @@ def rehearse(config: RunConfig, *sources: PolicySource, imitators: int = 0) -> N
     env = kind.on_cores(env) if config.cluster.machines and env.on_gpu else env
     if config.cluster.machines and files_missing_here(config):
         return
-    kind.rehearse(env)
+    if names_own_objects(config, policies):
+        try_own_objects(config, env, policies)
+    else:
+        kind.rehearse(env)
     if any(policy.sees for policy in policies) and not env.observed_images:  # only the built env knows its images
         shown = built_spec(env).images
         for policy in policies:

@@ -10,7 +10,7 @@ generator of its own.
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, closing
 from pathlib import Path
 from typing import Any
 
@@ -161,7 +161,8 @@ class ManiSkillEnv(VectorEnv):
         if plain and is_listed(config):
             return
         with cls.explained(config):
-            try_out(cls(cls.plain(config), 1))
+            with closing(cls(cls.plain(config), 1)) as made:
+                try_out(made)
 
     @classmethod
     def on_cores(cls, config: ManiSkillConfig) -> ManiSkillConfig:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import importlib.util
 import inspect
 import sys
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, closing
 from importlib.metadata import version
 from typing import Any
 
@@ -66,7 +66,8 @@ class RobosuiteEnv(VectorEnv):
         """Build one env, since only a built one knows its robots and cameras."""
         for task in cls.tasks(config):
             with cls.explained(config):
-                own_modules.try_out(cls(config.model_copy(update={"task": task}), 1))
+                with closing(cls(config.model_copy(update={"task": task}), 1)) as made:
+                    own_modules.try_out(made)
 
     @classmethod
     def explained(cls, config: RobosuiteConfig) -> AbstractContextManager[None]:

@@ -1,13 +1,12 @@
 """`env.reward`: what a step earns, whatever the simulator says."""
 
 import sys
-import types
 
 import numpy as np
 import pytest
 from pydantic import ValidationError
 
-from embodied.core.errors import ConfigError
+from embodied.core.errors import ConfigError, WrongShape
 from embodied.core.types import ActionSpec, EnvSpec, EpisodeSpec
 from embodied.envs import make_env
 from embodied.envs.config import PointMassConfig
@@ -19,6 +18,22 @@ SOLVED = [False, False, True, False, True]
 
 def twice_the_action(env, actions, step):
     return 2 * actions[:, 0] + step.rewards
+
+
+class Scaled:
+    """Some multiple of the simulator's reward."""
+
+    def __init__(self, scale):
+        if scale < 0:
+            raise ValueError("a negative scale")
+        self.scale = scale
+
+    def __call__(self, env, actions, step):
+        return self.scale * step.rewards
+
+
+class Silent:
+    """It cannot be called."""
 
 
 class Scripted(VectorEnv):
@@ -87,17 +102,57 @@ def test_chunks_rows_and_saved_states_change_nothing(reward):
     np.testing.assert_array_equal(found, [whole[0, 2:], whole[1, :3]])
 
 
-def test_a_function_of_ones_own(monkeypatch):
-    module = types.ModuleType("my_rewards")
-    module.twice_the_action = twice_the_action
-    monkeypatch.setitem(sys.modules, "my_rewards", module)
+@pytest.fixture
+def mine(monkeypatch):
+    """This file as the user's module."""
+    monkeypatch.setitem(sys.modules, "my_rewards", sys.modules[__name__])
+
+
+def test_a_function_of_ones_own(mine):
     env = begin(Scripted(reward="my_rewards:twice_the_action"))
     np.testing.assert_allclose(earned(env, 2, action=0.25), [[0.7, 1.0]] * 2, atol=1e-7)
-    module.__file__ = "my_rewards.py"
-    with pytest.raises(ConfigError, match=r"my_rewards.*has no twice.*did you mean"):
-        Scripted(reward="my_rewards:twice_the_acton")
-    with pytest.raises(ConfigError, match=r"env.reward='nowhere.at_all:f': there is no module nowhere"):
-        Scripted(reward="nowhere.at_all:f")
+
+
+def test_a_class_of_ones_own_is_made_with_its_arguments(mine):
+    env = begin(Scripted(reward="my_rewards:Scaled", reward_kwargs={"scale": 3}))
+    np.testing.assert_allclose(earned(env, 2), [[0.6, 1.5]] * 2, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("name", "kwargs", "message"),
+    [
+        ("my_rewards:twice_the_acton", {}, "my_rewards.*has no twice.*did you mean"),
+        ("nowhere.at_all:f", {}, "env.reward='nowhere.at_all:f': there is no module nowhere"),
+        ("my_rewards:twice_the_action", {"scale": 3}, "is no class, and env.reward_kwargs=.*leave it out"),
+        ("my_rewards:Scaled", {}, "does not take env.reward_kwargs={}: missing a required argument: 'scale'"),
+        ("my_rewards:Scaled", {"sale": 3}, "does not take env.reward_kwargs="),
+        ("my_rewards:Scaled", {"scale": -1}, r"cannot be made: ValueError: a negative scale \(.*test_rewards.py, line"),
+        ("my_rewards:Silent", {}, r"a class without a method __call__\(self, env, actions, step\)"),
+    ],
+)
+def test_a_reward_that_cannot_be_made_is_refused(mine, name, kwargs, message):
+    with pytest.raises(ConfigError, match=message):
+        Scripted(reward=name, reward_kwargs=kwargs)
+
+
+@pytest.mark.parametrize(
+    ("given", "error", "message"),
+    [
+        (lambda env: 0, ConfigError, "env.reward=my_rewards:twice_the_action cannot be called: TypeError"),
+        (lambda *_: 1 / 0, ConfigError, r"cannot be called: ZeroDivisionError: .* \(.*test_rewards.py, line"),
+        (lambda *_: 1.0, WrongShape, r"returns float64 \[\], it must return a number for each env row, \[2\]"),
+        (lambda *_: ["1", "2"], WrongShape, r"returns <U1 \[2\]"),
+    ],
+)
+def test_a_mistake_in_a_reward_is_said_with_its_place(mine, monkeypatch, given, error, message):
+    monkeypatch.setattr(sys.modules[__name__], "twice_the_action", given)
+    with pytest.raises(error, match=message):
+        earned(begin(Scripted(reward="my_rewards:twice_the_action")), 1)
+
+
+def test_arguments_without_a_class_are_refused():
+    with pytest.raises(ValidationError, match=r"has no effect with env.reward=own; leave it out, or name a class"):
+        PointMassConfig(name="pointmass", reward_kwargs={"scale": 3})
 
 
 def test_success_must_be_known_to_be_rewarded():

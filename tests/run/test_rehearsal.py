@@ -18,14 +18,59 @@ from embodied.train import main as train
 POINT = EnvSpec(ActionSpec(2), state_dim=6)
 ARM = EnvSpec(ActionSpec(7), state_dim=8, images={"agentview": (64, 64, 3)}, instruction=True)
 CODE = """
+import os
+import signal
+
 import gymnasium
 import numpy as np
-from embodied.policies import Policy
+from embodied.envs import ActionSpec, EnvSpec, TextEnv, VectorEnv
+from embodied.policies import NoiseSpec, Policy, PolicyOutput
 
 
 class Former(Policy):
     def noise_spec(self): ...
     def act(self, obs, noise, temperature=1.0): ...
+
+
+class Unready(Former):
+    def __init__(self, config, spec):
+        super().__init__(config, spec)
+        raise RuntimeError("no weights")
+
+    def initialise(self, rng): ...
+
+
+class Crooked(Unready):
+    def __init__(self, config, spec):
+        Policy.__init__(self, config, spec)
+
+    def noise_spec(self):
+        return NoiseSpec("normal", 1)
+
+    def act(self, obs, noise, temperature=1.0):
+        return PolicyOutput(np.zeros((1, 1, 3)), np.zeros((1, 1, 3)), np.zeros(1))
+
+
+def broken(env, actions, step):
+    return step.rewards[99]
+
+
+class Crash(VectorEnv):
+    def __init__(self, config, num_envs):
+        super().__init__(config, num_envs, EnvSpec(ActionSpec(1), state_dim=1, max_episode_steps=9))
+
+    def _reset_rows(self, rows, episodes): ...
+
+    def _observe(self):
+        return {"state": np.zeros((self.num_envs, 1), np.float32)}
+
+    def _step(self, actions, active):
+        os.kill(os.getpid(), signal.SIGSEGV)
+
+
+class Muddled(TextEnv):
+    def reset(self, spec):
+        raise KeyError("question")
 
 
 class Speck(gymnasium.Env):
@@ -69,6 +114,12 @@ REFUSED = {
     OFT.format("no_ranges"): "no action statistics",
     "recipe=libero_grpo_openvla_oft policy.pretrained=no_weights": "no weights there, no file .*safetensors",
     "recipe=pointmass_ppo policy.name=my_former:Formr": "module my_former has no Formr",
+    "recipe=pointmass_ppo policy.name=my_former:Unready": r"act: RuntimeError: no weights \(.*former.py, line",
+    "recipe=pointmass_ppo policy.name=my_former:Crooked": r"Crooked cannot .*actions are \[1, 1, 3\], this env takes",
+    "recipe=pointmass_ppo env.reward=my_former:broken": r"cannot be called: IndexError: .*my_former.py, line",
+    "recipe=sums_grpo env.name=my_former:Muddled run.start_from=null": r"KeyError: 'question' \(.*my_former.py, line",
+    "recipe=pointmass_ppo env.name=my_former:Crash": "the process died with SIGSEGV while building and stepping",
+    SPECK: "policy.name=mlp needs state observations",
     "recipe=pointmass_ppo policy.name=cnn": "policy.name=cnn needs images, .*set env.cameras",
     "recipe=pointmass_ppo policy.name=cnn env.cameras=[top]": "images of 36x36 .*'top' are 32x32; .*env.image_size=36",
     f"{SPECK} policy.name=cnn": "images of 36x36 pixels or more, .* 16x24",
@@ -92,11 +143,21 @@ def test_a_dry_run_refuses_what_a_run_would_end_with(words, folders, monkeypatch
     assert re.search(REFUSED[words], error), error
 
 
+def test_a_reward_with_a_mistake_ends_a_run_at_its_start(folders, monkeypatch, capsys):
+    monkeypatch.chdir(folders)
+    monkeypatch.setattr("sys.path", [str(folders), *sys.path])
+    assert train(["recipe=pointmass_ppo", "env.reward=my_former:broken", "cluster.backend=inline"]) != 0
+    printed = "".join(capsys.readouterr())
+    assert "cannot be called: IndexError" in printed and "started again" not in printed
+
+
 def test_a_plan_for_other_machines_needs_no_files_that_are_missing_here(tmp_path, monkeypatch, capsys):
     pytest.importorskip("mani_skill")
     without_files(monkeypatch, tmp_path)
     lacking = ["recipe=maniskill_ppo_openvla", "policy.pretrained=/models/openvla-7b", "--dry-run"]
     assert train([*lacking, "cluster.machines=8xH100"]) == 0
     told = capsys.readouterr().out
-    assert "8 x policy + learner" in told and "missing on this machine" in told and "openvla-7b" in told
+    told = " ".join(told.split())
+    assert "8 x policy + learner" in told and "missing on this machine: " in told
+    assert "policy.pretrained=/models/openvla-7b is not on this machine; planned for a model of full size" in told
     assert train(lacking) != 0  # here it could not run
