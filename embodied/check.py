@@ -10,6 +10,7 @@ import os
 import signal
 import sys
 import threading
+import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -33,6 +34,7 @@ ROWS = 4
 STEPS = 8  # random steps between two images
 LIMIT_S, MOST_S = 1800.0, 1e6
 CLOSE_S = 10.0  # seconds to close an env after the limit
+TELL_S = 10.0  # between two lines about a step in progress
 ATOL = 1e-5  # tolerance: a row's numbers may depend slightly on the rows simulated with it
 
 
@@ -92,6 +94,12 @@ class CheckStage:
         self.findings[topic] = "\n".join(filter(None, [self.findings.get(topic), text]))
         print("\n".join(wrap(f"{name:<11} {text}", launch.WIDTH, subsequent_indent=" " * 12)), flush=True)
 
+    def tell(self, over: threading.Event, every_s: float = TELL_S) -> None:
+        """Print the step in progress and the time since the start now and then, until it is `over`."""
+        begun = time.monotonic()
+        while not over.wait(every_s):
+            print(f"... {time.monotonic() - begun:.0f} s: {self.doing}", flush=True)
+
 
 @contextmanager
 def bounded(limit_s: float) -> Iterator[CheckStage]:
@@ -109,6 +117,8 @@ def bounded(limit_s: float) -> Iterator[CheckStage]:
         print(f"error: {told(', which cannot be interrupted')}", file=sys.stderr, flush=True)
         os._exit(DeadlineExceeded.exit_code)
 
+    over = threading.Event()
+    threading.Thread(target=stage.tell, args=(over,), daemon=True).start()
     last, before = threading.Timer(limit_s + CLOSE_S, end), signal.signal(signal.SIGALRM, give_up)
     last.daemon = True
     last.start()
@@ -118,6 +128,7 @@ def bounded(limit_s: float) -> Iterator[CheckStage]:
     except OutOfTime as err:
         raise DeadlineExceeded(str(err)) from None
     finally:
+        over.set()
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, before)
         last.cancel()

@@ -25,7 +25,7 @@ from typing import Any
 from embodied.core.errors import printable
 from embodied.core.files import encode, replace_text, show
 from embodied.core.types import EpisodeResult
-from embodied.reporting.results import describe_results, evaluation_numbers, warn_of_errors
+from embodied.reporting.results import describe_results, evaluation_numbers, greedy_gap, warn_of_errors
 from embodied.reporting.transcripts import ANSWERS, SAMPLES, TRANSCRIPTS, as_line, ends_line, read_ends, read_samples
 from embodied.reporting.videos import worth_seeing
 from embodied.reporting.wandb_logger import TrackioLogger, WandbLogger
@@ -142,6 +142,8 @@ class Console:
 
     def evaluated(self, version: int, results: dict) -> None:
         self.say(f"evaluation of v{version:06d}: {describe_results(results)}{warn_of_errors(results)}")
+        if gap := greedy_gap(self._recent_means()["success_once"], len(self.recent), results):
+            self.say(f"note        {gap}")
 
     def not_evaluated(self, version: int, kept: object) -> None:
         self.say(f"evaluation of v{version:06d} stopped: {kept} are over; a resumed run plays the rest")

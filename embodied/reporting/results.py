@@ -22,7 +22,7 @@ from typing_extensions import TypedDict  # pydantic requires this version below 
 
 from embodied.core.files import read_object, reading, replace_text
 from embodied.core.types import EpisodeResult
-from embodied.reporting.success_stats import compare, of_text
+from embodied.reporting.success_stats import compare, of_text, wilson
 
 RESULTS = "results.json"
 EPISODES = "episodes.csv"
@@ -293,6 +293,21 @@ def describe_answers(results: dict) -> str:
 def rate_in_words(name: str, rate: dict[str, Any]) -> str:
     low, high = rate["interval"]
     return f"{name} {rate['rate']:.1%} [{low:.1%}, {high:.1%}]"
+
+
+def greedy_gap(sampled: float | None, episodes: int, results: dict) -> str:
+    """A remark if greedy episodes succeed less often than the last `episodes` of training, which did at rate `sampled`,
+    beyond both 95% intervals. The opposite is usual: training episodes are of older policies, and noise has a cost."""
+    greedy = results["overall"]["success_once"]
+    if sampling(results) != "greedy" or sampled is None or not greedy:
+        return ""
+    if greedy["interval"][1] >= wilson(sampled * episodes, episodes)[0]:
+        return ""
+    return (
+        f"with its best actions (eval.temperature=0) the policy succeeds in {greedy['rate']:.0%} of {greedy['of']} "
+        f"episodes, with sampled actions in {sampled:.0%} of the last {episodes} of training: it relies on noise; "
+        "eval.temperature=1 evaluates sampled actions"
+    )
 
 
 def sampling(results: dict) -> str:

@@ -39,7 +39,7 @@ from embodied.reporting.page import (
     tiles,
     write_page,
 )
-from embodied.reporting.results import reference_lines, sampling
+from embodied.reporting.results import greedy_gap, reference_lines, sampling
 from embodied.reporting.runs import Evaluation, Run, read_run, start_of
 from embodied.reporting.share_page import share_page
 from embodied.reporting.training_page import learning_charts, result_charts
@@ -135,7 +135,13 @@ def results_note(run: Run) -> str:
     """What the lines and dots of the results are, and why they differ in this run."""
     env = env_of(run)
     after = env.get("after_success")
+    last = run.last.version if run.last else None
+    trained = next((row for row in reversed(run.metrics) if row.get("policy_version") == last), {})
+    gap = (
+        greedy_gap(trained.get("success_once"), trained.get("recent_episodes", 0), run.last.results) if trained else ""
+    )
     sentences = {
+        f"{gap[:1].upper()}{gap[1:]}.": gap,
         "Lines: means over the latest training episodes. Dots: evaluations. Training draws new episodes and acts with "
         "noise; an evaluation plays a fixed list of episodes at eval.temperature (0: no noise).": True,
         f"A training episode ends {f'{after} env steps after' if after else 'at'} its first success (env.on_success); "

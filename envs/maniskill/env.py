@@ -37,7 +37,7 @@ from embodied.envs.maniskill.tasks import (
     registered,
     to_prove,
 )
-from embodied.envs.own_modules import explained, try_out
+from embodied.envs.own_modules import explained, is_own, try_out
 from embodied.envs.vector_env import StepResult, VectorEnv
 from embodied.system.vulkan_driver import ensure_vulkan
 
@@ -147,6 +147,11 @@ class ManiSkillEnv(VectorEnv):
             lines.append(
                 f"contacts are solved in {config.solver_iterations} iterations while training (env.solver_iterations); "
                 "evaluations play the task's own physics"
+            )
+        if config.cameras and is_own(config.task):
+            height, width = config.image_size
+            lines.append(
+                f"images are {height}x{width} pixels, whatever size the task gives its cameras (env.image_size)"
             )
         if config.backend == "cpu":
             from embodied.envs.maniskill.equality_proof import cost_of_single

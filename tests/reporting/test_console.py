@@ -9,6 +9,7 @@ import pytest
 from embodied.config.recipe import load
 from embodied.core.types import EpisodeResult
 from embodied.reporting.progress import Console
+from embodied.reporting.success_stats import summarize
 from embodied.run.launch import without_success
 
 STATE = {"iteration": 1, "version": 1, "env_steps": 8, "train_s": 1.0}
@@ -92,6 +93,23 @@ def test_a_short_run_without_success_is_advised_only_after_100_episodes():
 def test_the_advice_names_what_the_run_lacks_and_nothing_that_it_has(arguments, says, leaves_out):
     advice = without_success(load(arguments).config)
     assert all(part in advice for part in says) and leaves_out not in advice
+
+
+@pytest.mark.parametrize(
+    ("sampled", "greedy", "temperature", "is_said"),
+    [(77, 17, 0, True), (77, 70, 0, False), (17, 77, 0, False), (77, 17, 1, False), (None, 17, 0, False)],
+)
+def test_a_policy_that_relies_on_noise_is_remarked_on(sampled, greedy, temperature, is_said):
+    """Of 100 episodes each; greedy ones that succeed more often are usual."""
+    stream = StringIO()
+    console = Console(Path("run"), stream=stream)
+    known = sampled is not None
+    trained = [one._replace(success_once=i < sampled if known else None) for i, one in enumerate(episodes(100, 0.0))]
+    console.iteration(STATE, trained, {"env_steps": 8.0}, 1.0, 3)
+    played = [one._replace(success_once=i < greedy) for i, one in enumerate(episodes(100, 0.0))]
+    console.evaluated(1, {**summarize(played), "protocol": {"eval": {"temperature": temperature}}})
+    told = "succeeds in 17% of 100 episodes, with sampled actions in 77% of the last 100 of training"
+    assert (told in stream.getvalue()) == is_said
 
 
 def test_an_iteration_that_left_no_group_to_learn_from_says_why():
