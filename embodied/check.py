@@ -94,10 +94,10 @@ class CheckStage:
         self.findings[topic] = "\n".join(filter(None, [self.findings.get(topic), text]))
         print("\n".join(wrap(f"{name:<11} {text}", launch.WIDTH, subsequent_indent=" " * 12)), flush=True)
 
-    def tell(self, over: threading.Event, every_s: float = TELL_S) -> None:
+    def tell(self, over: threading.Event) -> None:
         """Print the step in progress and the time since the start now and then, until it is `over`."""
         begun = time.monotonic()
-        while not over.wait(every_s):
+        while not over.wait(TELL_S):
             print(f"... {time.monotonic() - begun:.0f} s: {self.doing}", flush=True)
 
 
