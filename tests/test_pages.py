@@ -90,7 +90,7 @@ PAGES = {
         Step("train .*run.name=effort", "success_once", ROBOT),
         Step(
             "train .*run.name=effort",
-            "does not take env.reward_kwargs={'price': 1",
+            "got an unexpected keyword argument 'price'",
             "env.reward_kwargs.price=1",
             code=2,
         ),
