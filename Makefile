@@ -1,5 +1,6 @@
 # make train           set up if needed, then train a robot arm to push a cube (about a minute)
 # make test            set up if needed, vLLM too, then run the tests;  make test-all  also learning curves and chaos
+# make test-numbers    tests that compare numbers, as two other processors would round
 # make vllm            add vLLM, for recipes with policy.engine=vllm
 # make lint            formatting, lint and types
 # make docs-check      every command and snippet of the README and docs/
@@ -9,8 +10,11 @@ RUN = .venv/bin/python
 # Bytecode is kept even where the machine says not to: hundreds of processes import the same modules.
 PYTEST = OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= $(RUN) -m pytest -n auto --maxprocesses 4 --dist loadscope
 ARGS ?=
+AVX2 = MKL_ENABLE_INSTRUCTIONS=AVX2 ONEDNN_MAX_CPU_ISA=AVX2 ATEN_CPU_CAPABILITY=avx2
+# MKL obeys MKL_CBWR on every processor, MKL_ENABLE_INSTRUCTIONS on Intel's alone.
+SSE = MKL_CBWR=COMPATIBLE ONEDNN_MAX_CPU_ISA=SSE41 ATEN_CPU_CAPABILITY=default
 
-.PHONY: train test test-all lint docs-check format setup vllm
+.PHONY: train test test-all test-numbers lint docs-check format setup vllm
 
 train: setup
 	@$(RUN) -m embodied.train recipe=maniskill_ppo $(ARGS)
@@ -20,6 +24,10 @@ test: vllm
 
 test-all: vllm
 	@$(PYTEST) $(ARGS)
+
+test-numbers: setup
+	@$(AVX2) $(PYTEST) -m "numbers and not slow and not chaos" $(ARGS)
+	@$(SSE) $(PYTEST) -m "numbers and not slow and not chaos" $(ARGS)
 
 lint: setup
 	@$(RUN) -m ruff format --check . && $(RUN) -m ruff check . && $(RUN) -m mypy

@@ -175,7 +175,20 @@ def started_as_users_do(request, monkeypatch):
         monkeypatch.setattr(local, "ForkServers", fork_server.ForkServers)
 
 
+NUMBERS = (  # tests marked `numbers`: they compare what other widths, precisions or processes compute
+    "test_invariance.py test_train_command.py::test_which_ test_train_command.py::test_acting_ "
+    "learners/test_features.py learners/test_update.py policies/test_every_family.py policies/test_lora "
+    "policies/test_openvla policies/test_pi0.py policies/test_smolvla.py policies/test_request_batching.py "
+    "policies/language/test_kinds.py policies/language/test_language_policy.py "
+    "policies/language/test_shared_prompts.py"
+)
+NUMBERS = tuple(f"tests/{name}" for name in NUMBERS.split())
+
+
 def pytest_collection_modifyitems(items):
+    for item in items:
+        if item.nodeid.startswith(NUMBERS):
+            item.add_marker(pytest.mark.numbers)
     if not Path("/dev/nvidiactl").exists():
         for item in items:
             if item.get_closest_marker("gpu"):
