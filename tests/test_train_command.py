@@ -351,7 +351,12 @@ ARGUMENTS = (
 )
 def test_acting_and_learning_compute_alike(tmp_path, monkeypatch, option, stored):
     monkeypatch.chdir(tmp_path)
-    assert train.main([*ARGUMENTS, option, "learner.micro_batch_size=8"]) == 0  # as many rows as act at once
+    eight_rows = [
+        'placement={sim: "cpu:0", "policy,learner": "cpu:0"}',
+        "pipeline.stages=1",
+        "learner.micro_batch_size=8",
+    ]
+    assert train.main([*ARGUMENTS, *eight_rows, option]) == 0  # act and are learned from at once
     (run,) = (tmp_path / "runs").iterdir()
     rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     gaps = [row["train/logprob_gap"] for row in rows]
