@@ -73,7 +73,7 @@ def read(argv: list[str]) -> ServeConfig | None:
         print(usage())
         return None
     tree = Tree(arguments.values, dict.fromkeys(arguments.values, COMMAND_LINE), arguments.problems)
-    if "checkpoint" not in arguments.values:
+    if "checkpoint" not in arguments.values and not arguments.problems:
         tree.problems.append("which policy? python -m embodied.serve checkpoint=RUN_DIR")
     try:
         config = ServeConfig.model_validate(tree.values)

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
 CONFIG = "config.yaml"
 ENV = ("env", "env.name", "env.task")  # keys that choose the env
+EVERY_ENV = "python -m embodied.list envs tasks says which there are"
 WHICH_POLICY = "which policy? python -m embodied.evaluate checkpoint=runs/... or checkpoint=random env.name=NAME"
 
 
@@ -52,7 +53,10 @@ def base_recipe(
     elif "checkpoint" in own:
         named = command.name == "evaluate" and bool(values.keys() & {*ENV})
         problems += no_recipe_in(own["checkpoint"], named)
-    elif not problems and command.name != "check":
+    elif command.name == "check":
+        if not problems and not any(key.partition(".")[0] == "env" for key in values):
+            problems.append(f"which env? env.name=NAME, env.task=TASK or recipe=NAME; {EVERY_ENV}")
+    elif not problems:
         problems.append(f"which recipe? recipe=NAME, or recipe=path/to/my.yaml; {EVERY_RECIPE}")
     return None
 

@@ -322,6 +322,7 @@ def test_evaluation_takes_the_recipe_of_the_run_the_checkpoint_belongs_to(run_fo
 def test_evaluation_refuses_what_has_no_effect_in_it(run_folder):
     assert "algo.lr has no effect in evaluate" in mistakes(f"checkpoint={run_folder}", "algo.lr=1", entry="evaluate")
     assert "which policy?" in mistakes(*BASE[:0], entry="evaluate")
+    assert mistakes(entry="check").startswith("which env? env.name=NAME, env.task=TASK or recipe=NAME; ")
     assert mistakes("runs/X", entry="evaluate") == "'runs/X' is not a setting; write checkpoint=runs/X"
     assert "so name the env: env.name=maniskill" in mistakes("checkpoint=random", entry="evaluate")
     assert load(["checkpoint=random", *BASE], "evaluate").checkpoints == ("random",)

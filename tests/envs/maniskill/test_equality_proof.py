@@ -185,6 +185,7 @@ def test_a_reward_that_the_task_lacks_is_answered_with_those_that_it_has(task, a
     ("argument", "message"),
     [
         ("env.control_mode=pd_joint_delta_pso", "did you mean 'pd_joint_delta_pos'"),
+        ("env.control_mode=pd_ee_pose_delta", "did you mean 'pd_ee_delta_pose'"),
         ("env.cameras=[basecamera]", "PushCube-v1 has no such camera; it has base_camera, render_camera"),
         ("env.reward_mode=densse", "did you mean 'dense'"),
         ("env.robot=pandaa", "env.robot=pandaa: no robot of this name is registered; did you mean 'panda'"),
