@@ -120,7 +120,7 @@ def test_a_run_that_was_stopped_and_resumed_equals_one_that_was_not(demos, clone
     (run,) = tmp_path.glob("sft-*")
     for folder in (run / "checkpoints/v000020", run / "eval"):
         shutil.rmtree(folder)
-    assert train([f"resume={run}"]) == 1, "another command's run"
+    assert train([f"resume={run}"]) == 2, "another command's run"
     assert sft([f"resume={run}"]) == 0
     model = "checkpoints/v000020/policy/model.safetensors"
     assert (run / model).read_bytes() == (cloned / model).read_bytes()

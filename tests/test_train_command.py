@@ -325,7 +325,7 @@ def test_mistakes_are_a_few_lines_and_exit_code_2(tmp_path, call):
     assert "algo.gamma" in output and "env.num_envs" in output and "Traceback" not in output
     output = call("train", *tiny("algo.minibatch_size=100000"), code=2)
     assert "algo.minibatch_size=128" in output
-    output = call("evaluate", "checkpoint=nowhere", "recipe=pointmass_ppo", code=1)
+    output = call("evaluate", "checkpoint=nowhere", "recipe=pointmass_ppo", code=2)
     assert "nowhere" in output and "Traceback" not in output
     output = call("train", "recipe=pointmass_ppo", "policy.name=nowhere.nets:Net", code=2)
     assert "No module named 'nowhere'" in output

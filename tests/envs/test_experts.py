@@ -132,4 +132,4 @@ def test_tasks_without_an_expert_are_refused():
     with pytest.raises(ConfigError, match=r"planner does not play env\.task=PullCube-v1"):
         ManiSkillEnv.check_expert(config, "planner")
     with pytest.raises(ConfigError, match=r"no expert for env\.name=gym:CartPole-v1"):
-        GymEnv.expert(SimpleNamespace(config=GymConfig(name="gym:CartPole-v1")))
+        GymEnv.check_expert(GymConfig(name="gym:CartPole-v1"), "scripted")

@@ -264,7 +264,7 @@ def test_a_published_folder_is_evaluated_as_its_authors_do(tmp_path, capsys):
     told = capsys.readouterr().out
     for key in ("policy.state_in_prompt=false", "policy.steps=10", "policy.horizon=10", "env.mirrored=true"):
         assert key in told
-    assert evaluate.main([f"checkpoint={folder}", "recipe=pointmass_ppo_pi0_tiny", "--dry-run"]) == 1
+    assert evaluate.main([f"checkpoint={folder}", "recipe=pointmass_ppo_pi0_tiny", "--dry-run"]) == 2
 
 
 def test_memory_of_a_recipe_is_counted_without_its_folder():

@@ -109,7 +109,7 @@ def test_a_model_on_the_hub_is_evaluated_like_its_folder(folders, tmp_path, monk
     keys = told(capsys.readouterr().out)
     assert keys["policy.statistics"] == "libero_goal" and keys["policy.crop_area"] == "0.8"
     for name, reason in (("lab/other", "the Hugging Face hub did not give it"), ("a--b/c", "Cannot have -- or ..")):
-        assert main([f"checkpoint={name}", *asked]) == 1
+        assert main([f"checkpoint={name}", *asked]) == 2
         assert reason in capsys.readouterr().err
 
 
