@@ -105,7 +105,7 @@ class Pi0Network(nn.Module):
         """Hidden states of the state's token (Pi0 only) and of noisy actions [N, H, D] at `time` [N]; without actions
         only of the state's token."""
         wide = self.action_in_proj.weight
-        waves = sines(time, wide.shape[0]).to(wide.dtype)
+        waves = sines(time, wide.shape[0], self.settings.periods).to(wide.dtype)
         tokens, condition = [], None
         if self.settings.adaptive:
             condition = F.silu(self.time_mlp_out(F.silu(self.time_mlp_in(waves))))

@@ -213,7 +213,7 @@ class SmolVLANetwork(nn.Module):
         """Hidden states of noisy actions x [N, H, D] at `time` [N]."""
         wide, rows, length = self.action_in_proj.weight, len(x), x.shape[1]
         actions = self.action_in_proj(x.to(wide.dtype))
-        waves = sines(time, wide.shape[0]).to(wide.dtype)[:, None].expand_as(actions)
+        waves = sines(time, wide.shape[0], self.settings.periods).to(wide.dtype)[:, None].expand_as(actions)
         tokens = self.action_time_mlp_in(torch.cat([actions, waves], dim=2))
         tokens = self.action_time_mlp_out(F.silu(tokens))
         here = torch.arange(length, device=x.device)

@@ -308,10 +308,10 @@ class FlowPolicy(VLAPolicy):
             ours["policy"]["statistics"] = None  # they are among the weights
         return layout_of(self.settings, self.source) | ours
 
-    def save_pretrained(self, folder: Path | str, tensors=None, specs=None) -> None:
-        super().save_pretrained(folder, tensors, specs)
+    def write_folder(self, folder: Path, tensors=None, specs=None) -> None:
+        super().write_folder(folder, tensors, specs)
         if self.source:
-            save_beside(Path(folder), self.source, whole=not self.left_out())
+            save_beside(folder, self.source, whole=not self.left_out())
 
     def save_published(self, folder: Path | str, shard_bytes: int = 5 * 10**9) -> None:
         """Write the original layout, for other programs: without value head, adapters merged."""

@@ -8,6 +8,7 @@ memory.
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -40,8 +41,17 @@ class FlowSettings:
     tokenizer: str = "folder"  # "folder": tokenizer.json; "words": words hashed to ids, for small models
     published: dict[str, Any] = field(default_factory=dict)  # the original config.json
 
+    @property
+    def periods(self) -> tuple[float, float]:
+        """The shortest and the longest period of the time's sines."""
+        return self.published.get("min_period", 4e-3), self.published.get("max_period", 4.0)
+
     def check(self, where: str, *more: int) -> None:
-        """Refuse invalid sizes, including `more`."""
+        """Refuse adapters, and invalid sizes, including `more`."""
+        if self.published.get("use_peft"):
+            raise CheckpointError(f"{where} says use_peft=true: merge the adapters into the weights first")
+        if not all(type(each) in (int, float) and 0 < each < math.inf for each in self.periods):
+            raise CheckpointError(f"{where}: min_period and max_period should be positive numbers, not {self.periods}")
         counts = (self.horizon, self.action_dim, self.state_dim, self.max_tokens, *more)
         if odd := [number for number in counts if type(number) is not int or number < 1]:
             raise CheckpointError(f"{where}: its sizes should be whole numbers, one is {odd[0]!r}")

@@ -10,7 +10,6 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 ADAPTER = "default"  # peft's name of a layer's adapter
-PERIODS = (4e-3, 4.0)  # shortest and longest period of the time embedding's sines
 RotaryTables = tuple[Tensor, Tensor]  # cosines and sines of the rotary embedding [N, 1, L, head_dim]
 
 
@@ -123,10 +122,10 @@ def smooth_filters(shape: torch.Size, draw: torch.Generator) -> Tensor:
     return filters / filters.std() * shape[1:].numel() ** -0.5
 
 
-def sines(time: Tensor, dim: int) -> Tensor:
-    """Sines and cosines [N, dim] of a time from 0 to 1, in float64."""
+def sines(time: Tensor, dim: int, periods: tuple[float, float]) -> Tensor:
+    """Sines and cosines [N, dim] of a time from 0 to 1, in float64; `periods`: the shortest and the longest."""
     share = torch.linspace(0, 1, dim // 2, dtype=torch.float64, device=time.device)
-    shortest, longest = PERIODS
+    shortest, longest = periods
     angle = 2 * math.pi * time.double()[:, None] / (shortest * (longest / shortest) ** share)
     return torch.cat([angle.sin(), angle.cos()], dim=1)
 

@@ -17,7 +17,7 @@ from embodied.core.types import ActionSpec, EnvSpec
 from embodied.policies import load_policy, make_policy
 from embodied.policies.config import SmolVLAConfig
 from embodied.policies.policy_folder import published_family
-from embodied.policies.smolvla.network import TINY
+from embodied.policies.smolvla.network import TINY, settings_of
 
 SPEC = EnvSpec(ActionSpec(3), state_dim=4, images={"top": (48, 64, 3), "near": (32, 32, 3)}, instruction=True)
 HEADS, KV_HEADS, HEAD, DIM = 4, 2, 32, 128
@@ -96,9 +96,9 @@ class Reference:
         ]
         return layers, found.last_hidden_state[0, -1]
 
-    def velocity(self, layers, x, time):
+    def velocity(self, layers, x, time, shortest, longest):
         dim = self.w["action_in_proj.bias"].shape[0]
-        period = 4e-3 * (4.0 / 4e-3) ** torch.linspace(0, 1, dim // 2, dtype=torch.float64)
+        period = shortest * (longest / shortest) ** torch.linspace(0, 1, dim // 2, dtype=torch.float64)
         angle = 2 * math.pi * time / period
         waves = torch.cat([angle.sin(), angle.cos()]).float().expand(len(x), -1)
         x = F.silu(self.linear("action_time_mlp_in", torch.cat([self.linear("action_in_proj", x), waves], dim=1)))
@@ -130,8 +130,10 @@ class Reference:
 
 
 @torch.no_grad()
-def test_actions_and_what_the_value_reads_are_those_of_an_independent_reference():
+@pytest.mark.parametrize("periods", [(), (0.05, 9.0)])
+def test_actions_and_what_the_value_reads_are_those_of_an_independent_reference(periods):
     policy, draw = build(), torch.Generator().manual_seed(2)
+    policy.model.settings = settings_of(TINY | dict(zip(("min_period", "max_period"), periods)), (), "here")
     for parameter in policy.model.parameters():
         parameter.add_(0.05 * torch.empty_like(parameter).normal_(generator=draw))
     obs, draws = observe(), noise(policy)
@@ -145,7 +147,7 @@ def test_actions_and_what_the_value_reads_are_those_of_an_independent_reference(
         torch.testing.assert_close(seen.state[row], felt, atol=1e-4, rtol=1e-4)
         x = torch.from_numpy(draws[row, : 8 * 8]).float().view(8, 8)
         for step in range(10):
-            x = x - reference.velocity(layers, x, 1 - step / 10) / 10
+            x = x - reference.velocity(layers, x, 1 - step / 10, *(periods or (4e-3, 4.0))) / 10
         np.testing.assert_allclose(actions[row], x[:5, :3].numpy(), atol=1e-3, rtol=1e-3)
 
 
@@ -183,6 +185,10 @@ def test_a_folder_of_lerobots_comes_back_byte_by_byte(tmp_path):
     [
         ({"attention_mode": "self_attn"}, "attention_mode='self_attn', which is not supported"),
         ({"vlm_model_name": "other/vlm"}, "built on 'other/vlm'; known: "),
+        ({"use_peft": True}, "merge the adapters into the weights first"),
+        ({"empty_cameras": 2}, "empty_cameras=2, which is not supported"),
+        ({"min_period": 0}, "min_period and max_period should be positive numbers, not \\(0, 4.0\\)"),
+        ({"max_period": "4"}, "min_period and max_period should be positive"),
         ({"chunk_size": 0}, "its sizes should be whole numbers"),
         ({"num_vlm_layers": None}, "its sizes should be whole numbers"),
     ],
