@@ -13,7 +13,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from embodied.core.errors import ConfigError, in_a_line
+from embodied.core.errors import CheckpointError, ConfigError, in_a_line
 from embodied.policies.config import FAMILIES as OPTIONS
 
 if TYPE_CHECKING:
@@ -107,15 +107,19 @@ def make_policy(config: Any, spec: EnvSpec, seed: int | None = None) -> Policy:
 def load_policy(folder: Path | str, name: str | None = None) -> Policy:
     """The policy stored in a folder by `save_pretrained`. A class of yours needs its `name`, such as my_nets:Linear,
     unless its module is imported already: a folder never decides alone which code runs."""
-    from embodied.policies.policy_folder import read_description, read_weights
+    from embodied.policies.policy_folder import CONFIG, check_files, read_description, read_weights
 
     folder = Path(folder)
+    check_files(folder)
     config, spec = read_description(folder)
     if ":" in config.name and config.name != name and config.name.partition(":")[0] not in sys.modules:
         raise ConfigError(
             f"{folder} names a class of {config.name.partition(':')[0]}, and a folder never "
             f"decides alone which code runs; if it is yours, add its name: load_policy(folder, {config.name!r})"
         )
-    policy = make_policy(config, spec)
+    try:
+        policy = make_policy(config, spec)
+    except (MemoryError, OverflowError, RuntimeError, TypeError) as err:  # sizes that no memory has
+        raise CheckpointError(f"{folder / CONFIG}: no policy can be built from it: {in_a_line(err)}") from err
     policy.load_weights(read_weights(folder))
     return policy

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from embodied.core.arrays import host, num_rows
 from embodied.core.errors import CheckpointError, ConfigError
 from embodied.core.types import EnvSpec, NoiseSpec, Observation, PolicyOutput
-from embodied.policies.policy_folder import CONFIG, WEIGHTS
+from embodied.policies.policy_folder import CONFIG, WEIGHTS, checksums
 from embodied.runtime.tensor_bytes import Spec, blob_of, spec_of, write_safetensors
 
 # Arrays from other processes are read-only, and policies never write to an observation.
@@ -199,9 +199,20 @@ class Policy(nn.Module):
         tensors: Iterable[tuple[str, Tensor]] | None = None,
         specs: Mapping[str, Spec] | None = None,
     ) -> None:
-        """`tensors` yields the whole weights if this process has only shards; `specs` are their shapes and dtypes."""
+        """Write a folder for `load_policy`, with checksums. `tensors` yields the whole weights if this process has only
+        shards; `specs` are their shapes and dtypes."""
         folder = Path(folder)
         folder.mkdir(parents=True, exist_ok=True)
+        with checksums(folder):
+            self.write_folder(folder, tensors, specs)
+
+    def write_folder(
+        self,
+        folder: Path,
+        tensors: Iterable[tuple[str, Tensor]] | None = None,
+        specs: Mapping[str, Spec] | None = None,
+    ) -> None:
+        """The files of `save_pretrained`; families add theirs."""
         own, saved = self.state_dict(), self.saved()
         specs = specs or {name: spec_of(tensor) for name, tensor in own.items()}
         specs = {name: spec for name, spec in specs.items() if name in saved}

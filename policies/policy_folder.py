@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import fields
 from functools import partial
 from importlib import import_module
@@ -17,10 +18,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from embodied.core.errors import CheckpointError
-from embodied.core.files import read_object, reading
+from embodied.core.files import digest, read_object, reading
 from embodied.core.types import EnvSpec
 from embodied.policies.common_config import PublishedFolder
-from embodied.policies.config import FAMILIES, PolicyConfig
+from embodied.policies.config import FAMILIES, POLICY_CONFIGS
 from embodied.policies.language.config import SEEING
 from embodied.runtime.tensor_bytes import Blob, array_of, blob_of, read_safetensors, spec_of, write_safetensors
 
@@ -31,6 +32,8 @@ WEIGHTS = "model.safetensors"
 CONFIG = "config.json"
 INDEX = "model.safetensors.index.json"
 VALUES = "values"
+CHECKSUMS = "checksums.json"  # of the files of a policy folder
+MANIFEST = "manifest.json"  # of a checkpoint, which holds a policy folder
 LANGUAGE_FOLDERS = "embodied.policies.language.folder"  # imported when needed: it imports transformers
 OURS = ("policy", "env_spec", "base", "base_names")  # our keys in config.json, beside the published keys
 TOKENIZER = "tokenizer.json"
@@ -43,10 +46,45 @@ TOKENIZER_FILES = (
 )
 
 
+@contextmanager
+def checksums(folder: Path) -> Iterator[None]:
+    """Writes the checksums of all files that are written into a folder meanwhile."""
+    path = folder / CHECKSUMS
+    path.write_text("{}\n")
+    begun = path.stat().st_mtime_ns  # by the clock of the disk
+    yield
+    written = [each for each in sorted(folder.rglob("*")) if each.is_file() and each.stat().st_mtime_ns >= begun]
+    files = {str(each.relative_to(folder)): digest(each) for each in written if each != path}
+    path.write_text(json.dumps({"files": files}, indent=2) + "\n")
+
+
+def check_files(folder: Path) -> None:
+    """Compare a policy folder with its checksums, or with those of its checkpoint; other programs' folders have
+    none."""
+    own, above = folder / CHECKSUMS, folder.resolve().parent / MANIFEST
+    path, within = (own, "") if own.is_file() else (above, f"{folder.resolve().name}/")
+    if not path.is_file():
+        return
+    files = read_json(path).get("files")
+    if not isinstance(files, dict):
+        if path == above:  # another program's
+            return
+        raise CheckpointError(f"{folder} was not saved whole, or is damaged: {path} lists no files")
+    expected = {name.removeprefix(within): value for name, value in files.items() if name.startswith(within)}
+    for name, value in expected.items():
+        file = folder / name
+        with reading(file, CheckpointError):
+            if file.is_file() and digest(file) == value:
+                continue
+        what = "does not match its checksum" if file.is_file() else "is missing"
+        raise CheckpointError(
+            f"{folder} is damaged: {name} {what} ({path}); if you have changed it, "
+            f"take a copy of the folder without {CHECKSUMS}"
+        )
+
+
 def read_description(folder: Path) -> tuple[Any, EnvSpec]:
     """The policy's config and the env it is for, from a policy folder."""
-    from pydantic import TypeAdapter
-
     path = folder / CONFIG
     if not path.is_file():
         raise CheckpointError(f"{folder} is not a policy folder: {CONFIG} is missing")
@@ -71,7 +109,28 @@ def read_description(folder: Path) -> tuple[Any, EnvSpec]:
         policy = dict(content["policy"])
         if policy.get("pretrained") == ".":  # the policy was built from this folder
             policy["pretrained"] = str(folder)
-        return TypeAdapter(PolicyConfig).validate_python(policy), TypeAdapter(EnvSpec).validate_python(spec)
+        name = policy.get("name", "mlp")
+        options = POLICY_CONFIGS.get("external" if ":" in str(name) else str(name))
+        if not isinstance(name, str) or options is None:
+            raise ValueError(f"policy.name={name!r:.60} is unknown; families: {', '.join(FAMILIES)}")
+        config = validated(options, policy, f"the options of policy.name={name}: policy.")
+        return config, validated(EnvSpec, spec, "env_spec.")
+
+
+def validated(kind: type, values: dict[str, Any], section: str) -> Any:
+    """An object of this class; ValueError names the first wrong value, in the words of recipes."""
+    from pydantic import TypeAdapter, ValidationError
+
+    try:
+        return TypeAdapter(kind).validate_python(values)
+    except ValidationError as err:
+        wrong = err.errors()[0]
+    place = section + ".".join(map(str, wrong["loc"]))
+    if wrong["type"] in ("extra_forbidden", "missing"):
+        raise ValueError(f"{place} is {'missing' if wrong['type'] == 'missing' else 'unknown'}")
+    raise ValueError(
+        f"{place}={wrong['input']!r:.60}: {wrong['msg'].removeprefix('Input ').removeprefix('Value error, ')}"
+    )
 
 
 def published_family(folder: Path) -> str | None:

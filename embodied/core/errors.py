@@ -13,10 +13,17 @@ from collections.abc import Iterable
 # Control characters except tab and newline, and half surrogate pairs, which stand for bytes that are no UTF-8.
 _UNPRINTABLE = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff]")
 
+_ADDRESS = re.compile(" at 0x[0-9a-f]+(?=[>,])")  # of an object in memory, in its repr
+
 
 def printable(text: str) -> str:
     """Foreign text in a form for any file, terminal and page: unprintable characters become escapes."""
     return _UNPRINTABLE.sub(lambda match: ascii(match[0])[1:-1], text)
+
+
+def told(text: str) -> str:
+    """The text of an error in printable form, without the addresses of objects."""
+    return printable(_ADDRESS.sub("", text))
 
 
 class EmbodiedError(Exception):
@@ -25,7 +32,7 @@ class EmbodiedError(Exception):
     exit_code = 1
 
     def __str__(self) -> str:
-        return printable(super().__str__())
+        return told(super().__str__())
 
 
 class ConfigError(EmbodiedError):
@@ -110,4 +117,4 @@ def nearest(name: str, known: Iterable[str], cutoff: float = 0.5, before: str = 
 
 def in_a_line(err: BaseException) -> str:
     """An exception with its type, in one line."""
-    return printable(" ".join(f"{type(err).__name__}: {err}".split()))
+    return told(" ".join(f"{type(err).__name__}: {err}".split()))

@@ -6,6 +6,7 @@ A damaged file becomes an error that names it.
 from __future__ import annotations
 
 import fcntl
+import hashlib
 import json
 import os
 import re
@@ -17,7 +18,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
-from embodied.core.errors import ConfigError, EmbodiedError, printable
+from embodied.core.errors import ConfigError, EmbodiedError, told
 
 if TYPE_CHECKING:
     import numpy as np
@@ -76,7 +77,7 @@ def in_words(err: Exception) -> str:
     """An exception in one line."""
     if isinstance(err, OSError) and err.strerror:
         return err.strerror
-    text = printable(" ".join(str(err).split()))[:300]
+    text = told(" ".join(str(err).split()))[:300]
     return f"it has no {text}" if isinstance(err, KeyError) else text or type(err).__name__
 
 
@@ -130,6 +131,12 @@ def show(text: str, stream: TextIO | None) -> None:
         show(text.encode("ascii", "backslashreplace").decode(), stream)
     except OSError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), (stream or sys.stdout).fileno())
+
+
+def digest(path: Path) -> str:
+    """The SHA-256 of a file."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def flush(path: Path) -> None:

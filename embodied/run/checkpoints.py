@@ -7,7 +7,6 @@ verified, too. Older checkpoints are removed when a new one is complete.
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import re
@@ -21,9 +20,9 @@ from pathlib import Path
 import numpy as np
 
 from embodied.core.errors import CheckpointError
-from embodied.core.files import as_path, flush, read_object, replace_text
+from embodied.core.files import as_path, digest, flush, read_object, replace_text
+from embodied.policies.policy_folder import CHECKSUMS, MANIFEST
 
-MANIFEST = "manifest.json"
 STATE = "state.json"
 SIMS = "sims.npz"
 COUNTERS = {  # counters that a resumed run continues, with their types
@@ -63,7 +62,10 @@ def write_checkpoint(
             )
         (draft / STATE).write_text(json.dumps(state, indent=2) + "\n")
         np.savez(draft / SIMS, **sims)
-        manifest = {"version": version, "files": {name: digest(draft / name) for name in files_of(draft)}}
+        own = read_json(sums)["files"] if (sums := draft / "policy" / CHECKSUMS).is_file() else {}
+        known = {f"policy/{name}": expected for name, expected in own.items()}  # large weights are read once
+        files = {name: known.get(name) or digest(draft / name) for name in files_of(draft)}
+        manifest = {"version": version, "files": files}
         (draft / MANIFEST).write_text(json.dumps(manifest, indent=2) + "\n")
         for name in (*manifest["files"], MANIFEST):
             flush(draft / name)
@@ -231,8 +233,3 @@ def read_json(path: Path) -> dict:
 
 def files_of(folder: Path) -> list[str]:
     return sorted(str(p.relative_to(folder)) for p in folder.rglob("*") if p.is_file())
-
-
-def digest(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()

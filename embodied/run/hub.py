@@ -99,7 +99,7 @@ def folder_for(name: str, key: str, files: Sequence[str]) -> Path:
 def check_model(folder: Path, policy: Any, weights: bool = True, key: str = "policy.pretrained") -> None:
     """Refuse a folder that holds no model of the policy's family; without `weights` its shape is enough. Messages name
     the folder by `key`."""
-    from embodied.policies.policy_folder import families_of
+    from embodied.policies.policy_folder import check_files, families_of
 
     given = f"{key}={folder}"
     if not (folder / SHAPE[0]).is_file():
@@ -108,6 +108,7 @@ def check_model(folder: Path, policy: Any, weights: bool = True, key: str = "pol
         if weights:
             raise CheckpointError(f"{given}: the model has no weights there, no file *.safetensors")
         return
+    check_files(folder)
     families = families_of(folder)
     if families and policy.name not in families:
         raise CheckpointError(

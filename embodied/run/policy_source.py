@@ -14,9 +14,10 @@ from embodied.config.base_recipe import is_class, stored_recipe
 from embodied.config.recipe import COMMAND_LINE, Loaded, RunConfig
 from embodied.config.yaml_values import read_yaml, write_yaml
 from embodied.core.errors import ConfigError
+from embodied.core.files import digest
 from embodied.envs import env_class
 from embodied.policies.language.config import ANSWERING, OF_SERVER, LanguageConfig
-from embodied.run.checkpoints import digest, locate, name_of, read_json
+from embodied.run.checkpoints import locate, name_of, read_json
 from embodied.run.hub import check_model, fetch, is_hub_id
 
 if TYPE_CHECKING:
@@ -88,13 +89,15 @@ def find_all(loaded: Loaded) -> list[PolicySource]:
 def find(checkpoint: str, loaded: Loaded | None = None, trusted: str | None = None) -> PolicySource:
     """The policy of one `checkpoint=`. `loaded`: the recipe, for published models and the user's own classes.
     `trusted`: a class that the user named separately."""
-    from embodied.policies.policy_folder import published_family, read_blobs, read_description
+    from embodied.policies.policy_folder import check_files, published_family, read_blobs, read_description
     from embodied.runtime.weight_sync import Weights
 
     if checkpoint in BUILT_IN or is_class(checkpoint):
         return find_class(checkpoint, loaded)
     on_hub = is_hub_id(checkpoint)
     policy, saved, run = (fetch(checkpoint), None, None) if on_hub else locate(checkpoint)
+    if saved is None:
+        check_files(policy)
     name = checkpoint.replace("/", "-") if on_hub else (saved or policy).resolve().name
     if loaded and published_family(policy):
         return PolicySource(name, policy_of(policy, loaded), folder=policy)

@@ -19,7 +19,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from embodied.core.errors import ChannelClosed, EmbodiedError, Unusable, WorkerFailed, printable
+from embodied.core.errors import ChannelClosed, EmbodiedError, Unusable, WorkerFailed, printable, told
 from embodied.runtime.channel import Channel, hosts_of_runs
 from embodied.runtime.channel_queue import Queue
 from embodied.runtime.heartbeat import Progress, readable, resident_bytes
@@ -361,7 +361,7 @@ class _WorkerThread(threading.Thread):
         frames = traceback.extract_tb(error.__traceback__)
         where = f" ({Path(frames[-1].filename).name}:{frames[-1].lineno} in {frames[-1].name})" if frames else ""
         memory = f" (this process held {readable(resident_bytes())})" if isinstance(error, MemoryError) else ""
-        cause = printable(" ".join(f"{name}{error}".split()))[:_MAX_CAUSE_CHARS] + memory + where
+        cause = told(" ".join(f"{name}{error}".split()))[:_MAX_CAUSE_CHARS] + memory + where
         follows = (error.peer, error.cause) if isinstance(error, ChannelClosed) else None
         retry = isinstance(error, Unusable) or not isinstance(error, EmbodiedError)
         code = error.exit_code if isinstance(error, EmbodiedError) else WorkerFailed.exit_code

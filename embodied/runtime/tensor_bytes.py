@@ -15,6 +15,7 @@ import numpy as np
 from embodied.core.errors import CheckpointError
 
 ALIGNMENT = 64
+MOST_AXES, MOST_NUMBERS = 32, 2**48  # of a stored tensor
 ROW = 4096  # words per row; the checksum does not notice swaps within a row
 
 ITEM_BYTES = {
@@ -144,17 +145,27 @@ def read_safetensors(path: Path) -> dict[str, Blob]:
         if not 0 < head <= size - 8:
             raise ValueError(f"its head of {head} bytes is longer than the file")
         entries = json.loads(file.read(8, 8 + head).tobytes())
+        if not isinstance(entries, dict):
+            raise ValueError("its head holds no mapping")
         entries.pop("__metadata__", None)
         blobs: dict[str, Blob] = {}
         for name, entry in entries.items():
             spec, (begin, end) = Spec(SAFETENSORS[entry["dtype"]], tuple(entry["shape"])), entry["data_offsets"]
+            if not is_shape(spec.shape):
+                raise ValueError(f"{name} has the shape {entry['shape']!s:.60}")
             num_bytes = max(min(end, size - 8 - head) - begin, 0)
             if min(begin, end) < 0 or end - begin != spec.size_bytes or num_bytes != spec.size_bytes:
                 raise ValueError(f"{name} has {num_bytes} bytes instead of {spec.size_bytes}")
             blobs[name] = StoredBlob(spec, file, 8 + head + begin)
         return blobs
-    except (ValueError, KeyError, TypeError, AttributeError) as err:
+    except (ValueError, KeyError, TypeError, AttributeError, ArithmeticError, RecursionError) as err:
         raise CheckpointError(f"{path} is damaged: {err}") from None
+
+
+def is_shape(lengths: tuple[Any, ...]) -> bool:
+    """True if every library can make a tensor of these lengths; they come from a file."""
+    whole = len(lengths) <= MOST_AXES and all(type(length) is int and length >= 0 for length in lengths)
+    return whole and math.prod(max(length, 1) for length in lengths) <= MOST_NUMBERS
 
 
 def write_safetensors(path: Path, specs: Mapping[str, Spec], blobs: Iterable[tuple[str, Blob]]) -> None:

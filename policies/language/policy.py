@@ -391,7 +391,7 @@ class LanguagePolicy(PublishedPolicy):
     def saved(self) -> set[str]:
         return {name for name in super().saved() if self.is_models(name)}
 
-    def save_pretrained(self, folder: Path | str, tensors=None, specs=None) -> None:
+    def write_folder(self, folder: Path, tensors=None, specs=None) -> None:
         heads = {}
 
         def models() -> Iterator[tuple[str, Tensor]]:
@@ -401,10 +401,10 @@ class LanguagePolicy(PublishedPolicy):
                 else:
                     heads[name] = tensor
 
-        super().save_pretrained(folder, models(), specs)
+        super().write_folder(folder, models(), specs)
         if heads:
-            write_values(Path(folder), heads)
-        files.write_companions(Path(folder), self.origin, self.tokenizer)
+            write_values(folder, heads)
+        files.write_companions(folder, self.origin, self.tokenizer)
 
     def published_weights(self) -> dict[str, Tensor]:
         """The model's weights with merged adapters, as published folders have them."""

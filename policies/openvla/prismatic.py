@@ -259,10 +259,10 @@ class PrismaticPolicy(VLAPolicy):
     def stored_names(self) -> dict[str, str]:
         return {name: name for name in read_blobs(self.origin)}
 
-    def save_pretrained(self, folder: Path | str, tensors=None, specs=None) -> None:
-        super().save_pretrained(folder, tensors, specs)
+    def write_folder(self, folder: Path, tensors=None, specs=None) -> None:
+        super().write_folder(folder, tensors, specs)
         if self.origin:
-            copy_files(self.origin, Path(folder), COMPANIONS)
+            copy_files(self.origin, folder, COMPANIONS)
 
     def save_published(self, folder: Path | str, shard_bytes: int = 5 * 10**9) -> None:
         """Write the layout that other programs read: without value head, adapters merged, large weights in shards."""

@@ -6,7 +6,10 @@ import pytest
 import torch
 
 from embodied.core.errors import CheckpointError, ConfigError
+from embodied.core.types import ActionSpec, EnvSpec
+from embodied.policies import load_policy, make_policy
 from embodied.policies.base import check_like
+from embodied.policies.config import MLPConfig
 from embodied.policies.openvla.settings import TINY, settings_of
 from embodied.policies.pi0 import settings as pi0
 from embodied.policies.policy_folder import read_blobs
@@ -126,3 +129,65 @@ def test_a_tokenizer_neither_pads_nor_cuts_as_whoever_saved_it_did(tmp_path):
     made.enable_truncation(1)
     made.save(str(path))
     assert fast_tokenizer(tmp_path, "", "").encode("lift it").ids == [7, 8]
+
+
+def with_head(change):
+    def damage(folder):
+        content = (folder / "model.safetensors").read_bytes()
+        end = 8 + int.from_bytes(content[:8], "little")
+        head = change(json.loads(content[8:end]))
+        head = head if isinstance(head, bytes) else json.dumps(head).encode()
+        (folder / "model.safetensors").write_bytes(len(head).to_bytes(8, "little") + head + content[end:])
+
+    return damage
+
+
+def with_shape(shape, num_bytes=8):
+    entry = {"dtype": "F32", "shape": shape, "data_offsets": [0, num_bytes]}
+    return with_head(lambda head: head | {"log_std": entry})
+
+
+def with_policy(**options):
+    def damage(folder):
+        content = json.loads((folder / "config.json").read_text())
+        content["policy"] |= options
+        (folder / "config.json").write_text(json.dumps(content))
+
+    return damage
+
+
+def with_env(folder):
+    content = json.loads((folder / "config.json").read_text())
+    content["env_spec"]["action"] |= {"dim": "two"}
+    (folder / "config.json").write_text(json.dumps(content))
+
+
+@pytest.mark.parametrize(
+    ("damage", "reason"),
+    [
+        (with_head(lambda _: b"[" * 100_000), r"model\.safetensors is damaged: maximum recursion depth"),
+        (with_head(lambda _: b"[1]"), r"model\.safetensors is damaged: its head holds no mapping"),
+        (with_shape([2**70, 0], 0), r"model\.safetensors is damaged: log_std has the shape \[1180591"),
+        (with_shape([2**40, 2**40, 0], 0), r"model\.safetensors is damaged: log_std has the shape"),
+        (with_shape([-1, -2]), r"model\.safetensors is damaged: log_std has the shape \[-1, -2\]"),
+        (with_shape([True, 2]), r"model\.safetensors is damaged: log_std has the shape \[True, 2\]"),
+        (with_shape([1] * 70 + [2]), r"model\.safetensors is damaged: log_std has the shape"),
+        (with_policy(hidden=[2**50]), r"config\.json: no policy can be built from it: RuntimeError: .*memory"),
+        (with_policy(hidden=["wide"]), r"config\.json cannot be read: .*policy\.hidden\.0='wide': should be a "),
+        (with_policy(depth=3), r"config\.json cannot be read: .*policy\.name=mlp: policy\.depth is unknown"),
+        (with_policy(name="mpl"), r"config\.json cannot be read: policy\.name='mpl' is unknown; families: mlp"),
+        (with_policy(name=["mlp"]), r"config\.json cannot be read: policy\.name=\['mlp'\] is unknown"),
+        (
+            with_policy(name="nets:Mine"),
+            r"config\.json cannot be read: .*policy\.name=nets:Mine: policy\.\w+ is unknown",
+        ),
+        (with_env, r"config\.json cannot be read: env_spec\.action\.dim='two': should be a valid integer"),
+    ],
+)
+def test_a_folder_of_ours_that_cannot_be_is_refused_in_a_line_of_ours(damage, reason, tmp_path):
+    make_policy(MLPConfig(hidden=(8,)), EnvSpec(ActionSpec(2), state_dim=4), 0).save_pretrained(tmp_path)
+    (tmp_path / "checksums.json").unlink()
+    damage(tmp_path)
+    with pytest.raises(CheckpointError, match=f"^{tmp_path}/{reason}") as refused:
+        load_policy(tmp_path)
+    assert "\n" not in str(refused.value) and "0x" not in str(refused.value)

@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 import torch
 
+from embodied.core.errors import CheckpointError
 from embodied.core.types import ActionSpec, EnvSpec
 from embodied.policies import load_policy, make_policy
 from embodied.policies.config import (
@@ -115,3 +116,23 @@ def test_a_saved_policy_needs_nothing_but_its_folder(family, tmp_path):
     again = load_policy((tmp_path / "saved").rename(tmp_path / "moved"))
     one, two = (each.act(observe(), noise(policy)) for each in (policy, again))
     assert np.array_equal(one.actions, two.actions) and np.array_equal(one.values, two.values)
+
+
+def test_a_saved_policy_is_refused_with_any_bit_flipped_and_taken_without_its_checksums(family, tmp_path):
+    _, policy = family
+    policy.save_pretrained(tmp_path)
+    files = [path for path in tmp_path.rglob("*") if path.is_file()]
+    rng = np.random.default_rng(0)
+    for path in files:
+        content = bytearray(path.read_bytes())
+        flipped = content.copy()
+        flipped[rng.integers(len(content))] ^= 1 << int(rng.integers(7))
+        path.write_bytes(flipped)
+        with pytest.raises(CheckpointError, match=str(tmp_path)):
+            load_policy(tmp_path)
+        path.write_bytes(content)
+    (tmp_path / "config.json").write_text((tmp_path / "config.json").read_text() + "\n")
+    with pytest.raises(CheckpointError, match=r"config\.json does not match.*take a copy of the folder without"):
+        load_policy(tmp_path)
+    (tmp_path / "checksums.json").unlink()
+    load_policy(tmp_path)

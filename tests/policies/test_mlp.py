@@ -103,6 +103,7 @@ def test_a_damaged_or_foreign_policy_folder_is_refused_with_the_reason(tmp_path)
         load_policy(tmp_path)
     policy = build("gaussian")
     policy.save_pretrained(tmp_path)
+    (tmp_path / "checksums.json").unlink()
     save_file({"other": torch.zeros(1)}, tmp_path / "model.safetensors")
     with pytest.raises(CheckpointError, match="do not belong"):
         load_policy(tmp_path)
@@ -118,6 +119,10 @@ def test_an_unknown_family_or_a_missing_module_is_named():
         policy_class("no_such_pkg.mod:Policy")
     with pytest.raises(ConfigError, match=r"not a class of embodied\.policies\.base\.Policy"):
         policy_class("json:JSONDecoder")
+    with pytest.raises(
+        ConfigError, match=r"embodied\.policies\.base\.Policy: <function dumps>$"
+    ):  # without its address
+        policy_class("json:dumps")
     with pytest.raises(ConfigError, match="state observations"):
         make_policy(MLPConfig(), EnvSpec(ActionSpec(2), images={"front": (8, 8, 3)}), 0)
 

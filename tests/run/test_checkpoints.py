@@ -9,8 +9,12 @@ import pytest
 
 from embodied.core.errors import CheckpointError
 from embodied.core.files import read_arrays
+from embodied.core.types import ActionSpec, EnvSpec
+from embodied.policies import load_policy, make_policy
+from embodied.policies.config import MLPConfig
 from embodied.run import checkpoints
 from embodied.run.checkpoints import COUNTERS, SIMS, SaveClock, locate, newest, prune, verify, write_checkpoint
+from embodied.run.policy_source import find
 
 
 def fill(folder: Path) -> None:
@@ -241,3 +245,20 @@ def test_what_a_killed_run_left_half_written_goes_with_the_next_save(tmp_path):
         (tmp_path / "checkpoints" / name / "policy").mkdir(parents=True)
     prune(tmp_path, 1, keep=3)
     assert {path.name for path in (tmp_path / "checkpoints").iterdir()} == {"v000001", "latest"}
+
+
+@pytest.mark.parametrize("has_checksums", [True, False])
+def test_the_policy_folder_of_a_checkpoint_is_checked_too_where_it_is_named_alone(tmp_path, has_checksums):
+    def fill(folder):
+        make_policy(MLPConfig(hidden=(8,)), EnvSpec(ActionSpec(2), state_dim=4), 0).save_pretrained(folder / "policy")
+        if not has_checksums:  # of an older version
+            (folder / "policy" / "checksums.json").unlink()
+
+    saved = write_checkpoint(tmp_path / "checkpoints", 1, fill, state_of(1), {})
+    verify(saved)
+    assert find(str(saved / "policy")).spec.state_dim == 4
+    path = saved / "policy" / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:-1] + b"x")
+    for load in (find, load_policy):
+        with pytest.raises(CheckpointError, match=r"policy is damaged: model\.safetensors does not match its checksum"):
+            load(str(saved / "policy"))
