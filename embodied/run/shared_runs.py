@@ -31,7 +31,7 @@ from embodied.run import launch
 from embodied.run.children import CLOSE_S, STOPPED, TRAIN, ChildRun, last_words
 from embodied.run.devices import divides_requests, machines
 from embodied.run.lease_server import RecordedLeases
-from embodied.run.memory_check import PROCESS_BYTES, needs
+from embodied.run.memory_check import CUDA_BYTES, PROCESS_BYTES, needs
 from embodied.run.run_group import MISSING, OVER, state_of
 from embodied.runtime import HostPlan
 from embodied.runtime.backend import reserved
@@ -40,7 +40,6 @@ from embodied.runtime.shared_leases import SOCKET
 from embodied.workflows.rl_loop import EmbodiedLoop
 from embodied.workflows.shipped_roles import roles_of_run
 
-CONTEXT_BYTES = 0.6e9  # of a GPU, for each process on it; assumed
 MOST_SETS = 10_000  # sets of runs that are tried
 SERVE_S = 0.2
 GRACE_S = 10.0  # in addition to faults.hang_s, after which a run ends its own hung workers
@@ -231,7 +230,7 @@ def memory_sums(runs: Sequence[tuple[str, RunConfig, PlacementPlan]], topology: 
                 run: sum(load.least for load in need if load.place == device) for run, (need, _) in needs_by_run.items()
             }
             kept = {
-                run: CONTEXT_BYTES * sum(device in host.held for host in plan.hosts)
+                run: CUDA_BYTES * sum(device in host.held for host in plan.hosts)
                 for run, (_, plan) in needs_by_run.items()
             }
             sums.append(MemorySum(device, gpu.memory_bytes, least, kept))
