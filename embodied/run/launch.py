@@ -35,7 +35,7 @@ from embodied.placement.grammar import EMBODIED, is_loop
 from embodied.placement.mode_rules import ENVS_PER_SIM
 from embodied.policies import check_package, policy_class, slow_imports
 from embodied.reporting.wandb_logger import check_log
-from embodied.run import devices, memory_check
+from embodied.run import devices, memory_check, text_checks
 from embodied.run.devices import check_devices, check_simulator, draws_on_gpus, host_plans, machines, networks_on
 from embodied.run.ending import Interrupted
 from embodied.run.hub import missing_folders, with_folder
@@ -316,6 +316,7 @@ def describe(config: RunConfig, plan: PlacementPlan, weights: Path | str | None 
     if config.cluster.machines and (missing := files_missing_here(config)):
         remarks.append(f"missing on this machine: {missing}")
     remarks += missing_folders(config.policy) if config.cluster.machines else []
+    remarks += text_checks.remarks(config, plan.count("learner") > 0)
     lines = [
         f"task        {played_task(env.name, env.task)}{f', physics {physics}' if physics else ''}",
         *(line for note in remarks for line in wrap(f"note        {note}", WIDTH, subsequent_indent=" " * 12)),

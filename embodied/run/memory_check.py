@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from math import lcm
+from math import lcm, prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -22,6 +22,7 @@ from embodied.core.files import as_path
 from embodied.core.types import deal_by_task
 from embodied.envs import env_class
 from embodied.placement import PlacementPlan, PlannedHost, Topology
+from embodied.runtime.tensor_bytes import read_safetensors
 
 if TYPE_CHECKING:
     from embodied.config.recipe import RunConfig
@@ -122,6 +123,12 @@ def is_large(config: RunConfig) -> bool:
 def stored_bytes(folder: Path) -> int:
     """Bytes of a model's weights on disk; 0 without such a folder."""
     return sum(path.stat().st_size for path in folder.glob("*.safetensors"))
+
+
+def stored_weights(folder: Path) -> int:
+    """The number of a model's weights on disk; 0 without such a folder."""
+    blobs = (blob for path in folder.glob("*.safetensors") for blob in read_safetensors(path).values())
+    return sum(prod(blob.spec.shape) for blob in blobs)
 
 
 def measured(config: RunConfig, ranks: int) -> Memory | None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 from embodied.config.recipe import RunConfig
@@ -10,7 +10,10 @@ from embodied.core.errors import CheckpointError, ConfigError
 from embodied.core.files import as_path
 from embodied.core.options import broken_rules, never_with, only_with
 from embodied.envs import import_class, speaks
+from embodied.run.memory_check import stored_weights
 
+LARGE_MODEL = 3e9  # weights of a language model for which these are usually too large:
+HIGHEST_LR, HIGHEST_EPS = 1e-5, 1e-7
 PICTURES = (never_with({"policy.engine": "http"}, {}, "it passes no pictures on; try policy.engine=transformers"),)
 LEARNING = (
     never_with(
@@ -75,6 +78,24 @@ def check_scorers(config: RunConfig) -> None:
         name = getattr(roles, key)
         if name not in (None, "start") and not (as_path(name) / "config.json").is_file():
             raise CheckpointError(f"roles.{key}={name}: config.json is missing, so it is not a folder of a model")
+
+
+def remarks(config: RunConfig, learns: bool) -> Iterator[str]:
+    """Notes for the first screen about the model in a folder: its sliding window, and settings for its size."""
+    policy, algo = config.policy, config.algo
+    if window := policy.window:
+        yield (
+            f"layers of this model see {window} tokens (a sliding window): conversations end there, and longer prompts "
+            f"are dropped; policy.max_length={window} or less says so, too"
+        )
+    if not (learns and policy.speaks and policy.published and policy.pretrained) or config.sft.data:
+        return
+    whole = not policy.lora_rank and not policy.train_layers
+    better = {"lr": 1e-6} if whole and algo.lr > HIGHEST_LR else {}
+    better |= {"adam_eps": 1e-8} if algo.adam_eps > HIGHEST_EPS else {}
+    if better and (weights := stored_weights(as_path(policy.pretrained))) >= LARGE_MODEL:
+        keys = " and ".join(f"algo.{key}={value:g} (now {getattr(algo, key):g})" for key, value in better.items())
+        yield f"{weights / 1e9:.2g} billion weights learn in smaller steps than this recipe's: try {keys}"
 
 
 def refuse(problems: Iterable[str]) -> None:

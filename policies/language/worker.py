@@ -169,7 +169,7 @@ class LanguageWorker(PolicyWorker):
             if room < 1:
                 why = (
                     f"a prompt of {len(tokens)} tokens leaves no room for an answer within {self.policy.max_length}, "
-                    "the most that policy.max_length or the model allows"
+                    "the most that policy.max_length, the model's positions or its sliding window allow"
                 )
                 refused.append((source, self._no_room(asked, version, why)))
                 continue

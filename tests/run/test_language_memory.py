@@ -19,6 +19,7 @@ from embodied.learners.memory_estimate import Memory, count, longest_conversatio
 from embodied.policies.language.config import SEEING
 from embodied.run import hub, launch
 from embodied.run.memory_check import acting_bytes
+from embodied.run.text_checks import remarks
 from embodied.train import main
 from embodied.workflows.rl_loop import EmbodiedLoop
 from embodied.workflows.shipped_roles import roles_of_run
@@ -237,3 +238,47 @@ def test_a_model_that_a_script_makes_is_asked_of_it(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     with pytest.raises(Exception, match=r"there is no such folder; make it: python scripts/smollm2\.py"):
         launch.planned(load(["recipe=smol_grpo"]).config)
+
+
+@pytest.mark.parametrize(
+    ("billions", "options", "told"),
+    [
+        (7, (), "algo.lr=1e-06 (now 2e-05) and algo.adam_eps=1e-08 (now 1e-05)"),
+        (7, ("algo.lr=1e-6",), "try algo.adam_eps=1e-08 (now 1e-05)"),
+        (7, ("policy.lora_rank=8",), "try algo.adam_eps=1e-08 (now 1e-05)"),
+        (7, ("algo.lr=1e-6", "algo.adam_eps=1e-8"), ""),
+        (1.5, (), ""),
+    ],
+)
+def test_a_model_larger_than_the_recipes_is_told_its_learning_rate_and_epsilon(shape_of, billions, options, told):
+    folder = shape_of("Qwen2.5-7B")
+    num_weights = int(billions * 1e9)
+    entry = {"dtype": "BF16", "shape": [num_weights], "data_offsets": [0, 2 * num_weights]}
+    head = json.dumps({"x": entry}).encode()
+    with (folder / "model.safetensors").open("wb") as file:  # its bytes need no disk
+        file.write(len(head).to_bytes(8, "little") + head)
+        file.truncate(8 + len(head) + 2 * num_weights)
+    config = load(["recipe=math_grpo", f"policy.pretrained={folder}", "env.file=questions.jsonl", *options]).config
+    notes = [*remarks(config, learns=True)]
+    assert told in notes[0] if told else not notes
+
+
+@pytest.mark.parametrize(
+    ("shape", "options", "window"),
+    [
+        ({"sliding_window": 512}, (), 512),
+        ({"text_config": {"sliding_window": 512, "max_position_embeddings": 4096}}, (), 512),
+        ({"sliding_window": 512}, ("policy.max_length=512",), None),
+        ({"sliding_window": 512, "use_sliding_window": False}, (), None),
+        ({"sliding_window": 512, "layer_types": ["full_attention"]}, (), None),
+        ({"sliding_window": 65536}, (), None),
+        ({}, (), None),
+    ],
+)
+def test_a_sliding_window_that_ends_conversations_is_named(shape_of, shape, options, window):
+    folder = shape_of("Qwen2.5-1.5B")
+    about = json.loads((folder / "config.json").read_text()) | {"model_type": "mistral"} | shape
+    (folder / "config.json").write_text(json.dumps(about))
+    recipe = ["recipe=sums_grpo", "run.start_from=null", f"policy.pretrained={folder}", *options]
+    notes = " ".join(remarks(load(recipe).config, learns=False))
+    assert (f"see {window} tokens" in notes and f"policy.max_length={window}" in notes) if window else not notes
