@@ -75,6 +75,11 @@ def read_config(folder: Path) -> PreTrainedConfig:
     try:
         config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     except Exception as err:  # of many kinds
+        if "auto_map" in read_json(folder / CONFIG):
+            raise CheckpointError(
+                f"{folder} needs code of its own ({CONFIG} has auto_map), and no code of a folder is run; take a model "
+                "that transformers knows"
+            ) from None
         cause = str(err).strip().splitlines()[0] if str(err).strip() else type(err).__name__
         raise CheckpointError(f"{folder / CONFIG} is not that of a language model: {cause}") from None
     if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING and config.model_type not in SIGHTS:

@@ -99,7 +99,7 @@ def test_what_is_no_language_model_is_refused(folders, tmp_path):
         build(pretrained=str(tmp_path))
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "new", "auto_map": {"AutoConfig": "new.Config"}}))
     (tmp_path / "new.py").write_text("raise SystemExit('code of a stranger')")
-    with pytest.raises(CheckpointError, match=r"is not that of a language model"):
+    with pytest.raises(CheckpointError, match=r"needs code of its own .*auto_map.*, and no code of a folder is run"):
         build(pretrained=str(tmp_path))
 
 
