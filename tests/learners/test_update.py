@@ -71,6 +71,18 @@ def test_five_updates_equal_the_single_file_reference(options):
         torch.testing.assert_close(a, b, atol=1e-9, rtol=0, msg=name)
 
 
+def test_a_step_is_logged_without_the_steps_before_it():
+    """While weights hardly move, three epochs of two steps each have the mean losses of a single step."""
+    many = PPOConfig(rollout_decisions=T, epochs=3, minibatch_size=T * N // 2, lr=1e-30)
+    one = many.model_copy(update={"epochs": 1, "minibatch_size": T * N})
+    logged = []
+    for config in (many, one):
+        policy = make()
+        logged.append(ours(policy, PolicyOptimizer(policy, config, Alone()), rollout(policy, 1), config, 0))
+    for name in ("train/value_loss", "train/entropy"):
+        assert logged[0][name] == pytest.approx(logged[1][name], rel=1e-9)
+
+
 def in_episodes(data):
     """The same rollout, of which row r is of episodes 10r, 10r + 1, ... that have 1 + r decisions each."""
     numbers = [10 * row + np.arange(T) // (1 + row) for row in range(N)]
