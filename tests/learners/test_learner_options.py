@@ -161,7 +161,7 @@ def test_frozen_weights_stay_and_cost_no_optimizer_state():
     assert not any(name.startswith("actor") for name in optimizer.names)
 
 
-def test_the_reference_leaves_the_device_with_the_learner_and_comes_back():
+def test_the_optimizer_and_the_reference_leave_the_device_with_the_learner_and_come_back():
     algo = GRPOConfig(name="grpo", groups=2, group_size=2, kl_coef=0.1, minibatch_size=4, lr=1e-2)
     worker = LearnerWorker(toy.make().config, algo, LearnerConfig(), 0, None)
     worker.rank, worker.world_size, worker.timers = 0, 1, Timers()
@@ -173,9 +173,12 @@ def test_the_reference_leaves_the_device_with_the_learner_and_comes_back():
     with torch.no_grad():
         for tensor in weights.values():
             tensor.add_(1.0)
+    moments = {name: tensor.add_(2.0) for name, tensor in worker.optimizer.state_tensors()}
     worker.offload()
-    assert not any(tensor.untyped_storage().nbytes() for tensor in (*weights.values(), *frozen.values()))
+    moved = (*weights.values(), *frozen.values(), *moments.values())
+    assert not any(tensor.untyped_storage().nbytes() for tensor in moved)
     worker.onload()
+    assert moments and all((tensor == 2.0).all() for tensor in moments.values())
     assert all(torch.equal(tensor, before[name]) for name, tensor in frozen.items())
     assert all(torch.equal(tensor, before[name] + 1.0) for name, tensor in weights.items())
     worker.close()
