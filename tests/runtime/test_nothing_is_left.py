@@ -56,7 +56,7 @@ class Run:
         """Of its processes, and in the places where something with a name could stay, but for what others use now."""
         processes, new = self.processes(), shared() - self.shared_before
         used = commands_maps_and_files() if new else ""
-        return processes, sorted(path for path in new if path not in used)
+        return processes, sorted(path for path in new if path not in used and os.path.exists(path))
 
 
 def commands_maps_and_files() -> str:
