@@ -36,7 +36,9 @@ def message_of(message: Any, number: int) -> dict[str, Any]:
         parts = [part_of(part, where) for part in content]
         texts = [part["text"] for part in parts if part["type"] == "text"]
         content = "".join(texts) if len(texts) == len(parts) else parts
-    calls = [call_of(call, where) for call in message.get("tool_calls") or ()]
+    if not isinstance(calls := message.get("tool_calls") or [], list):
+        raise BadRequest(f"{where}: tool_calls should be a list", "messages")
+    calls = [call_of(call, where) for call in calls]
     if content is None and calls:
         content = ""
     if not isinstance(content, str | list):

@@ -35,7 +35,7 @@ class ParsedAnswer:
 
     tokens: list[int]
     logprobs: list[float]
-    finish: str  # stop, length or abort
+    finish: str  # how it ended: stop, length or abort
     fingerprint: str | None  # fingerprint of the weights, if given
     dropped: str = ""
     proof: Sequence[Any] = ()  # its blocks as text
@@ -72,14 +72,17 @@ def read_answer(body: Any) -> ParsedAnswer:
         tokens, given, finish = choice.get("token_ids"), choice.get("logprobs") or {}, str(choice["finish_reason"])
         proof = [*(choice.get("proof") or ())]
         logprobs, fingerprint = given.get("token_logprobs"), body.get("system_fingerprint")
+        fingerprint = None if fingerprint is None else str(fingerprint)
     except (KeyError, TypeError, AttributeError, ValueError) as err:
-        raise ValueError(f"the answer is none of OpenAI's ({type(err).__name__}: {err})") from None
+        raise ValueError(f"the answer is none of OpenAI's ({one_line(err)})") from None
     if not isinstance(tokens, list) or not all(type(token) is int for token in tokens):
         raise ValueError("the answer has no token_ids; the server has to know return_token_ids, as vLLM and ours do")
     if not isinstance(logprobs, list) or len(logprobs) != len(tokens):
         return ParsedAnswer([], [], finish, fingerprint, "log-probs are missing")
-    if not all(type(x) in (int, float) and LEAST < x < float("inf") for x in logprobs):
+    if not all(type(x) in (int, float) and x > LEAST for x in logprobs):
         return ParsedAnswer([], [], finish, fingerprint, "a log-prob is not finite")
+    if any(x >= 1 for x in logprobs):
+        raise ValueError("a log-prob of the answer is above 0")
     return ParsedAnswer(tokens, [float(x) for x in logprobs], finish, fingerprint, proof=proof)
 
 
@@ -88,9 +91,12 @@ def read_line(data: bytes) -> tuple[int, int, Any]:
     ValueError if the line has none."""
     try:
         content = json.loads(data)
-        return int(content["number"]), int(content["status"]), content["body"]
+        number, status, body = content["number"], content["status"], content["body"]
+        if type(number) is not int or type(status) is not int:
+            raise ValueError("its number or status is no whole number")
+        return number, status, body
     except (KeyError, TypeError, RecursionError, ValueError) as err:
-        raise ValueError(f"a line is none of an answer ({type(err).__name__}: {err})") from None
+        raise ValueError(f"a line is none of an answer ({one_line(err)})") from None
 
 
 def read_json(text: str) -> Any:
@@ -108,6 +114,11 @@ def read_error(body: Any) -> tuple[str, Any]:
         text = error.get("message") or error.get("detail") or error
         return str(text).replace("\n", " ")[:300], error.get("code")
     return str(error).replace("\n", " ")[:300], None
+
+
+def one_line(error: BaseException) -> str:
+    """An error in words that may be foreign, of any length and over several lines."""
+    return " ".join(f"{type(error).__name__}: {error}".removesuffix(": ").split())[:300]
 
 
 def settings_of(policy: LanguagePolicy) -> dict[str, Any]:
@@ -164,3 +175,8 @@ def fingerprint(version: int, blobs: Iterable[tuple[str, Blob]]) -> str:
     """A name of a version that depends on its weights: v3-5f0c2a..."""
     sums = sorted(f"{name} {blob.spec.dtype} {blob.spec.shape} {checksum(blob.data)}" for name, blob in blobs)
     return f"v{version}-{hashlib.blake2b(' '.join(sums).encode(), digest_size=8).hexdigest()}"
+
+
+def version_of(name: str) -> int:
+    """The version in a name of `fingerprint`."""
+    return int(name.partition("-")[0].removeprefix("v"))

@@ -28,9 +28,11 @@ from embodied.policies.language.http_messages import (
     OWNER,
     UNSEEN,
     bucket_bytes,
+    one_line,
     read_error,
     read_json,
     read_line,
+    version_of,
 )
 from embodied.policies.policy_folder import WEIGHTS
 from embodied.runtime.published_weights import buckets_of
@@ -39,9 +41,11 @@ from embodied.runtime.tensor_bytes import read_safetensors
 AT_FIRST_S = 5.0  # wait for missing servers at the start
 SHORTEST_S = 0.1  # first pause between two attempts
 BUSY = (408, 425, 429, 500, 502, 503, 504)  # status codes after which a retry may help
+LONGEST_NAME = 400  # letters of a model's name, or its weights'
+SIZES = ("max_model_len", "lora_rank", "max_running")
 RPC = "/collective_rpc"
 MANY = "/v1/completions/many"
-LINE_BYTES = 1 << 24  # of an answer with its proof, at most
+MOST_BYTES = 1 << 24  # of a response, or of a line of it: an answer with its proof is far smaller
 EXTENSION = "embodied.policies.language.vllm_worker.FromFolder"
 
 
@@ -114,20 +118,22 @@ class RemoteServer:
     def ours(self) -> bool:
         return self.owner == OWNER
 
-    async def look(self) -> None:
+    async def look(self, limit_s: float) -> None:
         """Find out the server's kind and model."""
-        listing = await self.call("GET", "/v1/models")
+        listing = await self.call("GET", "/v1/models", limit_s=limit_s)
         try:
             model = listing["data"][0]
-            self.model, self.owner = str(model["id"]), str(model.get("owned_by"))
-            self.max_length, self.adapters = model.get("max_model_len"), model.get("lora_rank")
-            self.slots, self.settings = model.get("max_running"), dict(model.get("settings") or {})
-            if self.ours:
-                self.settings["lora_rank"] = self.adapters
+            self.model, self.owner = (str(each)[:LONGEST_NAME] for each in (model["id"], model.get("owned_by")))
+            self.max_length, self.adapters, self.slots = (whole_number(model, name) for name in SIZES)
+            if not isinstance(settings := model.get("settings") or {}, dict):
+                raise ValueError(f"settings={settings!r} should be an object")
         except (KeyError, IndexError, TypeError, AttributeError):
             raise ConfigError(
                 f"{self.name}/v1/models does not name a model: is it a server of OpenAI's kind?"
             ) from None
+        except ValueError as err:
+            raise ConfigError(f"{self.name}/v1/models: {str(err)[:200]}") from None
+        self.settings = settings | ({"lora_rank": self.adapters} if self.ours else {})
 
     async def first_look(self, away_s: float) -> str:
         """Why the server does not answer within a few seconds; "" if it does."""
@@ -135,7 +141,7 @@ class RemoteServer:
         until, pause = time.monotonic() + limit, SHORTEST_S
         while True:
             try:
-                await self.look()
+                await self.look(limit)
                 return ""
             except ServerUnavailable as err:
                 if (left := until - time.monotonic()) <= 0:
@@ -152,17 +158,18 @@ class RemoteServer:
             return
         waited = dict(enumerate(bodies))
         body = {"requests": [*bodies.values()]}
-        async with self.requested("POST", MANY, body, read_bufsize=LINE_BYTES) as response:
+        async with self.requested("POST", MANY, body) as response:
             if response.status >= 300:
-                self.judged(response.status, read_json(await response.text()), MANY)
-            async for line in response.content:
+                self.judged(response.status, read_json(await self.text(response)), MANY)
+            async for line in self.lines(response):
                 number, status, content = read_line(line)
+                if number not in waited:
+                    raise ValueError(f"{MANY} answers request {number}, which does not wait for an answer")
                 try:
                     answer = self.judged(status, content, MANY)
                 except ServerUnavailable as err:
                     answer = err
-                if number in waited:
-                    yield waited.pop(number), answer
+                yield waited.pop(number), answer
         if waited:
             raise ServerUnavailable(f"{MANY} ends before {len(waited)} of its answers")
 
@@ -171,13 +178,13 @@ class RemoteServer:
         if not self.ours and self.owner != "vllm":
             return ""
         info = await self.call("GET", "/weight_info", missing={}, limit_s=limit_s)
-        return str(info.get("weight_version", ""))
+        return str(info.get("weight_version", ""))[:LONGEST_NAME]
 
-    async def is_paused(self) -> bool:
+    async def is_paused(self, limit_s: float) -> bool:
         """True if its owner has paused it; False if the server does not say."""
         if not self.ours and self.owner != "vllm":
             return False
-        return bool((await self.call("GET", "/is_paused", missing={})).get("is_paused"))
+        return bool((await self.call("GET", "/is_paused", missing={}, limit_s=limit_s)).get("is_paused"))
 
     def check_settings(self, own: dict[str, Any], max_length: int, proves: bool) -> None:
         """Refuse a server with another model or precision, with shorter conversations, or without proofs."""
@@ -186,7 +193,11 @@ class RemoteServer:
                 f"{self.name} is a server of {self.owner or 'another kind'}, which makes no proofs of its answers; "
                 "leave out policy.verify, or ask python -m embodied.serve"
             )
-        odd = [f"{k}={self.settings[k]} there, {own[k]} here" for k in own if self.settings.get(k, own[k]) != own[k]]
+        odd = [
+            f"{k}={str(self.settings[k])[:80]} there, {own[k]} here"
+            for k in own
+            if self.settings.get(k, own[k]) != own[k]
+        ]
         if odd:
             raise ConfigError(f"{self.name} is of other settings than this policy: {'; '.join(odd)}")
         if self.max_length and self.max_length < max_length:
@@ -197,7 +208,7 @@ class RemoteServer:
 
     async def load(self, folder: Path, name: str, tied: bool) -> None:
         """Make the server load the weights of a folder under this name."""
-        version = int(name.partition("-")[0].removeprefix("v"))
+        version = version_of(name)
         if self.ours:
             body = {"path": str(folder), "version": version, "weight_version": name}
             try:
@@ -270,40 +281,71 @@ class RemoteServer:
         """Returns the JSON of an answer. Raises ServerUnavailable if a retry may help. `missing`: the meaning of a
         missing route."""
         async with self.requested(method, path, body, limit_s) as response:
-            status, text = response.status, await response.text()
+            status, text = response.status, await self.text(response)
         return missing if status == 404 and missing is not ... else self.judged(status, read_json(text), path)
 
+    async def text(self, response: Any) -> str:
+        """The body of a response."""
+        data = bytearray()
+        async for part in response.content.iter_any():
+            data += part
+            if len(data) > MOST_BYTES:
+                raise ConfigError(f"{self.name}: {response.url.path} answers with more than {MOST_BYTES >> 20} MB")
+        return data.decode(errors="replace")
+
+    async def lines(self, response: Any) -> AsyncIterator[bytes]:
+        """The lines of a response as they arrive."""
+        begun = bytearray()
+        async for part in response.content.iter_any():
+            begun += part
+            if b"\n" in part:
+                *lines, begun = begun.split(b"\n")
+                for line in lines:
+                    yield bytes(line)
+            if len(begun) > MOST_BYTES:
+                raise ConfigError(f"{self.name}: {MANY} sends a line of more than {MOST_BYTES >> 20} MB")
+        if begun:
+            yield bytes(begun)
+
     @contextlib.asynccontextmanager
-    async def requested(
-        self, method: str, path: str, body: Any, limit_s: float | None = None, **more: Any
-    ) -> AsyncIterator[Any]:
+    async def requested(self, method: str, path: str, body: Any, limit_s: float | None = None) -> AsyncIterator[Any]:
         """Gives the open response. Errors on the way raise ServerUnavailable."""
         import aiohttp
 
         if self.session is None:
             headers = {"Authorization": f"Bearer {self.token}"} if self.token else {}
-            limits = aiohttp.ClientTimeout(total=self.answer_s, sock_connect=10)
+            headers["Accept-Encoding"] = "identity"  # a compressed response may be of any size
             self.session = aiohttp.ClientSession(
-                headers=headers, timeout=limits, connector=aiohttp.TCPConnector(limit=0), trust_env=False
+                headers=headers,
+                timeout=aiohttp.ClientTimeout(total=self.answer_s, sock_connect=10),
+                connector=aiohttp.TCPConnector(limit=0),
+                trust_env=False,
+                auto_decompress=False,
             )
         try:
-            what: dict[str, Any] = more | ({"data": body} if isinstance(body, bytes) else {"json": body})
+            what: dict[str, Any] = {"data": body} if isinstance(body, bytes) else {"json": body}
             if limit_s is not None:
                 what["timeout"] = aiohttp.ClientTimeout(total=limit_s)
             if path == RPC:  # vLLM closes a connection after an error inside, in the middle of the next request
                 what["headers"] = {"Connection": "close"}
             async with self.session.request(method, self.url + path, allow_redirects=False, **what) as response:
+                if (encoding := response.headers.get("Content-Encoding", "identity")) != "identity":
+                    raise ConfigError(
+                        f"{self.name}: {path} answers with Content-Encoding: {encoding}, without being asked"
+                    )
                 yield response
         except TimeoutError:
             raise ServerUnavailable(f"{path} took longer than {limit_s or self.answer_s:g} s") from None
         except aiohttp.ClientConnectorError as err:
             raise ServerUnavailable(f"no connection ({err.os_error.strerror or err.os_error})") from None
         except (aiohttp.ClientError, OSError) as err:
-            raise ServerUnavailable(f"{type(err).__name__}: {err}" if str(err) else type(err).__name__) from None
+            raise ServerUnavailable(one_line(err)) from None
 
     def judged(self, status: int, content: Any, path: str) -> Any:
         """The JSON of an answer; raises an error for an error status."""
         if status < 300:
+            if not isinstance(content, dict):
+                raise ConfigError(f"{self.name}: {path} answers {status} without an object of JSON")
             return content
         message, code = read_error(content)
         if status == 500 and code == NOT_FINITE:
@@ -323,6 +365,13 @@ class RemoteServer:
         if self.session is not None:
             await self.session.close()
             await asyncio.sleep(0)
+
+
+def whole_number(model: dict[str, Any], name: str) -> int | None:
+    """A size in a server's description of its model; None if it has none. Raises ValueError if it is no size."""
+    if (number := model.get(name)) is not None and (type(number) is not int or number < 1):
+        raise ValueError(f"{name}={number!r} should be a whole number above 0")
+    return number
 
 
 UNUSABLE = {"choices": [{"token_ids": [0], "finish_reason": "stop", "logprobs": {"token_logprobs": [None]}}]}

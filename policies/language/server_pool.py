@@ -4,6 +4,9 @@ A server may join, leave, die, restart, or get other weights from another progra
 
     it has other weights         it takes no requests until it has loaded the current weights
     a request fails there        the request waits again, and the server takes no requests until it was checked
+    its answers are aborted or   the same: a request may fail at all servers for `policy.away_s`
+      of other weights
+    it answers nonsense          all its requests wait again, and it takes none until the next version
     it cannot be reached         all its requests wait again; connecting is retried until it is back
     it has become very slow      its last requests wait again when other servers are idle
     its log-probs are wrong      all its requests and unreleased answers wait again; it is dropped for the run
@@ -17,7 +20,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import ceil, inf
 from queue import SimpleQueue
@@ -28,7 +31,7 @@ import numpy as np
 from embodied.core.errors import ConfigError, EmbodiedError
 from embodied.core.request_queue import RequestQueue, Waiting
 from embodied.policies.language.engine import Request
-from embodied.policies.language.http_messages import MOST_TOGETHER, ParsedAnswer, read_answer
+from embodied.policies.language.http_messages import MOST_TOGETHER, ParsedAnswer, one_line, read_answer, version_of
 from embodied.policies.language.remote_server import SHORTEST_S, RemoteServer, ServerUnavailable
 from embodied.policies.language.trust import JUDGED_TOKENS, GapRecord
 from embodied.policies.language.weight_folder import WeightFolder
@@ -37,7 +40,16 @@ LONGEST_S = 5.0  # longest pause between two attempts
 WATCH_S = 5.0  # interval for checking a server's weights
 PATIENCE = 4.0  # a request may take this multiple of the longest answer while other servers are idle
 CHANGES = 5  # limit of foreign changes of a server's weights during one of our versions
-COUNTED = ("asked_again", "unusable", "outages", "moved", "dropped_servers")
+TRIES = 10  # limit of tries of a request that a server fails slowly
+COUNTED = (
+    "asked_again",
+    "unusable",
+    "outages",
+    "moved",
+    "dropped_servers",
+    "suspect_answers",  # used answers of servers that were dropped later
+    "suspect_tokens",
+)
 KEEPS = "name the checkpoint that it serves, or let it take new weights: policy.weights=FOLDER"
 
 
@@ -47,6 +59,15 @@ class PooledRequest:
 
     request: Request
     body: dict[str, Any]
+
+
+@dataclass
+class FailingRequest:
+    """A request that was asked again, and not yet answered."""
+
+    since: float  # first failure
+    servers: set[str] = field(default_factory=set)  # at which it failed since then
+    slow_tries: int = 0  # failures after a long time
 
 
 class WritingSpeed:
@@ -81,6 +102,25 @@ def request_limits(most: dict[str, int], rates: dict[str, float | None]) -> dict
     return {name: max(1, min(each, ceil(total * (rates[name] or 0.0) / speed))) for name, each in most.items()}
 
 
+@dataclass
+class UsedAnswers:
+    """The answers of a server that the run has used."""
+
+    answers: int = 0
+    tokens: int = 0
+    versions: list[int] = field(default_factory=list)  # of the weights: the first and the last
+
+    def add(self, tokens: int, version: int) -> None:
+        self.answers, self.tokens = self.answers + 1, self.tokens + tokens
+        self.versions = [*self.versions[:1], version]
+
+    def __str__(self) -> str:
+        if not self.answers:
+            return "none of its answers was used before"
+        of = " to ".join(f"{version}" for version in dict.fromkeys(self.versions))
+        return f"{self.answers} of its answers, of {self.tokens} tokens, were used before (versions of weights: {of})"
+
+
 @dataclass(eq=False)
 class PooledServer:
     """A server and its state."""
@@ -90,7 +130,8 @@ class PooledServer:
     is_dropped: bool = False  # True: for the rest of the run
     is_refused: bool = False  # True: until the next version
     is_paused: bool = False  # True: by its owner, and the user was told
-    away_since: float | None = None  # time of the first of the current failures; None: it answers
+    away_since: float | None = None  # time of the first of the current failures; None: it can be reached
+    is_failing: bool = False  # True: since its last good answer it has failed, and the user was told
     pause: float = SHORTEST_S  # pause before the next attempt
     loads: int = 0  # number of loads of the current weights
     doubt: asyncio.Event = field(default_factory=asyncio.Event)  # set if its weights must be checked
@@ -99,6 +140,7 @@ class PooledServer:
     longest_s: float = 0.0  # longest time of an answer
     unreleased: dict[int, Any] = field(default_factory=dict)  # unreleased answers, by request
     gap: GapRecord = field(default_factory=GapRecord)
+    used: UsedAnswers = field(default_factory=UsedAnswers)
     evidence: str = ""  # why its answers are of other weights; "": no evidence
     speed: WritingSpeed = field(default_factory=lambda: WritingSpeed(1))
 
@@ -126,12 +168,11 @@ class ServerPool:
         self.away_s, self.gap_limit, self.verifies, self.tied = away_s, gap_limit, verifies, tied
         self.queue = RequestQueue()
         self.done: SimpleQueue[tuple[PooledServer, int, ParsedAnswer] | Exception] = SimpleQueue()  # answers to compare
-        self.failing: dict[int, tuple[float, set[str]]] = {}  # request -> (first failure, servers at which it failed)
+        self.failing: dict[int, FailingRequest] = {}
         self.error: Exception | None = None  # why no server can answer
         self.wanted = ""  # name of the current weights
         self.named, self.joined = asyncio.Event(), asyncio.Event()
-        self.keepers: list[asyncio.Task] = []
-        self.asking: set[asyncio.Task] = set()  # open calls, also calls with cancelled requests
+        self.tasks: set[asyncio.Task] = set()  # of all servers, also calls with cancelled requests
         self.totals = dict.fromkeys(COUNTED, 0)
 
     @property
@@ -149,7 +190,8 @@ class ServerPool:
         for server in self.servers:
             if server.remote.owner:
                 server.remote.check_settings(self.settings, self.max_length, self.verifies)
-        self.keepers = [asyncio.create_task(self.keep(server)) for server in self.servers]
+        for server in self.servers:
+            self.start(server, self.keep(server))
 
     @property
     def lora_rank(self) -> int | None:
@@ -194,7 +236,10 @@ class ServerPool:
             if server.evidence or server.gap.mean > limit:
                 self.drop(server, server.evidence or gap_evidence(server.gap, limit))
             elif server.gap.tokens >= JUDGED_TOKENS or not server.calls or self.gap_limit is None:
-                released += [(number, answer) for number, answer in server.unreleased.items() if self.settle(number)]
+                for number, answer in server.unreleased.items():
+                    if self.settle(number):
+                        released.append((number, answer))
+                        server.used.add(len(answer.tokens), version_of(self.wanted))
                 server.unreleased = {}
         self.hand_out()
         return released
@@ -208,9 +253,21 @@ class ServerPool:
         while not self.done.empty():
             self.done.get_nowait()
 
+    def start(self, server: PooledServer, work: Coroutine) -> asyncio.Task:
+        """Begin a task of a server. Any error that ends the task is a failure of this server."""
+
+        def ended(task: asyncio.Task) -> None:
+            self.tasks.discard(task)
+            if not task.cancelled() and (err := task.exception()):
+                self.refuse(server, err)
+
+        self.tasks.add(task := asyncio.create_task(work))
+        task.add_done_callback(ended)
+        return task
+
     async def close(self) -> None:
         self.forget()
-        tasks = [*self.keepers, *self.asking]
+        tasks = [*self.tasks]
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
@@ -226,7 +283,7 @@ class ServerPool:
             server.doubt.clear()
             try:
                 await self.bring_in(server)
-                server.takes, server.away_since = not server.is_dropped, None
+                server.takes, server.away_since = not (server.is_dropped or server.is_refused), None
                 self.joined.set()
                 self.hand_out()
                 await self.watch(server)
@@ -242,7 +299,7 @@ class ServerPool:
     async def bring_in(self, server: PooledServer) -> None:
         """Returns once the server has the current weights."""
         remote, name = server.remote, None
-        await remote.look()
+        await remote.look(self.away_s)
         remote.check_settings(self.settings, self.max_length, self.verifies)
         await self.named.wait()
         while name != self.wanted:
@@ -276,13 +333,14 @@ class ServerPool:
                 await self.report_pause(server)
                 has = await server.remote.weights(self.away_s)
                 if not has:
-                    await server.remote.look()
+                    await server.remote.look(self.away_s)
                 elif not (has == self.wanted or (self.folder is None and same_numbers(has, self.wanted))):
                     return
 
     async def report_pause(self, server: PooledServer) -> None:
         """Tell the user once if a server has requests of this run and is paused."""
-        was_paused, server.is_paused = server.is_paused, bool(server.calls) and await server.remote.is_paused()
+        was_paused = server.is_paused
+        server.is_paused = bool(server.calls) and await server.remote.is_paused(self.away_s)
         if server.is_paused and not was_paused:
             print(f"{server.name} is paused (POST /pause); its requests wait until POST /resume", flush=True)
 
@@ -322,17 +380,22 @@ class ServerPool:
         server.takes = False
         if server.away_since is None:
             server.away_since = time.monotonic()
-            self.totals["outages"] += 1
-            rest = f"trying again for {self.away_s:.3g} s" if self.single else "the other servers answer meanwhile"
-            print(f"{server.name}: {err}; {rest}", flush=True)
-        else:
+        if server.is_failing:
             server.pause = min(2 * server.pause, LONGEST_S)
+            return
+        server.is_failing = True
+        self.totals["outages"] += 1
+        rest = f"trying again for {self.away_s:.3g} s" if self.single else "the other servers answer meanwhile"
+        print(f"{server.name}: {err}; {rest}", flush=True)
 
-    def refuse(self, server: PooledServer, err: Exception) -> None:
+    def refuse(self, server: PooledServer, cause: BaseException) -> None:
         """Exclude a server until the next version, or for good."""
-        server.takes, server.is_refused = False, True
+        err = cause if isinstance(cause, EmbodiedError) else EmbodiedError(f"{server.name}: {one_line(cause)}")
+        was_refused, server.is_refused, server.takes = server.is_refused, True, False
         self.take_from(server)
-        if self.left:
+        if was_refused:
+            self.hand_out()
+        elif self.left:
             print(f"{err}; the other servers answer without it", flush=True)
             self.hand_out()
         else:
@@ -346,7 +409,10 @@ class ServerPool:
         server.doubt.set()
         if self.folder is None:
             why += f"; {KEEPS}"
-        self.refuse(server, EmbodiedError(f"{why}: it is dropped with these and {len(server.calls)} more requests"))
+        self.totals["suspect_answers"] += server.used.answers
+        self.totals["suspect_tokens"] += server.used.tokens
+        why = f"{why}: it is dropped with these and {len(server.calls)} more requests; {server.used}"
+        self.refuse(server, EmbodiedError(why))
 
     def take_from(self, server: PooledServer) -> None:
         """Requeue its requests; its later answers to them are ignored."""
@@ -379,9 +445,7 @@ class ServerPool:
             server, size = by_name[name], MOST_TOGETHER if by_name[name].remote.ours else 1
             for first in range(0, len(requests), size):
                 some = {int(request.key): request.request for request in requests[first : first + size]}  # type: ignore[call-overload]
-                self.asking.add(call := asyncio.create_task(self.ask(server, some)))
-                call.add_done_callback(self.asking.discard)
-                server.calls |= dict.fromkeys(some, call)
+                server.calls |= dict.fromkeys(some, self.start(server, self.ask(server, some)))
 
     async def ask(self, server: PooledServer, requests: dict[int, PooledRequest]) -> None:
         """Send these requests to a server, in one call."""
@@ -400,8 +464,6 @@ class ServerPool:
         except ServerUnavailable as err:
             for number in left:
                 self.fail(server, number, err, began)
-        except (EmbodiedError, ValueError) as err:
-            self.refuse(server, err if isinstance(err, EmbodiedError) else EmbodiedError(f"{server.name}: {err}"))
         finally:
             for number in left:
                 self.close_call(server, number)
@@ -411,16 +473,19 @@ class ServerPool:
             del server.calls[number], server.asked_at[number]
 
     async def hear(self, server: PooledServer, number: int, request: PooledRequest, answer: Any, began: float) -> None:
-        """Keep an answer for comparison, or ask again if it is of other weights."""
+        """Keep an answer for comparison, or ask again if it was aborted or is of other weights."""
         parsed, remote = read_answer(answer), server.remote
-        check_tokens(parsed, request.body["max_tokens"], self.settings["vocab_size"])
         has = parsed.fingerprint if remote.ours else None
         if remote.owner == "vllm" and self.folder is not None:  # it may have restarted meanwhile
             has = await remote.weights()
-        if not parsed.dropped and (parsed.finish == "abort" or (has and not same_numbers(has, self.wanted))):
-            self.ask_again(server, number)
-            return
-        server.pause = SHORTEST_S
+        if not parsed.dropped:
+            if parsed.finish == "abort":
+                return self.fail(server, number, ServerUnavailable("its answers are aborted"), began)
+            if has and not same_numbers(has, self.wanted):
+                other = ServerUnavailable(f"its answers are of other weights ({has[:40]}, and not {self.wanted})")
+                return self.fail(server, number, other, began)
+            check_tokens(parsed, request.body, self.settings["vocab_size"])
+        server.pause, server.is_failing = SHORTEST_S, False
         server.longest_s = max(server.longest_s, time.monotonic() - began)
         self.totals["unusable"] += bool(parsed.dropped)
         server.speed.wrote(len(parsed.tokens), time.monotonic(), bool(self.queue.waiting))
@@ -432,23 +497,17 @@ class ServerPool:
         self.queue.give_back(number)
         self.note_failure(server, err)
         server.doubt.set()
-        now, (since, servers) = time.monotonic(), self.failing.get(number, (began, set()))
+        now = time.monotonic()
+        failing = self.failing.setdefault(number, FailingRequest(began))
         if now - began > 2 * LONGEST_S:  # it was being answered
-            since, servers = now, set()
-        self.failing[number] = since, {*servers, server.name}
-        if now - since >= self.away_s and all(server.name in self.failing[number][1] for server in self.left):
+            failing.since, failing.servers, failing.slow_tries = now, set(), failing.slow_tries + 1
+        failing.servers.add(server.name)
+        if failing.slow_tries >= TRIES * len(self.left):
+            self.stop(EmbodiedError(f"{server.name} has failed at a request {failing.slow_tries} times: {err}"))
+        elif now - failing.since >= self.away_s and all(server.name in failing.servers for server in self.left):
             self.stop(EmbodiedError(f"{server.name} has not answered for {self.away_s:g} s (policy.away_s): {err}"))
         else:
             self.hand_out()
-
-    def ask_again(self, server: PooledServer, number: int) -> None:
-        """An answer was aborted or is of other weights: requeue it, and check the server before it takes another
-        one."""
-        self.totals["asked_again"] += 1
-        self.queue.give_back(number)
-        server.takes = False
-        server.doubt.set()
-        self.hand_out()
 
     def settle(self, number: int) -> bool:
         self.failing.pop(number, None)
@@ -471,12 +530,22 @@ def gap_evidence(gap: GapRecord, limit: float) -> str:
     )
 
 
-def check_tokens(parsed: ParsedAnswer, most: int, vocabulary: int) -> None:
-    """Raise ValueError if an answer does not fit its request."""
-    if len(parsed.tokens) > most:
-        raise ValueError(f"an answer of {len(parsed.tokens)} tokens, and {most} were asked for")
-    if odd := [token for token in parsed.tokens if not 0 <= token < vocabulary]:
+def check_tokens(parsed: ParsedAnswer, body: Mapping[str, Any], vocabulary: int) -> None:
+    """Raise ValueError if an answer does not fit its request: it ends at its first stop token, or has as many
+    tokens as were asked for."""
+    tokens, most, stops = parsed.tokens, body["max_tokens"], body["stop_token_ids"]
+    if odd := [token for token in tokens if not 0 <= token < vocabulary]:
         raise ValueError(f"token {odd[0]} in an answer is none of this model's {vocabulary}")
+    if len(tokens) > most:
+        raise ValueError(f"an answer of {len(tokens)} tokens, and {most} were asked for")
+    if early := [place for place, token in enumerate(tokens[:-1], 1) if token in stops]:
+        raise ValueError(f"an answer of {len(tokens)} tokens goes on after its stop token, which is number {early[0]}")
+    ended = bool(tokens) and tokens[-1] in stops
+    if not (ended if parsed.finish == "stop" else parsed.finish == "length" and len(tokens) == most):
+        raise ValueError(
+            f"an answer of {len(tokens)} tokens{'' if ended else ' without a stop token'}, of {most} that were asked "
+            f"for, has finish_reason={parsed.finish[:40]}"
+        )
 
 
 def same_numbers(one: str | None, other: str) -> bool:

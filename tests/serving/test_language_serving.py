@@ -10,7 +10,7 @@ import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -29,8 +29,10 @@ from embodied.policies.language.slots import SlotEngine
 from embodied.runtime.tensor_bytes import blob_of, spec_of, write_safetensors
 from embodied.serve import find_language, load_language, with_options
 from embodied.serving import chat_messages, http_requests, language_server
+from embodied.serving.chat_messages import OF_TOOLS, BadRequest
 from embodied.serving.config import TOKEN, ServeConfig
 from embodied.serving.language_server import LanguageServer, Origin
+from embodied.serving.openai_protocol import READ, read_chat, read_completion
 
 ALLOWED = {"Authorization": f"Bearer {SECRET}"}
 
@@ -269,6 +271,22 @@ def test_what_is_not_done_is_refused_by_name(open_server, body, status, reason):
 def test_messages_that_are_none_are_refused(open_server, messages, reason):
     status, found = ask(open_server, "/v1/chat/completions", {"messages": messages})
     assert status == 400 and reason in found["error"]["message"]
+
+
+OF_CALLS = [5], [{"function": 5}], [{"function": {"name": [], "arguments": "[" * 99_999}}]
+OF_PARTS = [None], [{"text": 5}], [{"type": "text"}], [{"type": "image_url", "image_url": 5}]
+ODD = [True, 5, -1, float("inf"), 10**400, "x", [], {"a": 1}, {"type": 5}, *OF_CALLS, *OF_PARTS]
+
+
+@pytest.mark.parametrize("value", ODD, ids=lambda value: str(value)[:20])
+def test_an_odd_value_of_any_field_is_read_or_refused(value):
+    said = {"role": "user", "content": "a"}
+    chats = [{"messages": [said | {name: value}]} for name in (*said, *OF_TOOLS)]
+    chats += [{"messages": [said]} | {name: value} for name in READ]
+    for read, bodies in ((read_chat, chats), (read_completion, [value, *({"prompt": "a", n: value} for n in READ)])):
+        for body in bodies:
+            with suppress(BadRequest):
+                read(body)
 
 
 def test_a_body_in_another_encoding_than_its_header_says_is_refused(open_server):

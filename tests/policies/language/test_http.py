@@ -16,6 +16,7 @@ from embodied.config.recipe import load
 from embodied.core.conversations import SamplingRule
 from embodied.core.errors import ConfigError, EmbodiedError
 from embodied.policies.config import LanguageConfig
+from embodied.policies.language import server_pool
 from embodied.policies.language.engine import Request, make_engine
 from embodied.policies.language.folder import as_published
 from embodied.policies.language.vllm_worker import FromFolder
@@ -283,6 +284,7 @@ MODELS = {"data": [{"id": "m", "owned_by": "someone"}]}
 
 
 def answer_of(body, logprobs="all", finish="length", **more):
+    (body,) = body.get("requests", [body])
     tokens = [9] * body["max_tokens"]
     told = {"token_logprobs": [-1.0] * len(tokens) if logprobs == "all" else logprobs}
     return {"choices": [{"token_ids": tokens, "finish_reason": finish, "logprobs": told} | more]}
@@ -387,6 +389,108 @@ def test_a_server_of_another_kind_is_refused_in_a_line(policy, reply, reason):
         with pytest.raises(EmbodiedError, match=reason) as told:
             answers(engine, [Request(0, [30], 3, 0)])
         assert f"policy.url={url}" in str(told.value)
+
+
+def raw(text):
+    return lambda body: web.Response(text=text)
+
+
+def line_of(body, answer):
+    return web.Response(text=json.dumps({"number": 0, "status": 200, "body": answer}) + "\n")
+
+
+def cut(count, finish, *tokens):
+    """An answer of `count` tokens and these."""
+
+    def reply(body):
+        ids = [9] * count + [*tokens]
+        logprobs = {"token_logprobs": [-1.0] * len(ids)}
+        return line_of(body, {"choices": [{"token_ids": ids, "finish_reason": finish, "logprobs": logprobs}]})
+
+    return reply
+
+
+def with_logprob(text):
+    return lambda body: web.Response(text=line_of(body, answer_of(body)).text.replace("-1.0", text, 1))
+
+
+STRANGE = {  # what our server's place for several answers says to one request, and how it is named
+    "a number without end": (raw('{"number": 1e999, "status": 200, "body": {}}\n'), "no whole number"),
+    "a status without end": (raw('{"number": 0, "status": 1e999, "body": {}}\n'), "no whole number"),
+    "a log-prob of 400 digits": (with_logprob("9" * 400), "a log-prob of the answer is above 0"),
+    "a number of 5000 digits": (with_logprob("-" + "9" * 5000), "a line is none of an answer"),
+    "a fingerprint that is a number": (
+        lambda body: line_of(body, answer_of(body) | {"system_fingerprint": 7}),
+        "other",
+    ),
+    "a line without end": (raw("x" * ((16 << 20) + 1)), "sends a line of more than 16 MB"),
+    "deep lists": (raw("[" * 100_000 + "\n"), "RecursionError"),
+    "no JSON": (raw("<html>\n"), "a line is none of an answer"),
+    "an answer to another": (raw('{"number": 7, "status": 200, "body": {}}\n'), "answers request 7"),
+    "no answer": (raw(""), "ends before 1 of its answers"),
+    "no object": (raw('{"number": 0, "status": 200, "body": [1]}\n'), "without an object of JSON"),
+    "gzip": (lambda body: web.Response(body=b"x", headers={"Content-Encoding": "gzip"}), "Content-Encoding: gzip"),
+    "other weights": (
+        lambda body: line_of(body, answer_of(body) | {"system_fingerprint": "v1-00"}),
+        "of other weights",
+    ),
+    "aborted": (lambda body: line_of(body, answer_of(body, finish="abort")), "its answers are aborted"),
+    "stopped without a token": (cut(0, "stop"), "0 tokens without a stop token"),
+    "stopped without a stop token": (cut(2, "stop"), "2 tokens without a stop token"),
+    "too short": (cut(2, "length"), "of 3 that were asked for, has finish_reason=length"),
+    "too long": (cut(4, "length"), "an answer of 4 tokens, and 3 were asked for"),
+    "gone on after its end": (cut(0, "length", 1, 9, 9), "goes on after its stop token, which is number 1"),
+    "ended by something else": (cut(3, "tool_calls"), "finish_reason=tool_calls"),
+    "a token of another model": (cut(2, "length", 10**9), "token 1000000000 in an answer is none of this"),
+}
+
+
+@pytest.mark.parametrize("name", STRANGE)
+def test_a_strange_answer_is_its_servers_failure_and_others_answer(name, policy, capsys):
+    reply, reason = STRANGE[name]
+    asked = [Request(n, [n], 3, n) for n in range(10, 14)]
+    wanted = lambda: engine.name  # noqa: E731
+    with scripted(as_ours(wanted, reply)) as liar, scripted(as_ours(wanted, lambda body: many(body))) as honest:
+        with engine_at(liar, policy, None, gap_limit=None, away_s=0.3) as engine:
+            engine.load(policy.state_dict(), 1)
+            with pytest.raises(EmbodiedError, match=reason) as told:
+                answers(engine, asked[:1])
+            assert f"policy.url={liar}" in str(told.value) and "\n" not in str(told.value)
+        with engine_at([liar, honest], policy, None, gap_limit=None) as engine:
+            engine.load(policy.state_dict(), 1)
+            until(lambda: all(server.takes for server in engine.pool.servers))
+            assert sorted(answers(engine, asked)) == [10, 11, 12, 13]
+    assert f"policy.url={liar}" in capsys.readouterr().out
+
+
+def test_a_request_that_fails_slowly_is_given_up_after_some_tries(policy, monkeypatch):
+    monkeypatch.setattr(server_pool, "LONGEST_S", 0.0)
+    reply, _ = STRANGE["aborted"]
+    with scripted(as_ours(lambda: engine.name, reply)) as url, engine_at(url, policy, None, away_s=600.0) as engine:
+        engine.load(policy.state_dict(), 1)
+        with pytest.raises(EmbodiedError, match=f"policy.url={url} has failed at a request 10 times: its answers are"):
+            answers(engine, [Request(0, [30], 3, 0)])
+        assert counts_of(engine) == (10, 0)
+
+
+def many(body):
+    lines = [{"number": n, "status": 200, "body": answer_of(one)} for n, one in enumerate(body["requests"])]
+    return web.Response(text="".join(json.dumps(each) + "\n" for each in lines))
+
+
+@pytest.mark.parametrize(
+    ("odd", "reason"),
+    [
+        ({"max_running": -5}, "max_running=-5 should be a whole number above 0"),
+        ({"max_running": True}, "max_running=True should"),
+        ({"max_model_len": "long"}, "max_model_len='long' should"),
+        ({"settings": "abc"}, "settings='abc' should be an object"),
+    ],
+)
+def test_a_server_that_describes_itself_wrongly_is_refused_in_a_line(odd, reason, policy):
+    with scripted(lambda request, body: {"data": [{"id": "m", "owned_by": "embodied"} | odd]}) as url:
+        with pytest.raises(ConfigError, match=f"policy.url={url}/v1/models: {reason}"), engine_at(url, policy, None):
+            pass
 
 
 class VLLMsWorker(FromFolder):
