@@ -52,19 +52,24 @@ def allowed_probabilities(likely: Tensor, rule: SamplingRule) -> Tensor:
     return likely * torch.zeros_like(keep).scatter(-1, places, keep)
 
 
+def probabilities(logits: Tensor, rule: SamplingRule) -> Tensor:
+    """The probabilities [N, vocabulary] by which the rule draws, in float64; of temperature 1 if it draws nothing."""
+    likely = (logits.double() / (rule.temperature or 1.0)).softmax(-1)
+    likely = likely if rule.draws_from_all else allowed_probabilities(likely, rule)
+    return likely / likely.sum(-1, keepdim=True)
+
+
 def draw_errors(logits: Tensor, tokens: Tensor, rule: SamplingRule, uniform: Tensor) -> Tensor:
     """Returns the distance of `uniform` [N] from the interval of cumulative probabilities in which `choose` draws these
     tokens [N]; 0 if it draws them. At temperature 0: how much less likely a token is than the likeliest token.
 
     Probabilities .2 .5 .3 and the number .6: 0 for token 1 (.2 to .7), .4 for token 0 (0 to .2), .1 for token 2.
     """
-    scores = logits.double() - logits.double().amax(-1, keepdim=True)
     chosen = tokens[:, None]
     if rule.temperature == 0:
+        scores = logits.double() - logits.double().amax(-1, keepdim=True)
         return 1 - scores.gather(-1, chosen)[:, 0].exp()
-    likely = (scores / rule.temperature).exp()
-    likely = likely if rule.draws_from_all else allowed_probabilities(likely, rule)
-    ends = likely.cumsum(-1) / likely.sum(-1, keepdim=True)
+    ends = probabilities(logits, rule).cumsum(-1)
     end = ends.gather(-1, chosen)[:, 0]
     begin = torch.where(tokens > 0, ends.gather(-1, (chosen - 1).clamp(min=0))[:, 0], 0.0)
     return torch.maximum(begin - uniform, uniform - end).clamp(min=0)

@@ -33,7 +33,7 @@ from embodied.core.request_queue import RequestQueue, Waiting
 from embodied.policies.language.engine import Request
 from embodied.policies.language.http_messages import MOST_TOGETHER, ParsedAnswer, one_line, read_answer, version_of
 from embodied.policies.language.remote_server import SHORTEST_S, RemoteServer, ServerUnavailable
-from embodied.policies.language.trust import JUDGED_TOKENS, GapRecord
+from embodied.policies.language.trust import JUDGED_TOKENS, SMALL, GapRecord
 from embodied.policies.language.weight_folder import WeightFolder
 
 LONGEST_S = 5.0  # longest pause between two attempts
@@ -232,7 +232,11 @@ class ServerPool:
             if not server.unreleased:
                 continue
             others = [s.gap.mean for s in self.servers if s is not server and s.gap.tokens >= JUDGED_TOKENS]
-            limit = inf if self.gap_limit is None else server.gap.limit(self.gap_limit, others)
+            limit = (
+                inf
+                if self.gap_limit is None
+                else server.gap.limit(self.gap_limit, others, SMALL[self.settings["dtype"]])
+            )
             if server.evidence or server.gap.mean > limit:
                 self.drop(server, server.evidence or gap_evidence(server.gap, limit))
             elif server.gap.tokens >= JUDGED_TOKENS or not server.calls or self.gap_limit is None:

@@ -8,6 +8,10 @@ compares the numbers. Since the noise of a token is known, it also checks whethe
     server   writer.add(state) for every token; writer.proof() is sent with the answer
     worker   find_mismatch(policy, request.tokens, answer, rule, noise)   # "" if the answer is this policy's
 
+Other kernels round differently. How far rounding moves an answer's numbers depends on the answer, so a suspicious
+answer is computed again with noise of rounding's size in every layer: `rounding_limits`. No server has a part in this,
+so a single server that lies from the start gains nothing.
+
 Without the weights nobody can compute the numbers. A server with the weights could generate with other weights and
 compute the proof afterwards; but then its tokens differ from the tokens drawn by the noise.
 """
@@ -17,7 +21,8 @@ from __future__ import annotations
 import base64
 import binascii
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from math import inf, sqrt
 from statistics import median
@@ -30,7 +35,7 @@ from torch import Tensor
 from embodied.core.arrays import tensor_of
 from embodied.core.conversations import SamplingRule
 from embodied.policies.language import attention
-from embodied.policies.language.drawing import draw_errors
+from embodied.policies.language.drawing import draw_errors, probabilities
 from embodied.policies.language.packing import lay_out
 
 if TYPE_CHECKING:
@@ -38,7 +43,8 @@ if TYPE_CHECKING:
     from embodied.policies.language.policy import LanguagePolicy
 
 JUDGED_TOKENS = 32  # the fewest tokens for a server's mean gap
-RATIO, SMALL = 10.0, 1e-3  # a mean gap is too large if it is above SMALL and RATIO times that of the other servers
+RATIO = 10.0  # a mean gap is too large if it is above SMALL and RATIO times that of the other servers
+SMALL = {"float64": 1e-3, "float32": 1e-3, "bfloat16": 0.05}  # by dtype: servers may have the learner's kernels or not
 BLOCK, KEPT = 32, 128  # tokens of a proof's block, and numbers sent per block
 PLACE, NUMBER = np.dtype("<u4"), np.dtype("<f4")
 
@@ -66,11 +72,11 @@ class GapRecord:
     def largest(self) -> float:
         return max((float(each.max()) for each in self.answers), default=0.0)
 
-    def limit(self, most: float, others: Sequence[float]) -> float:
-        """The largest acceptable mean gap, given the mean gaps of other servers. Means of fewer tokens vary more: for 8
-        tokens the limit is twice that for 32."""
+    def limit(self, most: float, others: Sequence[float], small: float) -> float:
+        """The largest acceptable mean gap, given the mean gaps of other servers; beside them at least `small`. Means of
+        fewer tokens vary more: for 8 tokens the limit is twice that for 32."""
         widened = most * sqrt(max(1.0, JUDGED_TOKENS / max(self.tokens, 1)))
-        relative = max(RATIO * median(others), SMALL) if others and self.tokens >= JUDGED_TOKENS else inf
+        relative = max(RATIO * median(others), small) if others and self.tokens >= JUDGED_TOKENS else inf
         return min(widened, relative)
 
 
@@ -103,16 +109,16 @@ class ProofBlock:
             raise ValueError(f"a block of the proof cannot be read: {err}") from None
 
     def error(self, states: Tensor) -> float:
-        """The mean relative difference between the block's numbers and these states; omitted larger numbers count, too.
-        1 or more if the block does not match the states at all."""
+        """The norm of the difference between the block's numbers and these states, as a share of the numbers' norm;
+        omitted larger numbers count, too. 1 or more if the block does not match the states at all."""
         flat = states.detach().double().flatten().cpu()
         count, places = min(KEPT, len(flat)), self.places.astype(np.int64)
         if len(places) != count or places[-1] >= len(flat) or (np.diff(places) <= 0).any():
             return 1.0
         own = flat[torch.from_numpy(places)]
-        far = (torch.from_numpy(self.numbers.astype(np.float64)) - own).abs() / own.abs().clamp(min=1e-30)
+        far = (torch.from_numpy(self.numbers.astype(np.float64)) - own).norm() / own.norm().clamp(min=1e-30)
         left_out = 1 - own.abs().sum() / flat.abs().topk(count).values.sum()
-        return float(torch.nan_to_num(far, nan=1.0).clamp(max=1).mean() + left_out)
+        return float(torch.nan_to_num(far, nan=1.0).clamp(max=1) + left_out)
 
 
 class ProofWriter:
@@ -134,7 +140,7 @@ class ProofWriter:
 
 @dataclass(frozen=True)
 class Limits:
-    """Limits for honest answers."""
+    """Errors of honest answers are below these."""
 
     proof: float  # the largest error of a block
     drawn: float  # the mean error of an answer's draws
@@ -142,6 +148,7 @@ class Limits:
 
 EXACT = Limits(1e-4, 1e-5)
 LIMITS = {torch.float64: EXACT, torch.float32: EXACT, torch.bfloat16: Limits(0.03, 0.01)}  # measured: docs/results.md
+SPREAD, NOISES = 5.0, 8  # honest answers differ by at most SPREAD times what the largest of NOISES noises changes
 
 
 def find_mismatch(
@@ -154,15 +161,17 @@ def find_mismatch(
         return str(err)
     limits = LIMITS[policy.dtype]
     far, drawn = check_answer(policy, said, answer.tokens, proof, rule, uniform)
+    if far > limits.proof or drawn > limits.drawn:
+        limits = rounding_limits(policy, said, answer.tokens, rule)
     if far > limits.proof:
         return (
             f"the proof of an answer of {len(answer.tokens)} tokens is of other hidden states than those of the "
-            f"learner's weights: {far:.2g} apart, and rounding is below {limits.proof:g}"
+            f"learner's weights: {far:.2g} apart, and rounding is below {limits.proof:.2g}"
         )
     if drawn > limits.drawn:
         return (
             f"the {len(answer.tokens)} tokens of an answer were not drawn as they were asked for: the noise misses "
-            f"them by {drawn:.2g}, and rounding is below {limits.drawn:g}"
+            f"them by {drawn:.2g}, and rounding is below {limits.drawn:.2g}"
         )
     return ""
 
@@ -187,6 +196,43 @@ def check_answer(
         for at, part in zip(range(0, len(written), BLOCK), blocks)
     ]
     return far, float(torch.cat(drawn).mean())
+
+
+@torch.no_grad()
+def rounding_limits(policy: LanguagePolicy, said: Sequence[int], written: Sequence[int], rule: SamplingRule) -> Limits:
+    """The limits for an answer to the tokens `said`, by what noise of rounding's size changes in its states and in the
+    probabilities of its tokens; at least those of `LIMITS`."""
+    own, limits = states_behind(policy, said, written).split(BLOCK), LIMITS[policy.dtype]
+    for seed in range(NOISES):
+        with rounding_noise(policy, seed):
+            other = states_behind(policy, said, written).split(BLOCK)
+        far = max(ProofBlock.of(there).error(here) for there, here in zip(other, own))
+        moved = 0.0  # probability
+        for each in zip(other, own):
+            there, here = (probabilities(policy.head(states), rule) for states in each)
+            moved += float((there - here).abs().sum()) / 2
+        limits = Limits(max(limits.proof, SPREAD * far), max(limits.drawn, SPREAD * moved / len(written)))
+    return limits
+
+
+@contextmanager
+def rounding_noise(policy: LanguagePolicy, seed: int) -> Iterator[None]:
+    """The outputs of all innermost modules change by about half of their numbers' last digit."""
+    draw = torch.Generator(policy.device).manual_seed(seed)
+
+    def add_noise(module: Any, inputs: Any, output: Any) -> Any:
+        if not (isinstance(output, Tensor) and output.is_floating_point()):
+            return output
+        noise = torch.randn(output.shape, generator=draw, dtype=output.dtype, device=output.device)
+        return output + output * noise * (torch.finfo(output.dtype).eps / 2)
+
+    innermost = [module for module in policy.model.modules() if not any(module.children())]
+    hooks = [module.register_forward_hook(add_noise) for module in innermost]
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
 
 
 def states_behind(policy: LanguagePolicy, said: Sequence[int], written: Sequence[int]) -> Tensor:

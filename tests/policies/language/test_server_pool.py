@@ -249,14 +249,14 @@ def test_room_follows_throughput_and_stays_within_the_cache():
 
 def test_a_gap_is_judged_by_the_last_tokens_and_beside_other_servers():
     gap = GapRecord()
-    assert gap.limit(0.1, []) > 0.5  # a single token says little
+    assert gap.limit(0.1, [], 1e-3) > 0.5  # a single token says little
     for _ in range(40):
         gap.add(np.array([1.0]))
     for _ in range(32):
         gap.add(np.array([1e-6, 3e-6]))
     assert gap.tokens == 32 and gap.mean == pytest.approx(2e-6) and gap.largest == 3e-6
-    assert gap.limit(0.1, []) == 0.1
-    assert gap.limit(0.1, [1e-6]) == 1e-3 and gap.limit(0.1, [5e-3, 6e-3, 9.0]) == pytest.approx(6e-2)
+    assert gap.limit(0.1, [], 1e-3) == 0.1
+    assert gap.limit(0.1, [1e-6], 1e-3) == 1e-3 and gap.limit(0.1, [5e-3, 6e-3, 9.0], 1e-3) == pytest.approx(6e-2)
 
 
 def draws_colder(server):

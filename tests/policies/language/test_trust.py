@@ -12,7 +12,16 @@ from embodied.core import rng
 from embodied.core.conversations import SamplingRule
 from embodied.policies.language.drawing import choose, draw_errors
 from embodied.policies.language.engine import Request, make_engine
-from embodied.policies.language.trust import BLOCK, LIMITS, ProofBlock, check_answer
+from embodied.policies.language.http_messages import ParsedAnswer
+from embodied.policies.language.trust import (
+    BLOCK,
+    LIMITS,
+    Limits,
+    ProofBlock,
+    check_answer,
+    find_mismatch,
+    rounding_noise,
+)
 
 RULES = (SamplingRule(), SamplingRule(0.7), SamplingRule(0.0), SamplingRule(1.0, top_k=5), SamplingRule(0.9, top_p=0.6))
 
@@ -37,9 +46,7 @@ def test_tokens_that_were_drawn_as_asked_have_no_error_and_others_have():
 )
 @pytest.mark.parametrize("at_a_time", [1, 4])
 def test_a_proof_is_of_the_states_that_the_learner_computes_however_answers_are_batched(sizes, rounding, at_a_time):
-    policy = build(**sizes, max_length=128, max_running=at_a_time)
-    for parameter in policy.parameters():  # unlike fresh ones, these prefer some tokens to others
-        parameter.data += 0.05 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(1))
+    policy = sharpened(**sizes, max_length=128, max_running=at_a_time)
     engine, rule = make_engine(policy.config, policy), SamplingRule(0.8)
     engine.begin(1, 3, "train", rule)
     asked = [Request(n, [5 + n, 6, 7], length, n) for n, length in enumerate((1, BLOCK, BLOCK + 1, 5, 2 * BLOCK, 40))]
@@ -57,6 +64,57 @@ def test_a_proof_is_of_the_states_that_the_learner_computes_however_answers_are_
         told = policy, request.tokens, answer.tokens.tolist()
         assert max(check_answer(*told, proof, rule, noise)) < rounding
         assert check_answer(*told, proof[:-1], rule, noise)[0] == 1.0
+
+
+def sharpened(**options):
+    """A policy that prefers some tokens to others, unlike a fresh one."""
+    policy = build(**options)
+    for parameter in policy.parameters():
+        parameter.data += 0.05 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(1))
+    return policy
+
+
+def test_a_number_near_zero_counts_no_more_than_others():
+    states = torch.randn(1, 64, generator=torch.Generator().manual_seed(0))
+    states[0, 3] = 1e-9
+    rounded = states + 1e-7 * torch.randn(states.shape, generator=torch.Generator().manual_seed(1))
+    assert ProofBlock.of(rounded).error(states) < 1e-6
+
+
+RULES_OF_SERVERS = (SamplingRule(), SamplingRule(0.0), SamplingRule(0.7, top_k=5), SamplingRule(top_p=0.6))
+
+
+@pytest.mark.parametrize("rule", RULES_OF_SERVERS, ids=str)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_what_rounding_does_to_an_answer_is_measured_and_more_is_refused(dtype, rule, monkeypatch):
+    policy = sharpened(preset="tiny_gpt2", dtype=dtype, max_length=64, max_running=20)
+    monkeypatch.setitem(LIMITS, policy.dtype, Limits(0.0, 0.0))  # every answer is suspicious
+    asked = [Request(n, [5 + n, 6, 7], 1 + n % 5, n) for n in range(20)]
+
+    def mismatches(server, seen=lambda tokens: tokens):
+        engine = make_engine(policy.config, server)
+        engine.begin(1, 3, "train", rule)
+        with rounding_noise(server, 99):  # its kernels are others
+            for request in asked:
+                sampling = replace(engine.round, proves=True)
+                engine.add(replace(request, tokens=seen(request.tokens), sampling=sampling))
+            answers = []
+            while engine.running:
+                answers += engine.step()
+        for answer in answers:
+            proof = [block.to_text() for block in answer.proof]
+            parsed = ParsedAnswer(answer.tokens.tolist(), answer.logprobs.tolist(), "length", None, proof=proof)
+            places = 3 + np.arange(len(answer.tokens))
+            noise = rng.uniform(3, "act/train", np.full(len(places), answer.key), places, 1)[:, 0]
+            yield find_mismatch(policy, asked[answer.key].tokens, parsed, rule, noise)
+
+    assert not [*filter(None, mismatches(policy))]
+    if dtype == "float32":
+        other = sharpened(preset="tiny_gpt2", dtype=dtype, max_length=64, max_running=20)
+        for parameter in other.parameters():
+            parameter.data *= 1 + 1e-3 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(2))
+        assert all(mismatches(other))
+    assert sum(map(bool, mismatches(policy, lambda tokens: [9, *tokens[1:]]))) > 17
 
 
 def test_a_block_that_was_not_computed_does_not_fit_and_one_that_cannot_be_read_is_refused():
