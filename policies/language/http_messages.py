@@ -93,7 +93,7 @@ def read_line(data: bytes) -> tuple[int, int, Any]:
         content = json.loads(data)
         number, status, body = content["number"], content["status"], content["body"]
         if type(number) is not int or type(status) is not int:
-            raise ValueError("its number or status is no whole number")
+            raise TypeError("its number or status is no whole number")
         return number, status, body
     except (KeyError, TypeError, RecursionError, ValueError) as err:
         raise ValueError(f"a line is none of an answer ({one_line(err)})") from None
@@ -103,7 +103,7 @@ def read_json(text: str) -> Any:
     """The JSON of a response; for other content its beginning as text."""
     try:
         return json.loads(text) if text.strip() else {}
-    except ValueError:
+    except (ValueError, RecursionError):
         return text[:200]
 
 

@@ -91,6 +91,10 @@ class ServerUnavailable(EmbodiedError):
         self.status = status  # status code of its answer, if any
 
 
+class Overdue(ServerUnavailable):
+    """The server has not answered in time."""
+
+
 class Refused(ConfigError):
     """The server has refused a request."""
 
@@ -335,7 +339,7 @@ class RemoteServer:
                     )
                 yield response
         except TimeoutError:
-            raise ServerUnavailable(f"{path} took longer than {limit_s or self.answer_s:g} s") from None
+            raise Overdue(f"{path} took longer than {limit_s or self.answer_s:g} s") from None
         except aiohttp.ClientConnectorError as err:
             raise ServerUnavailable(f"no connection ({err.os_error.strerror or err.os_error})") from None
         except (aiohttp.ClientError, OSError) as err:

@@ -32,7 +32,7 @@ from embodied.core.errors import ConfigError, EmbodiedError
 from embodied.core.request_queue import RequestQueue, Waiting
 from embodied.policies.language.engine import Request
 from embodied.policies.language.http_messages import MOST_TOGETHER, ParsedAnswer, one_line, read_answer, version_of
-from embodied.policies.language.remote_server import SHORTEST_S, RemoteServer, ServerUnavailable
+from embodied.policies.language.remote_server import SHORTEST_S, Overdue, RemoteServer, ServerUnavailable
 from embodied.policies.language.trust import JUDGED_TOKENS, SMALL, GapRecord
 from embodied.policies.language.weight_folder import WeightFolder
 
@@ -138,6 +138,7 @@ class PooledServer:
     calls: dict[int, asyncio.Task] = field(default_factory=dict)  # by request
     asked_at: dict[int, float] = field(default_factory=dict)  # by request
     longest_s: float = 0.0  # longest time of an answer
+    answered_at: float = 0.0  # time of the last answer
     unreleased: dict[int, Any] = field(default_factory=dict)  # unreleased answers, by request
     gap: GapRecord = field(default_factory=GapRecord)
     used: UsedAnswers = field(default_factory=UsedAnswers)
@@ -284,7 +285,6 @@ class ServerPool:
         while not server.is_dropped:
             if server.away_since is not None:
                 await asyncio.sleep(server.pause)
-            server.doubt.clear()
             try:
                 await self.bring_in(server)
                 server.takes, server.away_since = not (server.is_dropped or server.is_refused), None
@@ -308,6 +308,7 @@ class ServerPool:
         await self.named.wait()
         while name != self.wanted:
             name = self.wanted
+            server.doubt.clear()
             if self.folder is None:
                 await self.check_weights(remote)
             elif await remote.weights() != name:
@@ -394,7 +395,11 @@ class ServerPool:
 
     def refuse(self, server: PooledServer, cause: BaseException) -> None:
         """Exclude a server until the next version, or for good."""
-        err = cause if isinstance(cause, EmbodiedError) else EmbodiedError(f"{server.name}: {one_line(cause)}")
+        err = (
+            cause
+            if isinstance(cause, EmbodiedError)
+            else EmbodiedError(f"{server.name}: {one_line(cause).removeprefix('ValueError: ')}")
+        )
         was_refused, server.is_refused, server.takes = server.is_refused, True, False
         self.take_from(server)
         if was_refused:
@@ -490,7 +495,8 @@ class ServerPool:
                 return self.fail(server, number, other, began)
             check_tokens(parsed, request.body, self.settings["vocab_size"])
         server.pause, server.is_failing = SHORTEST_S, False
-        server.longest_s = max(server.longest_s, time.monotonic() - began)
+        server.answered_at = time.monotonic()
+        server.longest_s = max(server.longest_s, server.answered_at - began)
         self.totals["unusable"] += bool(parsed.dropped)
         server.speed.wrote(len(parsed.tokens), time.monotonic(), bool(self.queue.waiting))
         self.done.put((server, number, parsed))
@@ -503,7 +509,8 @@ class ServerPool:
         server.doubt.set()
         now = time.monotonic()
         failing = self.failing.setdefault(number, FailingRequest(began))
-        if now - began > 2 * LONGEST_S:  # it was being answered
+        is_silent = isinstance(err, Overdue) and server.answered_at < began
+        if now - began > 2 * LONGEST_S and not is_silent:  # it was being answered
             failing.since, failing.servers, failing.slow_tries = now, set(), failing.slow_tries + 1
         failing.servers.add(server.name)
         if failing.slow_tries >= TRIES * len(self.left):

@@ -446,7 +446,8 @@ STRANGE = {  # what our server's place for several answers says to one request, 
 
 
 @pytest.mark.parametrize("name", STRANGE)
-def test_a_strange_answer_is_its_servers_failure_and_others_answer(name, policy, capsys):
+def test_a_strange_answer_is_its_servers_failure_and_others_answer(name, policy, capsys, monkeypatch):
+    monkeypatch.setattr(server_pool, "WATCH_S", 600.0)  # on a busy machine no request counts as slow
     reply, reason = STRANGE[name]
     asked = [Request(n, [n], 3, n) for n in range(10, 14)]
     wanted = lambda: engine.name  # noqa: E731
@@ -473,23 +474,43 @@ def test_a_request_that_fails_slowly_is_given_up_after_some_tries(policy, monkey
         assert counts_of(engine) == (10, 0)
 
 
+def test_a_server_that_never_answers_ends_the_run_after_the_time_of_one_answer(policy, monkeypatch):
+    monkeypatch.setattr(server_pool, "LONGEST_S", 0.0)
+
+    async def nothing():
+        await asyncio.sleep(60)
+        yield b""
+
+    silent = as_ours(lambda: engine.name, lambda body: web.Response(body=nothing()))
+    with scripted(silent) as url, engine_at(url, policy, None, answer_s=0.5, away_s=0.4) as engine:
+        engine.load(policy.state_dict(), 1)
+        with pytest.raises(EmbodiedError, match=r"has not answered for 0.4 s .*many took longer than 0.5 s"):
+            answers(engine, [Request(0, [30], 3, 0)])
+        assert counts_of(engine) == (1, 0)
+
+
 def many(body):
     lines = [{"number": n, "status": 200, "body": answer_of(one)} for n, one in enumerate(body["requests"])]
     return web.Response(text="".join(json.dumps(each) + "\n" for each in lines))
 
 
+def described(**more):
+    return {"data": [{"id": "m", "owned_by": "embodied"} | more]}
+
+
 @pytest.mark.parametrize(
-    ("odd", "reason"),
+    ("listing", "reason"),
     [
-        ({"max_running": -5}, "max_running=-5 should be a whole number above 0"),
-        ({"max_running": True}, "max_running=True should"),
-        ({"max_model_len": "long"}, "max_model_len='long' should"),
-        ({"settings": "abc"}, "settings='abc' should be an object"),
+        (described(max_running=-5), "/v1/models: max_running=-5 should be a whole number above 0"),
+        (described(max_running=True), "/v1/models: max_running=True should"),
+        (described(max_model_len="long"), "/v1/models: max_model_len='long' should"),
+        (described(settings="abc"), "/v1/models: settings='abc' should be an object"),
+        (web.Response(text="[" * 100_000), ": /v1/models answers 200 without an object of JSON"),
     ],
 )
-def test_a_server_that_describes_itself_wrongly_is_refused_in_a_line(odd, reason, policy):
-    with scripted(lambda request, body: {"data": [{"id": "m", "owned_by": "embodied"} | odd]}) as url:
-        with pytest.raises(ConfigError, match=f"policy.url={url}/v1/models: {reason}"), engine_at(url, policy, None):
+def test_a_server_that_describes_itself_wrongly_is_refused_in_a_line(listing, reason, policy):
+    with scripted(lambda request, body: listing) as url:
+        with pytest.raises(ConfigError, match=f"policy.url={url}{reason}"), engine_at(url, policy, None):
             pass
 
 
