@@ -201,16 +201,17 @@ def check_answer(
 @torch.no_grad()
 def rounding_limits(policy: LanguagePolicy, said: Sequence[int], written: Sequence[int], rule: SamplingRule) -> Limits:
     """The limits for an answer to the tokens `said`, by what noise of rounding's size changes in its states and in the
-    probabilities of its tokens; at least those of `LIMITS`."""
+    probabilities of its tokens; at least those of `LIMITS`. Rounding decides few draws of an answer: SPREAD of its
+    tokens may miss by as much as probabilities move."""
     own, limits = states_behind(policy, said, written).split(BLOCK), LIMITS[policy.dtype]
     for seed in range(NOISES):
         with rounding_noise(policy, seed):
             other = states_behind(policy, said, written).split(BLOCK)
         far = max(ProofBlock.of(there).error(here) for there, here in zip(other, own))
-        moved = 0.0  # probability
+        moved = 0.0  # most probability that moves between a token's alternatives
         for each in zip(other, own):
             there, here = (probabilities(policy.head(states), rule) for states in each)
-            moved += float((there - here).abs().sum()) / 2
+            moved = max(moved, float((there - here).abs().sum(-1).max()) / 2)
         limits = Limits(max(limits.proof, SPREAD * far), max(limits.drawn, SPREAD * moved / len(written)))
     return limits
 

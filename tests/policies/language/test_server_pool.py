@@ -19,7 +19,7 @@ from embodied.policies.config import LanguageConfig
 from embodied.policies.language import http_engine, server_pool
 from embodied.policies.language.engine import Request, make_engine
 from embodied.policies.language.http_messages import fingerprint
-from embodied.policies.language.server_pool import WritingSpeed, request_limits
+from embodied.policies.language.pooled_server import WritingSpeed, request_limits
 from embodied.policies.language.trust import GapRecord
 from embodied.policies.language.weight_folder import WeightFolder
 from embodied.runtime import published_weights
