@@ -16,10 +16,11 @@ from embodied.learners.update import update_policy
 from embodied.learners.worker import LearnerWorker
 from embodied.policies.baselines import RandomPolicy
 from embodied.policies.policy_folder import read_blobs, read_weights
-from embodied.runtime import Timers
+from embodied.runtime import Cluster, HostPlan, Timers
 from embodied.runtime.collective import Alone
 from embodied.runtime.device_memory import Offloader, num_bytes
-from embodied.runtime.tensor_bytes import blob_of
+from embodied.runtime.tensor_bytes import blob_of, tensor_of
+from embodied.runtime.weights import WeightReader
 
 PPO = PPOConfig(rollout_decisions=toy.T, epochs=2, minibatch_size=9, lr=1e-2)
 
@@ -181,6 +182,21 @@ def test_the_optimizer_and_the_reference_leave_the_device_with_the_learner_and_c
     assert moments and all((tensor == 2.0).all() for tensor in moments.values())
     assert all(torch.equal(tensor, before[name]) for name, tensor in frozen.items())
     assert all(torch.equal(tensor, before[name] + 1.0) for name, tensor in weights.items())
+    worker.close()
+
+
+def test_a_learner_that_has_left_its_device_sends_its_weights_still():
+    worker = LearnerWorker(toy.make().config, PPO, LearnerConfig(), 0, None)
+    worker.rank, worker.world_size, worker.timers = 0, 1, Timers()
+    worker.build(toy.ENV, "0" * 16, snapshot=False)
+    published, before = worker.publish(0), {n: t.clone() for n, t in worker.policy.state_dict().items()}
+    worker.offload()
+    with Cluster("inline", [HostPlan("only", ("a",))], timeout_s=60) as cluster:
+        channel = cluster.channel("weights", capacity=None)
+        worker.store.send((channel,), whole=True)
+        blobs = WeightReader().load(published, "buckets", channel)
+    assert blobs.keys() == before.keys()
+    assert all(torch.equal(tensor_of(blobs[name]), tensor) for name, tensor in before.items())
     worker.close()
 
 
