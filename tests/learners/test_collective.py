@@ -96,9 +96,9 @@ def agree(tmp_path_factory):
 @pytest.mark.parametrize(
     ("kind", "ranks"),
     [
-        ("SharedMemory", 2),
+        ("SharedMemory", 3),
         *(pytest.param(kind, ranks, marks=pytest.mark.slow) for kind, ranks in (("Gloo", 2), ("Gloo", 4))),
-        pytest.param("SharedMemory", 3, marks=pytest.mark.slow),
+        pytest.param("SharedMemory", 2, marks=pytest.mark.slow),
     ],
 )
 def test_ranks_agree_and_leave_no_file(agree, tmp_path, kind, ranks):

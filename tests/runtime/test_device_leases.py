@@ -52,6 +52,16 @@ def test_what_does_not_fit_swaps_while_the_sim_keeps_its_device():
     assert coordinator.used_bytes("fake:0") == 4 * GB
 
 
+def test_of_two_gangs_that_wait_the_one_of_the_earlier_tier_is_served_whatever_their_place_in_the_workflow():
+    gangs = {name: [Claim(f"{name}-0", ("d:0",))] for name in ("act", "learn", "save")}
+    coordinator = Coordinator({"d:0": 0}, gangs, tiers={"act": 1})
+    finish(coordinator, coordinator.acquire("save"))
+    finish(coordinator, coordinator.acquire("act"))
+    finish(coordinator, coordinator.acquire("learn"))
+    finish(coordinator, coordinator.release("save"))
+    assert coordinator.granted("learn") and not coordinator.granted("act")
+
+
 def test_who_came_to_need_more_in_its_turn_makes_room_from_then_on():
     rollout, update = [Claim("policy-0", ("fake:0",), gives_back=False)], [Claim("learner-0", ("fake:0",), 9, 2)]
     coordinator = Coordinator({"fake:0": 10}, {"rollout": rollout, "update": update}, ["policy-0", "learner-0"])
