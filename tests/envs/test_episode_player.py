@@ -4,10 +4,10 @@ import numpy as np
 import pytest
 
 from embodied.core.errors import ConfigError
-from embodied.core.types import EpisodeList, head_start
+from embodied.core.types import ActReply, EpisodeList, PolicyOutput, head_start
 from embodied.envs import make_env
 from embodied.envs.config import GymConfig, PointMassConfig
-from embodied.envs.episode_player import Stage
+from embodied.envs.episode_player import Record, Stage, step_stages
 from embodied.envs.sim_worker import restore_stage, stage_state
 from embodied.runtime.timers import Timers
 
@@ -92,3 +92,52 @@ def test_what_failed_is_retried_from_its_initial_state_and_a_resumed_run_goes_on
 def test_retries_are_refused_where_nothing_is_a_success():
     with pytest.raises(ConfigError, match="CartPole-v1 reports no success"):
         staged(GymConfig(name="gym:CartPole-v1", retries=1))
+
+
+class Resting:
+    """Lets the points rest. An observation is worth the sum of its numbers."""
+
+    def __init__(self):
+        self.keys = []  # [request, row]: episode and decision
+
+    def ask(self, obs, episodes, decisions, final_obs=None, value_only=False, **about):
+        self.keys.append(list(zip(episodes.tolist(), decisions.tolist(), strict=True)))
+        worth, still = obs["state"].sum(axis=1), np.zeros((len(episodes), 1, 2))
+        final = None if final_obs is None else final_obs["state"].sum(axis=1)
+        output = None if value_only else PolicyOutput(still, still, worth)
+        self.reply = ActReply("", (0, 0, len(episodes)), output, worth, final, version=0)
+
+    def answer(self):
+        return self.reply
+
+
+def test_a_cut_off_episode_ends_with_its_final_value_and_the_next_ones_noise_begins_anew():
+    """Of a point that rests the final observation is worth what the last one was; the next episode is elsewhere."""
+    stage, record, policy = (
+        staged(PointMassConfig(name="pointmass", max_episode_steps=3, on_success="continue")),
+        Record("", horizon=8),
+        Resting(),
+    )
+    stage.reset_all(SPECS)
+    stage.play_for(policy, 8)
+    for _ in step_stages([stage], [record], [lambda done, result: stage.go_on(done, result, SPECS)], 8):
+        pass
+    stage.close(record)
+    assert [keys[0] for keys in policy.keys] == [
+        (2, 0),
+        (2, 1),
+        (2, 2),
+        (6, 0),
+        (6, 1),
+        (6, 2),
+        (10, 0),
+        (10, 1),
+        (10, 2),
+    ]
+    played = record.trajectory()
+    values, following, cut = (
+        array.reshape(2, 8) for array in (played.values, played.next_values, played.truncated[:, 0])
+    )
+    assert cut.tolist() == [[False, False, True, False, False, True, False, False]] * 2
+    assert (following[cut] == values[cut]).all()
+    assert (following[:, :-1] == values[:, 1:])[~cut[:, :-1]].all() and (values[:, 2] != values[:, 3]).all()
