@@ -107,3 +107,10 @@ def test_privileged_numbers_are_what_proprio_hides():
     full = begin(make(3), range(3))["state"]
     obs = begin(make(3, state="proprio", privileged=True), range(3))
     np.testing.assert_array_equal(np.concatenate([obs["state"], obs["privileged"]], axis=1), full)
+
+
+def test_an_env_that_goes_on_from_a_state_shows_its_images():
+    played, other = (make(2, cameras=("top",), image_size=32) for _ in range(2))
+    begin(other, [7, 8])
+    obs = played.step(steer(begin(played, [1, 2])))[0]
+    assert (other.set_state(played.get_state())["images"]["top"] == obs["images"]["top"]).all()

@@ -61,7 +61,8 @@ def test_an_answer_belongs_to_the_last_question_of_this_round_and_a_second_one_i
     late = ActReply(SOURCE, first.key, None, np.zeros(4), None, 3)
     asking.replies.extend([ActReply("sim-0/0#1", (2, 0, 4), None, np.zeros(4), None, 3), late])
     asking.reply("a")
-    assert asking.client.answer().key == (2, 0, 4)
+    answer = asking.client.answer()
+    assert answer.key == (2, 0, 4) and answer.output is not None
 
 
 def test_what_a_worker_that_died_was_asked_its_successor_is_asked():

@@ -8,6 +8,7 @@ import pytest
 
 from embodied.config.recipe import load
 from embodied.core.arrays import join_rows, num_rows, take_rows, text_arrays, text_lists
+from embodied.core.conversations import SamplingRule
 from embodied.core.errors import StaleWeights, Unusable, WrongShape
 from embodied.core.types import ActionSpec, ActRequest, EnvSpec, Merging, PolicyOutput
 from embodied.policies import make_policy
@@ -258,3 +259,11 @@ def test_rows_are_put_together_whatever_the_observation_holds():
     again = text_lists(join_rows(parts))
     assert num_rows(again) == 5 and again["instruction"] == whole["instruction"]
     assert np.array_equal(again["images"]["top"], whole["images"]["top"])
+
+
+def test_evaluations_have_noise_of_their_own(channel):
+    worker = worker_of(MLPConfig(chunk=2, dtype="float64"))
+    rules = (SamplingRule(), SamplingRule(stream="eval"), SamplingRule())
+    rounds = [asked(worker, channel, [question(0, 2)], str(i), rule=rule)[0] for i, rule in enumerate(rules)]
+    train, evaluation, again = (found["sim-0/0#1"][0].output.actions for found in rounds)
+    assert np.array_equal(train, again) and (train != evaluation).all()
