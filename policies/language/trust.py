@@ -23,7 +23,7 @@ import binascii
 from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import inf, sqrt
 from statistics import median
 from typing import TYPE_CHECKING, Any
@@ -144,11 +144,13 @@ class Limits:
 
     proof: float  # the largest error of a block
     drawn: float  # the mean error of an answer's draws
+    spread: (
+        float  # or the change of a suspicious answer by noise, times this: sums in float32 round more than their end
+    )
 
 
-EXACT = Limits(1e-4, 1e-5)
-LIMITS = {torch.float64: EXACT, torch.float32: EXACT, torch.bfloat16: Limits(0.03, 0.01)}  # measured: docs/results.md
-SPREAD, NOISES = 5.0, 8  # honest answers differ by at most SPREAD times what the largest of NOISES noises changes
+EXACT, NOISES = Limits(1e-4, 1e-5, 5.0), 8
+LIMITS = {torch.float64: EXACT, torch.float32: EXACT, torch.bfloat16: Limits(0.03, 0.01, 2.0)}  # docs/results.md
 
 
 def find_mismatch(
@@ -201,8 +203,8 @@ def check_answer(
 @torch.no_grad()
 def rounding_limits(policy: LanguagePolicy, said: Sequence[int], written: Sequence[int], rule: SamplingRule) -> Limits:
     """The limits for an answer to the tokens `said`, by what noise of rounding's size changes in its states and in the
-    probabilities of its tokens; at least those of `LIMITS`. Rounding decides few draws of an answer: SPREAD of its
-    tokens may miss by as much as probabilities move."""
+    probabilities of its tokens; at least those of `LIMITS`. Rounding decides few draws of an answer: no more
+    than `spread` of its tokens may miss by as much as probabilities move."""
     own, limits = states_behind(policy, said, written).split(BLOCK), LIMITS[policy.dtype]
     for seed in range(NOISES):
         with rounding_noise(policy, seed):
@@ -212,7 +214,8 @@ def rounding_limits(policy: LanguagePolicy, said: Sequence[int], written: Sequen
         for each in zip(other, own):
             there, here = (probabilities(policy.head(states), rule) for states in each)
             moved = max(moved, float((there - here).abs().sum(-1).max()) / 2)
-        limits = Limits(max(limits.proof, SPREAD * far), max(limits.drawn, SPREAD * moved / len(written)))
+        proof, drawn = limits.spread * far, limits.spread * moved / len(written)
+        limits = replace(limits, proof=max(limits.proof, proof), drawn=max(limits.drawn, drawn))
     return limits
 
 

@@ -16,7 +16,6 @@ from embodied.policies.language.http_messages import ParsedAnswer
 from embodied.policies.language.trust import (
     BLOCK,
     LIMITS,
-    Limits,
     ProofBlock,
     check_answer,
     find_mismatch,
@@ -88,7 +87,9 @@ RULES_OF_SERVERS = (SamplingRule(), SamplingRule(0.0), SamplingRule(0.7, top_k=5
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_what_rounding_does_to_an_answer_is_measured_and_more_is_refused(dtype, rule, monkeypatch):
     policy = sharpened(preset="tiny_gpt2", dtype=dtype, max_length=64, max_running=20)
-    monkeypatch.setitem(LIMITS, policy.dtype, Limits(0.0, 0.0))  # every answer is suspicious
+    monkeypatch.setitem(
+        LIMITS, policy.dtype, replace(LIMITS[policy.dtype], proof=0.0, drawn=0.0)
+    )  # every answer is suspicious
     asked = [Request(n, [5 + n, 6, 7], 1 + n % 5, n) for n in range(20)]
 
     def mismatches(server, seen=lambda tokens: tokens):
