@@ -127,6 +127,7 @@ SFT sft.final_lr=1e-4 sft.lr_schedule=linear -> with sft.lr_schedule=linear; lea
 SFT sft.lr_schedule=cosine sft.lr=1e-4 sft.final_lr=1e-3 -> sft.final_lr=0.001 is above sft.lr=0.0001; swap them
 PPO env.after_success=5 env.on_success=continue -> no effect with env.on_success=continue; try env.after_success=0
 PPO env.privileged=true -> env.state=full: it hides nothing from the actor; try env.state=proprio
+PPO env.reward_kwargs.scale=2 -> no effect with env.reward=own; leave it out, or name a class of yours
 PPO policy.name=cnn policy.keypoints=true policy.features=9 -> policy.features=9 does not go with policy.keypoints=true
 PPO policy.name=cnn policy.kernels=[4] -> describe the same layers; give each as many numbers
 PPO faults.hang_s=900 -> faults.hang_s=900 is longer than faults.timeout_s=600

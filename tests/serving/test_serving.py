@@ -411,7 +411,7 @@ def test_a_language_run_is_told_what_this_server_is(policy):
     async def look(url):
         server = RemoteServer(url, None, 30.0)
         try:
-            await server.look()
+            await server.look(60)
         finally:
             await server.close()
 
