@@ -6,7 +6,7 @@ A ratio is the maximum over the mean load of the ranks: how many times longer an
 `neighbours`: equal numbers of units in their order; `buckets`: equal numbers of units of similar lengths; `packing`:
 equal numbers of tokens; `dealt`: `deal` of `placement/balance.py`; `cut`: its `deal_groups`, which learners use and
 which cuts groups of answers if that helps; `divided`: ranks compute long sequences together
-(`placement/sequence_degrees.py`). An update waits for its slowest rank. Updates of two learner processes were measured
+(`placement/balance.py`). An update waits for its slowest rank. Updates of two learner processes were measured
 by this program at commit 328a2148, with `--measure`.
 """
 
@@ -18,8 +18,16 @@ from collections.abc import Sequence
 import numpy as np
 
 from benchmarks.common import RESULTS, code_commit, machine, markdown, packages, write_json
-from embodied.placement.balance import PassCost, balance_ratio, blocks, deal, deal_groups
-from embodied.placement.sequence_degrees import ExchangeCosts, SequenceLoad, divide_sequences
+from embodied.placement.balance import (
+    ExchangeCosts,
+    PassCost,
+    SequenceLoad,
+    balance_ratio,
+    blocks,
+    deal,
+    deal_groups,
+    divide_sequences,
+)
 
 K = 1024
 EXAMPLE = [32 * K, 16 * K, 16 * K, *[8 * K] * 8]  # on 4 ranks, with costs of attention only

@@ -25,7 +25,7 @@ from embodied.core.types import ActionSpec, EnvSpec, Observation
 from embodied.envs.vector_env import StepResult, VectorEnv
 from embodied.policies.base import Scores
 from embodied.policies.config import MLPConfig
-from embodied.policies.mlp import MLPPolicy
+from embodied.policies.networks import MLPPolicy
 
 STEPS = 8
 

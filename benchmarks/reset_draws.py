@@ -19,7 +19,7 @@ import torch
 from benchmarks.common import RESULTS, code_commit, machine, markdown, packages, write_json
 from embodied.core.rng import episode_seed
 from embodied.core.types import EpisodeList
-from embodied.envs.maniskill.episode_draws import EpisodeDraws
+from embodied.envs.maniskill.cpu_batch import EpisodeDraws
 
 JOINTS, PLACES = 9, 2  # normal and uniform numbers per row of PushCube-v1
 ROUNDS = 20

@@ -12,9 +12,9 @@ import time
 from functools import partial
 from typing import Any
 
-from embodied.run.shared_replay import TimedConversations
 from embodied.runtime import Cluster, DeviceSharing, HostPlan, Timers, Worker, share_devices
 from embodied.runtime.shared_leases import begin_beside_other_runs
+from embodied.sharing.replay import TimedConversations
 
 LOOK_S = 0.01
 

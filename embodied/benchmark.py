@@ -32,8 +32,8 @@ from typing import Any
 
 from embodied import let_call
 from embodied.config.cli import from_python
+from embodied.config.read import read_yaml
 from embodied.config.recipe import RunConfig, load
-from embodied.config.yaml_values import read_yaml
 from embodied.core.errors import ConfigError, nearest
 from embodied.core.files import as_path, check_place
 from embodied.placement import PlacedRole, PlacementPlan, Topology, make_plan, roles_of
@@ -54,13 +54,13 @@ from embodied.profiling.stored_profiles import (
     repeated,
 )
 from embodied.profiling.timed_run import Round, TimedRun
+from embodied.records.progress import now
 from embodied.reporting.benchmark_page import describe, warnings, write_report
-from embodied.reporting.progress import now
 from embodied.run import launch
 from embodied.run.devices import divides_requests, draws_on_gpus, machines
 from embodied.run.launch import program_of
-from embodied.run.run_folder import provenance
-from embodied.system.cpu_load import LoadMeter, load_before
+from embodied.run.provenance import provenance
+from embodied.system.machine import LoadMeter, load_before
 from embodied.workflows.rl_loop import EmbodiedLoop
 from embodied.workflows.shipped_roles import roles_of_run
 

@@ -19,22 +19,21 @@ from typing import TYPE_CHECKING, Any
 from embodied import let_call
 from embodied.config.base_recipe import CONFIG
 from embodied.config.cli import ON_COMMAND_LINE, from_python
-from embodied.config.merge import COMMAND_LINE
+from embodied.config.read import COMMAND_LINE
 from embodied.config.recipe import Loaded, RunConfig, load
 from embodied.core.errors import ConfigError, EmbodiedError
 from embodied.core.files import as_path, check_place
 from embodied.core.types import EnvSpec, EpisodeList, EpisodeResult, Recording
 from embodied.envs import env_class
-from embodied.envs.capabilities import EnvCapabilities
-from embodied.envs.evaluation_protocols import AS_TRAINED
+from embodied.envs.capabilities import AS_TRAINED, EnvCapabilities
 from embodied.envs.text.text_env import TextEnv
 from embodied.evaluate import players
-from embodied.reporting.results import describe_results, describe_tasks
-from embodied.reporting.success_stats import summarize
+from embodied.records.results import describe_results, describe_tasks
+from embodied.records.success_stats import summarize
 from embodied.run import launch
 from embodied.run.policy_source import PolicySource, find, stored
+from embodied.run.provenance import provenance
 from embodied.run.rehearsal import rehearse
-from embodied.run.run_folder import provenance
 
 if TYPE_CHECKING:
     from embodied.datasets import Dataset
@@ -215,7 +214,7 @@ def play(
 ) -> tuple[EnvSpec, list[EpisodeResult]]:
     """Play episodes that neither training nor evaluation plays, and write a buffer of each into this folder. Dead
     workers are replaced. Returns the env's spec and the outcomes in episode order. An expert needs no policy worker."""
-    from embodied.datasets.episode_buffer import EpisodeRecorder
+    from embodied.datasets.writer import EpisodeRecorder
 
     with launch.cluster(config, plan, buffers / "logs") as cluster:
         evaluator, noise = players(config, cluster, source), config.collect.noise

@@ -24,28 +24,31 @@ from embodied.config.recipe import COMMAND_LINE, Loaded, RunConfig, load
 from embodied.core.errors import ConfigError, EmbodiedError, EvaluationStopped
 from embodied.core.types import EpisodeResult
 from embodied.envs import env_class
-from embodied.envs.evaluation_protocols import choose_protocol
+from embodied.envs.capabilities import choose_protocol
 from embodied.envs.own_modules import file_name
 from embodied.placement import PlacementPlan
-from embodied.reporting.partial_evaluation import PartialEvaluation, is_part_of, mark, unmark
-from embodied.reporting.results import (
+from embodied.records.results import (
     COMPARISON,
     RESULTS,
+    PartialEvaluation,
     describe_causes,
     describe_pair,
     describe_results,
     describe_tasks,
+    is_part_of,
+    mark,
     read_results,
     reference_lines,
+    unmark,
     warn_of_errors,
     write_comparison,
     write_results,
 )
+from embodied.records.success_stats import causes, summarize
+from embodied.records.transcripts import TRANSCRIPTS, join_transcripts
+from embodied.records.videos import worth_seeing, write_mosaic
 from embodied.reporting.run_page import report_or_say_why
 from embodied.reporting.runs import Run
-from embodied.reporting.success_stats import causes, summarize
-from embodied.reporting.transcripts import TRANSCRIPTS, join_transcripts
-from embodied.reporting.videos import worth_seeing, write_mosaic
 from embodied.run import launch
 from embodied.run.checkpoints import MANIFEST, WEIGHTS, read_json
 from embodied.run.devices import is_small
@@ -58,9 +61,9 @@ from embodied.run.policy_source import (
     of_another_env,
     other_training,
 )
+from embodied.run.provenance import taken
 from embodied.run.published_comparison import compare_with_published, differing_before
 from embodied.run.rehearsal import check_all_fit, rehearse
-from embodied.run.run_folder import taken
 
 if TYPE_CHECKING:
     from embodied.runtime import Cluster

@@ -19,8 +19,8 @@ from embodied.envs import PLUGINS, env_class, plugin
 from embodied.envs.config import ENV_CONFIGS, EnvConfig
 from embodied.policies import FAMILIES
 from embodied.policies.config import POLICY_CONFIGS
+from embodied.policies.hub import how_to_get
 from embodied.run import launch
-from embodied.run.hub import how_to_get
 from embodied.system.machine import NO_VLLM, Machine, why_no_engine, why_not
 
 NVIDIA = "/dev/nvidiactl"

@@ -49,8 +49,8 @@ from embodied.reporting.page import Block, Row, Rows, bullets, page, rows_chart,
 from embodied.run import launch
 from embodied.run.devices import draws_on_gpus, machines
 from embodied.run.launch import program_of, proofs
-from embodied.system.cpu_load import under_load
 from embodied.system.discovery import discover
+from embodied.system.machine import under_load
 from embodied.workflows.shipped_roles import roles_of_run
 
 OWN = ("cluster", "profile", "out")

@@ -33,9 +33,9 @@ from embodied.reporting.page import write_page
 from embodied.reporting.run_page import REPORT, page_of
 from embodied.reporting.runs import Run, read_run
 from embodied.reporting.seed_sets_page import SeedSet, sets_of, unread_files
-from embodied.reporting.share_record import SHARE
 from embodied.run import launch
-from embodied.run.run_group import is_group, read_group
+from embodied.sharing.page import SHARE
+from embodied.sweeps.run_group import is_group, read_group
 
 COMPARISON = "comparison.html"
 LIVE = "--live"

@@ -20,20 +20,17 @@ from typing import TYPE_CHECKING, Any
 
 from pydantic import ValidationError
 
-from embodied.config.cli import parse
-from embodied.config.help import describe
-from embodied.config.key_tree import leaves, root
-from embodied.config.merge import COMMAND_LINE, Tree
-from embodied.config.mistakes import config_error, explain
+from embodied.config.cli import config_error, describe, explain, parse
+from embodied.config.read import COMMAND_LINE, Tree, leaves, root
 from embodied.core.errors import ConfigError
 from embodied.core.types import ActionSpec, EnvSpec
 from embodied.policies.config import POLICY_CONFIGS
+from embodied.policies.hub import folder_of, is_hub_id
 from embodied.policies.language.config import LanguageConfig
 from embodied.policies.policy_folder import published_family
 from embodied.run import launch
-from embodied.run.hub import folder_of, is_hub_id
 from embodied.run.policy_source import SERVER, PolicySource, find
-from embodied.runtime.tensor_bytes import array_of
+from embodied.runtime.published_weights import array_of
 from embodied.serving.config import TOKEN, ServeConfig
 from embodied.serving.robot_protocol import check_packages
 

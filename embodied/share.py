@@ -42,13 +42,13 @@ from embodied.placement import PlacementError, Topology
 from embodied.placement.grammar import parse_devices
 from embodied.reporting.run_page import REPORT, report_or_say_why
 from embodied.reporting.runs import Run, read_run
-from embodied.reporting.share_record import PREDICTED, record_of
 from embodied.run import launch
 from embodied.run.devices import machines
 from embodied.run.ending import Interruption
-from embodied.run.run_group import OVER, lock_runs
-from embodied.run.share_plan import describe_prediction, predict
-from embodied.run.shared_runs import (
+from embodied.runtime.run_turns import RECORD
+from embodied.sharing.page import PREDICTED, record_of
+from embodied.sharing.plan import describe_prediction, predict
+from embodied.sharing.runs import (
     SharedProcesses,
     SharedRuns,
     devices_of,
@@ -57,7 +57,7 @@ from embodied.run.shared_runs import (
     prepare,
     read_shared_runs,
 )
-from embodied.runtime.run_turns import RECORD
+from embodied.sweeps.run_group import OVER, lock_runs
 
 USAGE = __doc__ or ""
 OWN = ("weights", "devices", "rule", "folder", "resume", "join")

@@ -1,6 +1,6 @@
 """Train a recipe with several settings: python -m embodied.sweep recipe=pointmass_ppo algo.lr=1e-4,3e-4,1e-3 seeds=0-2
 
-Every setting, with each of its seeds, is an ordinary run, which `run/seeds_and_sweeps.py` starts, resumes and watches;
+Every setting, with each of its seeds, is an ordinary run, which `seeds_and_sweeps.py` starts, resumes and watches;
 one page compares the settings.
 
 usage: python -m embodied.sweep recipe=NAME KEY=A,B,C [KEY=A,B ...] [seeds=0-2] [key=value ...] [--dry-run | --help]
@@ -31,8 +31,8 @@ from embodied.config.cli import from_python
 from embodied.core.errors import ConfigError
 from embodied.reporting.seed_sets_page import sets_of, summary
 from embodied.run import launch
-from embodied.run.run_group import RunGroup, read_group
-from embodied.run.seeds_and_sweeps import run_several
+from embodied.sweeps.run_group import RunGroup, read_group
+from embodied.sweeps.seeds_and_sweeps import run_several
 
 RATES = ("success_once", "success_at_end", "return")
 USAGE = __doc__ or ""

@@ -16,35 +16,39 @@ from typing import Any
 
 from embodied import let_call
 from embodied.config.cli import ON_COMMAND_LINE, from_python
-from embodied.config.merge import COMMAND_LINE
-from embodied.config.published_models import recipes_to_train
+from embodied.config.read import COMMAND_LINE
 from embodied.config.recipe import Loaded, RunConfig, load
+from embodied.config.suggestions import recipes_to_train
 from embodied.core.errors import CheckpointError, ConfigError, EmbodiedError, NothingToLearn, WorkerFailed
 from embodied.core.files import read_arrays, reading
 from embodied.evaluate import begin_in_run, evaluate_in_run
 from embodied.placement import PlacementPlan
-from embodied.reporting.partial_evaluation import partial_in
-from embodied.reporting.progress import RECENT_EPISODES, Console
-from embodied.reporting.results import RESULTS
+from embodied.records.progress import RECENT_EPISODES, Console
+from embodied.records.results import RESULTS, partial_in
 from embodied.reporting.run_page import report_or_say_why
 from embodied.reporting.runs import Run, read_run
-from embodied.run import launch, seeds_and_sweeps
+from embodied.run import launch
 from embodied.run.checkpoints import SIMS, STATE, SaveClock, name_of, newest, prune, read_counters
 from embodied.run.ending import Interruption, closing
-from embodied.run.first_run import FirstRun, commands_of_recipe, first_run, start_of_resumed, starting_from
 from embodied.run.launch import command_of, program_of, without_success
 from embodied.run.policy_source import (
+    FirstRun,
     PolicySource,
     check_continues,
     check_fits,
     check_same_policy,
+    commands_of_recipe,
     described,
     find_start,
+    first_run,
+    start_of_resumed,
+    starting_from,
 )
 from embodied.run.rehearsal import rehearse
 from embodied.run.run_folder import RunFolder
 from embodied.runtime import Budget
 from embodied.runtime.supervision import Supervisor
+from embodied.sweeps import seeds_and_sweeps
 from embodied.workflows.contract import WARNING
 from embodied.workflows.imitation import ImitationLoop, check_data
 from embodied.workflows.rl_loop import EmbodiedLoop

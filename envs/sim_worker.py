@@ -2,24 +2,41 @@
 
 It never sees the policy, only the channels of its `Route`. Finished rows are reset here, at the decision border, to the
 next episode of the driver's list; the arrays it records go to the learner ranks that own the env rows. A chunk of
-actions is played in `step_chunk` of `vector_env.py`, called by the `EpisodePlayer` of `episode_player.py`.
+actions is played in `step_chunk` of `vector_env.py`, called by the `EpisodePlayer` of `player.py`.
+
+Plays a fixed list of episodes to the end; a policy worker or an expert chooses the actions.
+
+`EpisodeTracker` in `player.py` notes success, once and at the end. The caller chooses what else is kept: a
+`Recording` names recorders, which work in the sim worker's process (`records/videos.py`,
+`datasets/writer.py`).
+
+Where the actions of recorded or evaluated episodes come from: a policy worker, or an expert of the task.
+
+An expert's actions may be executed with noise. Recorders get the expert's action, the env the noisy one, so
+demonstrations also show how to recover.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from functools import partial
+from typing import Protocol
 
 import numpy as np
 
 from embodied.core.arrays import text_arrays
-from embodied.core.conversations import EvaluationShare
+from embodied.core.conversations import EvaluationShare, SamplingRule
+from embodied.core.rng import normal
 from embodied.core.types import (
+    ChunkResult,
     EnvSpec,
     EpisodeList,
     EpisodeResult,
     EpisodeSpec,
+    Note,
+    Observation,
     Recording,
     RolloutStats,
     Route,
@@ -29,13 +46,22 @@ from embodied.core.types import (
     rows_of_sims,
 )
 from embodied.envs import env_class, make_env
-from embodied.envs.action_sources import ExpertActions, PolicyActions
-from embodied.envs.episode_player import Record, Refill, Stage, step_stages
-from embodied.envs.evaluation import play_episodes
+from embodied.envs.capabilities import Expert
 from embodied.envs.own_modules import try_out
-from embodied.envs.request_client import PolicyClient
-from embodied.envs.whole_episodes import EpisodeStream, PlayerWorker
-from embodied.runtime import Channel, Needs
+from embodied.envs.player import (
+    EpisodePlayer,
+    EpisodeStream,
+    EpisodeTracker,
+    PlayerWorker,
+    PolicyClient,
+    Record,
+    Refill,
+    Stage,
+    spread,
+    step_stages,
+)
+from embodied.envs.vector_env import VectorEnv
+from embodied.runtime import Channel, Needs, Timers
 from embodied.runtime.device_memory import AllocatedMemory, give_back_unused
 
 
@@ -248,3 +274,153 @@ def restore_stage(stage: Stage, state: dict[str, np.ndarray], episodes: EpisodeL
     stage.rows.started -= stage.rows.length == 0  # not yet begun: played again; begun: abandoned, the next one follows
     stage.reset_all(episodes)
     return open_episodes
+
+
+class Recorder(Protocol):
+    """Records the episodes of env rows. A context manager that discards unfinished episodes at the end. It is
+    constructed with the env, the recording, and a function that shows the user a line, for a recorder that gives up."""
+
+    def begin(self, rows: np.ndarray, specs: list[EpisodeSpec], instructions: np.ndarray | None) -> None:
+        """Episodes begin on these rows."""
+
+    def decided(self, obs: Observation, actions: np.ndarray, at: np.ndarray, values: np.ndarray) -> None:
+        """The next decision of all rows, which observe `obs`; `values` are of the rows `at`, empty if unknown."""
+
+    def on_frame(self, active: np.ndarray) -> None:
+        """These rows, a mask, have taken an env step."""
+
+    def played(self, result: ChunkResult) -> None:
+        """Record the result of the decision."""
+
+    def finish(self, rows: np.ndarray, outcomes: list[EpisodeResult]) -> None:
+        """The episodes of these rows are over."""
+
+    def __enter__(self) -> Recorder: ...
+
+    def __exit__(self, *raised: object) -> None: ...
+
+
+def play_episodes(
+    env: VectorEnv,
+    episodes: list[EpisodeSpec],
+    action_source: ActionSource,
+    recording: Recording,
+    notes: Channel,
+    alone: frozenset[int],
+    timers: Timers,
+    stop: Callable[[], bool] = lambda: False,
+) -> Iterator[list[EpisodeResult]]:
+    """Play a fixed list of episodes to the end; a free row takes the next one. After every decision yields the newly
+    ended episodes, when the next decisions are requested but not yet awaited. `alone` are the last episodes; they are
+    played one at a time. When `stop()` is true, the decision in progress is the last one, and open episodes are given
+    up."""
+    player, waiting = EpisodePlayer(env, timers), deque(episodes)
+    outcomes: list[EpisodeResult] = []
+
+    def warn(text: str) -> None:
+        notes.put(Note(action_source.source, warning=text))
+
+    def refill(free: np.ndarray) -> None:
+        """Begin waiting episodes on free rows."""
+        free = free[: num_startable(waiting, player.playing, alone)]
+        if not len(free):
+            return
+        specs = [waiting.popleft() for _ in free]
+        notes.put(Note(action_source.source, begun=tuple(spec.index for spec in specs)))
+        player.begin(free, specs)
+        action_source.begin(free)
+        for recorder in recorders:
+            recorder.begin(free, specs, player.obs.get("instruction"))
+
+    def on_frame(moved: np.ndarray) -> None:
+        for recorder in recorders:
+            recorder.on_frame(moved)
+
+    with ExitStack() as stack:
+        recorders = [stack.enter_context(record(env, recording, warn)) for record in recording.recorders]
+        refill(np.arange(env.num_envs))
+        while player.playing.any() and not stop():
+            at, seen = player.seen()
+            action_source.ask(seen, player.rows, at)
+            yield outcomes
+            with timers.measure("wait"):
+                decisions, values = action_source.answer()
+            actions = spread(decisions, at, env.num_envs)
+            for recorder in recorders:
+                recorder.decided(player.obs, actions, at, values)
+            result = player.play(disturbed(actions, player.rows, recording), on_frame)
+            for recorder in recorders:
+                recorder.played(result)
+            done, outcomes = player.end(result)
+            if len(done):
+                for recorder in recorders:
+                    recorder.finish(done, outcomes)
+                notes.put(Note(action_source.source, finished=tuple(outcomes)))
+                refill(np.flatnonzero(~player.playing) if waiting and waiting[0].index in alone else done)
+        yield outcomes
+
+
+def num_startable(waiting: deque[EpisodeSpec], playing: np.ndarray, alone: frozenset[int]) -> int:
+    """The number of waiting episodes that may begin now."""
+    if waiting and waiting[0].index in alone:
+        return int(not playing.any())
+    return sum(spec.index not in alone for spec in waiting)
+
+
+class ActionSource(Protocol):
+    """Chooses the actions of the rows that play."""
+
+    source: str  # its name in notes to the driver
+
+    def begin(self, rows: np.ndarray) -> None:
+        """Episodes begin on these rows."""
+
+    def ask(self, obs: Observation, rows: EpisodeTracker, at: np.ndarray) -> None:
+        """Request the next decisions of the rows `at`, which see `obs`."""
+
+    def answer(self) -> tuple[np.ndarray, np.ndarray]:
+        """These decisions [len(at), C, A], and their values [len(at)], empty if unknown."""
+
+
+class PolicyActions:
+    """The actions of a policy worker, drawn by this rule (None: the round's rule)."""
+
+    def __init__(self, client: PolicyClient, rule: SamplingRule | None = None) -> None:
+        self.client, self.rule = client, rule
+        self.source = client.source
+
+    def begin(self, rows: np.ndarray) -> None:
+        """Do nothing: a policy has no memory."""
+
+    def ask(self, obs: Observation, rows: EpisodeTracker, at: np.ndarray) -> None:
+        self.client.ask(obs, rows.episode[at], rows.decision[at], rule=self.rule)
+
+    def answer(self) -> tuple[np.ndarray, np.ndarray]:
+        reply = self.client.answer()
+        return reply.output.actions, reply.values
+
+
+class ExpertActions:
+    """The actions of an expert of the task."""
+
+    def __init__(self, expert: Expert, source: str) -> None:
+        self.expert = expert
+        self.source = source
+
+    def begin(self, rows: np.ndarray) -> None:
+        self.expert.begin(rows)
+
+    def ask(self, obs: Observation, rows: EpisodeTracker, at: np.ndarray) -> None:
+        self.at = at
+
+    def answer(self) -> tuple[np.ndarray, np.ndarray]:
+        return self.expert.act()[self.at, None], np.empty(0)
+
+
+def disturbed(actions: np.ndarray, rows: EpisodeTracker, recording: Recording) -> np.ndarray:
+    """The actions [N, C, A] with the requested noise, which follows from episode and decision."""
+    if not recording.noise:
+        return actions
+    width = actions[0].size
+    noise = normal(recording.seed, "disturbance", rows.episode, rows.decision, width).reshape(actions.shape)
+    return (actions + recording.noise * noise).astype(actions.dtype)

@@ -8,8 +8,8 @@ from embodied.placement.dataflow import Dataflow
 from embodied.placement.grammar import text_of
 from embodied.placement.iteration_cost import Pricer
 from embodied.placement.layout import DeviceClass, Layout, Zone
-from embodied.placement.mode_rules import with_drawing
 from embodied.placement.placement_errors import PlacementError
+from embodied.placement.placement_plan import with_drawing
 from embodied.placement.topology import Topology
 
 

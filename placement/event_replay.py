@@ -18,9 +18,9 @@ from itertools import count
 from math import inf
 from typing import NamedTuple
 
+from embodied.placement.dataflow import group_times
 from embodied.placement.iteration_cost import NodeTurn, Pricer
 from embodied.placement.layout import Layer, Layout, Zone
-from embodied.placement.lengths import group_times
 from embodied.placement.schedule_overlap import (
     engine_of,
     is_learner_node,

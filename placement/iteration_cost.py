@@ -18,9 +18,8 @@ from functools import cache
 import numpy as np
 
 from embodied.placement import schedule_overlap
-from embodied.placement.dataflow import Dataflow, Edge, asker_of
+from embodied.placement.dataflow import Dataflow, Edge, asker_of, engine_ratios
 from embodied.placement.layout import DeviceClass, Layer, Layout, Zone
-from embodied.placement.lengths import engine_ratios
 from embodied.placement.profile import Array, Cost, Profile, Table, make_table, max_of
 
 

@@ -2,7 +2,7 @@
 
 `LayerSearch` prices the splits of every arrangement of zones, thousands at a time. It returns the fastest split, or
 the Pareto front of time and memory. `profile_planner.py` puts layers together, compares modes and refuses what does not
-fit; without a profile `mode_rules.py` chooses.
+fit; without a profile `placement_plan.py` chooses.
 """
 
 from __future__ import annotations

@@ -1,5 +1,42 @@
 """A plan: the processes, their roles, cores and other devices. Equal inputs give equal plans; nothing is started or
 probed.
+
+Chooses devices for the modes when nothing has been measured yet. The result is a map from roles to devices.
+
+With a measured profile `run/launch.py` uses `profile_planner.py` instead. `run/memory_check.py` checks memory
+afterwards.
+
+Networks compute on cores or on GPUs; simulators on cores, or on GPUs with `gpu_sims`. Devices are taken from all
+machines in turn, so that every mode uses all machines.
+
+all on one kind    collocated     {sim + policy} and {learner} on every device; rollout and update take turns
+                   disaggregated  sims, policies and learners on devices of their own
+                   hybrid         sims on devices of their own; {policy + learner} on the rest
+                   auto           collocated: on cores the simulator is the work, and idle cores are the loss; but one
+                                  learner where gradient steps are small (`small_steps`): several would wait for each
+                                  other longer than they compute, above all beside other programs
+sims on cores      as many sim workers as there are cores to feed them, in processes of their own: a sim in a policy's
+beside GPUs        process would play all rows of a GPU on one core
+                   collocated     {policy} and {learner} on every GPU, taking turns
+                   disaggregated  policies on half of the GPUs, learners on the rest
+                   hybrid         {policy + learner} on every GPU
+                   auto           hybrid: policy and learner of a GPU share one copy of the weights
+learners overlap   learners that work during the rollout (pipeline.schedule) have devices of their own: collocated and
+                   hybrid give them none
+                   auto           {sim + policy} on three quarters of the cores, learners on the rest; on GPUs on one
+                                  half, learners on the other; beside GPUs policies on one half, learners on the other
+policies of        (`policy_gpus`) share no process with learners, which have one GPU each
+several GPUs       auto           collocated: policies and learners take turns on all GPUs
+other roles        of a program go with the policy in collocated and hybrid plans, with the learner if they work in
+                   the update, or with the role that their declaration names; disaggregated, or if it names none, each
+                   has one device of its own; while learners overlap with the rollout, roles that work in the rollout
+                   and name the learner go beside the policies
+other programs     lack one of the three roles and follow their roles' declarations: a role beside another one shares
+                   its processes, and a role beside none heads a group
+                   collocated     groups on all devices, taking turns; a role with devices of its own gets a share
+                   hybrid         groups on equal shares of the devices
+                   disaggregated  roles on equal shares of the devices, none beside another
+                   auto           collocated
 """
 
 from __future__ import annotations
@@ -7,14 +44,307 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from itertools import pairwise
-from typing import Any
+from itertools import pairwise, zip_longest
+from typing import Any, NamedTuple
 
-from embodied.placement import mode_rules
-from embodied.placement.grammar import EMBODIED, PARALLEL, PlacedRole, Slot, joined, parse_map, roles_of
-from embodied.placement.mode_rules import ENVS_PER_SIM
+from embodied.placement.grammar import (
+    EMBODIED,
+    PARALLEL,
+    PlacedRole,
+    Slot,
+    extra_roles,
+    is_loop,
+    joined,
+    parse_map,
+    roles_of,
+    text_of,
+)
 from embodied.placement.placement_errors import PlacementError, number, span
 from embodied.placement.topology import Gpu, Node, Topology, gpu_of, gpus_of, not_there, one_machine
+
+Device = tuple[str, str, int]  # node, kind, number
+Groups = list[tuple[str, list[Device]]]
+
+ENVS_PER_SIM = 4  # a batched simulator is hardly faster with fewer rows
+MOST_LEARNERS = 8  # with more ranks, a small network's gradients take longer to exchange than to compute
+
+
+class DeviceRequest(NamedTuple):
+    key: str  # the key that asks for devices
+    instead: str = ""  # a setting that works with fewer devices; "": another mode
+
+
+def choose(
+    mode: str,
+    machines: Topology,
+    num_envs: int,
+    stages: int,
+    networks: str = "cpu",
+    gpu_sims: bool = False,
+    rows: int = ENVS_PER_SIM,
+    most_sims: int | None = None,
+    draws: bool = False,
+    roles: Sequence[PlacedRole] = EMBODIED,
+    overlap: str = "",
+    small_steps: bool = False,
+    policy_gpus: int = 1,
+) -> tuple[dict[str, Any], str]:
+    """Returns the map, and the reason if there was a choice. `networks` compute on "cpu" or "gpu". Beside GPUs a sim
+    worker has at least `rows` rows, and there are at most `most_sims` of them; with `draws` they render on the GPUs of
+    their machine. `overlap`: the option under which learners work during the rollout. `small_steps`: gradient steps are
+    too short to be divided among learners. `policy_gpus`: GPUs of every policy worker, all of one machine."""
+    policy_gpus = policy_gpus if networks == "gpu" else 1
+    cores, gpus = devices_of(machines, "cpu"), devices_of(machines, "gpu", policy_gpus)
+    asked = DeviceRequest(f"placement={mode}")
+    if overlap:
+        several = len(gpus if networks == "gpu" else cores) > 1 and mode != "auto"
+        key = overlap if mode == "auto" else f"placement={mode}"
+        asked = DeviceRequest(key, "placement=auto" if several else "pipeline.schedule=sync")
+    more, draws = extra_roles(roles), draws and not gpu_sims
+    if not is_loop(roles):
+        apart = [role for role in roles if networks == "gpu" and not (role.network or gpu_sims)]
+        own_cores = cores[: even_workers(num_envs, stages, min(len(cores), most_sims or len(cores)))]
+        left, devices = [role for role in roles if role not in apart], gpus if networks == "gpu" else cores
+        groups = [*((role.name, own_cores) for role in apart), *by_declaration(mode, left, devices, num_envs, stages)]
+        return as_map(groups, machines, draws), "collocated: roles take turns" * (mode == "auto")
+    by_rule = mode == "auto"
+    mode, reason = resolved(mode, networks, gpu_sims or policy_gpus > 1, overlap)
+    if by_rule and mode == "collocated" and policy_gpus > 1:
+        reason = "collocated: policies and learners take turns on all GPUs"
+    if mode == "hybrid" and policy_gpus > 1:
+        whole_parts(gpus, policy_gpus, asked)  # refuses too few GPUs
+        raise PlacementError(
+            f"placement=hybrid puts policies into the processes of learners, which have one GPU each; with "
+            f"{PARALLEL}={policy_gpus} try placement={'auto' if overlap else 'collocated'}"
+        )
+    own = [role for role in more if mode == "disaggregated" or not role.home]
+    names = [role.name for role in own if networks == "cpu" or not role.network]
+    cores, kept_cores = split_off(cores, names, "cores", asked)
+    names = [role.name for role in own if networks == "gpu" and role.network]
+    gpus, kept_gpus = split_off(gpus, names, "GPUs", asked)
+    if networks == "gpu" and not gpu_sims:
+        sims = num_sims(num_envs, stages, min(len(cores), most_sims or len(cores)), rows)
+        groups = beside_gpus(mode, cores[:sims], gpus, num_envs, stages, asked, policy_gpus)
+    else:
+        on = on_gpus if networks == "gpu" else on_cores
+        groups = on(mode, gpus if networks == "gpu" else cores, num_envs, stages, asked)
+    apart = [role for role in more if overlap and role not in own and (role.phase, role.home) == ("rollout", "learner")]
+    acting = next((own_cores for names, own_cores in groups if "policy" in names.split(",")), [])
+    groups = [with_roles_beside(group, [role for role in more if role not in [*own, *apart]]) for group in groups]
+    groups += [*((role.name, acting) for role in apart), *kept_cores, *kept_gpus]
+    if by_rule and mode == "collocated" and networks == "cpu" and small_steps:
+        groups = [(names, own_cores[:1] if names == "learner" else own_cores) for names, own_cores in groups]
+        reason = "collocated: sims take turns with one learner, since gradient steps are small"
+    if len(machines.nodes) > 1:
+        groups = learner_at_home(groups, machines.nodes[0].name)
+    return as_map(groups, machines, draws), reason
+
+
+# From groups of roles to a map
+
+
+def as_map(groups: Groups, machines: Topology, draws: bool) -> dict[str, Any]:
+    """The groups in the notation of `grammar.py`."""
+    order = {node.name: place for place, node in enumerate(machines.nodes)}
+    in_order = {
+        roles: sorted(devices, key=lambda device: (order.get(device[0], 0), device[2])) for roles, devices in groups
+    }
+    devices_by_roles: dict[str, Any] = {roles: text_of(devices) for roles, devices in in_order.items()}
+    return with_drawing(devices_by_roles, machines) if draws else devices_by_roles
+
+
+def by_declaration(mode: str, roles: Sequence[PlacedRole], devices: list[Device], num_envs: int, stages: int) -> Groups:
+    """Returns the groups of a program without simulators, policies or learners."""
+    names, apart = [role.name for role in roles], mode == "disaggregated"
+    heads = [role for role in roles if apart or role.home not in names]
+    keys = {head: ",".join([head.name] if apart else with_those_beside(head.name, roles)) for head in heads}
+    turns = [head for head in heads if mode in ("auto", "collocated") and (head in EMBODIED or head.beside != "")]
+    shares = [share for share in (turns, *([head] for head in heads if head not in turns)) if share]
+    works = json.dumps({key: text_of(devices[:1]) for key in keys.values()})
+    kind = "GPUs" if any(kind == "gpu" for _, kind, _ in devices) else "cores"
+    asked = DeviceRequest(f"placement={mode}", f"placement='{works}'")
+    require_devices(asked, " and ".join(keys.values()), len(shares), len(devices), mode, kind)
+    size = len(devices) // len(shares)
+    workers = even_workers(num_envs, stages, size)
+    return [(keys[head], devices[i * size :][:workers]) for i, share in enumerate(shares) for head in share]
+
+
+def resolved(mode: str, networks: str, gpu_sims: bool, overlap: str) -> tuple[str, str]:
+    """Returns the mode that auto stands for, and the reason. If learners overlap with the rollout, the mode has no name
+    and `overlap` is returned."""
+    if mode != "auto":
+        return mode, ""
+    kind = "GPUs" if networks == "gpu" else "cores"
+    if overlap:
+        return overlap, f"with {overlap} learners work during the rollout, on {kind} of their own"
+    if networks == "gpu" and not gpu_sims:
+        return "hybrid", "hybrid: sims on cores; policy and learner of a GPU share its weights"
+    roles = "all" if networks == "gpu" else "sims and learners"
+    return "collocated", f"collocated: {roles} take turns on all {kind}"
+
+
+def split_off(devices: list[Device], names: list[str], kind: str, asked: DeviceRequest) -> tuple[list[Device], Groups]:
+    """Splits off the last devices, one for each of these roles."""
+    if names:
+        what = f"{' and '.join(names)} and the others"
+        require_devices(asked, what, len(names) + 1, len(devices), "collocated", kind)
+    first = len(devices) - len(names)
+    return devices[:first], [(name, [device]) for name, device in zip(names, devices[first:])]
+
+
+def with_roles_beside(group: tuple[str, list[Device]], more: Sequence[PlacedRole]) -> tuple[str, list[Device]]:
+    """Adds to a group the roles that are beside one of its roles, each behind that role."""
+    names, devices = group
+    return ",".join(name for head in names.split(",") for name in with_those_beside(head, more)), devices
+
+
+def with_those_beside(name: str, roles: Sequence[PlacedRole]) -> list[str]:
+    """A role and all roles beside it, also indirectly."""
+    return [name, *(one for role in roles if role.home == name for one in with_those_beside(role.name, roles))]
+
+
+def with_drawing(placement: dict[str, Any], machines: Topology) -> dict[str, Any]:
+    """The map with sims on cores that render on GPUs, if every machine with sims has GPUs."""
+    most = min(len(node.gpus) for node in machines.nodes)
+    roles = next((roles for roles in placement if "sim" in roles.split(",")), None)
+    if not (most and roles):
+        return placement
+    return {**placement, roles: {"devices": placement[roles], "render": text_of([("", "gpu", i) for i in range(most)])}}
+
+
+def learner_at_home(groups: Groups, home: str) -> Groups:
+    """Ensures that the first learner is on the machine that starts the run: it writes the checkpoints."""
+    learning = next(devices for roles, devices in groups if "learner" in roles.split(","))
+    theirs = [
+        device for _, devices in groups for device in devices if device[0] == home and device[1] == learning[0][1]
+    ]
+    if not theirs or any(device[0] == home for device in learning):
+        return groups
+    other = {learning[0]: theirs[0], theirs[0]: learning[0]}
+    return [(roles, [other.get(device, device) for device in devices]) for roles, devices in groups]
+
+
+def devices_of(machines: Topology, kind: str, together: int = 1) -> list[Device]:
+    """The devices of all machines, taken in turn, so many `together`. A single machine has no name."""
+    several = len(machines.nodes) > 1
+    numbers = [
+        [(node.name if several else "", kind, i) for i in range(node.cores if kind == "cpu" else len(node.gpus))]
+        for node in machines.nodes
+    ]
+    parts = [[each[first : first + together] for first in range(0, len(each), together)] for each in numbers]
+    return [device for turn in zip_longest(*parts) for part in turn if part is not None for device in part]
+
+
+# Which group gets which devices
+
+
+def on_cores(mode: str, cores: list[Device], num_envs: int, stages: int, asked: DeviceRequest) -> Groups:
+    if mode == "collocated":
+        sims, learners = num_sims(num_envs, stages, len(cores)), min(len(cores), num_envs, MOST_LEARNERS)
+        return [("sim,policy", cores[:sims]), ("learner", cores[:learners])]
+    if mode == "disaggregated":  # a quarter of the cores learns, an eighth acts, the rest simulates
+        require_devices(
+            asked, "sims, policies and learners", 3, len(cores), "collocated" if len(cores) < 2 else "hybrid"
+        )
+        learners, policies = max(1, len(cores) // 4), max(1, len(cores) // 8)
+        rest = len(cores) - learners - policies
+        sims = num_sims(num_envs, stages, rest)
+        acting, learning = cores[rest : rest + policies], cores[rest + policies :]
+        return [
+            ("sim", cores[:sims]),
+            ("policy", acting[: sims * stages]),
+            ("learner", learning[: min(num_envs, MOST_LEARNERS)]),
+        ]
+    hybrid = mode == "hybrid"
+    what = "sims and {policy + learner}" if hybrid else "learners and the others"
+    require_devices(asked, what, 2, len(cores), "collocated")
+    rest = len(cores) - max(1, len(cores) // 4)
+    sims, learning = num_sims(num_envs, stages, rest), cores[rest:][: min(num_envs, MOST_LEARNERS)]
+    if hybrid:
+        return [("sim", cores[:sims]), ("policy,learner", learning[: sims * stages])]
+    return [("sim,policy", cores[:sims]), ("learner", learning)]
+
+
+def beside_gpus(
+    mode: str,
+    sims: list[Device],
+    gpus: list[Device],
+    num_envs: int,
+    stages: int,
+    asked: DeviceRequest,
+    policy_gpus: int = 1,
+) -> Groups:
+    parts = len(sims) * stages
+    if policy_gpus > 1:
+        if apart := mode != "collocated":
+            require_devices(asked, "policies and learners", 2, len(gpus), f"hybrid {PARALLEL}=1", "GPUs")
+        acting = whole_parts(gpus[len(gpus) // 2 :] if apart else gpus, policy_gpus, asked)[: parts * policy_gpus]
+        learning = [gpu for gpu in gpus if gpu not in acting] if apart else gpus
+        return [("sim", sims), ("policy", acting), ("learner", learning[:num_envs])]
+    if mode == "hybrid":
+        return [("sim", sims), ("policy,learner", gpus[: min(num_envs, parts)])]
+    if mode == "collocated":
+        return [("sim", sims), ("policy", gpus[:parts]), ("learner", gpus[:num_envs])]
+    require_devices(asked, "policies and learners", 2, len(gpus), "hybrid", "GPUs")
+    policies = min(len(gpus) // 2, parts)
+    return [("sim", sims), ("policy", gpus[:policies]), ("learner", gpus[policies:][:num_envs])]
+
+
+def whole_parts(gpus: list[Device], count: int, asked: DeviceRequest) -> list[Device]:
+    """As many of these GPUs as give policy workers `count` GPUs of one machine each, machine by machine."""
+    by_node: dict[str, list[Device]] = {}
+    for gpu in gpus:
+        by_node.setdefault(gpu[0], []).append(gpu)
+    if whole := [gpu for own in by_node.values() for gpu in own[: len(own) // count * count]]:
+        return whole
+    most = max(map(len, by_node.values()), default=0)
+    fits = next(fewer for fewer in range(max(most, 1), 0, -1) if not count % fewer)  # divides the model as `count` does
+    raise PlacementError(
+        f"{PARALLEL}={count} gives a policy worker {count} GPUs of one machine, and with {asked.key} there are {most}; "
+        f"try {PARALLEL}={fits}"
+    )
+
+
+def on_gpus(mode: str, gpus: list[Device], num_envs: int, stages: int, asked: DeviceRequest) -> Groups:
+    """Groups for simulators on GPUs. A simulator keeps `stages` policies busy."""
+    if mode == "collocated":
+        return [("sim,policy", gpus[: even_workers(num_envs, stages, len(gpus))]), ("learner", gpus[:num_envs])]
+    if mode == "hybrid":
+        require_devices(asked, "sims and {policy + learner}", 2, len(gpus), "collocated", "GPUs")
+        sims = even_workers(num_envs, stages, -(-len(gpus) // (1 + stages)))
+        return [("sim", gpus[:sims]), ("policy,learner", gpus[sims:][: min(num_envs, sims * stages)])]
+    if mode == "disaggregated":
+        instead = "hybrid" if len(gpus) > 1 else "collocated"
+        require_devices(asked, "sims, policies and learners", 3, len(gpus), instead, "GPUs")
+        sims = even_workers(num_envs, stages, max(1, len(gpus) // 4))
+        policies = min((len(gpus) - sims) // 2, sims * stages)
+        return [
+            ("sim", gpus[:sims]),
+            ("policy", gpus[sims : sims + policies]),
+            ("learner", gpus[sims + policies :][:num_envs]),
+        ]
+    require_devices(asked, "learners and the others", 2, len(gpus), "collocated", "GPUs")
+    sims = even_workers(num_envs, stages, len(gpus) // 2)
+    return [("sim,policy", gpus[:sims]), ("learner", gpus[sims:][:num_envs])]
+
+
+def require_devices(asked: DeviceRequest, what: str, least: int, have: int, mode: str, kind: str = "cores") -> None:
+    """Raise PlacementError if there are too few devices. It names what works: `mode`, or `asked.instead`."""
+    if have < least:
+        raise PlacementError(
+            f"{asked.key} gives {what} {kind} of their own: that needs {least} {kind}, this run may use {have}; "
+            f"try {asked.instead or f'placement={mode}'}"
+        )
+
+
+def num_sims(num_envs: int, stages: int, most: int, rows: int = ENVS_PER_SIM) -> int:
+    """The number of sim workers: at most one per core and per `rows` rows, each with the same number of rows."""
+    return even_workers(num_envs, stages, max(1, min(most, num_envs // (stages * rows))))
+
+
+def even_workers(num_envs: int, stages: int, most: int) -> int:
+    """The largest number of sim workers up to `most` for which all stages of all workers have equally many envs."""
+    return next((n for n in range(most, 0, -1) if num_envs % (n * stages) == 0), 1)
 
 
 @dataclass(frozen=True)
@@ -132,7 +462,7 @@ def make_plan(
     reason, mode = "", "explicit"
     if isinstance(placement, str):
         mode = placement
-        placement, reason = mode_rules.choose(
+        placement, reason = choose(
             *(placement, machines, num_envs, stages, networks, gpu_sims, rows, most_sims, draws, roles, overlap),
             small_steps=small_steps,
             policy_gpus=policy_gpus,
@@ -157,7 +487,7 @@ def working_map(machines: Topology, num_envs: int, stages: int, networks: str, *
     """A map that works on the machine that starts the run, if it has the networks' devices."""
     here = Topology(machines.nodes[:1])
     where = machines if networks == "gpu" and not here.gpus else here
-    return json.dumps(mode_rules.choose("auto", where, num_envs, stages, networks, *how)[0])
+    return json.dumps(choose("auto", where, num_envs, stages, networks, *how)[0])
 
 
 def named_nodes(placement: str | dict[str, Any]) -> set[str]:

@@ -19,9 +19,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from embodied.placement.dataflow import Dataflow
+from embodied.placement.dataflow import Dataflow, shares_by_time
 from embodied.placement.layout import Layer
-from embodied.placement.lengths import shares_by_time
 from embodied.placement.profile import Array, max_of
 
 if TYPE_CHECKING:

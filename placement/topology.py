@@ -29,7 +29,7 @@ CORES_PER_GPU = 16
 CORE_GB = 8.0  # memory of a machine, per core
 TEXT = re.compile(r"(?:(?P<nodes>\d+)x)?(?P<count>\d+)x(?P<model>[A-Za-z][\w-]*)")
 NAME = re.compile(r"[\w.-]+")  # names that a placement can contain
-EXAMPLES = "examples: 8xGPU, 64x8xGPU, 8xH100, 16xCPU, 4xFAKE, or a file.yaml"
+CLUSTER_EXAMPLES = "examples: 8xGPU, 64x8xGPU, 8xH100, 16xCPU, 4xFAKE, or a file.yaml"
 NODE_KEYS = ("name", "count", "gpus", "gpu", "gpu_memory_gb", "cores", "memory_gb", "devices")
 
 
@@ -158,10 +158,12 @@ def read_topology(text: str) -> Topology:
     match = TEXT.fullmatch(text)
     model = match["model"].upper() if match else ""
     if not match or model not in {*GPU_GB, "CPU", "FAKE"}:
-        raise PlacementError(f"cluster={text} does not describe machines; {EXAMPLES}; models: {', '.join(GPU_GB)}")
+        raise PlacementError(
+            f"cluster={text} does not describe machines; {CLUSTER_EXAMPLES}; models: {', '.join(GPU_GB)}"
+        )
     nodes, count = int(match["nodes"] or 1), int(match["count"])
     if not nodes or not count:
-        raise PlacementError(f"cluster={text} has no device; {EXAMPLES}")
+        raise PlacementError(f"cluster={text} has no device; {CLUSTER_EXAMPLES}")
     if max(nodes, count) > MOST:
         raise PlacementError(f"cluster={text} counts to {max(nodes, count)}; at most {MOST} can be named")
     if model == "CPU":

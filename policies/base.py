@@ -23,7 +23,7 @@ from embodied.core.arrays import host, num_rows
 from embodied.core.errors import CheckpointError, ConfigError
 from embodied.core.types import EnvSpec, NoiseSpec, Observation, PolicyOutput
 from embodied.policies.policy_folder import CONFIG, WEIGHTS, checksums
-from embodied.runtime.tensor_bytes import Spec, blob_of, spec_of, write_safetensors
+from embodied.runtime.published_weights import Spec, blob_of, spec_of, write_safetensors
 
 # Arrays from other processes are read-only, and policies never write to an observation.
 warnings.filterwarnings("ignore", "The given NumPy array is not writable", UserWarning)

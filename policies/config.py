@@ -58,7 +58,7 @@ class ActorCriticConfig(PolicyOptions):
 
 
 class MLPConfig(ActorCriticConfig):
-    policy = "embodied.policies.mlp:MLPPolicy"
+    policy = "embodied.policies.networks:MLPPolicy"
 
     name: Literal["mlp"] = Field(
         "mlp",
@@ -71,7 +71,7 @@ class MLPConfig(ActorCriticConfig):
 
 
 class CNNConfig(ActorCriticConfig):
-    policy = "embodied.policies.cnn:CNNPolicy"
+    policy = "embodied.policies.networks:CNNPolicy"
     sees = True
 
     name: Literal["cnn"] = Field(description="Images of any number of cameras, and the state where there is one.")

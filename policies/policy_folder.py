@@ -23,7 +23,7 @@ from embodied.core.types import EnvSpec
 from embodied.policies.common_config import PublishedFolder
 from embodied.policies.config import FAMILIES, POLICY_CONFIGS
 from embodied.policies.language.config import SEEING
-from embodied.runtime.tensor_bytes import Blob, array_of, blob_of, read_safetensors, spec_of, write_safetensors
+from embodied.runtime.published_weights import Blob, array_of, blob_of, read_safetensors, spec_of, write_safetensors
 
 if TYPE_CHECKING:
     from torch import Tensor

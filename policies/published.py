@@ -17,7 +17,7 @@ from embodied.core.errors import CheckpointError
 from embodied.policies.base import Policy
 from embodied.policies.policy_folder import own_layer
 from embodied.policies.vla.lora import is_adapter, merged, save_adapters, scaling_of, set_magnitudes
-from embodied.runtime.tensor_bytes import Blob, blob_of, tensor_of
+from embodied.runtime.published_weights import Blob, blob_of, tensor_of
 
 
 class PublishedPolicy(Policy):

@@ -2,10 +2,16 @@
 
 A worker without weights is stale and refuses to act. Requests of several sims are answered in one call of the policy if
 that pays. Noise is keyed by episode and decision, so an answer depends on other requests only by rounding.
+
+Noise for acting, made on the device that uses it: the numbers of `core/rng.py` from the same counters.
+
+Uniform numbers equal the host's bit for bit. Normal numbers may differ in the last digits, since devices compute
+logarithms, sines and square roots differently.
 """
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -13,6 +19,7 @@ from itertools import accumulate
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from embodied.core import rng
 from embodied.core.arrays import (
@@ -30,13 +37,13 @@ from embodied.core.arrays import (
 )
 from embodied.core.conversations import SamplingRule
 from embodied.core.errors import DeadlineExceeded, Unusable, WrongShape
+from embodied.core.rng import stream
 from embodied.core.types import ActReply, ActRequest, Array, EnvSpec, Merging, PolicyOutput
-from embodied.policies import device_noise, make_policy
+from embodied.policies import make_policy
 from embodied.runtime import Channel, Needs, Worker, served_while_busy
 from embodied.runtime.device_graphs import Recordings
 from embodied.runtime.device_memory import Computing, DeviceTensors, give_back_unused, num_bytes
-from embodied.runtime.published_weights import Publication
-from embodied.runtime.tensor_bytes import Blob, blob_of, tensor_of
+from embodied.runtime.published_weights import Blob, Publication, blob_of, tensor_of
 from embodied.runtime.weights import WeightReader
 
 ONE_BY_ONE = Merging()
@@ -243,7 +250,7 @@ class PolicyWorker(Worker):
     def _noise(self, episodes: Array, decisions: Array, stream: str) -> Array:
         where = (self.seed, f"act/{stream}")
         if self.noise_device:
-            return device_noise.draw(self.noise.kind, *where, episodes, decisions, self.noise.width, self.noise_device)
+            return draw_noise(self.noise.kind, *where, episodes, decisions, self.noise.width, self.noise_device)
         draw = rng.normal if self.noise.kind == "normal" else rng.uniform
         return draw(*where, host(episodes), host(decisions), self.noise.width)
 
@@ -360,3 +367,44 @@ def sim_of(source: str) -> str:
 def row_slices(counts: Sequence[int]) -> list[slice]:
     """The rows of each request among the rows of all requests."""
     return [slice(end - count, end) for end, count in zip(accumulate(counts), counts, strict=True)]
+
+
+LOW = 0xFFFFFFFF
+FACTORS, STEPS = (0xD2511F53, 0xCD9E8D57), (0x9E3779B9, 0xBB67AE85)
+
+
+def philox(counters: tuple[Tensor, Tensor, Tensor, Tensor], key: tuple[int, int]) -> tuple[Tensor, ...]:
+    """Philox4x32-10 of int64 tensors that hold 32-bit words; products keep all of their 64 bits."""
+    c0, c1, c2, c3 = counters
+    k0, k1 = key
+    for _ in range(10):
+        p0, p1 = c0 * FACTORS[0], c2 * FACTORS[1]
+        c0, c1, c2, c3 = ((p1 >> 32) & LOW) ^ c1 ^ k0, p1 & LOW, ((p0 >> 32) & LOW) ^ c3 ^ k1, p0 & LOW
+        k0, k1 = (k0 + STEPS[0]) & LOW, (k1 + STEPS[1]) & LOW
+    return c0, c1, c2, c3
+
+
+def uniform(seed: int, name: str, episodes: Tensor, decisions: Tensor, width: int) -> Tensor:
+    """float64 [N, width] in (0, 1), of int64 [N] episodes and decisions, on their device."""
+    blocks = torch.arange(-(-width // 2), device=episodes.device)
+    rows = torch.broadcast_tensors(
+        blocks, (decisions & LOW)[:, None], (episodes & LOW)[:, None], ((episodes >> 32) & LOW)[:, None]
+    )
+    words = philox((rows[0], rows[1], rows[2], rows[3]), ((seed ^ (seed >> 32)) & LOW, stream(name)))
+    pairs = [((high >> 5).double() * 2.0**26 + (low >> 6) + 0.5) / 2.0**53 for high, low in (words[:2], words[2:])]
+    return torch.stack(pairs, dim=2).flatten(1)[:, :width]
+
+
+def normal(seed: int, name: str, episodes: Tensor, decisions: Tensor, width: int) -> Tensor:
+    """float64 [N, width] standard normal numbers (Box-Muller), keyed like `uniform`."""
+    pairs = uniform(seed, name, episodes, decisions, 2 * -(-width // 2))
+    radius, angle = (-2.0 * pairs[:, 0::2].log()).sqrt(), 2.0 * math.pi * pairs[:, 1::2]
+    return torch.stack([radius * angle.cos(), radius * angle.sin()], dim=2).flatten(1)[:, :width]
+
+
+def draw_noise(kind: str, seed: int, name: str, episodes: Array, decisions: Array, width: int, device: str) -> Tensor:
+    """Noise of this kind; only its counters are sent to the device, unless they are already there."""
+    if not is_tensor(episodes):
+        episodes, decisions = torch.from_numpy(np.stack([episodes, decisions]).astype(np.int64)).to(device)
+    there = (counters.to(device) for counters in (episodes, decisions))
+    return (normal if kind == "normal" else uniform)(seed, name, *there, width)

@@ -130,7 +130,7 @@ HOSTS_IMPORT = (
     "torch",
     "embodied.envs.sim_worker",
     "embodied.policies.worker",
-    "embodied.policies.mlp",
+    "embodied.policies.networks",
     "embodied.policies.language.policy",
     "embodied.learners.worker",
 )
@@ -141,9 +141,9 @@ def kept_fork_servers():
     """Lets the hosts of all clusters in this process fork from one server, which has imported the modules that most
     hosts need; hosts of simulators and of pretended GPUs fork, too. A server and a fresh host take seconds of processor
     time to start. Commands in separate processes, tests/runtime and tests marked `as_users_do` start fresh hosts."""
-    from embodied.runtime import fork_server, local
+    from embodied.runtime import local, processes
 
-    kept: dict[str, fork_server.ForkServer] = {}  # by the number of threads, which libraries read when they are loaded
+    kept: dict[str, processes.ForkServer] = {}  # by the number of threads, which libraries read when they are loaded
 
     class KeptServers:
         def fork(self, boot, env, modules, fds):
@@ -151,8 +151,8 @@ def kept_fork_servers():
                 return None  # it may use CUDA
             threads = env.get("OMP_NUM_THREADS", "")
             if threads not in kept:
-                unmarked = {name: value for name, value in env.items() if name != fork_server.MARK}
-                kept[threads] = fork_server.ForkServer(unmarked, HOSTS_IMPORT, boot["path"])
+                unmarked = {name: value for name, value in env.items() if name != processes.MARK}
+                kept[threads] = processes.ForkServer(unmarked, HOSTS_IMPORT, boot["path"])
             return kept[threads].fork(boot, env, fds)
 
         def close(self):
@@ -161,7 +161,7 @@ def kept_fork_servers():
 
     local.ForkServers = KeptServers
     yield
-    local.ForkServers = fork_server.ForkServers
+    local.ForkServers = processes.ForkServers
     for server in kept.values():
         server.close()
 
@@ -170,9 +170,9 @@ def kept_fork_servers():
 def started_as_users_do(request, monkeypatch):
     """A cluster starts and ends fork servers of its own, and who replaces a dead host starts fresh."""
     if request.node.get_closest_marker("as_users_do"):
-        from embodied.runtime import fork_server, local
+        from embodied.runtime import local, processes
 
-        monkeypatch.setattr(local, "ForkServers", fork_server.ForkServers)
+        monkeypatch.setattr(local, "ForkServers", processes.ForkServers)
 
 
 NUMBERS = (  # tests marked `numbers`: they compare what other widths, precisions or processes compute

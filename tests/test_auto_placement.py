@@ -6,8 +6,7 @@ import pytest
 
 from embodied.config.recipe import load
 from embodied.placement import PlacementError, Topology
-from embodied.placement.cost_curves import Curve, constant
-from embodied.placement.profile import Cost, Profile, Sync, write_profile
+from embodied.placement.profile import Cost, Curve, Profile, Sync, constant, write_profile
 from embodied.placement.topology import GB, Gpu, Node, one_machine, read_topology
 from embodied.plan import plan
 from embodied.profiling.stored_profiles import (

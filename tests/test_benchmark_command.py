@@ -11,12 +11,11 @@ from embodied.config.recipe import load
 from embodied.core.errors import ConfigError
 from embodied.learners.model import learning_rates
 from embodied.placement import make_plan
-from embodied.placement.cost_curves import Curve, constant
 from embodied.placement.dataflow import traced_edges
 from embodied.placement.grammar import EMBODIED
 from embodied.placement.iteration_cost import Pricer
 from embodied.placement.layout import DeviceClass, Layout, Zone
-from embodied.placement.profile import Cost, Profile
+from embodied.placement.profile import Cost, Curve, Profile, constant
 from embodied.placement.topology import read_topology
 from embodied.profiling import measure, timed_run
 from embodied.profiling.role_probe import ProbeWorker, copied, real

@@ -9,21 +9,20 @@ from shlex import quote
 import pytest
 
 from embodied import benchmark, plan, serve, share
-from embodied.config.cli import FLAGS
-from embodied.config.commands import COMMANDS
+from embodied.config.cli import COMMANDS, FLAGS
 from embodied.config.recipe import load
 from embodied.config.recipe_files import recipe_names
 from embodied.core.errors import ConfigError
 from embodied.list import LISTS
 from embodied.run import launch
 from embodied.run.run_folder import RunFolder
-from embodied.run.seeds_and_sweeps import read_order
+from embodied.sweeps.seeds_and_sweeps import read_order
 
 ROOT = Path(__file__).parents[1]
 COMMAND = re.compile(r"(?<!usage: )python -m embodied\.([\w.]*\w|\x01)([^\n]*)")
 RUN, BARE = "\x00", "\x01"  # a quoted value, and one that a blank would break
 PLACES = {"NAME": "pointmass_ppo", "RECIPE": "pointmass_ppo", "FILE": "profile.json"}
-PLACES |= {"my_tasks:MyTask-v1": "PushCube-v1", "my_pkg.my_module:MyText": "embodied.envs.text.sort:Sort"}
+PLACES |= {"my_tasks:MyTask-v1": "PushCube-v1", "my_pkg.my_module:MyText": "embodied.envs.text.toys:Sort"}
 
 
 def template(node):

@@ -9,20 +9,19 @@ from pages import ROOT, Page, newest, runner
 
 from embodied.algorithms.config import PRESETS, GRPOConfig
 from embodied.benchmark import MODES
-from embodied.config.key_tree import leaves, root
+from embodied.config.read import leaves, read_yaml, root
 from embodied.config.recipe import RunConfig, load
 from embodied.config.recipe_files import recipe_names
-from embodied.config.yaml_values import read_yaml
 from embodied.core.types import EpisodeResult
 from embodied.envs import env_class
 from embodied.envs.config import GymConfig, ManiSkillConfig, PointMassConfig
 from embodied.envs.text.config import TOY_TASKS
 from embodied.placement import make_plan
 from embodied.placement.topology import read_topology
-from embodied.reporting.results import COLUMNS
-from embodied.reporting.success_stats import summarize
-from embodied.reporting.transcripts import TranscriptWriter, read_transcripts
-from embodied.run.first_run import first_run
+from embodied.records.results import COLUMNS
+from embodied.records.success_stats import summarize
+from embodied.records.transcripts import TranscriptWriter, read_transcripts
+from embodied.run.policy_source import first_run
 
 PAGES = [Page("README.md"), *(Page(path.name) for path in sorted((ROOT / "docs").glob("*.md")))]
 ALL = "\n".join(page.text for page in PAGES)

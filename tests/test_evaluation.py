@@ -13,8 +13,8 @@ import pytest
 from tiny_language import publish
 
 from embodied import evaluate, report, train
-from embodied.reporting.results import read_results
-from embodied.reporting.success_stats import wilson
+from embodied.records.results import read_results
+from embodied.records.success_stats import wilson
 from embodied.workflows.evaluator import Evaluator
 
 INLINE = ["recipe=pointmass_ppo", "cluster.backend=inline", 'placement={"sim,policy": "cpu:0", learner: "cpu:0"}']

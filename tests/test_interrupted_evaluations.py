@@ -10,7 +10,7 @@ from contextlib import suppress
 
 import pytest
 
-from embodied.reporting.partial_evaluation import PartialEvaluation
+from embodied.records.results import PartialEvaluation
 from embodied.train import main
 from embodied.workflows.rl_loop import EmbodiedLoop
 

@@ -12,7 +12,7 @@ import pytest
 from embodied import collect, evaluate, report, serve, train
 from embodied.core.errors import ConfigError
 from embodied.policies import load_policy
-from embodied.reporting.results import read_results
+from embodied.records.results import read_results
 from embodied.serving.config import ServeConfig
 
 ROOT = Path(__file__).parents[1]
@@ -26,7 +26,7 @@ import numpy as np
 import torch
 
 import my_nets
-from embodied.policies.mlp import ObservationNormalizer, state_moments
+from embodied.policies.networks import ObservationNormalizer, state_moments
 
 
 class Normalised(my_nets.Linear):
@@ -103,8 +103,8 @@ def test_a_policy_folder_runs_no_code_that_only_it_names(monkeypatch, capsys):
         sys.modules.pop("my_nets", None)
         capsys.readouterr()
 
-    for module in ("hub", "policy_source"):
-        monkeypatch.setattr(f"embodied.run.{module}.fetch", lambda name: bare)
+    for module in ("policies.hub", "run.policy_source"):
+        monkeypatch.setattr(f"embodied.{module}.fetch", lambda name: bare)
     for checkpoint in (str(bare), "lab/policy"):
         forget()
         run(evaluate, f"checkpoint={checkpoint}", *few, code=2)

@@ -11,7 +11,7 @@ from pages import Page, apart, runner
 from tiny_language import publish
 from verifiers_stand_in import stand_in
 
-from embodied.reporting.timeline import read_trace
+from embodied.records.timeline import read_trace
 
 ONE_HOST = """placement='{"sim,policy": "cpu:0", learner: "cpu:0"}'"""
 INLINE = f"cluster.backend=inline {ONE_HOST}"

@@ -8,9 +8,8 @@ from embodied import plan
 from embodied.config.recipe import load
 from embodied.envs import env_class
 from embodied.placement import make_plan
-from embodied.placement.cost_curves import Curve, constant
 from embodied.placement.deploy import as_placement
-from embodied.placement.profile import Cost, Profile, write_profile
+from embodied.placement.profile import Cost, Curve, Profile, constant, write_profile
 from embodied.placement.topology import Node
 from embodied.profiling.stored_profiles import cost_key, dataflow_of, profile_path
 from embodied.run import devices

@@ -10,9 +10,8 @@ import numpy as np
 import pytest
 
 from embodied import check, evaluate, train
-from embodied.reporting.results import read_results
-from embodied.reporting.video_recorder import EpisodeStatus
-from embodied.reporting.videos import Caption, captioned
+from embodied.records.results import read_results
+from embodied.records.videos import Caption, EpisodeStatus, captioned
 from embodied.workflows.evaluator import Evaluator
 
 INLINE = ["recipe=pointmass_ppo", "cluster.backend=inline", 'placement={"sim,policy": "cpu:0", learner: "cpu:0"}']

@@ -20,9 +20,9 @@ from safetensors.numpy import load_file
 from share_record import check_record
 from talking_runs import TALK, far
 
-from embodied.reporting.share_record import BUILDING, UPDATE, record_of
 from embodied.run.checkpoints import read_json
-from embodied.run.shared_runs import read_shared_runs
+from embodied.sharing.page import BUILDING, UPDATE, record_of
+from embodied.sharing.runs import read_shared_runs
 
 pytestmark = pytest.mark.slow
 WAIT_S = 900

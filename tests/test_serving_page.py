@@ -17,13 +17,13 @@ from served_language import SECRET, served
 from tiny_language import build, publish
 
 from embodied import evaluate, sft, train
-from embodied.config.key_tree import leaves, root
+from embodied.config.read import leaves, root
 from embodied.config.recipe import RunConfig
 from embodied.core.conversations import SamplingRule
 from embodied.policies.config import LanguageConfig
 from embodied.policies.language.engine import Request, make_engine
 from embodied.policies.language.remote_server import RemoteServer
-from embodied.policies.language.vllm_worker import FromFolder
+from embodied.policies.language.vllm import FromFolder
 from embodied.serving import language_server
 from embodied.serving.config import TOKEN
 

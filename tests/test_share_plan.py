@@ -10,14 +10,13 @@ from embodied import share, train
 from embodied.config.recipe import load
 from embodied.core.errors import ConfigError
 from embodied.placement import roles_of
-from embodied.placement.cost_curves import Curve, constant
-from embodied.placement.profile import Cost, Profile, write_profile
+from embodied.placement.profile import Cost, Curve, Profile, constant, write_profile
 from embodied.profiling.stored_profiles import cost_key, dataflow_of, device_counts, profile_path
-from embodied.reporting.share_record import record_of
 from embodied.run import launch
 from embodied.run.devices import machines
-from embodied.run.seeds_and_sweeps import run_several
-from embodied.run.share_plan import iteration_cost, predict
+from embodied.sharing.page import record_of
+from embodied.sharing.plan import iteration_cost, predict
+from embodied.sweeps.seeds_and_sweeps import run_several
 from embodied.workflows.rl_loop import EmbodiedLoop
 from embodied.workflows.shipped_roles import roles_of_run
 

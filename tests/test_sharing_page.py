@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from embodied import share, train
-from embodied.run.shared_runs import read_shared_runs
+from embodied.sharing.runs import read_shared_runs
 
 PAGE = (Path(__file__).parents[1] / "docs" / "sharing.md").read_text()
 COMMANDS = [shlex.split(line)[3:] for line in re.findall(r"^python -m embodied\.share .*", PAGE, re.M)]

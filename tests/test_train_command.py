@@ -19,7 +19,7 @@ from safetensors.numpy import load_file
 
 from embodied import evaluate, train
 from embodied.policies.policy_folder import read_blobs
-from embodied.reporting.timeline import read_trace
+from embodied.records.timeline import read_trace
 from embodied.run.ending import Interruption
 from embodied.train import main
 from embodied.workflows.rl_loop import EmbodiedLoop

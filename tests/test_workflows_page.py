@@ -19,7 +19,7 @@ from embodied.learners import worker as learner_worker
 from embodied.placement.topology import one_machine
 from embodied.policies.policy_folder import read_weights
 from embodied.run import launch
-from embodied.run.shared_runs import placement_for
+from embodied.sharing.runs import placement_for
 from embodied.workflows.rl_loop import EmbodiedLoop
 from embodied.workflows.shipped_roles import roles_of_run
 

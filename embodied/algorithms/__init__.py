@@ -4,4 +4,4 @@
 prompts, `losses` the losses of PPO and GRPO.
 """
 
-__all__ = ["advantages", "config", "groups", "losses", "sft_config"]
+__all__ = ["advantages", "config", "groups", "losses"]

@@ -9,16 +9,16 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from embodied.config.merge import COMMAND_LINE, Source, flatten, own_path, recipe_sources
+from embodied.config.read import COMMAND_LINE, Source, flatten, own_path, recipe_sources
 from embodied.config.recipe_files import EVERY_RECIPE, recipe_names
 from embodied.core.files import as_path
 from embodied.envs import env_that_knows
+from embodied.policies.hub import is_hub_id
 from embodied.policies.language.config import ANSWERING
-from embodied.run.hub import is_hub_id
 
 if TYPE_CHECKING:
-    from embodied.config.commands import Command
-    from embodied.config.key_tree import Section
+    from embodied.config.cli import Command
+    from embodied.config.read import Section
 
 CONFIG = "config.yaml"
 ENV = ("env", "env.name", "env.task")  # keys that choose the env
@@ -114,8 +114,8 @@ def is_class(checkpoint: str) -> bool:
 
 def published(values: dict[str, Any]) -> str | None:
     """The family of a published checkpoint; one on the hub is downloaded if an env is named too."""
+    from embodied.policies.hub import folder_of
     from embodied.policies.policy_folder import published_family
-    from embodied.run.hub import folder_of
 
     named = values.get("checkpoint")
     (checkpoint,) = named if isinstance(named, list | tuple) and len(named) == 1 else (named,)

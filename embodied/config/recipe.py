@@ -14,8 +14,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, ValidationError, ValidationInfo, model_validator
 
-from embodied.algorithms.config import PRESETS, AlgoConfig, PPOConfig
-from embodied.algorithms.sft_config import SFTConfig
+from embodied.algorithms.config import PRESETS, AlgoConfig, PPOConfig, SFTConfig
 from embodied.config.base_recipe import (
     WHICH_POLICY,
     base_recipe,
@@ -25,11 +24,8 @@ from embodied.config.base_recipe import (
     usual_name,
     without_recipe,
 )
-from embodied.config.cli import from_python, parse
-from embodied.config.commands import COMMANDS, Command
-from embodied.config.key_tree import root
-from embodied.config.merge import COMMAND_LINE, Source, Tree, flatten, lay, recipe_sources, with_own_task
-from embodied.config.mistakes import config_error, explain
+from embodied.config.cli import COMMANDS, Command, config_error, explain, from_python, parse
+from embodied.config.read import COMMAND_LINE, Source, Tree, flatten, lay, recipe_sources, root, with_own_task
 from embodied.config.recipe_files import recipe_names
 from embodied.config.sections import (
     CollectSection,
@@ -287,14 +283,14 @@ class Loaded:
     @property
     def yaml(self) -> str:
         """The resolved recipe with every key. It loads to the same configuration from any folder, as a new run."""
-        from embodied.config.help import config_yaml
+        from embodied.config.cli import config_yaml
 
         return config_yaml(self.config.model_copy(update={"resume": None}), {})
 
 
 def load(argv: list[str], entry: str = "train") -> Loaded | None:
     """The configuration of an argument list; None if --help or --cfg was answered."""
-    from embodied.config.help import config_yaml, help_text
+    from embodied.config.cli import config_yaml, help_text
 
     command = COMMANDS[entry]
     arguments = parse(argv, recipe_names(), "checkpoint" if "checkpoint" in command.own else "resume")

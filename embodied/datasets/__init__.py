@@ -4,10 +4,9 @@
 torch.
 """
 
-from embodied.datasets.episode_buffer import EpisodeBuffer, buffer_name
-from embodied.datasets.lerobot_layout import Features, features_of, fps_of, frame_of
+from embodied.datasets.layout import Features, features_of, fps_of, frame_of
 from embodied.datasets.reader import Dataset, RecordedEpisode, read_dataset
-from embodied.datasets.writer import DatasetWriter
+from embodied.datasets.writer import DatasetWriter, EpisodeBuffer, buffer_name
 
 __all__ = [
     "Dataset",

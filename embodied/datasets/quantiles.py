@@ -14,10 +14,9 @@ import numpy as np
 
 from embodied.core.errors import EmbodiedError
 from embodied.core.files import replace_text
-from embodied.datasets.episode_buffer import as_lists
-from embodied.datasets.feature_stats import QUANTILES, of_values
-from embodied.datasets.lerobot_layout import ACTION, STATE, STATS
+from embodied.datasets.layout import ACTION, QUANTILES, STATE, STATS, of_values
 from embodied.datasets.reader import read_dataset
+from embodied.datasets.writer import as_lists
 
 
 def write_figures(folder: Path, names: dict[str, str]) -> Path:

@@ -20,14 +20,18 @@ import numpy as np
 from embodied.core.errors import ConfigError, EmbodiedError
 from embodied.core.files import as_path, read_object, reading
 from embodied.core.types import Observation
-from embodied.datasets import lerobot_layout
-from embodied.datasets.episode_buffer import as_arrays
-from embodied.datasets.episode_videos import read_frames
-from embodied.datasets.feature_stats import Stats
-from embodied.datasets.lerobot_layout import ACTION, CAMERA, DONE, REWARD, STATE, SUCCESS, cameras
-from embodied.datasets.validation import (
+from embodied.datasets import layout
+from embodied.datasets.layout import (
+    ACTION,
     AGAIN,
+    CAMERA,
+    DONE,
     PLACES,
+    REWARD,
+    STATE,
+    SUCCESS,
+    Stats,
+    cameras,
     check_entries,
     check_info,
     check_table,
@@ -37,6 +41,7 @@ from embodied.datasets.validation import (
     is_older,
     place_fields,
 )
+from embodied.datasets.writer import as_arrays, read_frames
 
 OLDER_EPISODES, OLDER_TASKS = "meta/episodes.jsonl", "meta/tasks.jsonl"  # layouts 2.0 and 2.1
 
@@ -73,13 +78,13 @@ class Dataset:
         self.path, self.images = path, images
         self.theirs = theirs  # the dataset's names of some of our features
         self.info, self.fps = info, info["fps"]
-        self.features: lerobot_layout.Features = {
-            name: {**feature, "shape": lerobot_layout.image_shape(feature)}
-            for name, feature in lerobot_layout.renamed(info["features"], theirs).items()
+        self.features: layout.Features = {
+            name: {**feature, "shape": layout.image_shape(feature)}
+            for name, feature in layout.renamed(info["features"], theirs).items()
         }
-        older, stats = is_older(info), inside(path, lerobot_layout.STATS)
+        older, stats = is_older(info), inside(path, layout.STATS)
         self.stats = {} if older and not stats.exists() else read_stats(stats)
-        self.tasks_file = inside(path, OLDER_TASKS if older else lerobot_layout.TASKS)
+        self.tasks_file = inside(path, OLDER_TASKS if older else layout.TASKS)
         self.tasks = read_older_tasks(path) if older else read_tasks(self.tasks_file)
         self.entries = read_older_entries(path, info) if older else read_entries(path)
         check_entries(path, self.entries, info)
@@ -130,7 +135,7 @@ class Dataset:
         first = entry["dataset_from_index"] - self._begins[file]
         with reading(path, advice=AGAIN):
             table = rows_of(pq.ParquetFile(path), first, entry["length"])
-            columns = lerobot_layout.renamed({name: as_array(table[name]) for name in table.column_names}, self.theirs)
+            columns = layout.renamed({name: as_array(table[name]) for name in table.column_names}, self.theirs)
             if len(table) != entry["length"] or not (columns["episode_index"] == entry["episode_index"]).all():
                 wanted = f"rows {first} to {first + entry['length']}"
                 raise ValueError(f"{wanted} do not match episode {entry['episode_index']}")
@@ -150,7 +155,7 @@ class Dataset:
             values, shape = as_vectors(columns[name]), self.features[name]["shape"]
             if values.dtype.kind not in "fiub" or values.shape[1:] != shape:
                 actual = f"{values.dtype} {list(values.shape[1:])}"
-                raise ValueError(f"{name} is {actual}, {lerobot_layout.INFO} says {list(shape)}")
+                raise ValueError(f"{name} is {actual}, {layout.INFO} says {list(shape)}")
             if not np.isfinite(values).all():
                 raise ValueError(f"{name} holds NaN or infinity in frame {int(np.argmin(np.isfinite(values).all(1)))}")
         if "frame_index" in columns and not np.array_equal(columns["frame_index"], np.arange(length)):
@@ -161,7 +166,7 @@ class Dataset:
         images = {}
         for name, feature in self.features.items():
             if feature["dtype"] == "image":
-                with reading(self.path / lerobot_layout.INFO, advice=f"the images of {name} are others; {AGAIN}"):
+                with reading(self.path / layout.INFO, advice=f"the images of {name} are others; {AGAIN}"):
                     images[camera_of(name)] = decoded(columns[name], feature["shape"])
         for name, path in self._video_paths(entry).items():
             begins_s = entry[f"videos/{self.theirs.get(name, name)}/from_timestamp"]
@@ -182,11 +187,11 @@ class Dataset:
 def read_dataset(path: Path | str, images: bool = True, names: Mapping[str, str] | None = None) -> Dataset:
     """Open the dataset in this folder; `names`: its names of "action", "state" or a camera, if they are not
     LeRobot's."""
-    lerobot_layout.check_pyarrow()
+    layout.check_pyarrow()
     path = as_path(path)
-    if not (path / lerobot_layout.INFO).is_file():
-        raise ConfigError(f"{path} is no LeRobot dataset: there is no {lerobot_layout.INFO} in it")
-    info = read_object(inside(path, lerobot_layout.INFO), ConfigError, AGAIN)
+    if not (path / layout.INFO).is_file():
+        raise ConfigError(f"{path} is no LeRobot dataset: there is no {layout.INFO} in it")
+    info = read_object(inside(path, layout.INFO), ConfigError, AGAIN)
     ours = {"action": ACTION, "state": STATE}
     theirs = {ours.get(name, CAMERA + name): other for name, other in (names or {}).items()}
     check_info(path, info, theirs)

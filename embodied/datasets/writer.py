@@ -2,6 +2,16 @@
 encoders.
 
 Everything is written to a hidden folder, which gets the dataset's name at the end, so a dataset is complete or absent.
+
+An episode in recording: a folder with its numbers and a bare video per camera, which appears when it is complete.
+
+Images go to the encoders frame by frame, so none stays in memory. Episodes are recorded in the processes of sim
+workers, so no frame is sent, and in any order: `DatasetWriter.add_buffer` appends them.
+
+Videos of many episodes in few files, from which the frames of a single episode can be read.
+
+Bare streams are concatenated; ffmpeg then only writes the time of every frame, n / fps, which is exact for any number
+of frames.
 """
 
 from __future__ import annotations
@@ -12,18 +22,37 @@ import shutil
 import uuid
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from embodied.core.arrays import Observation, host
 from embodied.core.errors import EmbodiedError, printable
 from embodied.core.files import encode
-from embodied.datasets import lerobot_layout
-from embodied.datasets.episode_buffer import ABOUT, NUMBERS, EpisodeBuffer, as_arrays, as_lists
-from embodied.datasets.episode_videos import JoinedVideo
-from embodied.datasets.feature_stats import QUANTILES, Stats, merge, of_values
-from embodied.datasets.lerobot_layout import FILES_PER_CHUNK, INDICES, Features, Frame, cameras, complete, place
-from embodied.reporting.videos import FOR_DATASETS
+from embodied.core.types import ChunkResult, EpisodeResult, EpisodeSpec, Recording
+from embodied.datasets import layout
+from embodied.datasets.layout import (
+    AGAIN,
+    FILES_PER_CHUNK,
+    INDICES,
+    QUANTILES,
+    Features,
+    Frame,
+    PixelCounts,
+    Stats,
+    cameras,
+    complete,
+    features_of,
+    fps_of,
+    frame_of,
+    merge,
+    of_values,
+    place,
+)
+from embodied.records.videos import FOR_DATASETS, VideoWriter, ffmpeg
+
+if TYPE_CHECKING:
+    from embodied.envs.vector_env import VectorEnv
 
 DATA_MB, VIDEO_MB = 100, 200  # file sizes after which the next file begins, as in LeRobot
 ENTRIES = 50  # entries of episodes that are written at once
@@ -36,7 +65,7 @@ class DatasetWriter:
     """
 
     def __init__(self, path: Path | str, fps: int, features: Features, data_mb=DATA_MB, video_mb=VIDEO_MB) -> None:
-        lerobot_layout.check_pyarrow()
+        layout.check_pyarrow()
         if int(fps) != fps or fps < 1:
             raise ValueError(f"fps={fps}: LeRobot datasets have a whole number of frames per second")
         self.path, self.fps, self.features = Path(path), int(fps), complete(features)
@@ -50,9 +79,9 @@ class DatasetWriter:
         self._root = self.path.with_name(f".{self.path.name}-{uuid.uuid4().hex}")
         self._root.mkdir(parents=True)
         every, data_bytes, video_bytes = self.features | INDICES, data_mb * 2**20, video_mb * 2**20
-        self._data = TableFiles(self._files(lerobot_layout.DATA), data_schema(every), data_bytes)
-        self._episodes = TableFiles(self._files(lerobot_layout.EPISODES), episodes_schema(every), data_bytes)
-        videos = {name: self._files(lerobot_layout.VIDEOS, video_key=name) for name in cameras(self.features)}
+        self._data = TableFiles(self._files(layout.DATA), data_schema(every), data_bytes)
+        self._episodes = TableFiles(self._files(layout.EPISODES), episodes_schema(every), data_bytes)
+        videos = {name: self._files(layout.VIDEOS, video_key=name) for name in cameras(self.features)}
         self._videos = {name: JoinedVideo(path, self.fps, video_bytes) for name, path in videos.items()}
 
     def add_episode(self, frames: Iterable[Frame], task: str, success: bool | None = None) -> None:
@@ -97,9 +126,9 @@ class DatasetWriter:
         self._write_entries()
         for part in (self._data, self._episodes, *self._videos.values()):
             part.close()
-        write_tasks(self._root / lerobot_layout.TASKS, list(self._tasks))
-        write_json(self._root / lerobot_layout.STATS, as_lists(self._stats))
-        write_json(self._root / lerobot_layout.INFO, self._info())
+        write_tasks(self._root / layout.TASKS, list(self._tasks))
+        write_json(self._root / layout.STATS, as_lists(self._stats))
+        write_json(self._root / layout.INFO, self._info())
         if self.path.exists():
             raise EmbodiedError(f"{self.path} has appeared meanwhile; the new dataset is in {self._root}")
         os.rename(self._root, self.path)
@@ -143,7 +172,7 @@ class DatasetWriter:
 
     def _info(self) -> dict[str, Any]:
         return {
-            "codebase_version": lerobot_layout.VERSION,
+            "codebase_version": layout.VERSION,
             "robot_type": None,
             "total_episodes": self.num_episodes,
             "total_frames": self.num_frames,
@@ -152,8 +181,8 @@ class DatasetWriter:
             **self._sizes,
             "fps": self.fps,
             "splits": {"train": f"0:{self.num_episodes}"},
-            "data_path": lerobot_layout.DATA,
-            "video_path": lerobot_layout.VIDEOS if self._videos else None,
+            "data_path": layout.DATA,
+            "video_path": layout.VIDEOS if self._videos else None,
             "features": {name: self._described(name) for name in self.features | INDICES},
         }
 
@@ -296,3 +325,208 @@ def write_tasks(path: Path, tasks: list[str]) -> None:
     table = pa.table({"task_index": pa.array(range(len(tasks)), pa.int64()), index: pa.array(tasks, pa.string())})
     path.parent.mkdir(parents=True, exist_ok=True)
     pq.write_table(table.replace_schema_metadata({"pandas": json.dumps(note)}), path)
+
+
+NUMBERS, ABOUT = "numbers.npz", "episode.json"
+
+
+class EpisodeBuffer:
+    """Records an episode: `add` frames, then `finish` or `discard`."""
+
+    def __init__(self, folder: Path, fps: int, features: Features) -> None:
+        """`folder` appears when the episode is finished."""
+        self.folder = Path(folder)
+        self.features = complete(features)
+        self._place = self.folder.with_name(f".{self.folder.name}-{os.getpid()}")
+        shutil.rmtree(self._place, ignore_errors=True)
+        self._place.mkdir(parents=True)
+        self._columns: dict[str, list[np.ndarray]] = {name: [] for name in self.features}
+        self._videos = {name: VideoWriter(self._place, fps, FOR_DATASETS) for name in cameras(self.features)}
+        self._pixels = {name: PixelCounts() for name in self._videos}
+        for name in self._videos:
+            del self._columns[name]
+
+    def add(self, frame: Frame) -> None:
+        """Append an env step: a value for every feature."""
+        if odd := frame.keys() ^ self.features.keys():
+            missing, unknown = sorted(odd & self.features.keys()), sorted(odd & frame.keys())
+            raise ValueError(f"a frame lacks {missing} and has {unknown}, which is not among the dataset's features")
+        values = {name: as_described(name, frame[name], feature) for name, feature in self.features.items()}
+        for name, column in self._columns.items():
+            column.append(values[name])
+        for name, video in self._videos.items():
+            video.add(values[name])
+            self._pixels[name].add(values[name])
+
+    def finish(self, task: str, success: bool | None = None) -> Path:
+        """Complete the folder and return it; `task` is the instruction."""
+        if not self.length:
+            raise ValueError(f"{self.folder.name}: an episode needs at least one frame")
+        for name, video in self._videos.items():
+            video.finish(name + FOR_DATASETS.suffix)
+        arrays = {name: np.stack(column) for name, column in self._columns.items()}
+        stats = {name: of_values(array) for name, array in arrays.items()}
+        stats |= {name: pixels.stats() for name, pixels in self._pixels.items()}
+        np.savez(self._place / NUMBERS, **arrays)
+        metadata = {"task": task, "success": success, "length": self.length, "stats": as_lists(stats)}
+        (self._place / ABOUT).write_text(json.dumps(metadata), encoding="utf-8")
+        shutil.rmtree(self.folder, ignore_errors=True)
+        self._place.rename(self.folder)
+        return self.folder
+
+    @property
+    def length(self) -> int:
+        """Frames so far."""
+        lengths = [len(column) for column in self._columns.values()] + [v.num_frames for v in self._videos.values()]
+        return lengths[0]
+
+    def discard(self) -> None:
+        """Delete the draft. Harmless after `finish`."""
+        for video in self._videos.values():
+            video.discard()
+        shutil.rmtree(self._place, ignore_errors=True)
+
+    def __enter__(self) -> EpisodeBuffer:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.discard()
+
+
+class EpisodeRecorder:
+    """Open buffers by env row, which get every env step and the observation before it; none if the recording has no
+    folder for them. Inside a chunk of actions every step is observed, too, only for the record."""
+
+    def __init__(self, env: VectorEnv, recording: Recording, warn: Callable[[str], object]) -> None:
+        self.env, self.folder = env, recording.buffers
+        self.open: dict[int, EpisodeBuffer] = {}
+        self.words: dict[int, str] = {}
+        self.seen: list[Observation] = []  # before each env step of the current decision
+        self.actions: np.ndarray | None = None
+
+    def __enter__(self) -> EpisodeRecorder:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for buffer in self.open.values():
+            buffer.discard()
+
+    def begin(self, rows: np.ndarray, specs: list[EpisodeSpec], instructions: np.ndarray | None) -> None:
+        if self.folder is None:
+            return
+        spec = self.env.env_spec
+        for row, episode in zip(rows.tolist(), specs, strict=True):
+            self.open[row] = EpisodeBuffer(self.folder / buffer_name(episode.index), fps_of(spec), features_of(spec))
+            self.words[row] = episode.task if instructions is None else instructions[row]
+
+    def decided(self, obs: Observation, actions: np.ndarray, at: np.ndarray, values: np.ndarray) -> None:
+        self.seen, self.actions = [obs], actions
+
+    def on_frame(self, active: np.ndarray) -> None:
+        if self.open and len(self.seen) < self.actions.shape[1]:
+            self.seen.append(self.env.observe())
+
+    def played(self, result: ChunkResult) -> None:
+        if not self.open:
+            return
+        discrete = self.env.env_spec.action.discrete
+        actions = host(self.actions)
+        actions = actions if discrete else np.clip(actions, -1.0, 1.0)  # as executed
+        done, rewards = result.terminated | result.truncated, host(result.rewards)
+        for row, buffer in self.open.items():
+            for c in np.flatnonzero(result.mask[row]):
+                success = None if result.success is None else bool(result.success[row, c])
+                action, reward = actions[row, c], rewards[row, c]
+                buffer.add(frame_of(self.seen[c], row, action, reward, bool(done[row, c]), success))
+
+    def finish(self, rows: np.ndarray, outcomes: list[EpisodeResult]) -> None:
+        for row, outcome in zip(rows.tolist(), outcomes, strict=True):
+            if buffer := self.open.pop(row, None):
+                buffer.finish(self.words[row], outcome.success_once)
+
+
+def buffer_name(index: int) -> str:
+    """Name of the folder of the episode with this index."""
+    return f"episode-{index:06d}"
+
+
+def as_described(name: str, value: object, feature: dict) -> np.ndarray:
+    """The value as an array of its feature's type and shape; raises ValueError if it does not fit."""
+    if feature["dtype"] == "video":
+        array = np.asarray(value)
+        if array.shape != feature["shape"] or array.dtype != np.uint8:
+            raise ValueError(f"{name} is {array.dtype} {list(array.shape)}, not uint8 {list(feature['shape'])}")
+        return array
+    array = np.array(value, np.dtype(feature["dtype"])).reshape(-1)  # a copy: the env may use its array again
+    if array.shape != feature["shape"]:
+        raise ValueError(f"{name} has {array.size} numbers, not {feature['shape'][0]}")
+    if array.dtype.kind == "f" and not np.isfinite(array).all():
+        raise ValueError(f"{name} is not finite: {array}")
+    return array
+
+
+def as_lists(stats: dict[str, Stats]) -> dict[str, dict[str, list]]:
+    return {name: {figure: array.tolist() for figure, array in figures.items()} for name, figures in stats.items()}
+
+
+def as_arrays(stats: dict[str, dict[str, list]]) -> dict[str, Stats]:
+    return {name: {figure: np.array(values) for figure, values in figures.items()} for name, figures in stats.items()}
+
+
+class JoinedVideo:
+    """The frames of one camera, in one mp4 file after the other."""
+
+    def __init__(self, path: Callable[[int], Path], fps: int, file_bytes: int) -> None:
+        """`path(n)` names the n-th file; a new one begins after `file_bytes`."""
+        self.path, self.fps, self.file_bytes = path, fps, file_bytes
+        self.file = 0
+        self.num_frames = 0  # in the open file
+
+    @property
+    def _stream(self) -> Path:
+        return self.path(self.file).with_suffix(".h264")
+
+    def add(self, stream: Path, num_frames: int) -> tuple[int, float]:
+        """Append an episode; returns the number of its file and its begin time there."""
+        if self.num_frames and self._stream.stat().st_size + stream.stat().st_size > self.file_bytes:
+            self.close()
+            self.file += 1
+        begins_s = self.num_frames / self.fps
+        self._stream.parent.mkdir(parents=True, exist_ok=True)
+        with self._stream.open("ab") as out, stream.open("rb") as source:
+            shutil.copyfileobj(source, out)
+        self.num_frames += num_frames
+        return self.file, begins_s
+
+    def close(self) -> None:
+        """Complete the open file."""
+        if self.num_frames:
+            source = ["-f", "h264", "-framerate", str(self.fps), "-i", str(self._stream)]
+            frame = f"1/({self.fps}*TB)"  # in units of the file's clock; without it times are rounded to microseconds
+            times = f"setts=ts=round(N*{frame}):duration=round({frame})"
+            wrap = ["-c", "copy", "-bsf:v", times, "-movflags", "+faststart"]
+            ffmpeg(["-y", *source, *wrap, str(self.path(self.file))])
+            self._stream.unlink()
+            self.num_frames = 0
+
+
+def read_frames(path: Path, begins_s: float, num_frames: int, fps: float, size: tuple[int, ...]) -> np.ndarray:
+    """The frames of a video from this time on, uint8 [num_frames, H, W, 3]."""
+    before = max(begins_s - 0.5 / fps, 0.0)  # frames have the times n / fps, rounded: half a frame before is safe
+    seek = ["-ss", f"{before:.6f}"] if before else []
+    height, width, colours = size
+    header = f"P6\n{width} {height}\n255\n".encode()  # each frame contains its size
+    frame = len(header) + height * width * colours
+    wanted = num_frames * frame
+    most = ["-frames:v", str(num_frames), "-fs", str(wanted + 1)]  # even if the file claims more frames
+    raw = ["-fps_mode", "passthrough", "-f", "image2pipe", "-c:v", "ppm", "-pix_fmt", "rgb24", "-"]
+    try:
+        data = ffmpeg([*seek, "-f", "mp4", "-i", str(path), "-map", "0:v:0", *most, *raw])
+    except EmbodiedError as err:
+        raise EmbodiedError(f"{path} cannot be read: {err}; {AGAIN}") from None
+    whole = sum(data.startswith(header, at) for at in range(0, len(data), frame))
+    if whole != num_frames or len(data) != wanted:
+        raise EmbodiedError(
+            f"{path} has {whole} of the {num_frames} frames of {list(size)} from {begins_s:g} s on; {AGAIN}"
+        )
+    return np.frombuffer(data, np.uint8).reshape(num_frames, frame)[:, len(header) :].reshape(num_frames, *size)

@@ -19,12 +19,10 @@ from torch import Tensor
 from embodied.core.conversations import FIRST_PLACE
 from embodied.core.errors import EmbodiedError
 from embodied.learners.config import LearnerConfig
-from embodied.placement.balance import PassCost
-from embodied.placement.sequence_degrees import SequenceLoad, divide_sequences, exchange_costs, order_of_passes
+from embodied.placement.balance import PassCost, SequenceLoad, divide_sequences, exchange_costs, order_of_passes
 from embodied.policies.base import Policy
 from embodied.policies.language.packing import blocks_of
-from embodied.runtime.collective import Collective
-from embodied.runtime.rank_groups import PendingTensor, RankGroup
+from embodied.runtime.collective import Collective, PendingTensor, RankGroup
 
 if TYPE_CHECKING:
     from embodied.learners.train_batch import RankBatch

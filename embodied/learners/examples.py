@@ -9,7 +9,7 @@ from typing import Any
 
 from embodied.core.conversations import Said, in_words, is_content
 from embodied.core.errors import ConfigError
-from embodied.core.rows import read_rows
+from embodied.core.files import read_rows
 from embodied.core.types import EpisodeList
 from embodied.envs import env_class
 

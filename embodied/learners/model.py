@@ -18,8 +18,7 @@ import torch
 from torch import Tensor
 from torch.optim.adam import adam
 
-from embodied.algorithms.config import AlgoConfig, GRPOConfig
-from embodied.algorithms.sft_config import SFTConfig
+from embodied.algorithms.config import AlgoConfig, GRPOConfig, SFTConfig
 from embodied.core.errors import CheckpointError, ConfigError
 from embodied.core.types import Observation
 from embodied.learners.config import LearnerConfig
@@ -27,7 +26,7 @@ from embodied.learners.divided_passes import PassTable
 from embodied.learners.sharding import HALVES, is_sharded, join_rows, local, rows_of, whole_of
 from embodied.policies.base import Policy, Scores
 from embodied.runtime.collective import Alone, Collective
-from embodied.runtime.tensor_bytes import (
+from embodied.runtime.published_weights import (
     Blob,
     Spec,
     blob_of,

@@ -19,8 +19,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from embodied.runtime.published_weights import Blob, tensor_of
 from embodied.runtime.rendezvous import RendezvousAddress, RendezvousFile
-from embodied.runtime.tensor_bytes import Blob, tensor_of
 
 HALVES = (torch.bfloat16, torch.float16)
 

@@ -24,21 +24,18 @@ from embodied.core.types import EnvSpec, Trajectory, Unit, join_units
 from embodied.learners.config import LearnerConfig
 from embodied.learners.divided_passes import PassTable
 from embodied.learners.model import Model, PolicyOptimizer
-from embodied.learners.rollout_buffer import RolloutBuffer
 from embodied.learners.sharding import form_shards, leave, load_whole, local_weights, shard, whole_tensors
 from embodied.learners.throughput import Throughput
-from embodied.learners.train_batch import RankBatch, build_batch, frozen_features, moments_of, step_items
+from embodied.learners.train_batch import RankBatch, RolloutBuffer, build_batch, frozen_features, moments_of, step_items
 from embodied.learners.update import GradientSteps, check_divisor, check_version, update_policy
 from embodied.policies import check_methods, make_policy
 from embodied.policies.base import Policy
 from embodied.policies.policy_folder import read_blobs, read_weights
 from embodied.runtime import Channel, Needs, Worker, served_while_busy
-from embodied.runtime.collective import Alone, Collective, connect_gpus, join
+from embodied.runtime.collective import Alone, Collective, RankGroup, connect_gpus, form_groups, join
 from embodied.runtime.device_memory import Computing, DeviceTensors, give_back_unused, gpu_id, num_bytes
-from embodied.runtime.published_weights import Publication
-from embodied.runtime.rank_groups import RankGroup, form_groups
+from embodied.runtime.published_weights import ITEM_BYTES, Publication, blob_of, spec_of, tensor_of
 from embodied.runtime.rendezvous import RendezvousAddress, listen
-from embodied.runtime.tensor_bytes import ITEM_BYTES, blob_of, spec_of, tensor_of
 from embodied.runtime.weights import WeightStore
 
 MOVING_S = 3600.0  # time limit of a transfer from or to a slow disk

@@ -28,13 +28,12 @@ from embodied.config.recipe import RunConfig, load
 from embodied.core.errors import ConfigError
 from embodied.learners.config import DEGREES
 from embodied.placement import PlacementPlan, PlannedHost, Topology, roles_of
-from embodied.placement.cost_curves import constant, fit
+from embodied.placement.dataflow import Lengths
 from embodied.placement.deploy import devices_of
 from embodied.placement.grammar import Slot, extra_roles
 from embodied.placement.layout import DeviceClass
-from embodied.placement.lengths import Lengths
 from embodied.placement.placement_plan import hosts_on
-from embodied.placement.profile import NOTHING, Cost, Profile, write_profile
+from embodied.placement.profile import NOTHING, Cost, Profile, constant, fit, write_profile
 from embodied.placement.reasons import words
 from embodied.profiling.stored_profiles import (
     check_policy,
@@ -49,12 +48,12 @@ from embodied.profiling.stored_profiles import (
     repeated,
 )
 from embodied.profiling.timed_run import FEWEST_DECISIONS, Clock, calibrate
-from embodied.reporting.progress import now
+from embodied.records.progress import now
 from embodied.run import devices, launch
 from embodied.run.launch import program_of
 from embodied.run.memory_check import CUDA_BYTES
-from embodied.run.run_folder import commit
-from embodied.system.cpu_load import LoadMeter, load_before, under_load
+from embodied.run.provenance import commit
+from embodied.system.machine import LoadMeter, load_before, under_load
 from embodied.workflows.rl_loop import EmbodiedLoop
 from embodied.workflows.shipped_roles import roles_of_run
 

@@ -37,8 +37,8 @@ from embodied.core.types import (
     join,
 )
 from embodied.envs import env_class
+from embodied.envs.player import arrays_of
 from embodied.envs.sim_worker import SimWorker
-from embodied.envs.whole_episodes import arrays_of
 from embodied.learners.memory_estimate import Memory, whole_gradient
 from embodied.learners.worker import LearnerWorker
 from embodied.policies import make_policy

@@ -20,11 +20,10 @@ from typing import Any
 from embodied.config.recipe import RunConfig
 from embodied.core.errors import ConfigError
 from embodied.placement import PlacedRole, PlacementError, PlacementPlan, Topology, make_plan
-from embodied.placement.dataflow import Dataflow, embodied_dataflow
+from embodied.placement.dataflow import Dataflow, Lengths, embodied_dataflow, lengths_from_json
 from embodied.placement.deploy import as_placement, granularity
 from embodied.placement.grammar import EMBODIED, PARALLEL, extra_roles
 from embodied.placement.layout import DeviceClass
-from embodied.placement.lengths import Lengths, lengths_from_json
 from embodied.placement.placement_errors import number
 from embodied.placement.profile import NOTHING, Profile, read_profile
 from embodied.placement.profile_planner import Choice, Planner

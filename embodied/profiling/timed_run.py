@@ -17,15 +17,14 @@ from typing import Any
 
 from embodied.config.recipe import RunConfig
 from embodied.placement import PlacedRole, PlacementPlan, Topology, make_plan, roles_of
-from embodied.placement.cost_curves import Curve, constant
 from embodied.placement.dataflow import Edge, traced_edges
 from embodied.placement.deploy import as_placement
 from embodied.placement.grammar import EMBODIED, extra_roles
 from embodied.placement.iteration_cost import Pricer
 from embodied.placement.layout import DeviceClass, Layout, Zone
-from embodied.placement.profile import Cost, Link, Profile, Sync
+from embodied.placement.profile import Cost, Curve, Link, Profile, Sync, constant
 from embodied.profiling.stored_profiles import dataflow_of, homes
-from embodied.reporting.timeline import Timeline
+from embodied.records.timeline import Timeline
 from embodied.run import launch
 from embodied.run.devices import divides_requests, draws_on_gpus
 from embodied.runtime.channel import hosts_of_runs

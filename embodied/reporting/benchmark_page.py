@@ -13,7 +13,6 @@ from typing import Any
 import numpy as np
 
 from embodied.placement.reasons import equal_to_the_fastest, words
-from embodied.reporting.machine_page import is_move, pieces_of, worker_rows
 from embodied.reporting.page import (
     Block,
     Row,
@@ -27,7 +26,8 @@ from embodied.reporting.page import (
     text,
     write_page,
 )
-from embodied.system.cpu_load import under_load
+from embodied.reporting.sections import is_move, pieces_of, worker_rows
+from embodied.system.machine import under_load
 
 HEAD = ("mode", "steps/s", "per {device}", "rollout s", "update s", "weights s", "idle", "MB", "backward s")
 PREDICTED = ("predicted", "measured", "error", "spread")

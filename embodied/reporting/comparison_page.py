@@ -11,10 +11,14 @@ from pathlib import Path
 from shlex import join as join_words
 from typing import Any
 
-from embodied.config.yaml_values import read_yaml
+from embodied.config.read import read_yaml
 from embodied.core.arrays import flat_dict
+from embodied.records.success_stats import Prompt, compare, prompt_of
+from embodied.records.transcripts import transcript_lines
 from embodied.reporting import seed_sets_page
-from embodied.reporting.evaluation_page import (
+from embodied.reporting.page import Block, cell, fold, named_table, page, section, short, table, text
+from embodied.reporting.runs import Evaluation, Run
+from embodied.reporting.sections import (
     MEASURES,
     MOST_VIDEOS,
     episode_video,
@@ -24,13 +28,9 @@ from embodied.reporting.evaluation_page import (
     videos,
     videos_by_episode,
 )
-from embodied.reporting.page import Block, cell, fold, named_table, page, section, short, table, text
-from embodied.reporting.runs import Evaluation, Run
 from embodied.reporting.seed_sets_page import ComparedRun, SeedSet, alone
-from embodied.reporting.success_stats import Prompt, compare, prompt_of
-from embodied.reporting.transcripts import transcript_lines
 from embodied.reporting.transcripts_page import Conversations, can_be_shown, conversations
-from embodied.run.run_group import RunGroup
+from embodied.sweeps.run_group import RunGroup
 
 MOST_PROMPTS = 20  # prompts whose answers are compared
 

@@ -12,18 +12,10 @@ from pathlib import Path
 from shlex import quote
 from typing import Any
 
-from embodied.config.yaml_values import read_yaml
+from embodied.config.read import read_yaml
 from embodied.envs.common_config import played_task
-from embodied.reporting.evaluation_page import (
-    MEASURES,
-    conversation_blocks,
-    describe_rate,
-    evaluations_table,
-    histograms,
-    per_task_table,
-    video_gallery,
-)
-from embodied.reporting.machine_page import placement_chart, provenance_table, time_spent, timeline_charts
+from embodied.records.results import greedy_gap, reference_lines, sampling
+from embodied.records.transcripts import SAMPLES, read_samples
 from embodied.reporting.page import (
     MOST_POINTS,
     Block,
@@ -39,14 +31,26 @@ from embodied.reporting.page import (
     tiles,
     write_page,
 )
-from embodied.reporting.results import greedy_gap, reference_lines, sampling
 from embodied.reporting.runs import Evaluation, Run, read_run, start_of
-from embodied.reporting.share_page import share_page
-from embodied.reporting.training_page import learning_charts, result_charts
-from embodied.reporting.transcripts import SAMPLES, read_samples
+from embodied.reporting.sections import (
+    MEASURES,
+    conversation_blocks,
+    describe_rate,
+    evaluations_table,
+    histograms,
+    learning_charts,
+    per_task_table,
+    placement_chart,
+    provenance_table,
+    result_charts,
+    time_spent,
+    timeline_charts,
+    video_gallery,
+)
 from embodied.reporting.transcripts_page import samples_shown
-from embodied.run.run_group import is_group, read_group
 from embodied.runtime.run_turns import RECORD
+from embodied.sharing.page import share_page
+from embodied.sweeps.run_group import is_group, read_group
 
 REPORT = "report.html"
 WHEN = "%Y-%m-%d %H:%M UTC"

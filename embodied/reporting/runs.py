@@ -13,13 +13,12 @@ from typing import Any
 
 from yaml import YAMLError
 
-from embodied.config.yaml_values import read_yaml
+from embodied.config.read import read_yaml
 from embodied.core.errors import ConfigError, EmbodiedError
 from embodied.core.files import as_path, read_object, reading
 from embodied.core.types import EpisodeResult
-from embodied.reporting.partial_evaluation import PARTIAL, partial_in
-from embodied.reporting.results import RESULTS, check_info, check_row, read_results
-from embodied.run.run_folder import lost
+from embodied.records.results import PARTIAL, RESULTS, check_info, check_row, partial_in, read_results
+from embodied.run.provenance import lost
 
 IN_TRAINING = re.compile(r"v\d{6,}")  # evaluations during training, not those started by hand
 CHOOSES_EPISODES = ("episodes", "seed", "samples", "temperature", "top_p", "top_k")

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from embodied.core.arrays import gather
-from embodied.reporting.evaluation_page import MEASURES, evaluation_cells
+from embodied.records.success_stats import mean_with_interval, over_seeds, standings
 from embodied.reporting.page import (
     RATE,
     Block,
@@ -26,9 +26,8 @@ from embodied.reporting.page import (
     tiles,
 )
 from embodied.reporting.runs import Evaluation, Run, read_run
-from embodied.reporting.success_stats import mean_with_interval, over_seeds, standings
-from embodied.reporting.training_page import FEWEST, curve, in_evaluations, success_in_training
-from embodied.run.run_group import MISSING, OVER, RunGroup
+from embodied.reporting.sections import FEWEST, MEASURES, curve, evaluation_cells, in_evaluations, success_in_training
+from embodied.sweeps.run_group import MISSING, OVER, RunGroup
 
 MOST_LINES = 12  # curves of single runs on a chart with several settings
 MOST_BANDS = 4  # settings with drawn intervals

@@ -11,8 +11,8 @@ from typing_extensions import TypedDict
 
 from embodied.core.conversations import is_content, parts_of
 from embodied.core.types import EpisodeResult
+from embodied.records.results import check
 from embodied.reporting.page import Block, short, text
-from embodied.reporting.results import check
 
 MOST_SAMPLES = 150  # of training, approximately
 PAGE_TOKENS = 60_000  # marked tokens of a page; later answers are plain text

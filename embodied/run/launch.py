@@ -18,27 +18,27 @@ from typing import TYPE_CHECKING, Any
 
 from embodied import _stop_at_once
 from embodied.config.cli import parse
-from embodied.config.merge import recipe_of_task
-from embodied.config.published_models import reference_of
+from embodied.config.read import recipe_of_task
 from embodied.config.recipe import Loaded, RunConfig, load
 from embodied.config.recipe_files import recipe_names
+from embodied.config.suggestions import reference_of
 from embodied.core.errors import ConfigError, EmbodiedError, MissingAsset
 from embodied.core.files import show
 from embodied.core.options import broken_rules
 from embodied.envs import env_class, import_class, speaks
+from embodied.envs.capabilities import choose_protocol
 from embodied.envs.common_config import CommonEnvConfig, played_task
-from embodied.envs.evaluation_protocols import choose_protocol
 from embodied.envs.own_modules import own_modules
 from embodied.envs.rewards import reward_class
 from embodied.placement import PlacedRole, PlacementError, PlacementPlan, Topology, make_plan, named_nodes, roles_of
 from embodied.placement.grammar import EMBODIED, is_loop
-from embodied.placement.mode_rules import ENVS_PER_SIM
+from embodied.placement.placement_plan import ENVS_PER_SIM
 from embodied.policies import check_package, policy_class, slow_imports
-from embodied.reporting.wandb_logger import check_log
-from embodied.run import devices, memory_check, text_checks
+from embodied.policies.hub import missing_folders, with_folder
+from embodied.records.loggers import check_log
+from embodied.run import devices, memory_check
 from embodied.run.devices import check_devices, check_simulator, draws_on_gpus, host_plans, machines, networks_on
 from embodied.run.ending import Interrupted
-from embodied.run.hub import missing_folders, with_folder
 from embodied.run.rehearsal import files_missing_here
 from embodied.runtime import Cluster, choose_backend, describe_backend
 
@@ -103,7 +103,7 @@ def planned(
 ) -> tuple[RunConfig, PlacementPlan]:
     """The config with every "auto" of the env decided, and the plan. Refuses recipes that cannot run on this machine; a
     `dry` run may be planned for other machines. `roles` are the program's."""
-    from embodied.run.text_checks import ACTING, check_pictures, check_scorers, check_speech, refuse
+    from embodied.run.memory_check import ACTING, check_pictures, check_scorers, check_speech, refuse
 
     roles = roles_of(roles)
     if (machines_named := config.cluster.machines) and not dry:
@@ -135,7 +135,7 @@ def planned(
     # The policy's folder exists, and its inputs and outputs fit the env.
     config = config.model_copy(update={"policy": with_folder(config.policy, dry, bool(config.cluster.machines))})
     if config.eval.dataset:
-        from embodied.datasets.lerobot_layout import check_pyarrow
+        from embodied.datasets.layout import check_pyarrow
 
         check_pyarrow()
     choose_protocol(kind, config.env, config.eval.protocol)  # refuses unknown protocols
@@ -316,7 +316,7 @@ def describe(config: RunConfig, plan: PlacementPlan, weights: Path | str | None 
     if config.cluster.machines and (missing := files_missing_here(config)):
         remarks.append(f"missing on this machine: {missing}")
     remarks += missing_folders(config.policy) if config.cluster.machines else []
-    remarks += text_checks.remarks(config, plan.count("learner") > 0)
+    remarks += memory_check.remarks(config, plan.count("learner") > 0)
     lines = [
         f"task        {played_task(env.name, env.task)}{f', physics {physics}' if physics else ''}",
         *(line for note in remarks for line in wrap(f"note        {note}", WIDTH, subsequent_indent=" " * 12)),

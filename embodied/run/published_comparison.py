@@ -5,12 +5,12 @@ from __future__ import annotations
 
 from typing import Any
 
-from embodied.config.published_models import PublishedModel, reference_of
+from embodied.config.read import write_yaml
 from embodied.config.recipe import load
-from embodied.config.yaml_values import write_yaml
+from embodied.config.suggestions import PublishedModel, reference_of
 from embodied.envs import env_class
-from embodied.envs.evaluation_protocols import choose_protocol
-from embodied.reporting.success_stats import independent_difference, wilson
+from embodied.envs.capabilities import choose_protocol
+from embodied.records.success_stats import independent_difference, wilson
 
 # Options that change no outcome, belong to training, or follow from a model's folder
 OF_TRAINING = ("train", "detach_value", "keyframes", "augment", "exploration", "noise_level", "noise_range", "sft_loss")

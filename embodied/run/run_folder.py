@@ -3,31 +3,24 @@
 from __future__ import annotations
 
 import errno
-import fcntl
 import itertools
 import json
 import os
-import platform
-import subprocess
-import sys
 import threading
 import time
 from contextlib import suppress
 from datetime import datetime
-from functools import cache
 from pathlib import Path
 from shlex import quote
 
 from embodied.core.errors import CheckpointError, ConfigError
 from embodied.core.files import in_words, replace_text
-from embodied.reporting.progress import RunLog, now
+from embodied.records.progress import RunLog, now
 from embodied.run.checkpoints import name_of, read_json
-from embodied.system.machine import version_of
+from embodied.run.provenance import provenance, taken
 
 DRIVER = "driver"
 ENDING_S = 10.0  # wait for the processes of a killed command to end
-SIMULATORS = ("mani_skill", "sapien", "mujoco", "robosuite")
-PACKAGES = ("embodied-loop", "torch", "numpy", "gymnasium", *SIMULATORS, "transformers", "ray")
 
 
 class RunFolder:
@@ -136,71 +129,3 @@ def new_folder(parent: Path, name: str) -> Path:
             raise
         raise ConfigError(f"run.dir={parent}: no folder can be made there ({in_words(err)}); choose another") from None
     return path
-
-
-def taken(lock: int) -> bool | None:
-    """Lock this open file until it is closed. False: another process holds the lock; None: the file system has no
-    locks."""
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    except OSError:
-        return None
-    return True
-
-
-def lost(run: Path, info: dict) -> bool:
-    """True if the run was killed, or its machine went down, before it recorded its end."""
-    newest = [info, *info.get("resumed", [])][-1]
-    if info.get("state") != "running" or newest.get("provenance", {}).get("host") != platform.node():
-        return False  # not every file system shows locks of other machines
-    return is_held(run) is False
-
-
-def is_held(run: Path) -> bool | None:
-    """True if a process is running this run; None if unknown."""
-    try:
-        lock = os.open(run / "logs" / "driver.log", os.O_RDWR)
-    except OSError:
-        return None
-    try:
-        free = taken(lock)
-        return None if free is None else not free
-    finally:
-        os.close(lock)
-
-
-def command_line() -> list[str]:
-    """The command that started this process, as its user typed it: `python -m embodied.train recipe=NAME`."""
-    if "-m" in sys.orig_argv[:-1]:
-        return ["python", *sys.orig_argv[sys.orig_argv.index("-m") :]]
-    return [Path(sys.argv[0]).name, *sys.argv[1:]]
-
-
-def provenance() -> dict:
-    """Origin of a result: command, code, packages, machine."""
-    return {
-        "command": command_line(),
-        "commit": commit(),
-        "host": platform.node(),
-        "python": platform.python_version(),
-        "platform": platform.platform(),
-        "cores": len(os.sched_getaffinity(0)),
-        "packages": {name: version for name in PACKAGES if (version := version_of(name))},
-        "time": time.time(),
-    }
-
-
-@cache  # cached: the commit of the imported code, even if files change later
-def commit() -> str | None:
-    """The commit of the code that runs, marked when it has uncommitted changes; None outside a checkout."""
-    root = Path(__file__).resolve().parents[2]
-    if not (root / ".git").exists():
-        return None
-    try:
-        command = ["git", "-C", str(root), "describe", "--always", "--dirty", "--abbrev=12"]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=10, check=True)
-    except (OSError, subprocess.SubprocessError):
-        return None
-    return done.stdout.strip()

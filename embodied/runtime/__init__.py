@@ -17,9 +17,8 @@ ranks have modules of their own.
 
 from embodied.runtime.backend import choose_backend, describe_backend, nodes_of
 from embodied.runtime.channel import Channel
-from embodied.runtime.cluster import Cluster
+from embodied.runtime.cluster import Cluster, Handle, WorkerGroup
 from embodied.runtime.device_sharing import DeviceSharing, share_devices
-from embodied.runtime.group import Handle, WorkerGroup
 from embodied.runtime.host import HostPlan
 from embodied.runtime.supervision import Budget
 from embodied.runtime.timers import Timers

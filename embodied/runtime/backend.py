@@ -101,8 +101,7 @@ def nodes_of(address: str, describe: Callable[[int, int], Any]) -> dict[str, Any
 
 def reserved(address: str, plans: Sequence[HostPlan]) -> Callable[[], None]:
     """Reserves the devices of these plans on a running Ray cluster until the returned function is called."""
-    from embodied.runtime.ray.nodes import Connection
-    from embodied.runtime.ray.reservation import Reservation
+    from embodied.runtime.ray.nodes import Connection, Reservation
 
     connection = Connection(address)
     try:

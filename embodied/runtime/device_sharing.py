@@ -27,9 +27,8 @@ from dataclasses import dataclass
 from functools import partial
 
 from embodied.core.errors import DeadlineExceeded
-from embodied.runtime.cluster import Cluster
+from embodied.runtime.cluster import Cluster, Handle, WorkerGroup
 from embodied.runtime.device_leases import Action, Claim, Coordinator, LeaseError
-from embodied.runtime.group import Handle, WorkerGroup
 from embodied.runtime.run_turns import GENERATE, TRAIN
 from embodied.runtime.shared_leases import LOOK_S, SharedLeases, device_limits, parent
 from embodied.runtime.timers import Timers

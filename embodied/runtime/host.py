@@ -20,11 +20,9 @@ from types import TracebackType
 from typing import Any
 
 from embodied.core.errors import ChannelClosed, EmbodiedError, Unusable, WorkerFailed, printable, told
-from embodied.runtime.channel import Channel, hosts_of_runs
-from embodied.runtime.channel_queue import Queue
+from embodied.runtime.channel import Channel, Queue, Remote, hosts_of_runs
 from embodied.runtime.heartbeat import Progress, readable, resident_bytes
 from embodied.runtime.payload import Payload
-from embodied.runtime.remote_channel import Remote
 from embodied.runtime.timers import Timers
 from embodied.runtime.worker import Peers, Worker
 

@@ -1,5 +1,5 @@
 """Hosts as processes of this machine, wired to the driver and to each other by socket pairs. They are started fresh, or
-forked from a process that has imported torch already (fork_server.py).
+forked from a process that has imported torch already (processes.py).
 
 A host gets its environment and cores before it imports anything. It ends with the driver, however the driver ends, and
 runs in its own session, so Ctrl-C reaches only the driver.
@@ -19,10 +19,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from embodied.runtime.fork_server import MARK, Forked, ForkServers
 from embodied.runtime.host import DRIVER, HostPlan
-from embodied.runtime.payload import Payload, decode, encode, segments
+from embodied.runtime.payload import Loop, MessageSocket, Payload, decode, encode, segments, socket_pair
 from embodied.runtime.processes import (
+    MARK,
+    Forked,
+    ForkServers,
     HostProcess,
     Processes,
     boot_order,
@@ -30,7 +32,6 @@ from embodied.runtime.processes import (
     describe_exit,
     progress_memory,
 )
-from embodied.runtime.socket_io import Loop, MessageSocket, socket_pair
 
 if TYPE_CHECKING:
     from embodied.runtime.backend import Events
@@ -43,7 +44,7 @@ if boot["cores"]:
     import os
     os.sched_setaffinity(0, boot["cores"])
 sys.path[:] = boot["path"]
-from embodied.runtime.local_host import main
+from embodied.runtime.processes import main
 main(boot)
 """
 

@@ -1,6 +1,6 @@
 """Decides when a host is suspected, killed, replaced or given up: a state machine without processes, threads or clock.
 
-It gets events with their times, and returns decisions. `failures.py` asks it and kills hung hosts.
+It gets events with their times, and returns decisions. `Watchdog` asks it and kills hung hosts.
 `workflows/rollout_manager.py` restarts dead hosts, collects lost data again, and ends the run if an error repeats after
 every restart (`Repetitions`).
 
@@ -10,14 +10,23 @@ every restart (`Repetitions`).
     restarting -> healthy    constructed, and nothing is missing
     stale -> healthy         it has the current weights
     any -> dead              it died once too often, or holds state that is lost: the run ends
+
+Failures of workers and their processes. The watchdog finds hung hosts, kills them, and decides by `supervision.py`
+which dead hosts are restarted. The cluster calls it from its waits and callbacks, under its lock.
 """
 
 from __future__ import annotations
 
+import re
 from collections import deque
-from collections.abc import Iterable
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from enum import Enum
+from typing import Any
+
+from embodied.core.errors import WorkerFailed
+from embodied.runtime.backend import Backend
+from embodied.runtime.heartbeat import AwakeClock
 
 
 class State(Enum):
@@ -139,3 +148,158 @@ class Repetitions:
         for worker in workers:
             self._working.add(worker)
             self._errors.pop(worker, None)
+
+
+REBUILD_S = 60.0  # a restarted worker may be silent for at least this long: it is not forked with imports done
+REBUILD_FACTOR = 3  # the same, as a multiple of its first construction time
+FRAME = re.compile(r'^ *File "(.+", line \d+)', re.MULTILINE)
+
+
+class RemoteTraceback(Exception):
+    """Carries the traceback of a worker as text: the `__cause__` of a WorkerFailed."""
+
+    def __str__(self) -> str:
+        return f"\n{self.args[0]}"
+
+
+@dataclass
+class Failure:
+    worker: str
+    cause: str
+    traceback: str = ""
+    follows: tuple[str, str] | None = None  # (worker, cause) of the ChannelClosed that led to this failure
+    fatal: bool = False  # the worker is gone for good: its process died or its constructor failed
+    mendable: bool = False  # its host will be restarted
+    exit_code: int = WorkerFailed.exit_code  # a user's mistake has its own code
+    raised: bool = False  # raised at a caller
+    accepted: bool = False  # the run ends with it, after other workers have saved their state
+    lost_state: bool = False  # as of WorkerFailed
+
+    @property
+    def raised_at(self) -> str | None:
+        """The line that raised it; None for a process that died without a traceback."""
+        frames = FRAME.findall(self.traceback)
+        return frames[-1] if frames else None
+
+    @property
+    def exception(self) -> str:
+        """The error's type and message, without the process."""
+        return self.traceback.rstrip().rpartition("\n")[2]
+
+    def error(self) -> WorkerFailed:
+        self.raised = True
+        error = WorkerFailed(self.worker, self.cause)
+        error.exit_code, error.lost_state = self.exit_code, self.lost_state
+        if self.traceback:
+            error.__cause__ = RemoteTraceback(self.traceback)
+        return error
+
+    def accept(self) -> None:
+        """Let waits for other workers continue."""
+        self.fatal, self.raised, self.accepted = False, True, True
+
+    def final(self, reason: str) -> Failure:
+        """The same failure as final, with the reason why the worker is not replaced."""
+        return replace(self, cause=f"{self.cause}; {reason}" if reason else self.cause, fatal=True)
+
+
+@dataclass(frozen=True)
+class Call:
+    """A call that a worker has not answered yet."""
+
+    worker: str
+    host: str
+    slot: int
+    handle: Any
+    sent_at: float
+
+
+class Watchdog:
+    def __init__(
+        self, backend: Backend, supervisor: Supervisor, clock: AwakeClock, built_s: Mapping[str, float]
+    ) -> None:
+        """`built_s`: host -> the longest call of its first construction."""
+        self.supervisor = supervisor
+        hang_s = supervisor.budget.hang_s
+        self._rebuild_s = {host: max(hang_s, REBUILD_S, REBUILD_FACTOR * built_s.get(host, 0)) for host in supervisor}
+        self.check_s = min(1.0, supervisor.budget.hang_s / 4)
+        self._backend = backend
+        self._clock = clock
+        self._next_check = 0.0
+        self._condemned: dict[str, Failure] = {}  # host -> why it is being killed
+        self._rebuilt_by: dict[str, tuple[Sequence[Any], Sequence[Any]]] = {}  # host -> (construction, weights)
+
+    def replaceable(self, host: str) -> bool:
+        """True if restarting the host can recover from its errors."""
+        self._advance()
+        return self.supervisor.replaces(host) and self.supervisor.at_work(host)
+
+    def condemn(self, host: str, failure: Failure) -> None:
+        """Kills the process of a failed worker; the first reason is reported."""
+        if host not in self._condemned:
+            self._condemned[host] = failure
+            self._backend.kill(host)
+
+    def ended(self, peer: str) -> Failure | None:
+        """Returns why a worker, or a worker of a role, is being killed for good. Consequences of its death may be
+        reported first."""
+        for host, failure in self._condemned.items():
+            if not self.supervisor.replaces(host) and peer in (failure.worker, failure.worker.rpartition("-")[0]):
+                return failure.final("")
+        return None
+
+    def check(self, calls: Iterable[Call]) -> None:
+        """Kills hosts that have been silent for too long; checks every `check_s`."""
+        now = self._clock()
+        if now < self._next_check:
+            return
+        self._next_check = now + self.check_s
+        self._advance()
+        calls_of: dict[str, list[Call]] = {}
+        for running in calls:
+            calls_of.setdefault(running.host, []).append(running)
+        for host in self.supervisor:
+            if host in self._condemned or not (self.supervisor.at_work(host) or host in self._rebuilt_by):
+                continue
+            silence, call = self._silence(host, calls_of.get(host, []), now)
+            if self.supervisor.silent(host, silence):
+                where = "; its log says where" if self._backend.write_stacks(host) else ""
+                doing = f" during {call.handle.what}" if call else ""
+                cause = (
+                    f"hung: no sign of life for {silence:.0f} s{doing} (faults.hang_s="
+                    f"{self.supervisor.budget.hang_s:g}), so it was killed{where} [{self._backend.where(host)}]"
+                )
+                self.condemn(host, Failure(call.worker if call else host, cause))
+
+    def died(self, host: str, failure: Failure) -> tuple[Failure, bool]:
+        """Returns the failure to report, and True if the host will be restarted."""
+        self._advance()
+        failure = self._condemned.pop(host, failure)
+        self._rebuilt_by.pop(host, None)
+        reason = self.supervisor.died(host, self._clock())
+        return (replace(failure, mendable=True), True) if reason is None else (failure.final(reason), False)
+
+    def rebuilt_by(self, host: str, construction: Sequence[Any], weights: Sequence[Any]) -> None:
+        """The host works again when these calls are done: first the construction of workers, then their weights."""
+        self._rebuilt_by[host] = (construction, weights)
+
+    def _advance(self) -> None:
+        for host, (construction, weights) in list(self._rebuilt_by.items()):
+            if all(handle.succeeded() for handle in construction):
+                self.supervisor.constructed(host)
+                if all(handle.succeeded() for handle in weights):
+                    self.supervisor.current(host)
+                    del self._rebuilt_by[host]
+
+    def _silence(self, host: str, calls: list[Call], now: float) -> tuple[float, Call | None]:
+        """Returns the longest silence of the process or of a busy worker, and that worker's call. A rebuilt worker has
+        more time; its process must send heartbeats all the same."""
+        heard_s, pulse = self._clock.awake_s(), self._backend.pulse(host).ago_s
+        allowed_s = 0.0 if self.supervisor.at_work(host) else self._rebuild_s[host]
+        longest, whose = min(pulse, heard_s) if pulse < float("inf") else 0.0, next(iter(calls), None)
+        for call in calls:
+            sign = self._backend.progress(host, call.slot)
+            seconds = min(sign.ago_s, now - call.sent_at, heard_s)  # an idle worker is silent without being hung
+            if not sign.waits and seconds > longest and seconds >= allowed_s:
+                longest, whose = seconds, call
+        return longest, whose

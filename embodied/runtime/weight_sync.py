@@ -8,11 +8,9 @@ from time import perf_counter
 
 from embodied.core.errors import StaleWeights
 from embodied.runtime.channel import Channel
-from embodied.runtime.cluster import Cluster
+from embodied.runtime.cluster import Cluster, Handle, WorkerGroup
 from embodied.runtime.device_sharing import DeviceSharing
-from embodied.runtime.group import Handle, WorkerGroup
-from embodied.runtime.published_weights import Publication
-from embodied.runtime.tensor_bytes import Blob
+from embodied.runtime.published_weights import Blob, Publication
 from embodied.runtime.weights import NONE, WeightStore
 
 Ask = Callable[[Callable[[], Handle]], list]  # the results of a call, repeated after a worker was replaced

@@ -33,20 +33,23 @@ import numpy as np
 from embodied.core.errors import DeadlineExceeded, EmbodiedError, StaleWeights
 from embodied.runtime.channel import Channel, put_all
 from embodied.runtime.device_memory import gpu_id, host_memory, synchronize
-from embodied.runtime.payload import own_device
+from embodied.runtime.payload import map_private, map_shared, own_device
 from embodied.runtime.published_weights import (
+    Blob,
     Publication,
+    Spec,
     TensorBucket,
     TensorsFromBuckets,
     areas_of,
+    blob_of,
     buckets_from,
     buckets_of,
     check,
+    checksum,
     is_away,
     tensor_buckets,
+    tensor_of,
 )
-from embodied.runtime.shared_memory import map_private, map_shared
-from embodied.runtime.tensor_bytes import Blob, Spec, blob_of, checksum, tensor_of
 
 SENDING_S = 600.0  # deadline for a reader to take a version of the live tensors
 NONE = -1  # no version: nothing is published, or a version is being written

@@ -28,8 +28,8 @@ from embodied.policies.language.engine import Answer, Request, Sampling, unanswe
 from embodied.policies.language.http_messages import fingerprint
 from embodied.policies.language.policy import LanguagePolicy
 from embodied.policies.language.slots import SlotEngine
-from embodied.runtime.tensor_bytes import Blob, blob_of, tensor_of
-from embodied.serving.openai_protocol import BadRequest, TokenScore
+from embodied.runtime.published_weights import Blob, blob_of, tensor_of
+from embodied.serving.openai import BadRequest, TokenScore
 
 SCORED = 256  # prompt tokens whose logits are computed at a time
 FAILS = "the engine fails at this request; the server's log says why"

@@ -27,15 +27,22 @@ from embodied.policies.language.engine import Answer, Sampling
 from embodied.policies.language.http_messages import UNSEEN, read_bucket, settings_of
 from embodied.policies.language.policy import LanguagePolicy
 from embodied.runtime.device_memory import num_bytes
-from embodied.runtime.published_weights import BUCKET_BYTES
-from embodied.runtime.tensor_bytes import Blob
-from embodied.serving import openai_protocol as openai
-from embodied.serving.chat_messages import PictureReader, with_tools
+from embodied.runtime.published_weights import BUCKET_BYTES, Blob
+from embodied.serving import openai as openai
 from embodied.serving.config import FOREIGN_HOST, TOKEN, ServeConfig, is_token_shown
 from embodied.serving.generation import ROUND, Generation, Mode, ServedConversation, Written
-from embodied.serving.http_requests import NOT_SERVED, TOKEN_BYTES, Connections, body_of, long_body_of, refusal
-from embodied.serving.many_answers import SEND_S, UnusableAnswer, answer_many
-from embodied.serving.openai_protocol import AnswerChoice, Ask, BadRequest, Served, TokenScore
+from embodied.serving.http_requests import (
+    NOT_SERVED,
+    SEND_S,
+    TOKEN_BYTES,
+    Connections,
+    UnusableAnswer,
+    answer_many,
+    body_of,
+    long_body_of,
+    refusal,
+)
+from embodied.serving.openai import AnswerChoice, Ask, BadRequest, PictureReader, Served, TokenScore, with_tools
 
 CHANGE_S = 3600.0  # limit for open answers to end and new weights to load
 REQUESTS = 1024  # simultaneous requests, unless max_clients is set

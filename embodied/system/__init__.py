@@ -1,3 +1,3 @@
-"""The machine: its devices (`discovery`), packages and drivers (`machine`, `vulkan_driver`), and load (`cpu_load`)."""
+"""The machine: its devices (`discovery`), packages, drivers and load (`machine`, `vulkan_driver`), and `probes`."""
 
-__all__ = ["cpu_load", "discovery", "machine", "probes", "vulkan_driver"]
+__all__ = ["discovery", "machine", "probes", "vulkan_driver"]

@@ -97,7 +97,7 @@ def video() -> dict[str, Any]:
     """Write two frames to an mp4."""
     import numpy as np
 
-    from embodied.reporting.videos import VideoWriter
+    from embodied.records.videos import VideoWriter
 
     with tempfile.TemporaryDirectory() as folder, VideoWriter(Path(folder), fps=2) as writer:
         for shade in (0, 255):

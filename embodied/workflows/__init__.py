@@ -1,10 +1,9 @@
 """The training loops: their roles, the data between them, and the steps of an iteration.
 
 `contract` has the declarations of a program, `rl_loop` the RL loop, `imitation` the imitation loop. `collector`
-collects PPO's batches, `group_collector` GRPO's; `relay` is the base of roles that pass batches on to learners.
-`evaluator` evaluates. `workers` launches the roles, `rollout_manager` runs and replaces sim and policy workers,
-`answering` assigns policy workers to sims. `shipped_roles` are the roles added by a recipe, with workers in
-`network_roles` and `scoring_roles`.
+collects PPO's batches, `group_collector` GRPO's. `evaluator` evaluates. `workers` launches the roles,
+`rollout_manager` runs and replaces sim and policy workers, and assigns policy workers to sims. `roles` are the roles
+added by a recipe.
 """
 
 __all__ = ["contract", "evaluator", "imitation", "relay", "rl_loop", "shipped_roles", "workers"]

@@ -26,7 +26,7 @@ from embodied.runtime import Channel, Handle, WorkerGroup
 from embodied.workflows.contract import BatchSource
 
 if TYPE_CHECKING:
-    from embodied.workflows.experience import Experience
+    from embodied.workflows.group_collector import Experience
     from embodied.workflows.workers import Workers
 
 

@@ -16,9 +16,16 @@ from embodied.core.arrays import gather
 from embodied.core.errors import ConfigError
 from embodied.core.rng import minibatches, permutation
 from embodied.core.types import EpisodeResult, Unit
-from embodied.placement.balance import PassCost, balance_ratio, deal_groups
+from embodied.placement.balance import (
+    Division,
+    ExchangeCosts,
+    PassCost,
+    SequenceLoad,
+    balance_ratio,
+    deal_groups,
+    divide_sequences,
+)
 from embodied.placement.placement_errors import PlacementError
-from embodied.placement.sequence_degrees import Division, ExchangeCosts, SequenceLoad, divide_sequences
 from embodied.runtime import WorkerGroup
 
 if TYPE_CHECKING:

@@ -22,17 +22,17 @@ from embodied.core.conversations import EvaluationShare, SamplingRule
 from embodied.core.errors import ChannelClosed, EvaluationStopped
 from embodied.core.types import EnvSpec, EpisodeList, EpisodeResult, EpisodeSpec, Note, Recording, Route, deal_by_task
 from embodied.envs import env_class, speaks
-from embodied.envs.evaluation_protocols import EvaluationProtocol, choose_protocol
-from embodied.reporting.partial_evaluation import BUFFERS
-from embodied.reporting.transcripts import record_transcripts
-from embodied.reporting.video_recorder import VideoRecorder
+from embodied.envs.capabilities import EvaluationProtocol, choose_protocol
+from embodied.records.results import BUFFERS
+from embodied.records.transcripts import record_transcripts
+from embodied.records.videos import VideoRecorder
 from embodied.runtime import Channel, Handle
 from embodied.workflows.contract import ROLLOUT
 
 if TYPE_CHECKING:
     from embodied.config.recipe import RunConfig
     from embodied.config.sections import EvalSection
-    from embodied.reporting.partial_evaluation import PartialEvaluation
+    from embodied.records.results import PartialEvaluation
     from embodied.workflows.rollout_manager import RolloutManager
     from embodied.workflows.workers import Workers
 
@@ -158,7 +158,7 @@ class Evaluator:
 
     def first_recording(self, out: Path) -> Recording:
         """The recording of an evaluation: transcripts; or videos of the first episodes, and buffers for the dataset."""
-        from embodied.datasets.episode_buffer import EpisodeRecorder
+        from embodied.datasets.writer import EpisodeRecorder
 
         options = self.config.eval
         conversations = speaks(env_class(self.config.env))

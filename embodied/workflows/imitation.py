@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from embodied.algorithms.sft_config import SFTConfig
+from embodied.algorithms.config import SFTConfig
 from embodied.core.errors import ConfigError
 from embodied.core.types import EnvSpec, EpisodeResult
 from embodied.envs import env_class, speaks
@@ -26,8 +26,8 @@ if TYPE_CHECKING:
 def imitator(config: RunConfig) -> str:
     """The import path of the learner's class, for conversations or demonstrations."""
     if speaks(env_class(config.env)):
-        return "embodied.learners.text_imitation:TextImitationLearner"
-    return "embodied.learners.bc:ImitationLearner"
+        return "embodied.learners.imitation:TextImitationLearner"
+    return "embodied.learners.imitation:ImitationLearner"
 
 
 def imitator_arguments(workers: Workers) -> tuple:
@@ -110,7 +110,7 @@ def check_examples(config: RunConfig, kind: type[TextEnv]) -> None:
 def check_dataset(config: SFTConfig, spec: EnvSpec, learners: int) -> None:
     """Refuse demonstrations of another robot or with other observations, and too few of them."""
     from embodied.datasets import read_dataset
-    from embodied.datasets.lerobot_layout import ACTION, CAMERA, STATE
+    from embodied.datasets.layout import ACTION, CAMERA, STATE
 
     if spec.privileged_dim:
         raise ConfigError("demonstrations hold no privileged numbers; set env.privileged=false")

@@ -1,7 +1,7 @@
 """The roles that a recipe's section `roles` adds to a program: a reward, a judge, a reference, a critic.
 
-Trajectories pass through them in this order before learners get them. Their workers are in `network_roles.py` and
-`scoring_roles.py`; this module has the driver's part.
+Trajectories pass through them in this order before learners get them. Their workers are in `roles.py` and
+`roles.py`; this module has the driver's part.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from embodied.config.recipe import RunConfig
     from embodied.workflows.workers import Workers
 
-NETWORKS, SCORES = "embodied.workflows.network_roles:", "embodied.workflows.scoring_roles:"
+NETWORKS, SCORES = "embodied.workflows.roles:", "embodied.workflows.roles:"
 
 
 def roles_of_run(program: Any, config: RunConfig) -> tuple[Role, ...]:

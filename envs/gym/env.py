@@ -19,8 +19,8 @@ from gymnasium import spaces
 from embodied.core.errors import ConfigError, EmbodiedError, WrongShape, in_a_line, nearest
 from embodied.core.types import ActionSpec, EnvSpec, EpisodeSpec, Observation
 from embodied.envs import import_class
+from embodied.envs.capabilities import AS_TRAINED, EvaluationProtocol
 from embodied.envs.config import ExternalEnvConfig
-from embodied.envs.evaluation_protocols import AS_TRAINED, EvaluationProtocol
 from embodied.envs.gym.config import GymConfig
 from embodied.envs.gym.observations import ObservationParts
 from embodied.envs.own_modules import where

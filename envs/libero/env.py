@@ -25,8 +25,7 @@ import numpy as np
 
 from embodied.core.errors import MissingAsset
 from embodied.core.types import ActionSpec, EnvSpec, EpisodeSpec, Observation
-from embodied.envs.capabilities import Expert
-from embodied.envs.evaluation_protocols import AS_TRAINED, EvaluationProtocol
+from embodied.envs.capabilities import AS_TRAINED, EvaluationProtocol, Expert
 from embodied.envs.libero import images
 from embodied.envs.libero.config import (
     BENCHMARK,

@@ -12,9 +12,17 @@ from zipfile import BadZipFile
 
 from embodied.core.errors import EmbodiedError, in_a_line
 from embodied.envs.maniskill.config import ManiSkillConfig
-from embodied.envs.maniskill.state_numbers import numbers
-from embodied.envs.maniskill.task_choices import check_choices, refused
-from embodied.envs.maniskill.tasks import BATCHED_TASKS, DRAWING, ROLLING, is_bridge, maker, quiet
+from embodied.envs.maniskill.tasks import (
+    BATCHED_TASKS,
+    DRAWING,
+    ROLLING,
+    check_choices,
+    is_bridge,
+    maker,
+    numbers,
+    quiet,
+    refused,
+)
 from embodied.system.vulkan_driver import ensure_vulkan, has_nvidia
 
 NO_DRAWING = (

@@ -2,7 +2,7 @@
 
 There are three backends: `cpu_batched` (many envs in one process, for tasks for which this is proven equal), `cpu`
 (plain ManiSkill envs one after the other) and `cuda`. Rows are not reset automatically: `vector_env.py` lets a finished
-row stand still, `episode_player.py` keeps its final observation and begins the next episode. With every backend an
+row stand still, `player.py` keeps its final observation and begins the next episode. With every backend an
 episode's initial state depends only on its own seed: ManiSkill draws from torch's global generator, so each row gets a
 generator of its own.
 """
@@ -19,21 +19,22 @@ import numpy as np
 from embodied.core.arrays import host, tensor_of
 from embodied.core.errors import ConfigError
 from embodied.core.types import ActionSpec, Array, EnvSpec, EpisodeSpec, Observation
-from embodied.envs.capabilities import CataloguedTask, Expert
-from embodied.envs.evaluation_protocols import AS_TRAINED, EvaluationProtocol
-from embodied.envs.maniskill import task_choices
+from embodied.envs.capabilities import AS_TRAINED, CataloguedTask, EvaluationProtocol, Expert
+from embodied.envs.maniskill import tasks
 from embodied.envs.maniskill.bridge.bridge_tasks import TWINS, absent, asset_folder, is_bridge, source_of
 from embodied.envs.maniskill.build import NO_DRAWING, build
 from embodied.envs.maniskill.config import ManiSkillConfig
-from embodied.envs.maniskill.state_numbers import action_bounds, for_robots, numbers
 from embodied.envs.maniskill.tasks import (
     BATCHED_CONTROLS,
     BATCHED_TASKS,
     DRAWING,
+    action_bounds,
     check_bridge,
     control_of,
     find_task,
+    for_robots,
     is_listed,
+    numbers,
     registered,
     to_prove,
 )
@@ -73,7 +74,7 @@ class ManiSkillEnv(VectorEnv):
     @classmethod
     def catalogued(cls) -> dict[str, CataloguedTask]:
         ensure_vulkan()
-        return {name: task_choices.catalogued(name, spec) for name, spec in sorted(registered().items())}
+        return {name: tasks.catalogued(name, spec) for name, spec in sorted(registered().items())}
 
     @classmethod
     def longest_episode(cls, config: ManiSkillConfig) -> int | None:
@@ -198,21 +199,20 @@ class ManiSkillEnv(VectorEnv):
 
     def expert(self, kind: str = "scripted", tick: Callable[[], None] = lambda: None) -> Expert:
         if kind == "planner":
-            from embodied.envs.maniskill.motion_planner import PlannerExpert
+            from embodied.envs.maniskill.experts import PlannerExpert
 
             return PlannerExpert(self, tick)
         if is_bridge(self.config.task):
             from embodied.envs.maniskill.bridge.bridge_expert import BridgeExpert
 
             return BridgeExpert(self)
-        from embodied.envs.maniskill.expert import ManiSkillExpert
+        from embodied.envs.maniskill.experts import ManiSkillExpert
 
         return ManiSkillExpert(self)
 
     @classmethod
     def check_expert(cls, config: ManiSkillConfig, kind: str) -> None:
-        from embodied.envs.maniskill.expert import ManiSkillExpert
-        from embodied.envs.maniskill.motion_planner import PlannerExpert
+        from embodied.envs.maniskill.experts import ManiSkillExpert, PlannerExpert
 
         config = cls.resolve(config)  # experts need the control mode
         if kind == "planner":
@@ -221,14 +221,14 @@ class ManiSkillEnv(VectorEnv):
             ManiSkillExpert.check(config)
 
     def facts(self) -> dict[str, str]:
-        return task_choices.facts(self.envs[0], self.config)
+        return tasks.facts(self.envs[0], self.config)
 
     @classmethod
     def check(cls, config: ManiSkillConfig) -> None:
         ensure_vulkan()
         for task in cls.tasks(config):
             if task not in BATCHED_TASKS or config.robot or config.modules:
-                task_choices.check_choices(config.model_copy(update={"task": task}))
+                tasks.check_choices(config.model_copy(update={"task": task}))
         check_bridge(config)
 
     # The env

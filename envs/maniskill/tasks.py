@@ -1,25 +1,39 @@
 """ManiSkill's tasks by name: the registered tasks, how they are built, and their missing files.
 
 ManiSkill prompts for downloads; here an error lists missing files before anything starts.
+
+Control modes, rewards, cameras and robots that a ManiSkill task offers, and errors that list them.
+
+ManiSkill lists shaped rewards (`env.reward_mode`) also for tasks that do not implement them; these are left out here.
+
+The observed numbers of a ManiSkill env with their names, and its actions.
 """
 
 from __future__ import annotations
 
+import ast
 import contextlib
 import functools
 import importlib.util
+import inspect
 import io
 import itertools
 import logging
+import math
 import threading
 from collections.abc import Callable
+from itertools import combinations
 from shlex import join
 from typing import Any
 
+import numpy as np
+from gymnasium.spaces import Dict
+
 from embodied.core.errors import ConfigError, MissingAsset, nearest
+from embodied.envs.capabilities import CataloguedTask
 from embodied.envs.maniskill.bridge.bridge_tasks import CONTROL, PLATES, SVG, TWINS, absent, is_bridge, source_of
-from embodied.envs.maniskill.config import ManiSkillConfig
-from embodied.envs.own_modules import is_own, own_task, simulator_of, tasks_in
+from embodied.envs.maniskill.config import REWARD_MODES, ManiSkillConfig
+from embodied.envs.own_modules import is_own, own_task, simulator_of, tasks_in, where
 from embodied.system.vulkan_driver import ensure_vulkan
 
 # Tasks proven equal to single envs by playing both, with their own step limits; none needs a download.
@@ -162,7 +176,7 @@ def maker(task: str) -> Any:
     import gymnasium
 
     if task in TWINS:
-        from embodied.envs.maniskill.bridge.twins import KINDS
+        from embodied.envs.maniskill.bridge.scene import KINDS
 
         return functools.partial(made, KINDS[task], gymnasium.spec(task))
     if is_own(task):  # without Gymnasium, whose wrapping makes its errors harder to read
@@ -217,3 +231,181 @@ QUIET = threading.RLock()
 
 def is_error(record: logging.LogRecord) -> bool:
     return record.levelno >= logging.ERROR
+
+
+SHAPED = ("dense", "normalized_dense")
+
+
+def check_choices(config: ManiSkillConfig) -> None:
+    """Refuse an unknown task, missing files, and a reward mode or robot that the task lacks."""
+    check_task(config.task)
+    check_reward(config)
+    from mani_skill.agents.registration import REGISTERED_AGENTS
+
+    if config.robot is not None and config.robot not in REGISTERED_AGENTS:
+        raise ConfigError(
+            f"env.robot={config.robot}: no robot of this name is registered{nearest(config.robot, REGISTERED_AGENTS)}; "
+            "one of your own is registered by a module that env.modules names"
+        )
+
+
+def refused(config: ManiSkillConfig, err: Exception) -> ConfigError:
+    """Translates ManiSkill's error for an option that a task lacks."""
+    mode = config.control_mode
+    _, names_it, known = str(err).partition(f"{mode} not in supported modes: ")
+    if names_it:
+        names = ast.literal_eval(known)
+        return ConfigError(f"env.control_mode={mode}: the robot has {', '.join(names)}{nearest(mode, names)}")
+    asked = ", ".join(f"env.{name}={getattr(config, name)}" for name in ("control_mode", "reward_mode"))
+    return ConfigError(f"ManiSkill refuses {config.task} with {asked}: {' '.join(str(err).split())}{where(err)}")
+
+
+def reward_modes(cls: type) -> list[str]:
+    """The reward modes of a task's class; shaped rewards that it does not implement are left out."""
+    from mani_skill.envs.sapien_env import BaseEnv
+
+    if cls.get_reward is not BaseEnv.get_reward:  # it computes rewards in its own way
+        return list(cls.SUPPORTED_REWARD_MODES)
+    methods = {mode: f"compute_{mode}_reward" for mode in SHAPED}
+    missing = [mode for mode, name in methods.items() if getattr(cls, name) is getattr(BaseEnv, name)]
+    return [mode for mode in cls.SUPPORTED_REWARD_MODES if mode not in missing]
+
+
+def check_reward(config: ManiSkillConfig) -> None:
+    """Refuses a reward mode that the task does not have."""
+    cls = class_of(config.task)
+    known = reward_modes(cls)
+    if config.reward_mode in known:
+        return
+    text = f"env.reward_mode={config.reward_mode}: {config.task} has no such reward"
+    if config.reward_mode in cls.SUPPORTED_REWARD_MODES:
+        text += f", its class does not write compute_{config.reward_mode}_reward"
+    pays = " or ".join(mode for mode in known if mode != "none")
+    raise ConfigError(f"{text}; {f'set env.reward_mode={pays}' if pays else 'it has none at all'}")
+
+
+def catalogued(task: str, spec: Any) -> CataloguedTask:
+    """The entry of a registered task in `embodied.list tasks`."""
+    rewards = [mode for mode in reward_modes(class_of(task)) if mode in REWARD_MODES]
+    limit = f"{spec.max_episode_steps} steps" if spec.max_episode_steps else "no step limit"
+    way = "" if "normalized_dense" in rewards or not rewards else f", with env.reward_mode={rewards[0]}"
+    missing = {asset: source_of(asset) for asset in missing_assets(task)}
+    return {"about": limit + way, "problem": "" if rewards else "it has no reward", "missing": missing}
+
+
+def class_of(task: str) -> type:
+    """The class of a task; ManiSkill's bridge tasks have a class here, with rewards."""
+    if task in TWINS:
+        from embodied.envs.maniskill.bridge.scene import KINDS
+
+        return KINDS[task]
+    return find_task(task).cls
+
+
+def facts(env: Any, config: ManiSkillConfig) -> dict[str, str]:
+    """The choices of a built env by topic, the chosen one first."""
+    from embodied.envs.maniskill.images import cameras_of
+
+    spec = find_task(config.task)
+    cls = type(env)
+    robot = robots_named(env.robot_uids)
+    supported = [name for name in map(robots_named, cls.SUPPORTED_ROBOTS or ()) if name != robot]
+    agents = getattr(env.agent, "agents", None) or [env.agent]
+    controls = list(dict.fromkeys(mode for agent in agents for mode in agent.supported_control_modes))
+    cameras = [f"{name} ({camera.config.width}x{camera.config.height})" for name, camera in cameras_of(env).items()]
+    state = groups(env, env.get_info(), config)["state"]
+    limit = f"{spec.max_episode_steps} an episode" if spec.max_episode_steps else "no limit of its own: 100 an episode"
+    return {
+        "class": f"{cls.__name__} in {inspect.getsourcefile(cls)}",
+        "steps": f"{limit}, {env.control_freq:g} a second",
+        "rewards": first(env.reward_mode, reward_modes(cls), "env.reward_mode"),
+        "state": ", ".join(f"{name} {width}" for name, width in widths(state)),
+        "controls": first(env.control_mode, controls, "env.control_mode"),
+        "robots": first(robot, [robot, *supported], "env.robot"),
+        "cameras": ", ".join(cameras) + " (env.cameras=[...]; none is observed unless named)" if cameras else "none",
+    }
+
+
+def robots_named(robots: Any) -> str:
+    """The names of robots, which ManiSkill gives as uid or class, or a tuple of these."""
+    if isinstance(robots, tuple | list):
+        return ", ".join(map(robots_named, robots))
+    return robots if isinstance(robots, str) else robots.uid
+
+
+def first(chosen: Any, names: list[str], key: str) -> str:
+    others = [name for name in names if name != chosen]
+    return f"{chosen} (chosen)" + (f"; {key}= also takes {', '.join(others)}" if others else "")
+
+
+def numbers(env: Any, info: dict[str, Any], config: ManiSkillConfig) -> dict[str, Any]:
+    """The observed numbers [N, D], tensors: ManiSkill's state, or its part that goes with images and, separately, the
+    rest."""
+    from mani_skill.utils import common
+
+    parts = groups(env, info, config)
+    return {name: common.flatten_state_dict(part, use_torch=True, device=env.device) for name, part in parts.items()}
+
+
+def groups(env: Any, info: dict[str, Any], config: ManiSkillConfig) -> dict[str, dict[str, Any]]:
+    """The same by ManiSkill's names; relative positions come last."""
+    full = env.obs_mode == "state"  # some tasks compute it in their own way
+    extra = {} if full else env._get_obs_extra(info)
+    if config.state == "joints":  # e.g. PullCube-v1's goal tells the cube's initial position
+        extra = {name: part for name, part in extra.items() if "tcp" in name and "_to_" not in name}
+    parts = {"state": env._get_obs_state_dict(info) if full else {"agent": env._get_obs_agent(), "extra": extra}}
+    if config.privileged:
+        before = env._obs_mode, env.obs_mode_struct.state  # tasks read one or the other
+        env._obs_mode, env.obs_mode_struct.state = "state", True
+        try:
+            parts["privileged"] = {name: part for name, part in env._get_obs_extra(info).items() if name not in extra}
+        finally:
+            env._obs_mode, env.obs_mode_struct.state = before
+        if not parts["privileged"]:
+            raise ConfigError(f"env.privileged=true, but {env.spec.id} hides no numbers where there are images")
+    if config.relative_positions:
+        parts["state"] = {**parts["state"], "relative": relative_positions(parts["state"].get("extra", {}))}
+    return parts
+
+
+def relative_positions(extra: dict[str, Any]) -> dict[str, Any]:
+    """Offsets [N, 3] from every position that a task names to every later one: tcp_pose, goal_pos and obj_pose give
+    tcp_to_goal, tcp_to_obj and goal_to_obj. The task's own offsets, like tcp_to_obj_pos, are skipped."""
+    places = {
+        name.removesuffix("_pose").removesuffix("_pos"): part[..., :3]
+        for name, part in extra.items()
+        if getattr(part, "ndim", 0) == 2 and "_to_" not in name and (part.shape[-1] == 7 or name.endswith("_pos"))
+    }
+    return {f"{a}_to_{b}": places[b] - places[a] for a, b in combinations(places, 2)}
+
+
+def widths(group: dict[str, Any], prefix: str = "") -> list[tuple[str, int]]:
+    """Name and size of each part of a state, in their order."""
+    sizes: list[tuple[str, int]] = []
+    for name, value in group.items():
+        if isinstance(value, dict):
+            sizes += widths(value, f"{prefix}{name}.")
+        else:
+            shape = getattr(value, "shape", None)
+            width = (len(value) if isinstance(value, list | tuple) else 1) if shape is None else math.prod(shape[1:])
+            sizes += [(f"{prefix}{name}", width)] * bool(width)
+    return sizes
+
+
+# Actions: with several robots one vector for the policy, and a part for each robot in the env.
+
+
+def action_bounds(env: Any) -> tuple[np.ndarray, np.ndarray]:
+    """The smallest and the largest action [A], robot by robot."""
+    space = env.single_action_space
+    parts = list(space.values()) if isinstance(space, Dict) else [space]
+    return np.concatenate([part.low for part in parts]), np.concatenate([part.high for part in parts])
+
+
+def for_robots(env: Any, actions: Any) -> Any:
+    """Converts actions [..., A] to the env's format: with several robots a dict of parts by robot."""
+    space = env.single_action_space
+    if not isinstance(space, Dict):
+        return actions
+    ends = np.cumsum([part.shape[0] for part in space.values()]).tolist()
+    return {name: actions[..., begin:end] for name, begin, end in zip(space, [0, *ends], ends, strict=False)}

@@ -12,8 +12,7 @@ import numpy as np
 
 from embodied.core.rng import generator
 from embodied.core.types import ActionSpec, EnvSpec, EpisodeSpec, Observation
-from embodied.envs.capabilities import Expert
-from embodied.envs.evaluation_protocols import AS_TRAINED, EvaluationProtocol
+from embodied.envs.capabilities import AS_TRAINED, EvaluationProtocol, Expert
 from embodied.envs.pointmass.config import PointMassConfig
 from embodied.envs.vector_env import StepResult, VectorEnv
 

@@ -20,7 +20,7 @@ import numpy as np
 from embodied.core.errors import ConfigError, MissingAsset, WrongShape, nearest
 from embodied.core.types import ActionSpec, EnvSpec, EpisodeSpec, Observation
 from embodied.envs import own_modules
-from embodied.envs.evaluation_protocols import AS_TRAINED, EvaluationProtocol
+from embodied.envs.capabilities import AS_TRAINED, EvaluationProtocol
 from embodied.envs.libero import images
 from embodied.envs.libero.config import MUJOCO
 from embodied.envs.libero.load_simulator import quiet, simulator

@@ -3,14 +3,11 @@
 __all__ = [
     "config",
     "math",
-    "picture_questions",
     "reasoning_gym",
-    "reverse_text",
     "scoring_process",
-    "sort",
-    "sums",
     "text_env",
     "text_env_checker",
+    "toys",
     "verifiers",
     "worker",
 ]

@@ -1,4 +1,4 @@
-"""Questions from a data set (`core/rows.py`). The content of an answer's last `\\boxed{...}` is compared with the
+"""Questions from a data set (`core/files.py`). The content of an answer's last `\\boxed{...}` is compared with the
 solutions as mathematics, by math-verify in a separate process.
 
 A row has `question` or `problem` (asked as a message, with the request to box the result), `prompt` (text to be
@@ -22,7 +22,7 @@ from typing import Any
 
 from embodied.core.conversations import Said, pictures_in
 from embodied.core.errors import ConfigError, MissingAsset
-from embodied.core.rows import read_rows
+from embodied.core.files import read_rows
 from embodied.core.types import EpisodeSpec
 from embodied.envs.text.scoring_process import Scorers
 from embodied.envs.text.text_env import TextEnv, Turn

@@ -33,8 +33,7 @@ from embodied.core.conversations import Said, is_content, pictures_in
 from embodied.core.errors import ConfigError, EmbodiedError
 from embodied.core.rng import generator
 from embodied.core.types import ActionSpec, EnvSpec, EpisodeSpec
-from embodied.envs.capabilities import EnvCapabilities
-from embodied.envs.evaluation_protocols import EvaluationProtocol
+from embodied.envs.capabilities import EnvCapabilities, EvaluationProtocol
 
 REWARDS = ("own", "success")
 TRIES = 1000  # after this many draws in a row without a new question, there are hardly more

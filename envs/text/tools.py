@@ -3,13 +3,26 @@
 Calls have the format of the model's own chat template: the tags of Qwen and Hermes, the bare JSON of Llama 3, or
 Mistral's list. The template gets the tools with the first message (`with_tools`), and a tool's reply as a message of
 the role `tool`.
+
+Runs Python that a policy wrote in a child process that can only compute.
+
+The child imports a few modules; then the kernel (seccomp) forbids it to open files or sockets, to start processes or
+threads, to signal other processes, and to wait: one thread would wait for ever. Limits end it after some seconds of
+work, some memory, or some output. It has no environment variables. Linux on x86-64 only: elsewhere it is refused.
 """
 
 from __future__ import annotations
 
 import json
 import math
+import os
+import platform
 import re
+import select
+import signal
+import subprocess
+import sys
+import time
 from abc import abstractmethod
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -19,6 +32,7 @@ from threading import Thread
 from typing import Any
 
 from embodied.core.conversations import TOOL_CALL, Message, Said
+from embodied.core.errors import ConfigError
 from embodied.envs.text.text_env import Turn
 
 MISTRAL = re.compile(r"\[TOOL_CALLS\]\s*(\[.*\])", re.DOTALL)
@@ -162,3 +176,129 @@ class Search:
 
 def words_of(text: str) -> list[str]:
     return re.findall(r"\w+", text.lower())
+
+
+MODULES = (
+    "math cmath statistics fractions decimal itertools functools collections re random string datetime json bisect "
+    "heapq operator"
+)
+MEMORY = 512 << 20  # bytes of address space
+LONGEST = 10_000  # characters of a program, and of its output
+MOST_BYTES = 4 * LONGEST + 1_000  # of output; a program can write past its own `print`
+START_S = 60.0  # for the child to start, on a busy machine
+PATIENCE = 10  # seconds of the clock for a second of work; other programs may use the cores, too
+END_S = 10.0  # for a child that was killed to be gone
+
+CHILD = r"""
+import ast, contextlib, ctypes, io, resource, struct, sys, traceback
+seconds, memory, longest, modules = int(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]), sys.argv[4].split()
+source = sys.stdin.read()
+for name in modules:
+    __import__(name)
+import encodings.idna, linecache
+traceback.format_exception_only(ValueError("what this imports is there now"))
+datetime = sys.modules["datetime"]; datetime.datetime.strptime("1", "%d"); float("1").hex()
+libc = ctypes.CDLL(None, use_errno=True)
+resource.setrlimit(resource.RLIMIT_CPU, (seconds, seconds + 1))
+resource.setrlimit(resource.RLIMIT_AS, (memory, memory))
+resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))
+resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+allowed = [0, 1, 3, 5, 8, 9, 10, 11, 12, 13, 14, 15, 25, 28, 39, 60, 79, 96, 98, 102, 104, 107, 108,
+           131, 186, 201, 204, 228, 231, 273, 318, 334]
+LOAD, AND, EQUAL, RETURN = 0x20, 0x54, 0x15, 0x06
+ALLOW, REFUSE, KILL = (RETURN, 0, 0, 0x7FFF0000), (RETURN, 0, 0, 0x00050000 | 1), (RETURN, 0, 0, 0x80000000)
+rules = [(LOAD, 0, 0, 4), (EQUAL, 1, 0, 0xC000003E), KILL, (LOAD, 0, 0, 0)]
+futex = 202, 24, 127, 1  # its number, where its operation is, without the flags, and the one that wakes: others wait
+rules += [(EQUAL, 0, 5, futex[0]), (LOAD, 0, 0, futex[1]), (AND, 0, 0, futex[2]), (EQUAL, 0, 1, futex[3]), ALLOW, KILL]
+for place, number in enumerate(allowed):
+    rules.append((EQUAL, len(allowed) - place, 0, number))
+rules += [REFUSE, ALLOW]
+code = ctypes.create_string_buffer(b"".join(struct.pack("HBBI", *rule) for rule in rules))
+class Program(ctypes.Structure):
+    _fields_ = [("count", ctypes.c_ushort), ("rules", ctypes.c_void_p)]
+program = Program(len(rules), ctypes.addressof(code))
+if libc.prctl(38, 1, 0, 0, 0) or libc.prctl(22, 2, ctypes.byref(program), 0, 0):
+    sys.exit("the kernel offers no seccomp")
+class Printed(io.StringIO):
+    def write(self, text):
+        return super().write(text[: max(0, longest - self.tell())])
+sys.__stdout__.write("\n")
+sys.__stdout__.flush()
+printed = Printed()
+names = {"__name__": "__main__", **{name: sys.modules[name] for name in modules}}
+with contextlib.redirect_stdout(printed), contextlib.redirect_stderr(printed):
+    try:
+        tree = ast.parse(source)
+        last = tree.body.pop() if tree.body and isinstance(tree.body[-1], ast.Expr) else None
+        exec(compile(tree, "program", "exec"), names)
+        value = eval(compile(ast.Expression(last.value), "program", "eval"), names) if last else None
+        if value is not None:
+            print(value)
+    except BaseException as err:
+        print("".join(traceback.format_exception_only(err)).strip())
+sys.__stdout__.write(printed.getvalue())
+sys.__stdout__.flush()
+"""
+
+
+def check_box() -> None:
+    """Raise ConfigError if the kernel cannot confine a program."""
+    if sys.platform != "linux" or platform.machine() != "x86_64":
+        raise ConfigError(
+            f"Python that a policy writes runs only on Linux and x86-64, where the kernel confines it, not on "
+            f"{sys.platform} {platform.machine()}; leave the tool out"
+        )
+
+
+def run_python(code: str, seconds: int = 2) -> str:
+    """A program's output, with the value of its last line, or why it was ended."""
+    check_box()
+    if len(code) > LONGEST:
+        return f"error: a program of more than {LONGEST:,} characters"
+    words = [sys.executable, "-I", "-S", "-c", CHILD, str(seconds), str(MEMORY), str(LONGEST), MODULES]
+    with open(os.memfd_create("program"), "w+b") as source:
+        source.write(code.encode(errors="replace"))
+        source.seek(0)
+        pipes = {"stdin": source, "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
+        child = subprocess.Popen(words, **pipes, env={"LANG": "C.UTF-8"}, cwd="/", start_new_session=True)
+    with child:
+        try:
+            out = output_of(child, PATIENCE * seconds)
+        except subprocess.TimeoutExpired:
+            return f"error: it did not end within {PATIENCE * seconds} seconds"
+        finally:
+            child.kill()
+    if len(out) > MOST_BYTES:
+        return f"error: an output of more than {MOST_BYTES:,} bytes"
+    if child.returncode == -signal.SIGSYS:
+        return "error: it waits, which programs here cannot"
+    text = out.decode(errors="replace").strip()
+    if child.returncode in (-signal.SIGXCPU, -signal.SIGKILL):
+        return f"error: more than {seconds} seconds of work"
+    if child.returncode:
+        return f"error: it died ({text.splitlines()[-1][:200] if text else child.returncode})"
+    return text[:LONGEST]
+
+
+def output_of(child: subprocess.Popen[bytes], seconds: float) -> bytes:
+    """A child's output until it ends or has written too much; TimeoutExpired `seconds` after its first byte."""
+    assert child.stdout is not None
+    out, end = b"", time.monotonic() + START_S
+    ready = select.poll()  # takes files of any number
+    ready.register(child.stdout)
+    while len(out) <= MOST_BYTES:
+        if not ready.poll(1000 * max(0.0, end - time.monotonic())):
+            raise subprocess.TimeoutExpired(child.args, seconds)
+        if not (more := os.read(child.stdout.fileno(), MOST_BYTES)):
+            child.wait(max(0.0, end - time.monotonic()))
+            break
+        end, out = end if out else time.monotonic() + seconds, out + more
+    return out
+
+
+def python_tool(seconds: int = 2) -> Tool:
+    """A tool that runs programs."""
+    check_box()
+    about = "Runs a Python program and returns what it prints; files, network and other processes are out of reach."
+    words = {"code": "the program"}
+    return Tool("python", about, lambda code: run_python(code, seconds), words, START_S + PATIENCE * seconds + END_S)

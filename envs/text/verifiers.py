@@ -3,19 +3,443 @@ they need other versions of libraries.
 
 An example of the environment is a prompt, its rollout a conversation, and its rubric's score the reward at the end.
 Evaluations ask the examples of its eval_dataset, or without one the first 5%, at most 500, of its dataset.
+
+Plays environments of the package `verifiers` in a process of their own interpreter.
+
+An environment calls the model, so the sim worker serves an OpenAI endpoint, on loopback and for clients that know the
+token. A chat request waits there until the policy has answered. `Bridge` holds the process (`verifiers_child.py`) and
+the endpoint; `Example` is one conversation.
+
+A process that dies, or sends no request or score in time, is replaced. The conversation at which it failed is lost;
+other conversations are repeated to the new process, which must ask the same questions.
 """
 
 from __future__ import annotations
 
+import hmac
 import json
+import os
+import re
+import secrets
+import signal
+import subprocess
+import threading
+from collections.abc import Iterable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from itertools import count
 from pathlib import Path
+from queue import Empty, SimpleQueue
 from typing import Any
 
-from embodied.core.conversations import Said
+from embodied.core.conversations import TOOL_CALL, Message, Said
 from embodied.core.errors import ConfigError, EmbodiedError
 from embodied.core.types import EpisodeSpec
 from embodied.envs.text.text_env import TextEnv, Turn
-from embodied.envs.text.verifiers_bridge import Bridge, Child, Example, Lost, how_to_install
+from embodied.envs.text.tools import call_of, json_in
+
+CHILD = Path(__file__).with_name("verifiers_child.py")
+# Makes the working directory the first place in which Python finds modules; a script's own folder would be this one.
+BOOT = "import sys; path = sys.argv[1]; exec(compile(open(path).read(), path, 'exec'))"
+END_S = 15.0  # after a request to end: an environment may have to clean up
+PARKED_S = 86_400.0  # that a request waits for the policy; it covers pauses of the run
+LARGEST = 64 << 20  # bytes of a request
+ROUTE = re.compile(r"/v1/(.+)")
+MODEL = re.compile(r"policy-(\d+)")  # the model's name in a request tells its conversation
+FULL = {"message": "the context length of the policy is reached", "code": "context_length_exceeded"}
+FUNCTIONS = """# Tools
+
+You may call one or more functions to assist with the user query.
+
+You are provided with function signatures within <tools></tools> XML tags:
+<tools>
+{functions}
+</tools>
+
+For each function call, return a json object with function name and arguments within <tool_call></tool_call> XML tags:
+<tool_call>
+{{"name": <function-name>, "arguments": <args-json-object>}}
+</tool_call>"""
+
+
+class Lost(Exception):
+    """A conversation that cannot continue and is dropped, with the reason."""
+
+
+@dataclass
+class ModelRequest:
+    """A request that waits to be answered."""
+
+    route: str
+    body: dict[str, Any]
+    replies: SimpleQueue = field(default_factory=SimpleQueue)
+
+    def answer(self, status: int, reply: dict[str, Any]) -> None:
+        self.replies.put((status, reply))
+
+
+@dataclass(frozen=True)
+class ProcessDied:
+    """The process has died."""
+
+
+class Child:
+    """The process and its messages; an example's messages go to `mail[number]`."""
+
+    def __init__(self, config: Any, url: str = "", key: str = "") -> None:
+        self.name, self.start_s = config.name, config.start_s
+        self.first: SimpleQueue = SimpleQueue()
+        self.mail: dict[int, SimpleQueue] = {}
+        self.over = threading.Event()
+        quiet = {"VF_LOG_LEVEL": "ERROR", "HF_DATASETS_DISABLE_PROGRESS_BARS": "1"}
+        try:
+            self.process = subprocess.Popen(
+                [str(config.python), "-c", BOOT, str(CHILD)],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                start_new_session=True,  # Ctrl-C goes to the worker only, and its children can be ended with it
+                env={**quiet, **os.environ, "OMP_NUM_THREADS": "1"},
+                text=True,
+            )
+        except OSError as err:
+            raise ConfigError(f"env.python={config.python}: {err.strerror}; {how_to_install(config.python)}") from None
+        environment = config.name.partition(":")[2]
+        self.say(environment=environment, kwargs=config.kwargs, url=url, key=key)
+        threading.Thread(target=self._listen, daemon=True).start()
+
+    def ready(self) -> dict[str, Any]:
+        """The environment's description of itself, once it is loaded."""
+        try:
+            description = self.first.get(timeout=self.start_s)
+        except Empty:
+            self.kill()
+            raise EmbodiedError(f"env.name={self.name} was not loaded within env.start_s={self.start_s:g}") from None
+        if isinstance(description, ProcessDied):
+            self.process.wait(END_S)
+            raise EmbodiedError(
+                f"env.name={self.name}: its process ended with code {self.process.returncode} while loading; "
+                "what it printed is above, or in the sim worker's log"
+            )
+        if "problem" in description:
+            raise ConfigError(f"env.name={self.name}: {description['problem']}")
+        return description
+
+    def say(self, **message: Any) -> None:
+        with suppress(BrokenPipeError, ValueError):  # the process has died, which `_listen` reports, or was closed
+            self.process.stdin.write(json.dumps(message) + "\n")
+            self.process.stdin.flush()
+
+    def kill(self) -> None:
+        """End the process and its children, at once."""
+        if self.process.returncode is None:  # it was not waited for, so no other process has its id
+            with suppress(ProcessLookupError):
+                os.killpg(self.process.pid, signal.SIGKILL)
+            self.process.wait(END_S)
+        self._let_go()
+
+    def close(self) -> None:
+        """Let the process clean up and end."""
+        self._let_go()
+        self.over.wait(END_S)
+        self.kill()
+
+    def _let_go(self) -> None:
+        with suppress(BrokenPipeError):
+            self.process.stdin.close()
+
+    def _listen(self) -> None:
+        with self.process.stdout as lines:
+            for line in lines:
+                message = json.loads(line)
+                if "ended" not in message:
+                    self.first.put(message)
+                elif mail := self.mail.get(message["ended"]):
+                    mail.put(message)
+        self.over.set()
+        self.first.put(ProcessDied())
+        for mail in [*self.mail.values()]:
+            mail.put(ProcessDied())
+
+
+def how_to_install(python: Path) -> str:
+    """The commands that make this interpreter."""
+    return f'python -m venv {python.parent.parent} && {python} -m pip install "verifiers>=0.1.14,<0.5" makes one'
+
+
+class Bridge:
+    def __init__(self, config: Any) -> None:
+        self.config = config
+        self.key = secrets.token_urlsafe(32)
+        self.numbers = count(1)
+        self.server = Endpoint(self)
+        threading.Thread(target=self.server.serve_forever, daemon=True).start()
+        self.child: Child | None = None
+        try:
+            self.facts = self._begin()
+        except EmbodiedError:
+            self.close()
+            raise
+
+    def begin(self, held_out: bool, number: int) -> tuple[Child, int, SimpleQueue]:
+        """Let this example be rolled out; -> the process, the rollout's number there, and the queue of its requests."""
+        if self.child is not None and self.child.over.is_set():
+            self.replace()
+        if self.child is None:
+            self._begin()
+        at, mail = next(self.numbers), SimpleQueue()
+        self.child.mail[at] = mail
+        if self.child.over.is_set():  # and it ended every rollout before this one began
+            mail.put(ProcessDied())
+        self.child.say(begin=at, held_out=held_out, number=number)
+        return self.child, at, mail
+
+    def replace(self) -> None:
+        """Let another process start when the next example begins."""
+        if self.child is not None:
+            self.child.kill()
+        self.child = None
+
+    def close(self) -> None:
+        self.server.shutdown()
+        self.server.server_close()
+        if self.child is not None:
+            self.child.close()
+
+    def _begin(self) -> dict[str, Any]:
+        self.child = Child(self.config, "http://{}:{}".format(*self.server.server_address), self.key)
+        return self.child.ready()
+
+
+class Example:
+    """An example in progress, with the policy's answers."""
+
+    def __init__(self, bridge: Bridge, held_out: bool, number: int) -> None:
+        self.bridge, self.where = bridge, (held_out, number)
+        self.answers: list[str] = []
+        self._begin()
+
+    def begin(self) -> Said:
+        """Its first request. A process that fails before it is replaced once."""
+        try:
+            said = self._next()
+        except Lost:
+            if self.bridge.child is not None:
+                raise
+            self._begin()
+            said = self._next()
+        if isinstance(said, dict):
+            raise Lost("it ended before its first request")
+        return said
+
+    def answer(self, text: str) -> Said | dict[str, Any]:
+        """Its next request, or its result if it has ended."""
+        if self.child is not self.bridge.child or self.child.over.is_set():
+            self._say_again()
+        self.answers.append(text)
+        return self._answer(text)
+
+    def stop(self) -> dict[str, Any] | None:
+        """End it now, and return its result; None if it has to continue."""
+        self.request.answer(400, {"error": {**FULL, "type": "invalid_request_error"}})
+        ended = self._next()
+        return ended if isinstance(ended, dict) else None
+
+    def forget(self) -> None:
+        """Drop the rest of the example."""
+        self.child.mail.pop(self.at, None)
+        self.child.say(end=self.at)
+        if self.request is not None:
+            self.request.answer(503, {"error": {"message": "this conversation is over"}})
+
+    def _begin(self) -> None:
+        self.child, self.at, self.mail = self.bridge.begin(*self.where)
+        self.known: list[dict[str, Any]] = []  # all messages so far, in the environment's form
+        self.tools: list[dict[str, Any]] = []
+        self.request: ModelRequest | None = None
+
+    def _answer(self, text: str) -> Said | dict[str, Any]:
+        # The package treats an empty answer as a server's failure.
+        message = heard(text or " ", self.tools, len(self.known))
+        self.known.append(plain(message, self))
+        reason = "tool_calls" if "tool_calls" in message else "stop"
+        choice = {"index": 0, "message": message, "finish_reason": reason}
+        reply = {"id": f"{self.at}", "object": "chat.completion", "created": 0, "model": "policy", "choices": [choice]}
+        self.request.answer(200, reply)
+        return self._next()
+
+    def _next(self) -> Said | dict[str, Any]:
+        """Waits for the next request, or for the end."""
+        config, self.request = self.bridge.config, None
+        try:
+            event = self.mail.get(timeout=config.score_s)
+        except Empty:
+            self.bridge.replace()
+            raise Lost(f"the environment did nothing for env.score_s={config.score_s:g}") from None
+        if isinstance(event, ProcessDied):
+            self.bridge.replace()
+            raise Lost("the environment's process died")
+        if isinstance(event, dict):
+            self.child.mail.pop(self.at, None)
+            if "error" in event:
+                raise Lost(f"the environment failed: {event['error']}")
+            return event
+        self.request = event
+        return self._new(event)
+
+    def _new(self, request: ModelRequest) -> Said:
+        """The messages of a request that are new."""
+        body = request.body
+        if request.route != "chat/completions" or body.get("stream") or body.get("n") not in (None, 1):
+            wanted = {"route": request.route, "stream": body.get("stream"), "n": body.get("n")}
+            self.refuse(f"it asks for something else than one chat completion: {wanted}")
+        messages, tools = [plain(one, self) for one in body["messages"]], body.get("tools") or []
+        known = self.known
+        if messages[: len(known)] != known or len(messages) == len(known) or (known and tools != self.tools):
+            at = next((at for at, (a, b) in enumerate(zip(known, messages, strict=False)) if a != b), len(messages))
+            was, now = (repr(one[at])[:120] if at < len(one) else "nothing" for one in (known, messages))
+            what = "its tools" if messages[: len(known)] == known and len(messages) > len(known) else f"message {at}"
+            self.refuse(
+                f"it changes earlier messages, and a conversation can only be extended: {what}, {was}, is {now} now"
+            )
+        new = messages[len(known) :]
+        said = in_words(new, () if known else tools)
+        self.known, self.tools = messages, tools
+        return said
+
+    def refuse(self, why: str) -> None:
+        """Raise an error: this kind of environment cannot be played here."""
+        raise EmbodiedError(f"env.name={self.bridge.config.name} ({self.bridge.facts['kind']}): {why}")
+
+    def _say_again(self) -> None:
+        """Repeat this conversation to the new process."""
+        before = self.known
+        self._begin()
+        said = self._next()
+        for answer in self.answers:
+            if isinstance(said, dict):
+                break
+            said = self._answer(answer)
+        if isinstance(said, dict) or self.known != before:
+            raise Lost("the environment's process was replaced, and the new one sends other requests")
+
+
+def plain(message: dict[str, Any], example: Example) -> dict[str, Any]:
+    """A message with its role and content only."""
+    content = message.get("content") or ""
+    if isinstance(content, list):
+        if other := {part.get("type") for part in content} - {"text"}:
+            example.refuse(f"it says {', '.join(map(str, other))}, and a conversation here is text")
+        content = "".join(part["text"] for part in content)
+    calls = [
+        {"id": call["id"], "function": {name: call["function"][name] for name in ("name", "arguments")}}
+        for call in message.get("tool_calls") or ()
+    ]
+    return {"role": message["role"], "content": content} | ({"tool_calls": calls} if calls else {})
+
+
+class Endpoint(ThreadingHTTPServer):
+    """Holds requests until they are answered, each in a thread."""
+
+    daemon_threads = True
+    request_queue_size = 1024
+
+    def __init__(self, bridge: Bridge) -> None:
+        super().__init__(("127.0.0.1", 0), EndpointHandler)
+        self.bridge = bridge
+
+    def park(self, route: str, body: dict[str, Any]) -> tuple[int, dict[str, Any]]:
+        """Wait for the answer to a request."""
+        child, model = self.bridge.child, str(body.get("model"))
+        match = MODEL.fullmatch(model)
+        mail = child.mail.get(int(match[1])) if child is not None and match else None
+        if mail is None:
+            return 404, {"error": {"message": f"there is no conversation of {model}"}}
+        request = ModelRequest(route, body)
+        mail.put(request)
+        try:
+            return request.replies.get(timeout=PARKED_S)
+        except Empty:
+            return 503, {"error": {"message": "nobody has answered"}}
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """A broken connection ends its rollout only; the process is watched elsewhere."""
+
+
+class EndpointHandler(BaseHTTPRequestHandler):
+    server: Endpoint
+    protocol_version = "HTTP/1.1"
+    timeout = 60  # between requests of a connection
+
+    def do_POST(self) -> None:
+        length = int(self.headers.get("Content-Length") or 0)
+        match = ROUTE.fullmatch(self.path)
+        if not hmac.compare_digest(self.headers.get("Authorization", ""), f"Bearer {self.server.bridge.key}"):
+            status, reply = 401, {"error": {"message": "the key is wrong"}}
+            self.close_connection = True
+        elif match is None or length > LARGEST:
+            status, reply = 400, {"error": {"message": "this is not a request to a conversation"}}
+            self.close_connection = True
+        else:
+            body = json.loads(self.rfile.read(length))
+            status, reply = self.server.park(match[1], body)
+        data = json.dumps(reply).encode()
+        self.send_response(status)
+        self.send_header("Content-Type", "application/json")
+        self.send_header("Content-Length", str(len(data)))
+        self.end_headers()
+        self.wfile.write(data)
+
+    def log_message(self, *args: Any) -> None:
+        """Nothing is logged."""
+
+
+# Tools in the format of Qwen and Hermes, which most models with tools have learned: functions in the system message,
+# calls as `<tool_call>{...}</tool_call>` and results between `<tool_response>` tags. Chat templates differ here, so
+# none is used.
+
+
+def in_words(messages: Iterable[dict[str, Any]], tools: Sequence[dict[str, Any]] = ()) -> tuple[Message, ...]:
+    """Messages for a policy; `tools` are described in the system message."""
+    said: list[Message] = []
+    for message in messages:
+        role, content = message["role"], message["content"]
+        if role == "tool":
+            role, content = "user", f"<tool_response>\n{content}\n</tool_response>"
+        for call in message.get("tool_calls", ()):
+            content += f"\n<tool_call>\n{written(call)}\n</tool_call>"
+        if said and said[-1]["role"] == role == "user" and message["role"] == "tool":
+            said[-1]["content"] += f"\n{content}"
+        else:
+            said.append({"role": role, "content": content})
+    if tools:
+        functions = FUNCTIONS.format(functions="\n".join(json.dumps(tool) for tool in tools))
+        system = said.pop(0)["content"] + "\n\n" if said[0]["role"] == "system" else ""
+        said.insert(0, {"role": "system", "content": system + functions})
+    return tuple(said)
+
+
+def written(call: dict[str, Any]) -> str:
+    """A call in an environment's message, as JSON."""
+    function = call["function"]
+    return f'{{"name": {json.dumps(function["name"])}, "arguments": {function["arguments"]}}}'
+
+
+def heard(answer: str, tools: Sequence[dict[str, Any]], turn: int) -> dict[str, Any]:
+    """An answer as a message of OpenAI's protocol. Calls that are not well-formed, all or one, stay text."""
+    calls = [call_of(json_in(text)) for text in TOOL_CALL.findall(answer)] if tools else []
+    if not calls or None in calls:
+        return {"role": "assistant", "content": answer}
+    named = [
+        {
+            "id": f"call_{turn}_{at}",
+            "type": "function",
+            "function": {"name": c.name, "arguments": json.dumps(c.arguments)},
+        }
+        for at, c in enumerate(calls)
+    ]
+    return {"role": "assistant", "content": answer[: answer.index("<tool_call>")], "tool_calls": named}
+
 
 MOST_TURNS = 10  # answers in a conversation, if the environment has no limit
 PRECISION = 1e-6  # of a score that is a sum of weighted parts

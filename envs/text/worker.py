@@ -42,10 +42,9 @@ from embodied.core.types import (
     Trajectory,
 )
 from embodied.envs import env_class
-from embodied.envs.request_client import RequestClient
+from embodied.envs.player import PlayerWorker, RequestClient
 from embodied.envs.text.side_by_side import SideBySide
 from embodied.envs.text.text_env import TextEnv, Turn, checked_said
-from embodied.envs.whole_episodes import PlayerWorker
 from embodied.runtime import Channel, Timers
 
 LOOK_S = 0.01  # between two checks for answers while env steps run

@@ -7,8 +7,7 @@ from collections.abc import Mapping
 
 import numpy as np
 
-from embodied.runtime.published_weights import Bucket, TensorsFromBuckets
-from embodied.runtime.tensor_bytes import Blob, Spec
+from embodied.runtime.published_weights import Blob, Bucket, Spec, TensorsFromBuckets
 
 SILENT_S = 30.0  # after this silence another program may send weights
 

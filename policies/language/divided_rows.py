@@ -18,7 +18,7 @@ from torch import Tensor
 from transformers import AttentionInterface
 
 from embodied.policies.language.packing import Packed
-from embodied.runtime.rank_groups import RankGroup
+from embodied.runtime.collective import RankGroup
 
 DIVIDED = "embodied_divided"  # the name of this attention for transformers
 

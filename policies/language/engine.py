@@ -1,6 +1,6 @@
 """Engines continue conversations for a language policy worker, a token at a time.
 
-`policy.engine` picks one: our own loop over the policy's model (slots.py), vLLM in the same process (vllm_engine.py),
+`policy.engine` picks one: our own loop over the policy's model (slots.py), vLLM in the same process (vllm.py),
 or a server that is asked over HTTP (http_engine.py). All are used in the same way: `add` while there is `room`, `step`
 until nothing is `running`, in any order, and `abort` to stop between two tokens.
 """
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 ENGINES = {  # values of `policy.engine`; imported on use
     "transformers": "embodied.policies.language.slots:SlotEngine",
-    "vllm": "embodied.policies.language.vllm_engine:VLLMEngine",
+    "vllm": "embodied.policies.language.vllm:VLLMEngine",
     "http": "embodied.policies.language.http_engine:HTTPEngine",
 }
 

@@ -28,14 +28,13 @@ from embodied.core.errors import EmbodiedError
 from embodied.policies.language.config import LanguageConfig
 from embodied.policies.language.engine import Answer, Engine, Request, unanswered
 from embodied.policies.language.folder import as_published
-from embodied.policies.language.http_messages import ParsedAnswer, body_of, fingerprint, settings_of
+from embodied.policies.language.http_messages import ParsedAnswer, WeightFolder, body_of, fingerprint, settings_of
 from embodied.policies.language.pooled_server import PooledRequest, PooledServer
 from embodied.policies.language.remote_server import RemoteServer, check_client, token_of
 from embodied.policies.language.server_pool import LONGEST_S, ServerPool
 from embodied.policies.language.trust import find_mismatch
-from embodied.policies.language.weight_folder import WeightFolder
 from embodied.policies.vla.lora import merged, scaling_of
-from embodied.runtime.tensor_bytes import blob_of
+from embodied.runtime.published_weights import blob_of
 
 if TYPE_CHECKING:
     from embodied.policies.language.policy import LanguagePolicy

@@ -3,6 +3,8 @@
 Engines generate answers. The policy's weights have transformers' names, as if it were the model, and a head tied to the
 embeddings is not a separate weight, so it is published, saved and loaded once. The value head is not part of the model:
 engines do not get it, and folders keep it apart, so that other programs load the plain model.
+
+Scores of hidden states a part at a time, so that the logits of a whole batch never exist.
 """
 
 from __future__ import annotations
@@ -28,18 +30,17 @@ from embodied.policies.base import Scores
 from embodied.policies.language import attention
 from embodied.policies.language import folder as files
 from embodied.policies.language import tokenizer as words
-from embodied.policies.language.chunked_scores import LOGITS_BYTES, InParts
 from embodied.policies.language.config import LanguageConfig
 from embodied.policies.language.divided_rows import DIVIDED, DividedPass
 from embodied.policies.language.engine import token_bytes
 from embodied.policies.language.experts import BIAS, ExpertLoads
+from embodied.policies.language.folder import HEADS, PROCESSED, READERS, check_kind, fresh_config, scaled
 from embodied.policies.language.packing import Packed, into_passes, lay_out
-from embodied.policies.language.shapes import HEADS, PROCESSED, READERS, check_kind, fresh_config, scaled
 from embodied.policies.language.sight import SIGHTS, Sight, decoder_of, place_cost, tower_blocks_of
 from embodied.policies.policy_folder import CONFIG, published_family, write_shards, write_values
 from embodied.policies.published import PublishedPolicy
 from embodied.policies.vla.lora import add_lora, chosen_layers, initial_adapter, is_adapter, saved_layers
-from embodied.runtime.tensor_bytes import Blob
+from embodied.runtime.published_weights import Blob
 
 COMPARED = 2e9  # limit of parameters for comparing the first layers with transformers in float32
 ROUNDING = 1e-3  # nats; float32 differs far less
@@ -498,3 +499,42 @@ class FirstLayers(LanguagePolicy):
             scores = self(inputs | {"lengths": np.array([len(text) for text in texts])})
         ours = scores.logprobs[:, 0, 0][torch.from_numpy(inputs["mask"])]
         return float((ours - theirs).abs().max())
+
+
+LOGITS_BYTES = 2**27  # most bytes of log-probs of the whole vocabulary at a time
+PARTS = 5  # buffers of that size that exist at a time in the backward pass
+
+
+class InParts(torch.autograd.Function):
+    """Scores a part of the places at a time, and again in the backward pass, so the logits of all places never exist at
+    once. Gradients of weights are summed in float32 at least."""
+
+    @staticmethod
+    def forward(ctx: Any, score: Any, most: int, parts: list, hidden: Tensor, *weights: Tensor) -> Any:
+        ctx.score, ctx.most, ctx.parts = score, most, parts
+        ctx.kind = "cpu" if hidden.is_meta else hidden.device.type  # of autocast, which does not know meta
+        ctx.autocast = torch.is_autocast_enabled(ctx.kind), torch.get_autocast_dtype(ctx.kind)
+        room = [hidden.new_empty(PARTS * LOGITS_BYTES, dtype=torch.uint8)] if hidden.is_meta else []  # to be counted
+        ctx.save_for_backward(hidden, *weights, *room)
+        ctx.set_materialize_grads(False)
+        scores = [score(hidden[first : first + most], *which) for first, *which in parts]
+        return tuple(torch.cat(each) for each in zip(*scores, strict=True))
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> Any:
+        hidden, *weights = ctx.saved_tensors
+        ends = np.cumsum([len(takes) for _, takes, _ in ctx.parts])
+        wanted = [number for number, grad in enumerate(grads) if grad is not None]
+        sums = [torch.zeros_like(w, dtype=torch.promote_types(w.dtype, torch.float32)) for w in weights]
+        backwards = torch.empty_like(hidden)
+        enabled, dtype = ctx.autocast
+        for (first, *which), end in zip(ctx.parts, ends, strict=True):
+            part = hidden[first : first + ctx.most].detach().requires_grad_()
+            with torch.enable_grad(), torch.autocast(ctx.kind, dtype, enabled=enabled):
+                scores = ctx.score(part, *which)
+            of = [grads[number][end - len(which[0]) : end] for number in wanted]
+            own, *more = torch.autograd.grad([scores[number] for number in wanted], [part, *weights], of)
+            backwards[first : first + ctx.most] = own
+            for total, grad in zip(sums, more, strict=True):
+                total += grad
+        return None, None, None, backwards, *(s.to(w.dtype) for s, w in zip(sums, weights, strict=True))

@@ -35,8 +35,7 @@ from embodied.policies.language.http_messages import (
     version_of,
 )
 from embodied.policies.policy_folder import WEIGHTS
-from embodied.runtime.published_weights import buckets_of
-from embodied.runtime.tensor_bytes import read_safetensors
+from embodied.runtime.published_weights import buckets_of, read_safetensors
 
 AT_FIRST_S = 5.0  # wait for missing servers at the start
 SHORTEST_S = 0.1  # first pause between two attempts
@@ -46,7 +45,7 @@ SIZES = ("max_model_len", "lora_rank", "max_running")
 RPC = "/collective_rpc"
 MANY = "/v1/completions/many"
 MOST_BYTES = 1 << 24  # of a response, or of a line of it: an answer with its proof is far smaller
-EXTENSION = "embodied.policies.language.vllm_worker.FromFolder"
+EXTENSION = "embodied.policies.language.vllm.FromFolder"
 
 
 def token_of(config: LanguageConfig) -> str | None:

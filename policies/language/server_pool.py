@@ -29,11 +29,17 @@ import numpy as np
 
 from embodied.core.errors import ConfigError, EmbodiedError
 from embodied.core.request_queue import RequestQueue, Waiting
-from embodied.policies.language.http_messages import MOST_TOGETHER, ParsedAnswer, one_line, read_answer, version_of
+from embodied.policies.language.http_messages import (
+    MOST_TOGETHER,
+    ParsedAnswer,
+    WeightFolder,
+    one_line,
+    read_answer,
+    version_of,
+)
 from embodied.policies.language.pooled_server import FailingRequest, PooledRequest, PooledServer, request_limits
 from embodied.policies.language.remote_server import SHORTEST_S, Overdue, RemoteServer, ServerUnavailable
 from embodied.policies.language.trust import JUDGED_TOKENS, SMALL, GapRecord
-from embodied.policies.language.weight_folder import WeightFolder
 
 LONGEST_S = 5.0  # longest pause between two attempts
 WATCH_S = 5.0  # interval for checking a server's weights

@@ -24,8 +24,7 @@ from torch import Tensor
 from embodied.core import rng
 from embodied.core.conversations import FIRST_PLACE, SamplingRule
 from embodied.policies.language.config import LanguageConfig
-from embodied.policies.language.decoding import Step, fast_step
-from embodied.policies.language.drawing import choose, likeliest
+from embodied.policies.language.decoding import Step, choose, fast_step, likeliest
 from embodied.policies.language.engine import Answer, Engine, Request, Sampling, cache_bytes, token_bytes, unanswered
 from embodied.policies.language.sight import decoder_of
 from embodied.policies.language.trust import ProofWriter

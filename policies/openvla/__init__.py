@@ -4,4 +4,4 @@
 prompt and action tokens, `settings` the sizes, `folder` and `components` the published layout.
 """
 
-__all__ = ["config", "oft", "policy", "settings"]
+__all__ = ["config", "policy", "settings"]

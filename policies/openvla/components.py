@@ -16,7 +16,7 @@ from torch import Tensor
 from embodied.core.errors import CheckpointError, EmbodiedError
 from embodied.policies.policy_folder import own_layer, write_tensors
 from embodied.policies.vla.lora import DOWN, LAYER, UP, is_adapter, merged, product
-from embodied.runtime.tensor_bytes import read_safetensors, tensor_of
+from embodied.runtime.published_weights import read_safetensors, tensor_of
 
 FILE = re.compile(
     r"(action_head|proprio_projector|vision_backbone|noisy_action_projector)--.+_checkpoint\.(pt|safetensors)"

@@ -57,7 +57,7 @@ class OpenVLAConfig(PrismaticConfig):
 
 
 class OpenVLAOFTConfig(PrismaticConfig):
-    policy = "embodied.policies.openvla.oft:OpenVLAOFTPolicy"
+    policy = "embodied.policies.openvla.policy:OpenVLAOFTPolicy"
     alike = ("openvla",)
 
     name: Literal["openvla_oft"] = Field(description="Images and an instruction in, a chunk of actions out at once.")

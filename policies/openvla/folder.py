@@ -27,7 +27,7 @@ from embodied.policies.policy_folder import (
 )
 from embodied.policies.vla.lora import ADAPTER_CONFIG
 from embodied.policies.vla.statistics import RANGES
-from embodied.runtime.tensor_bytes import Blob, blob_of
+from embodied.runtime.published_weights import Blob, blob_of
 
 OFT = "openvla_oft"
 STATISTICS = "dataset_statistics.json"

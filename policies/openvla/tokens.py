@@ -1,5 +1,5 @@
 """Input and output tokens: the prompt with its tokenizers, and actions as 256 bins of [-1, 1] on the last ids of the
-vocabulary. `actions_of` in `prismatic.py` turns [-1, 1] into the robot's units.
+vocabulary. `actions_of` in `network.py` turns [-1, 1] into the robot's units.
 
 256 ids share 255 bin centres (the two lowest ids mean the same), and ids fall as actions grow.
 """
@@ -14,7 +14,7 @@ from torch import Tensor
 
 from embodied.core.errors import CheckpointError
 from embodied.policies.openvla.settings import OpenVLASettings
-from embodied.policies.vla.vla_tokenizer import fast_tokenizer, hashed_words
+from embodied.policies.vla.policy import fast_tokenizer, hashed_words
 
 BOS, STOP = 1, 2
 SPACE = 29871  # Llama's "▁", which precedes the first action token in training

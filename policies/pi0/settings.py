@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from embodied.core.errors import CheckpointError
-from embodied.policies.vla.flow_folder import FlowSettings, normalization_of
-from embodied.policies.vla.siglip import VisionSettings
+from embodied.policies.vla.flow import FlowSettings, normalization_of
+from embodied.policies.vla.layers import VisionSettings
 from embodied.policies.vla.statistics import MEAN_STD, QUANTILES
 
 

@@ -1,3 +1,3 @@
 """SmolVLA: a small vision-language model, an action expert that reads its first layers, and flow matching."""
 
-__all__ = ["config", "network", "policy"]
+__all__ = ["config", "policy"]

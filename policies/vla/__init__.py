@@ -1,14 +1,3 @@
 """Shared by vision-language-action families: image processing, units of actions, tokenizers, LoRA, flow matching."""
 
-__all__ = [
-    "config",
-    "flow",
-    "flow_folder",
-    "image_processor",
-    "layers",
-    "lora",
-    "policy",
-    "siglip",
-    "statistics",
-    "vla_tokenizer",
-]
+__all__ = ["config", "flow", "image_processor", "layers", "lora", "policy", "statistics"]

@@ -25,7 +25,7 @@ from embodied.core.options import LARGEST_FLOAT
 from embodied.policies.policy_folder import own_layer, read_json, write_tensors
 from embodied.policies.vla.config import LORA_FIELDS, LoraOptions
 from embodied.policies.vla.layers import ADAPTER
-from embodied.runtime.tensor_bytes import Blob, read_safetensors, tensor_of
+from embodied.runtime.published_weights import Blob, read_safetensors, tensor_of
 
 if TYPE_CHECKING:
     from peft import LoraConfig

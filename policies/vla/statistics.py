@@ -21,7 +21,7 @@ from embodied.core.arrays import host
 from embodied.core.errors import CheckpointError, ConfigError
 from embodied.core.types import EnvSpec
 from embodied.policies.policy_folder import read_json
-from embodied.runtime.tensor_bytes import array_of, read_safetensors
+from embodied.runtime.published_weights import array_of, read_safetensors
 
 BOUNDS = {"quantiles": ("q01", "q99"), "extremes": ("min", "max")}
 

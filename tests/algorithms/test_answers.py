@@ -7,7 +7,7 @@ from embodied.algorithms.config import GRPOConfig
 from embodied.algorithms.groups import score_of
 from embodied.algorithms.losses import out_of_bounds, policy_loss_sum
 from embodied.core.types import EpisodeResult
-from embodied.reporting.results import episodes_csv, read_episodes
+from embodied.records.results import episodes_csv, read_episodes
 
 
 def result(reward=1.0, truncated=False, tokens=4):

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from embodied.config.key_tree import leaves, root
+from embodied.config.read import leaves, root
 from embodied.config.recipe import RunConfig, load
 from embodied.config.recipe_files import RECIPES, TINY, recipe_names
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from embodied.config.key_tree import leaves, root
+from embodied.config.read import leaves, root
 from embodied.config.recipe import RunConfig
 from embodied.envs import PLUGINS
 from embodied.envs.config import ENV_CONFIGS
@@ -153,7 +153,7 @@ def test_options_are_free_of_heavy_imports():
 
 
 MESSAGES = [
-    ROOT / "embodied/runtime" / name for name in ("socket_io.py", "payload.py", "ray/object_store.py")
+    ROOT / "embodied/runtime" / name for name in ("payload.py", "ray/actors.py")
 ]  # between our own processes only
 
 
@@ -197,30 +197,39 @@ def test_every_option_is_read_outside_its_model():
     assert not unread
 
 
+def code_lines(path):
+    """Lines without blank, comment and docstring lines."""
+    tree, documented = ast.parse(path.read_text()), set()
+    for node in ast.walk(tree):
+        has_docstring = isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef)
+        if has_docstring and ast.get_docstring(node, False) is not None:
+            documented |= {*range(node.body[0].lineno, node.body[0].end_lineno + 1)}
+    lines = [line.strip() for line in path.read_text().splitlines()]
+    return sum(1 for at, line in enumerate(lines, 1) if line and line[0] != "#" and at not in documented)
+
+
 def test_files_stay_readable():
-    too_long = {str(path.relative_to(ROOT)): n for path in SOURCES if (n := len(path.read_text().splitlines())) > 500}
-    assert not too_long
+    assert not {str(path.relative_to(ROOT)): count for path in SOURCES if (count := code_lines(path)) > 450}
 
 
-OF_OTHERS = {"ps", "top", "href", "footer", "command", "subprocess", "libero_goal", "register_problem", "osmesa"}
-OF_OTHERS |= {"frozen", "trained", "of_task", "of_engine", "auto", "latest", "egl", "null", "prompts"}
+UPSTAIRS = (  # what reads files, plans, and calls `train`
+    *(f"embodied.{name}" for name in ("reporting", "profiling", "sharing", "sweeps", "serving")),
+    *(f"embodied.run.{name}" for name in ("launch", "ending", "rehearsal")),
+    *(
+        f"embodied.placement.{name}"
+        for name in "deploy event_replay iteration_cost layer_search profile_planner reasons schedule_overlap".split()
+    ),
+)
 
 
-def test_docstrings_name_parameters_and_functions_that_exist():
-    """What stands in backquotes is read in the function, or it is a function, a class, a module or an attribute."""
-    functions, known = (ast.FunctionDef, ast.AsyncFunctionDef), {path.stem for path in SOURCES} | OF_OTHERS
-    known |= {node.name for path in SOURCES for node in nodes_of(path) if isinstance(node, (*functions, ast.ClassDef))}
-    stale = []
-    for path in SOURCES:
-        here = {node.attr for node in nodes_of(path) if isinstance(node, ast.Attribute)} | known
-        here |= {
-            node.target.id for node in nodes_of(path) if isinstance(node, ast.AnnAssign) and hasattr(node.target, "id")
-        }
-        for function in (node for node in nodes_of(path) if isinstance(node, functions) and ast.get_docstring(node)):
-            code = ast.unparse([function.args, *function.body[1:]])
-            stale += [
-                f"{path.relative_to(ROOT)}:{function.lineno} {function.name}: {word}"
-                for word in re.findall(r"`([a-z_]\w*)`", ast.get_docstring(function))
-                if word not in here and not re.search(rf"\b{word}\b", code)
-            ]
-    assert not stale, "\n".join(stale)
+def is_upstairs(name):
+    is_command = name.count(".") == 1 and name in MODULES and MODULES[name].name != "__init__.py"
+    return is_command or allowed(name, UPSTAIRS)
+
+
+def test_nothing_below_imports_commands_pages_the_planner_or_programs_of_several_runs():
+    """The loop, simulators and policies do not know who starts them, plans for them, or reads their files."""
+    assert {*UPSTAIRS} <= {*MODULES} and is_upstairs("embodied.train") and not is_upstairs("embodied.envs")
+    for module, path in MODULES.items():
+        if not is_upstairs(module):
+            assert not [name for name, _ in imports(path) if is_upstairs(name)], module

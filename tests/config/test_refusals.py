@@ -5,12 +5,12 @@ import re
 import pytest
 
 from embodied.config import recipe
-from embodied.config.key_tree import leaves, root
+from embodied.config.read import leaves, root
 from embodied.config.recipe import RunConfig, load
 from embodied.config.suggestions import OURS, USUAL
 from embodied.core.errors import ConfigError, EmbodiedError
 from embodied.core.options import Rule, Strict
-from embodied.run import launch, text_checks
+from embodied.run import launch, memory_check
 
 SHORT = {"PPO": "pointmass_ppo", "GRPO": "pointmass_grpo", "SUMS": "sums_grpo run.start_from=null"}
 SHORT |= {
@@ -208,7 +208,7 @@ def rules():
         kind = kinds.pop()
         kinds += kind.__subclasses__()
         found += [*vars(kind).get("rules", ()), *vars(kind).get("not_periodic", ())]
-    whole = [value for module in (recipe, text_checks) for value in vars(module).values() if isinstance(value, tuple)]
+    whole = [value for module in (recipe, memory_check) for value in vars(module).values() if isinstance(value, tuple)]
     return [*found, *(rule for rules in whole for rule in rules if isinstance(rule, Rule))]
 
 

@@ -7,7 +7,7 @@ from embodied.core.errors import ConfigError
 from embodied.core.types import ActReply, EpisodeList, PolicyOutput, head_start
 from embodied.envs import make_env
 from embodied.envs.config import GymConfig, PointMassConfig
-from embodied.envs.episode_player import Record, Stage, step_stages
+from embodied.envs.player import Record, Stage, step_stages
 from embodied.envs.sim_worker import restore_stage, stage_state
 from embodied.runtime.timers import Timers
 

@@ -6,8 +6,8 @@ from embodied.config.recipe import load
 from embodied.core.errors import ConfigError
 from embodied.core.types import EpisodeList
 from embodied.envs import env_class
+from embodied.envs.capabilities import choose_protocol
 from embodied.envs.config import ExternalEnvConfig, GymConfig, ManiSkillConfig, PointMassConfig
-from embodied.envs.evaluation_protocols import choose_protocol
 from embodied.run import launch
 
 

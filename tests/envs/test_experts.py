@@ -8,12 +8,11 @@ import pytest
 
 from embodied.core.errors import ConfigError
 from embodied.core.types import EpisodeList, Recording
-from embodied.envs.action_sources import ExpertActions
 from embodied.envs.config import GymConfig, LiberoConfig, ManiSkillConfig, PointMassConfig
-from embodied.envs.evaluation import play_episodes
 from embodied.envs.libero.expert import rims
-from embodied.envs.maniskill import panda
+from embodied.envs.maniskill import experts
 from embodied.envs.pointmass.env import PointMassEnv
+from embodied.envs.sim_worker import ExpertActions, play_episodes
 from embodied.runtime import Timers
 
 REST = np.array([0, np.pi / 8, 0, -np.pi * 5 / 8, 0, np.pi * 3 / 4, np.pi / 4])
@@ -28,11 +27,11 @@ def play(env, count):
 
 def test_the_jacobian_tells_how_small_joint_steps_move_the_hand():
     joints = REST + np.random.default_rng(0).uniform(-0.5, 0.5, (5, 7))
-    at, turned, jacobian = panda.hand(joints)
+    at, turned, jacobian = experts.hand_pose(joints)
     for joint in range(7):
         step = np.zeros(7)
         step[joint] = 1e-6
-        moved, turned_then, _ = panda.hand(joints + step)
+        moved, turned_then, _ = experts.hand_pose(joints + step)
         spin = (turned_then - turned) @ turned.transpose(0, 2, 1) / 1e-6
         assert np.allclose((moved - at) / 1e-6, jacobian[:, :3, joint], atol=1e-5)
         assert np.allclose(spin[:, [2, 0, 1], [1, 2, 0]], jacobian[:, 3:, joint], atol=1e-5)
@@ -40,9 +39,9 @@ def test_the_jacobian_tells_how_small_joint_steps_move_the_hand():
 
 def test_a_joint_step_moves_the_hand_as_asked():
     joints = REST[None] + 0.1
-    at, _, jacobian = panda.hand(joints)
+    at, _, jacobian = experts.hand_pose(joints)
     asked = np.array([[0.001, -0.002, 0.001, 0, 0, 0.002]])
-    moved, _, _ = panda.hand(joints + panda.joint_step(jacobian, asked))
+    moved, _, _ = experts.hand_pose(joints + experts.joint_step(jacobian, asked))
     assert np.allclose(moved - at, asked[:, :3], atol=1e-4)
 
 
@@ -55,7 +54,7 @@ def test_the_toys_expert_always_arrives(discrete):
 def test_maniskills_expert_picks_the_cube_and_the_arm_is_where_its_kinematics_say():
     pytest.importorskip("mani_skill")
     from embodied.envs.maniskill.env import ManiSkillEnv
-    from embodied.envs.maniskill.expert import look
+    from embodied.envs.maniskill.experts import look
 
     env = ManiSkillEnv(ManiSkillConfig(task="PickCube-v1"), 6)
     assert sum(result.success_once for result in play(env, 6)) >= 5
@@ -78,7 +77,7 @@ def test_maniskills_expert_places_uses_tools_raises_inserts_and_hands_over(task)
 
 
 def test_an_arm_sees_things_ahead_of_it_wherever_it_looks():
-    from embodied.envs.maniskill.expert import in_arm_frame
+    from embodied.envs.maniskill.experts import in_arm_frame
 
     ahead = np.array([[1.0, 0.0], [0.0, 1.0], [0.0, -1.0]])
     things = np.array([[0.2, 0.1, 0.3], [-0.1, 0.2, 0.3], [0.1, -0.2, 0.3]])

@@ -6,8 +6,8 @@ from dataclasses import replace
 import numpy as np
 
 from embodied.core.types import ActReply, EpisodeSpec, PolicyOutput, Servers
-from embodied.envs.evaluation import num_startable
-from embodied.envs.request_client import PolicyClient
+from embodied.envs.player import PolicyClient
+from embodied.envs.sim_worker import num_startable
 
 SOURCE = "sim-0/0#2"
 

@@ -8,7 +8,7 @@ import pytest
 from embodied.core.errors import ConfigError
 from embodied.core.types import EpisodeSpec
 from embodied.envs.config import ReverseTextConfig
-from embodied.envs.text.reverse_text import ReverseText
+from embodied.envs.text.toys import ReverseText
 
 
 def config(**options):

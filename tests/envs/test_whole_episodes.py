@@ -13,9 +13,8 @@ from embodied.core.rng import uniform
 from embodied.core.types import ActReply, EpisodeList, PolicyOutput, Recording, choose, join
 from embodied.envs import make_env
 from embodied.envs.config import EnvConfig, PointMassConfig
-from embodied.envs.episode_player import Record, Stage, step_stages
-from embodied.envs.evaluation import play_episodes
-from embodied.envs.whole_episodes import arrays_of, trajectory_from
+from embodied.envs.player import Record, Stage, arrays_of, step_stages, trajectory_from
+from embodied.envs.sim_worker import play_episodes
 from embodied.runtime import Timers
 
 CHUNK = 3

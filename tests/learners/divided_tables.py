@@ -13,10 +13,9 @@ from embodied.core.errors import EmbodiedError
 from embodied.learners import divided_passes
 from embodied.learners.config import LearnerConfig
 from embodied.learners.divided_passes import TOLD, PassTable
-from embodied.placement.sequence_degrees import order_of_passes
+from embodied.placement.balance import order_of_passes
 from embodied.runtime import Timers
-from embodied.runtime.collective import Gloo
-from embodied.runtime.rank_groups import form_groups
+from embodied.runtime.collective import Gloo, form_groups
 from embodied.runtime.rendezvous import RendezvousFile
 
 folder, rank, ranks = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])

@@ -44,7 +44,7 @@ from contextlib import nullcontext
 from types import SimpleNamespace
 from embodied.runtime import Timers
 from embodied.runtime.collective import connect_gpus, join
-from embodied.runtime.rank_groups import form_groups
+from embodied.runtime.collective import form_groups
 from embodied.runtime.rendezvous import RendezvousFile
 made, freed = [], []
 class StandIn(dist.ProcessGroupGloo):

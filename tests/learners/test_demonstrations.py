@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 import torch
 
-from embodied.algorithms.sft_config import SFTConfig
+from embodied.algorithms.config import SFTConfig
 from embodied.core.errors import ConfigError
 from embodied.core.types import ActionSpec, EnvSpec
 from embodied.datasets import RecordedEpisode
-from embodied.learners.bc import DemoImages, Demonstrations, next_keyframes, sft_factor
+from embodied.learners.imitation import DemoImages, Demonstrations, next_keyframes, sft_factor
 
 SPEC = EnvSpec(ActionSpec(2), state_dim=3, images={"a": (16, 16, 3), "b": (8, 4, 3)}, instruction=True)
 

@@ -9,7 +9,7 @@ import torch
 from embodied.algorithms.config import GRPOConfig
 from embodied.core.types import ActionSpec, EnvSpec, Trajectory, Unit
 from embodied.datasets import RecordedEpisode
-from embodied.learners.bc import Demonstrations, ImitationLearner
+from embodied.learners.imitation import Demonstrations, ImitationLearner
 from embodied.learners.train_batch import build_batch
 from embodied.learners.update import mismatch_of
 from embodied.runtime.collective import Alone

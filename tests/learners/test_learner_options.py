@@ -14,12 +14,12 @@ from embodied.learners.model import Model, PolicyOptimizer
 from embodied.learners.sharding import join_rows
 from embodied.learners.update import update_policy
 from embodied.learners.worker import LearnerWorker
-from embodied.policies.baselines import RandomPolicy
+from embodied.policies.networks import RandomPolicy
 from embodied.policies.policy_folder import read_blobs, read_weights
 from embodied.runtime import Cluster, HostPlan, Timers
 from embodied.runtime.collective import Alone
 from embodied.runtime.device_memory import Offloader, num_bytes
-from embodied.runtime.tensor_bytes import blob_of, tensor_of
+from embodied.runtime.published_weights import blob_of, tensor_of
 from embodied.runtime.weights import WeightReader
 
 PPO = PPOConfig(rollout_decisions=toy.T, epochs=2, minibatch_size=9, lr=1e-2)

@@ -11,7 +11,7 @@ from embodied.algorithms.config import PPOConfig
 from embodied.core.types import BatchEnd, Unit, join, map_decisions
 from embodied.learners.config import LearnerConfig
 from embodied.learners.model import Model, PolicyOptimizer
-from embodied.learners.rollout_buffer import RolloutBuffer
+from embodied.learners.train_batch import RolloutBuffer
 from embodied.learners.update import update_policy
 from embodied.runtime import Cluster, HostPlan, Timers
 from embodied.runtime.collective import Alone

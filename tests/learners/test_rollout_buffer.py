@@ -8,7 +8,7 @@ import torch
 
 from embodied.core.types import DECISIONS, Trajectory, join, map_decisions
 from embodied.learners import model
-from embodied.learners.rollout_buffer import RolloutBuffer, items_of
+from embodied.learners.train_batch import RolloutBuffer, item_numbers
 
 HORIZON = 7
 
@@ -35,7 +35,7 @@ def rollout(source, rows, seed=0):
 def pieces(whole, *sizes):
     begin = 0
     for size in sizes:
-        at = items_of(range(len(whole.ids)), range(begin, begin + size), HORIZON)
+        at = item_numbers(range(len(whole.ids)), range(begin, begin + size), HORIZON)
         yield replace(
             whole,
             lengths=np.full(len(whole.ids), size),

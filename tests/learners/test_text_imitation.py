@@ -10,7 +10,7 @@ import torch
 from imitating_policy import Characters
 from tiny_language import PLAIN, publish
 
-from embodied.algorithms.sft_config import SFTConfig
+from embodied.algorithms.config import SFTConfig
 from embodied.config.recipe import load
 from embodied.core.errors import ConfigError
 from embodied.core.rng import generator
@@ -19,7 +19,7 @@ from embodied.envs.config import ExternalEnvConfig
 from embodied.envs.text.text_env import TextEnv, Turn
 from embodied.learners.config import LearnerConfig
 from embodied.learners.examples import read_examples, solved
-from embodied.learners.text_imitation import ExampleTokens, TextImitationLearner, packs, written
+from embodied.learners.imitation import ExampleTokens, TextImitationLearner, packs, written
 from embodied.policies import make_policy
 from embodied.policies.config import ExternalPolicyConfig
 from embodied.runtime.rendezvous import InProcessRendezvous

@@ -3,11 +3,10 @@
 from dataclasses import replace
 from itertools import chain, combinations, product
 
-from embodied.placement.cost_curves import Curve, constant
 from embodied.placement.dataflow import Component, Dataflow, Edge
 from embodied.placement.iteration_cost import Pricer
 from embodied.placement.layout import DeviceClass, Layout, Zone
-from embodied.placement.profile import Cost, Link, Profile, Sync
+from embodied.placement.profile import Cost, Curve, Link, Profile, Sync, constant
 from embodied.placement.profile_planner import chunk_grid
 
 

@@ -3,12 +3,11 @@
 import pytest
 
 from embodied.placement import PlacementError, make_plan
-from embodied.placement.cost_curves import Curve
 from embodied.placement.dataflow import embodied_dataflow
 from embodied.placement.deploy import as_placement, granularity
 from embodied.placement.iteration_cost import Pricer
 from embodied.placement.layout import DeviceClass, Layout, Zone
-from embodied.placement.profile import Cost, Profile
+from embodied.placement.profile import Cost, Curve, Profile
 from embodied.placement.profile_planner import Planner
 from embodied.placement.topology import read_topology
 

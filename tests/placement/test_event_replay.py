@@ -5,12 +5,11 @@ from itertools import pairwise
 
 import pytest
 
-from embodied.placement.cost_curves import Curve, constant
 from embodied.placement.dataflow import Component, Dataflow, Edge
 from embodied.placement.event_replay import simulate
 from embodied.placement.iteration_cost import Pricer
 from embodied.placement.layout import DeviceClass, Layout, Zone
-from embodied.placement.profile import Cost, Profile, Sync
+from embodied.placement.profile import Cost, Curve, Profile, Sync, constant
 from embodied.placement.profile_planner import Planner
 
 from .brute_force import random_case, scheduled

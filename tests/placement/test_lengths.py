@@ -6,20 +6,22 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from embodied.placement.cost_curves import Curve, constant
-from embodied.placement.dataflow import Component, Dataflow, dataflow_from_json, embodied_dataflow
-from embodied.placement.event_replay import simulate
-from embodied.placement.iteration_cost import Pricer
-from embodied.placement.layout import DeviceClass, Layout, Zone
-from embodied.placement.lengths import (
+from embodied.placement.dataflow import (
+    Component,
+    Dataflow,
     Lengths,
     completion_times,
+    dataflow_from_json,
     dealt_ratio,
+    embodied_dataflow,
     engine_ratios,
     group_times,
     learner_ratios,
 )
-from embodied.placement.profile import Cost, Profile
+from embodied.placement.event_replay import simulate
+from embodied.placement.iteration_cost import Pricer
+from embodied.placement.layout import DeviceClass, Layout, Zone
+from embodied.placement.profile import Cost, Curve, Profile, constant
 from embodied.placement.profile_planner import Planner
 
 from .brute_force import brute_force, random_case, scheduled

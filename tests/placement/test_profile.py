@@ -10,14 +10,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from embodied.placement import PlacementError
-from embodied.placement.cost_curves import Curve, constant, curve_from_json, fit
 from embodied.placement.dataflow import Component, Dataflow, Edge, embodied_dataflow, traced_edges
 from embodied.placement.layout import DeviceClass
 from embodied.placement.profile import (
     Cost,
+    Curve,
     Link,
     Profile,
     Sync,
+    constant,
+    curve_from_json,
+    fit,
     profile_from_json,
     profile_to_json,
     read_profile,

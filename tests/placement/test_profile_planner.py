@@ -6,11 +6,10 @@ from dataclasses import replace
 import pytest
 
 from embodied.placement import layer_search
-from embodied.placement.cost_curves import Curve, constant
 from embodied.placement.dataflow import Component, Dataflow, Edge
 from embodied.placement.iteration_cost import Pricer
 from embodied.placement.layout import DeviceClass, Layout, Zone
-from embodied.placement.profile import Cost, Profile, Sync
+from embodied.placement.profile import Cost, Curve, Profile, Sync, constant
 from embodied.placement.profile_planner import Planner
 
 from .brute_force import brute_force, random_case, scheduled

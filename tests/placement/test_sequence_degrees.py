@@ -5,7 +5,7 @@ import random
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from embodied.placement.sequence_degrees import (
+from embodied.placement.balance import (
     ExchangeCosts,
     SequenceLoad,
     divide_sequences,

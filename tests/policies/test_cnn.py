@@ -10,8 +10,8 @@ from embodied.core import rng
 from embodied.core.errors import ConfigError
 from embodied.core.types import ActionSpec, EnvSpec
 from embodied.policies import make_policy
-from embodied.policies.cnn import FAR, Keypoints
 from embodied.policies.config import CNNConfig
+from embodied.policies.networks import FAR, Keypoints
 
 SPEC = EnvSpec(ActionSpec(3), state_dim=5, images={"top": (16, 20, 3), "wrist": (12, 12, 3)})
 SMALL = {"name": "cnn", "channels": (4, 4), "kernels": (4, 3), "strides": (2, 1), "features": 6, "hidden": (16,)}

@@ -14,8 +14,8 @@ from embodied.policies.openvla.settings import TINY, settings_of
 from embodied.policies.pi0 import settings as pi0
 from embodied.policies.policy_folder import read_blobs
 from embodied.policies.vla.image_processor import HALVES, processor_of
+from embodied.policies.vla.policy import fast_tokenizer
 from embodied.policies.vla.statistics import MEAN_STD, Scale, read_figures, statistics_of
-from embodied.policies.vla.vla_tokenizer import fast_tokenizer
 
 RANGE = {"q01": [0.0, -1.0], "q99": [1.0, 1.0]}
 NAN = float("nan")

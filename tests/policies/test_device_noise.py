@@ -11,7 +11,7 @@ from embodied.core import rng
 from embodied.core.conversations import SamplingRule
 from embodied.core.errors import Unusable
 from embodied.core.types import ActionSpec, ActRequest, EnvSpec
-from embodied.policies import device_noise, make_policy
+from embodied.policies import make_policy, worker
 from embodied.policies.config import MLPConfig
 from embodied.policies.worker import PolicyWorker
 from embodied.runtime import Timers
@@ -28,14 +28,14 @@ def test_a_device_draws_the_uniform_numbers_of_the_host_bit_for_bit_and_normal_o
         for kind in ("uniform", "normal"):
             arguments = (seed, "act/train", EPISODES, DECISIONS, width)
             theirs = getattr(rng, kind)(*arguments)
-            ours = device_noise.draw(kind, *arguments, device).cpu().numpy()
+            ours = worker.draw_noise(kind, *arguments, device).cpu().numpy()
             np.testing.assert_allclose(ours, theirs, rtol=0, atol=0 if kind == "uniform" else 1e-13)
             assert ours.shape == (len(EPISODES), width)
 
 
 def test_philox_of_tensors_gives_the_published_vectors():
     counters = tuple(torch.tensor([0x243F6A88, 0x85A308D3, 0x13198A2E, 0x03707344]).split(1))
-    found = [int(word) for word in device_noise.philox(counters, (0xA4093822, 0x299F31D0))]
+    found = [int(word) for word in worker.philox(counters, (0xA4093822, 0x299F31D0))]
     assert found == [0xD16CFE09, 0x94FDCCEB, 0x5001E420, 0x24126EA1]
 
 
@@ -90,15 +90,15 @@ def test_acting_that_is_recorded_decides_the_same_and_where_it_cannot_be_recorde
     for decision in range(8):
         states, weights = torch.tensor(rng.normal(size=(5, 4))), torch.tensor(rng.normal(size=256))
         found = []
-        for worker in (plain, recorded):
-            worker.noise_device = device
+        for chosen in (plain, recorded):
+            chosen.noise_device = device
             if reads and not decision:
-                reads_its_actions(worker.policy)
-            bias = worker.policy.actor[0].bias
+                reads_its_actions(chosen.policy)
+            bias = chosen.policy.actor[0].bias
             bias.data = (bias.data.clone() if decision == 5 else bias.data).copy_(weights[: len(bias)])
             numbers = (arrays[0].to(device), arrays[1].to(device) + decision)
             request = ActRequest("sim-0/0#1", 0, {"state": states.to(device)}, *numbers)
-            found.append(worker._act({0: request}, SamplingRule())[0])
+            found.append(chosen._act({0: request}, SamplingRule())[0])
         for name, wanted in vars(found[0]).items():
             if name != "replay":
                 torch.testing.assert_close(getattr(found[1], name), wanted, rtol=0, atol=0)

@@ -10,10 +10,10 @@ from torch.nn import functional as F
 from embodied.config.recipe import load
 from embodied.core.errors import ConfigError
 from embodied.core.types import ActionSpec, EnvSpec
-from embodied.learners.bc import mean_of_items
+from embodied.learners.imitation import mean_of_items
 from embodied.policies import make_policy
 from embodied.policies.config import OpenVLAConfig, OpenVLAOFTConfig, Pi0Config
-from embodied.policies.pi0.inputs import DRAWS, augmented
+from embodied.policies.pi0.policy import DRAWS, augmented
 
 transformers = pytest.importorskip("transformers")
 

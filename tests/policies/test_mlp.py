@@ -76,7 +76,7 @@ def test_a_saved_policy_comes_back_whole_with_its_normaliser(tmp_path):
 
 
 def test_the_normaliser_equals_the_moments_of_everything_it_saw():
-    from embodied.policies.mlp import ObservationNormalizer, state_moments
+    from embodied.policies.networks import ObservationNormalizer, state_moments
 
     data = np.random.default_rng(0).normal(3, 2, size=(2, 7, 4, 5))  # two iterations of [T, N, D]
     normalizer = ObservationNormalizer(5, floor=1e-9)
@@ -90,7 +90,7 @@ def test_the_normaliser_equals_the_moments_of_everything_it_saw():
 
 
 def test_a_number_that_hardly_moves_is_not_blown_up():
-    from embodied.policies.mlp import ObservationNormalizer
+    from embodied.policies.networks import ObservationNormalizer
 
     normalizer = ObservationNormalizer(2, floor=0.3)
     normalizer.merge(np.array([[100.0, 5.0, 5.0, 100 * 0.4**2, 0.0]]))  # means 5, deviations 0.4 and 0

@@ -16,8 +16,8 @@ from embodied.core import arrays
 from embodied.core.arrays import map_obs, text_arrays
 from embodied.core.types import ActionSpec, BatchEnd, EnvSpec, Trajectory, Unit
 from embodied.datasets.reader import RecordedEpisode
-from embodied.learners.bc import Demonstrations, ImitationLearner
 from embodied.learners.config import LearnerConfig
+from embodied.learners.imitation import Demonstrations, ImitationLearner
 from embodied.learners.model import Model, PolicyOptimizer
 from embodied.learners.train_batch import build_batch, frozen_features
 from embodied.learners.update import update_policy

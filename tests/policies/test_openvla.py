@@ -14,8 +14,8 @@ from embodied.policies.config import OpenVLAConfig
 from embodied.policies.openvla.folder import read_published
 from embodied.policies.openvla.settings import TINY
 from embodied.policies.openvla.tokens import ActionTokens, LlamaTokenizer, pick, prompt, template_of
+from embodied.policies.vla.policy import padded
 from embodied.policies.vla.statistics import Statistics, statistics_of
-from embodied.policies.vla.vla_tokenizer import padded
 
 SPEC = EnvSpec(ActionSpec(7), images={"top": (48, 48, 3)}, instruction=True)
 SMALL = TINY | {

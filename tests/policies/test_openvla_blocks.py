@@ -3,10 +3,9 @@
 import pytest
 import torch
 
-from embodied.policies.openvla.llama import Cache, LanguageModel
+from embodied.policies.openvla.network import Cache, LanguageModel, Tower
 from embodied.policies.openvla.policy import FastDecoder, is_plain
 from embodied.policies.openvla.settings import LlamaSettings, TowerSettings
-from embodied.policies.openvla.vision import Tower
 
 transformers = pytest.importorskip("transformers")
 

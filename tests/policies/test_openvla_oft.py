@@ -14,7 +14,7 @@ from embodied.core.types import ActionSpec, EnvSpec
 from embodied.policies import load_policy, make_policy
 from embodied.policies.config import OpenVLAOFTConfig
 from embodied.policies.openvla.components import main as convert
-from embodied.policies.openvla.oft import laplace, laplace_noise
+from embodied.policies.openvla.policy import laplace, laplace_noise
 from embodied.policies.openvla.settings import TINY
 
 SPEC = EnvSpec(ActionSpec(3), state_dim=4, images={"top": (16, 16, 3), "wrist": (16, 16, 3)}, instruction=True)

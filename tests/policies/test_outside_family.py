@@ -8,7 +8,7 @@ import sys
 import pytest
 
 from embodied.policies.config import outside_families
-from embodied.policies.smolvla.network import TINY
+from embodied.policies.smolvla.policy import TINY
 
 OPTIONS = """
 from typing import Literal

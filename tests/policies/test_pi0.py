@@ -14,11 +14,10 @@ from embodied.config.recipe import load
 from embodied.core.errors import CheckpointError, ConfigError
 from embodied.core.types import ActionSpec, EnvSpec
 from embodied.learners.memory_estimate import estimate
-from embodied.policies import load_policy, make_policy
+from embodied.policies import hub, load_policy, make_policy
 from embodied.policies.config import Pi0Config
-from embodied.policies.pi0.network import Pi0Network, in_half
+from embodied.policies.pi0.policy import Pi0Network, in_half
 from embodied.policies.pi0.settings import EXPERT_HEAD, FULL, TIED, TINY, WORDS, own_name, settings_of
-from embodied.run import hub
 
 SPEC = EnvSpec(ActionSpec(3), state_dim=4, images={"top": (48, 64, 3), "near": (32, 32, 3)}, instruction=True)
 ARM = {"state": 8, "actions": 7}

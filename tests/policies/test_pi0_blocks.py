@@ -4,10 +4,10 @@ import pytest
 import torch
 from torch import nn
 
-from embodied.policies.pi0.network import Pi0Network
+from embodied.policies.pi0.policy import Pi0Network
 from embodied.policies.pi0.settings import GemmaSettings, Pi0Settings
 from embodied.policies.vla.flow import plain_step, time_of
-from embodied.policies.vla.siglip import VisionSettings
+from embodied.policies.vla.layers import VisionSettings
 
 transformers = pytest.importorskip("transformers")
 

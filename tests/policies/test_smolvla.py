@@ -17,7 +17,7 @@ from embodied.core.types import ActionSpec, EnvSpec
 from embodied.policies import load_policy, make_policy
 from embodied.policies.config import SmolVLAConfig
 from embodied.policies.policy_folder import published_family
-from embodied.policies.smolvla.network import TINY, settings_of
+from embodied.policies.smolvla.policy import TINY, settings_of
 
 SPEC = EnvSpec(ActionSpec(3), state_dim=4, images={"top": (48, 64, 3), "near": (32, 32, 3)}, instruction=True)
 HEADS, KV_HEADS, HEAD, DIM = 4, 2, 32, 128

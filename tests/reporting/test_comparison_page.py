@@ -5,11 +5,11 @@ import json
 import pytest
 
 from embodied.core.types import EpisodeResult
+from embodied.records.results import write_results
+from embodied.records.success_stats import summarize
 from embodied.report import main
 from embodied.reporting.comparison_page import comparison, labels
-from embodied.reporting.results import write_results
 from embodied.reporting.runs import read_run
-from embodied.reporting.success_stats import summarize
 
 
 def episode(seed, success, reward=1.0):

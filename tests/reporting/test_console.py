@@ -8,8 +8,8 @@ import pytest
 
 from embodied.config.recipe import load
 from embodied.core.types import EpisodeResult
-from embodied.reporting.progress import Console
-from embodied.reporting.success_stats import summarize
+from embodied.records.progress import Console
+from embodied.records.success_stats import summarize
 from embodied.run.launch import without_success
 
 STATE = {"iteration": 1, "version": 1, "env_steps": 8, "train_s": 1.0}

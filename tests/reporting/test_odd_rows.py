@@ -6,8 +6,8 @@ import shutil
 
 import pytest
 
+from embodied.records.results import COLUMNS
 from embodied.report import main as report
-from embodied.reporting.results import COLUMNS
 
 QUICK = ["recipe=pointmass_ppo", "run.iterations=2", "eval.episodes=2", "eval.videos=0", "cluster.backend=inline"]
 SMALL = ["env.num_envs=4", "policy.hidden=[8]", "algo.rollout_decisions=8", "algo.minibatch_size=16"]

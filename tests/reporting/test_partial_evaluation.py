@@ -5,8 +5,7 @@ import json
 import pytest
 
 from embodied.core.types import EpisodeResult
-from embodied.reporting.partial_evaluation import PartialEvaluation, partial_in
-from embodied.reporting.results import read_episodes
+from embodied.records.results import PartialEvaluation, partial_in, read_episodes
 from embodied.reporting.run_page import report
 from embodied.reporting.runs import read_run
 

@@ -10,9 +10,9 @@ import pytest
 
 from embodied import train
 from embodied.core.errors import ConfigError
-from embodied.reporting.progress import RunLog
-from embodied.reporting.success_stats import summarize
-from embodied.reporting.wandb_logger import check_log, mode, run_id
+from embodied.records.loggers import check_log, mode, run_id
+from embodied.records.progress import RunLog
+from embodied.records.success_stats import summarize
 
 RATE = {"rate": 0.5, "interval": [0.1, 0.9], "count": 1, "of": 2}
 OVERALL = {"success_once": RATE, "success_at_end": None, "return": 1.5, "length": 20.0, "episodes": 2, "errors": 0}
@@ -163,7 +163,7 @@ def history_of(data):
 def test_writing_curves_imports_neither_torch_nor_tensorflow(tmp_path):
     program = (
         "import sys, embodied.train; from pathlib import Path\n"
-        "from embodied.reporting.progress import TensorBoardLogger\n"
+        "from embodied.records.progress import TensorBoardLogger\n"
         "TensorBoardLogger(Path(sys.argv[1])).add(1, {'a': 1.0}); print({'torch', 'tensorflow'} & set(sys.modules))"
     )
     told = subprocess.run([sys.executable, "-c", program, str(tmp_path)], capture_output=True, text=True, check=True)

@@ -14,14 +14,14 @@ import pytest
 
 from embodied.core.errors import EmbodiedError
 from embodied.core.types import EpisodeResult
+from embodied.records.results import write_results
+from embodied.records.success_stats import summarize
+from embodied.records.timeline import TraceWriter
 from embodied.report import keep_writing, main
 from embodied.reporting.page import ASSETS, COLORS, Series, thinned
-from embodied.reporting.results import write_results
 from embodied.reporting.run_page import report, report_or_say_why, write_report
 from embodied.reporting.runs import read_run
-from embodied.reporting.success_stats import summarize
-from embodied.reporting.timeline import TraceWriter
-from embodied.reporting.training_page import learning_charts
+from embodied.reporting.sections import learning_charts
 from embodied.run.run_folder import RunFolder
 
 CONFIG = "env: {name: pointmass, task: reach}\npolicy: {name: mlp}\nalgo: {name: ppo}\n"

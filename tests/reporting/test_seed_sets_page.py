@@ -6,17 +6,17 @@ from pathlib import Path
 import pytest
 
 from embodied.core.types import EpisodeResult
+from embodied.records.results import write_results
+from embodied.records.success_stats import iqm, over_seeds, standings, summarize
 from embodied.report import main
 from embodied.reporting.comparison_page import comparison
-from embodied.reporting.results import write_results
 from embodied.reporting.run_page import write_report
 from embodied.reporting.runs import Run
+from embodied.reporting.sections import curve, success_in_training
 from embodied.reporting.seed_sets_page import in_order, in_words, mean_curve, places_of, sets_of, summary, verdict
-from embodied.reporting.success_stats import iqm, over_seeds, standings, summarize
-from embodied.reporting.training_page import curve, success_in_training
-from embodied.run.children import Children
 from embodied.run.ending import Interruption
-from embodied.run.run_group import Member, RunGroup
+from embodied.sweeps.children import Children
+from embodied.sweeps.run_group import Member, RunGroup
 
 
 def write_run(folder, rate, state="finished", cause="", commit="abc", tasks=("reach",), lr=0.001, seed=0, slow=1.0):

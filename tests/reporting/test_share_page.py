@@ -8,10 +8,9 @@ import pytest
 from embodied.core.errors import EmbodiedError
 from embodied.report import keep_writing
 from embodied.reporting.run_page import REPORT, write_report
-from embodied.reporting.share_page import LiveTable, share_page, table_lines
-from embodied.reporting.share_record import PREDICTED, SHARE, read_share, record_of
-from embodied.run.shared_replay import RunWork, TimedConversations, replay
 from embodied.runtime.run_turns import FORMAT, RECORD
+from embodied.sharing.page import PREDICTED, SHARE, LiveTable, read_share, record_of, share_page, table_lines
+from embodied.sharing.replay import RunWork, TimedConversations, replay
 
 HEADER = {"format": FORMAT, "rule": "lend", "devices": ["cpu:0", "cpu:1"], "started": "2026-11-26T03:00:00+00:00"}
 

@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 
 from embodied.core.errors import EmbodiedError
 from embodied.core.types import EpisodeResult
-from embodied.reporting.results import COLUMNS, describe_tasks, episodes_csv, read_results, write_results
-from embodied.reporting.success_stats import compare, exact_mcnemar, paired_difference, summarize, wilson
+from embodied.records.results import COLUMNS, describe_tasks, episodes_csv, read_results, write_results
+from embodied.records.success_stats import compare, exact_mcnemar, paired_difference, summarize, wilson
 
 
 def episode(index, once=True, end=True, task="reach", **kwargs):

@@ -7,16 +7,10 @@ import pytest
 
 from embodied.core.pictures import drawing, load_picture
 from embodied.core.types import EpisodeResult
-from embodied.report import main
-from embodied.reporting.comparison_page import comparison
-from embodied.reporting.partial_evaluation import PartialEvaluation
-from embodied.reporting.progress import RunLog, text_numbers
-from embodied.reporting.results import write_results
-from embodied.reporting.run_page import report
-from embodied.reporting.runs import read_run
-from embodied.reporting.success_stats import summarize
-from embodied.reporting.training_page import unfinished
-from embodied.reporting.transcripts import (
+from embodied.records.progress import RunLog, text_numbers
+from embodied.records.results import PartialEvaluation, write_results
+from embodied.records.success_stats import summarize
+from embodied.records.transcripts import (
     PARTS,
     SAMPLES,
     TRANSCRIPTS,
@@ -25,6 +19,11 @@ from embodied.reporting.transcripts import (
     join_transcripts,
     read_ends,
 )
+from embodied.report import main
+from embodied.reporting.comparison_page import comparison
+from embodied.reporting.run_page import report
+from embodied.reporting.runs import read_run
+from embodied.reporting.sections import unfinished
 
 EVIL = '<script>alert("x")</script><b onclick=y>'
 

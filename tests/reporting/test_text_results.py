@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from embodied.core.types import EpisodeResult
-from embodied.reporting.results import (
+from embodied.records.results import (
     COLUMNS,
     TEXT_COLUMNS,
     describe_pair,
@@ -19,7 +19,7 @@ from embodied.reporting.results import (
     write_comparison,
     write_results,
 )
-from embodied.reporting.success_stats import compare, pass_at, rate_over_prompts, summarize, wilson
+from embodied.records.success_stats import compare, pass_at, rate_over_prompts, summarize, wilson
 
 
 def answered(right, tokens=4, truncated=False, seed=0):

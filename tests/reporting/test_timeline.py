@@ -5,7 +5,7 @@ from time import perf_counter
 
 import pytest
 
-from embodied.reporting.timeline import (
+from embodied.records.timeline import (
     TimedSpan,
     Timeline,
     TraceWriter,

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from embodied.core.types import EpisodeResult
-from embodied.reporting.transcripts import (
+from embodied.records.transcripts import (
     PARTS,
     TRANSCRIPTS,
     TranscriptWriter,
@@ -131,7 +131,7 @@ from itertools import count
 from pathlib import Path
 import sys
 from embodied.core.types import EpisodeResult
-from embodied.reporting.transcripts import TranscriptWriter
+from embodied.records.transcripts import TranscriptWriter
 turn = {"said": "x" * 50_000, "answer": "", "tokens": [], "logprobs": [], "truncated": False, "reward": 0, "facts": {}}
 with TranscriptWriter(Path(sys.argv[1]), "sim-0") as writer:
     for index in count():

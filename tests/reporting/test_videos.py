@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from embodied.core.errors import EmbodiedError
-from embodied.reporting.videos import VideoWriter, encoder_problem, worth_seeing
+from embodied.records.videos import VideoWriter, encoder_problem, worth_seeing
 
 RED, GREEN, BLUE = (220, 40, 40), (60, 180, 75), (30, 60, 200)
 

@@ -16,10 +16,10 @@ from embodied.core.errors import ConfigError
 from embodied.core.pictures import drawing
 from embodied.learners.config import LearnerConfig
 from embodied.learners.memory_estimate import Memory, count, longest_conversation, longest_pass
+from embodied.policies import hub
 from embodied.policies.language.config import SEEING
-from embodied.run import hub, launch
-from embodied.run.memory_check import acting_bytes
-from embodied.run.text_checks import remarks
+from embodied.run import launch
+from embodied.run.memory_check import acting_bytes, remarks
 from embodied.train import main
 from embodied.workflows.rl_loop import EmbodiedLoop
 from embodied.workflows.shipped_roles import roles_of_run

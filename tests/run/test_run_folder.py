@@ -12,7 +12,8 @@ from embodied.core import files
 from embodied.core.errors import CheckpointError, ConfigError
 from embodied.run import run_folder
 from embodied.run.ending import Interruption, closing
-from embodied.run.run_folder import RunFolder, provenance
+from embodied.run.provenance import provenance
+from embodied.run.run_folder import RunFolder
 from embodied.train import noted
 
 

@@ -15,11 +15,19 @@ from embodied.core.errors import ConfigError, EmbodiedError
 from embodied.placement import PlannedHost, Topology
 from embodied.placement.placement_plan import PlacementPlan
 from embodied.placement.topology import Gpu, Node
-from embodied.run import run_group
-from embodied.run.children import BEGIN, Children, slug
 from embodied.run.ending import Interruption
-from embodied.run.run_group import Member, RunGroup, find_group, lock_runs, read_group
-from embodied.run.seeds_and_sweeps import load_all, members_of, parts_of, read_order, read_seeds, runs_at_once, shares
+from embodied.sweeps import run_group
+from embodied.sweeps.children import BEGIN, Children, slug
+from embodied.sweeps.run_group import Member, RunGroup, find_group, lock_runs, read_group
+from embodied.sweeps.seeds_and_sweeps import (
+    load_all,
+    members_of,
+    parts_of,
+    read_order,
+    read_seeds,
+    runs_at_once,
+    shares,
+)
 
 # A run without training: seed 1 fails, seed 2 fails before it has a folder, seed 3 waits until it is told to stop.
 TRAIN = """import json, os, signal, sys, time

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from embodied.run.shared_replay import RunWork, SteadyBatch, TimedConversations, ends, replay
+from embodied.sharing.replay import RunWork, SteadyBatch, TimedConversations, ends, replay
 
 DEVICES = ["fake:0", "fake:1"]
 OWN = {"a": DEVICES[:1], "b": DEVICES[1:]}

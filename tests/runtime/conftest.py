@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from embodied.runtime import Cluster, HostPlan
-from embodied.runtime.fork_server import ForkServers
 from embodied.runtime.payload import segments
+from embodied.runtime.processes import ForkServers
 
 TWO_HOSTS = (HostPlan("left", ("a", "mate")), HostPlan("right", ("b",)))
 
@@ -89,8 +89,7 @@ def ray_cluster():
     """One Ray cluster that all clusters of this process join: starting one takes seconds."""
     import ray
 
-    from embodied.runtime.ray.nodes import connect_to_own
-    from embodied.runtime.ray.own_cluster import OwnCluster
+    from embodied.runtime.ray.nodes import OwnCluster, connect_to_own
 
     with OwnCluster(object_store_bytes=200_000_000) as cluster:
         connect_to_own(cluster)

@@ -6,7 +6,7 @@ import subprocess
 import sys
 import time
 
-from embodied.runtime.awake_clock import GAP_S, AwakeClock, is_stopped, wait_awake
+from embodied.runtime.heartbeat import GAP_S, AwakeClock, is_stopped, wait_awake
 
 
 class Clock:

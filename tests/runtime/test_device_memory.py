@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from embodied.runtime.device_memory import DeviceTensors, Offloader, num_bytes
-from embodied.runtime.tensor_bytes import blob_of
+from embodied.runtime.published_weights import blob_of
 from embodied.runtime.timers import Timers
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from embodied.runtime import Cluster, HostPlan, Worker, fork_server
+from embodied.runtime import Cluster, HostPlan, Worker, processes
 
 CORES = sorted(os.sched_getaffinity(0))
 
@@ -60,13 +60,13 @@ def test_a_fork_is_a_host_like_any_other(tmp_path, monkeypatch):
 
 
 def test_hosts_of_other_threads_come_from_another_server_and_none_stays(monkeypatch):
-    servers, start = [], fork_server.ForkServer.__init__
+    servers, start = [], processes.ForkServer.__init__
 
     def noted(self, *arguments):
         start(self, *arguments)
         servers.append(self)
 
-    monkeypatch.setattr(fork_server.ForkServer, "__init__", noted)
+    monkeypatch.setattr(processes.ForkServer, "__init__", noted)
     torch = {"imports": ("torch",)}
     hosts = [plan("one", **torch), plan("two", threads=2, **torch), plan("three", **torch)]
     with Cluster("local", hosts, timeout_s=60) as cluster:
@@ -77,19 +77,19 @@ def test_hosts_of_other_threads_come_from_another_server_and_none_stays(monkeypa
 
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
 def test_where_the_server_fails_hosts_are_started_fresh(how, monkeypatch):
-    servers, start = [], fork_server.ForkServer.__init__
+    servers, start = [], processes.ForkServer.__init__
 
     def struck(self, *arguments):
         start(self, *arguments)
         servers.append(self)
         os.kill(self.process.pid, how)
 
-    monkeypatch.setattr(fork_server.ForkServer, "__init__", struck)
+    monkeypatch.setattr(processes.ForkServer, "__init__", struck)
     started = time.monotonic()
     with Cluster("local", [plan("one")], timeout_s=60) as cluster:
         (one,) = born(cluster, "one")
     assert one["parent"] == os.getpid() and servers[0].process.poll() is not None
-    assert time.monotonic() - started < fork_server.FORK_S, "a stopped server is not waited for as a slow one is"
+    assert time.monotonic() - started < processes.FORK_S, "a stopped server is not waited for as a slow one is"
 
 
 def test_a_module_that_is_not_there_keeps_nobody_from_starting():
@@ -110,7 +110,7 @@ DRIVER = """
 
 SERVER = """
     import os, sys, time
-    from embodied.runtime.fork_server import ForkServer
+    from embodied.runtime.processes import ForkServer
     server = ForkServer(dict(os.environ), ["fractions"], sys.path)
     while "fork server" not in open(f"/proc/{server.process.pid}/cmdline").read():
         time.sleep(0.01)

@@ -94,7 +94,7 @@ def test_what_was_on_a_gpu_arrives_on_the_cpu_where_the_reader_holds_none(preten
 
 
 def test_so_it_is_on_ray(pretended):
-    ray_payload = pytest.importorskip("embodied.runtime.ray.object_store")
+    ray_payload = pytest.importorskip("embodied.runtime.ray.actors")
     import torch
 
     pretended.setenv("EMBODIED_DEVICE", "gpu:0")

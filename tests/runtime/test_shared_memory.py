@@ -5,8 +5,7 @@ import sys
 import numpy as np
 import pytest
 
-from embodied.runtime.payload import decode, encode
-from embodied.runtime.shared_memory import Segments
+from embodied.runtime.payload import Segments, decode, encode
 
 SIZE = 100_000
 

@@ -2,11 +2,9 @@
 
 import pytest
 
-from embodied.runtime.awake_clock import AwakeClock
-from embodied.runtime.failures import Call, Failure, Watchdog
-from embodied.runtime.group import Handle
-from embodied.runtime.heartbeat import Pulse, Sign
-from embodied.runtime.supervision import Budget, Repetitions, State, Supervisor
+from embodied.runtime.cluster import Handle
+from embodied.runtime.heartbeat import AwakeClock, Pulse, Sign
+from embodied.runtime.supervision import Budget, Call, Failure, Repetitions, State, Supervisor, Watchdog
 
 BUDGET = Budget(max_restarts=2, window_s=100, hang_s=10)
 

@@ -11,7 +11,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from embodied.core.errors import CheckpointError
-from embodied.runtime.tensor_bytes import (
+from embodied.runtime.published_weights import (
     ITEM_BYTES,
     array_of,
     blob_of,

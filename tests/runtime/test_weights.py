@@ -12,8 +12,7 @@ from embodied.core.errors import EmbodiedError, StaleWeights, WorkerFailed
 from embodied.runtime import Cluster, HostPlan, Worker, published_weights
 from embodied.runtime import weights as module
 from embodied.runtime.device_memory import Offloader
-from embodied.runtime.published_weights import Bucket
-from embodied.runtime.tensor_bytes import Blob, Spec
+from embodied.runtime.published_weights import Blob, Bucket, Spec
 from embodied.runtime.weights import WeightReader, WeightStore
 
 SPECS = {"frozen": Spec("float32", (1000,)), "trained": Spec("float32", (300,)), "count": Spec("float64", ())}

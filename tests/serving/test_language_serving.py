@@ -26,13 +26,12 @@ from embodied.core.errors import ConfigError, EmbodiedError
 from embodied.core.pictures import data_url, drawing, load_picture
 from embodied.policies.language.engine import Request, make_engine
 from embodied.policies.language.slots import SlotEngine
-from embodied.runtime.tensor_bytes import blob_of, spec_of, write_safetensors
+from embodied.runtime.published_weights import blob_of, spec_of, write_safetensors
 from embodied.serve import find_language, load_language, with_options
-from embodied.serving import chat_messages, http_requests, language_server
-from embodied.serving.chat_messages import OF_TOOLS, BadRequest
+from embodied.serving import http_requests, language_server, openai
 from embodied.serving.config import TOKEN, ServeConfig
 from embodied.serving.language_server import LanguageServer, Origin
-from embodied.serving.openai_protocol import READ, read_chat, read_completion
+from embodied.serving.openai import OF_TOOLS, READ, BadRequest, read_chat, read_completion
 
 ALLOWED = {"Authorization": f"Bearer {SECRET}"}
 
@@ -159,7 +158,7 @@ def test_pictures_are_counted_before_they_are_processed_and_forgotten_if_their_c
     with served(model, tmp_path) as server, ExitStack() as clients:
         status, found = ask(server, "/v1/chat/completions", body(drawing("add", 1, 48), drawing("add", 2, 64)))
         assert status == 400 and "the pictures have 25 tokens" in found["error"]["message"]
-        for _ in range(chat_messages.PICTURE_THREADS):
+        for _ in range(openai.PICTURE_THREADS):
             server.pictures.threads.submit(release.wait, 60)
         for seed in range(8):
             client = clients.enter_context(socket.create_connection(("127.0.0.1", int(server.url.split(":")[-1]))))

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from embodied.reporting.results import read_episodes
+from embodied.records.results import read_episodes
 
 
 def check_same_episodes(one: Path, other: Path, rel: float = 1e-9) -> None:

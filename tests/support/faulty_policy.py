@@ -13,7 +13,7 @@ from faulty_env import MIDDLE, Fault
 from embodied.core.types import Observation, PolicyOutput
 from embodied.policies.base import Scores
 from embodied.policies.config import MLPConfig
-from embodied.policies.mlp import MLPPolicy
+from embodied.policies.networks import MLPPolicy
 
 
 class FaultyPolicy(MLPPolicy):

@@ -12,7 +12,7 @@ from talking_env import Digits
 from embodied.envs.config import PointMassConfig
 from embodied.envs.pointmass.env import PointMassEnv
 from embodied.policies.config import MLPConfig
-from embodied.policies.mlp import MLPPolicy
+from embodied.policies.networks import MLPPolicy
 
 PATIENCE_S = 500.0
 

@@ -12,10 +12,10 @@ from unittest.mock import patch
 import torch
 
 from embodied.core.conversations import SamplingRule
-from embodied.policies.language import vllm_engine
+from embodied.policies.language import vllm
 from embodied.policies.language.engine import Request, Sampling
 from embodied.policies.language.slots import SlotEngine
-from embodied.policies.language.vllm_worker import FromFolder
+from embodied.policies.language.vllm import FromFolder
 from embodied.policies.language.worker import LanguageWorker
 from embodied.workflows.rl_loop import LEARNER, POLICY, SIM, EmbodiedLoop
 
@@ -113,8 +113,8 @@ class SleepyWorker(LanguageWorker):
             "start": lambda config, policy: (SleepyVLLM(config, policy), settings),
             "importlib": SimpleNamespace(util=SimpleNamespace(find_spec=bool)),  # vLLM need not be installed
         }
-        with patch.multiple(vllm_engine, **stand_in):
-            self.engine = vllm_engine.VLLMEngine(alike, SimpleNamespace(**about, device=torch.device(self.place)))
+        with patch.multiple(vllm, **stand_in):
+            self.engine = vllm.VLLMEngine(alike, SimpleNamespace(**about, device=torch.device(self.place)))
         self.policy.cache_tensors = self.engine.cache_tensors
 
 

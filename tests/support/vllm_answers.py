@@ -22,8 +22,7 @@ from language_models import STOP, answers, drained, engine_of, logprobs_by_the_m
 from embodied.core.conversations import SamplingRule
 from embodied.core.pictures import drawing
 from embodied.policies.language.engine import Sampling, make_engine
-from embodied.policies.language.vllm_engine import SETTINGS
-from embodied.policies.language.vllm_worker import memory_of
+from embodied.policies.language.vllm import SETTINGS, memory_of
 
 MODELS = {"tied": lambda: qwen3(tied=True), "untied": qwen3, "divided": qwen3, "experts": qwen3_moe}
 LONGER_THAN_A_BLOCK = [5, 6] * 70  # what vLLM remembers of prompts is in blocks of 128 tokens

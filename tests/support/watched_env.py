@@ -14,7 +14,7 @@ import torch
 from embodied.core.types import ActRequest, Trajectory
 from embodied.envs.config import PointMassConfig
 from embodied.envs.pointmass.env import REACH, PointMassEnv
-from embodied.runtime.remote_channel import Remote
+from embodied.runtime.channel import Remote
 
 
 class ImageEnv(PointMassEnv):

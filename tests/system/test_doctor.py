@@ -13,8 +13,7 @@ import pytest
 from embodied import doctor
 from embodied.doctor import CHECKS, Finding, examine
 from embodied.envs.config import ENV_CONFIGS
-from embodied.system.cpu_load import LoadMeter, under_load
-from embodied.system.machine import Done, Machine
+from embodied.system.machine import Done, LoadMeter, Machine, under_load
 
 GIB = 1 << 30
 FINE = {

@@ -11,7 +11,7 @@ from embodied.envs.pointmass.env import PointMassEnv
 from embodied.envs.vector_env import VectorEnv
 from embodied.placement import make_plan
 from embodied.policies.policy_folder import read_weights
-from embodied.reporting.timeline import Timeline, read_trace
+from embodied.records.timeline import Timeline, read_trace
 from embodied.run import launch
 from embodied.runtime import device_memory, shared_leases
 from embodied.workflows.rl_loop import EmbodiedLoop

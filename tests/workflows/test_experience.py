@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 
 from embodied.algorithms.groups import Group
-from embodied.workflows.experience import Experience, units_of
+from embodied.workflows.group_collector import Experience, units_of
 
 SIZE = 4
 

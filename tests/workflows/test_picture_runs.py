@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 from talking_runs import ONE_OF_EACH, Talk
 
-from embodied.runtime.socket_io import MessageSocket
+from embodied.runtime.payload import MessageSocket
 
 PICTURES = ["policy.preset=tiny_vl", "policy.max_length=200"]
 TURNS = 2  # iterations whose bytes are counted, behind one that starts everything

@@ -21,7 +21,7 @@ from embodied import evaluate, train
 from embodied.policies import load_policy
 from embodied.policies.language.server_pool import ServerPool
 from embodied.policies.policy_folder import read_weights
-from embodied.reporting.transcripts import read_transcripts
+from embodied.records.transcripts import read_transcripts
 from embodied.serving.config import TOKEN
 
 INLINE = ["cluster.backend=inline", 'placement={"sim,policy": "cpu:0", learner: "cpu:0"}']

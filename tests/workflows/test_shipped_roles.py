@@ -21,7 +21,7 @@ from embodied.policies.language.tokenizer import of_characters
 from embodied.policies.policy_folder import read_weights
 from embodied.serving.config import TOKEN
 from embodied.workflows.rl_loop import EmbodiedLoop
-from embodied.workflows.scoring_roles import JudgeClient, JudgeWorker
+from embodied.workflows.roles import JudgeClient, JudgeWorker
 from embodied.workflows.shipped_roles import roles_of_run
 
 COMPARED = ["algo.kl_coef=0.3", "algo.filter=none"]

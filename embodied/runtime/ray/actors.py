@@ -5,6 +5,13 @@ process (`guard.py`) sets the cores before any import, ends the process with the
 
 `RayBackend` is the driver's side. `RayHost` is the actor. One of Ray's threads receives the driver's messages, one the
 other hosts' messages, and one sends reports. Workers have threads of their own, as on every backend.
+
+Moves an object between Ray processes: large buffers through Ray's object store, the rest inside the message.
+
+The writer copies every buffer of 64 KiB or more once into the store. A reader on the same machine uses it in place; for
+another machine Ray transfers it with the message. Arrays arrive read-only. Torch CPU tensors arrive as a writable copy,
+because torch knows no read-only tensors and the store's pages are shared. Tensors from a GPU arrive on the reader's own
+GPU, or on the CPU if it has none.
 """
 
 from __future__ import annotations
@@ -14,6 +21,7 @@ import itertools
 import json
 import mmap
 import os
+import pickle
 import queue
 import shlex
 import signal
@@ -34,7 +42,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from embodied.runtime.heartbeat import BEAT_S, PROGRESS_BYTES, Progress
 from embodied.runtime.host import DRIVER, Host, HostPlan, Links, ranges
-from embodied.runtime.local_host import find_main_lazily, show_title
+from embodied.runtime.payload import OUT_OF_BAND_BYTES, Payload, join, split
 from embodied.runtime.processes import (
     KILL_S,
     NOTICE_S,
@@ -45,14 +53,14 @@ from embodied.runtime.processes import (
     boot_order,
     check_cores,
     describe_exit,
+    find_main_lazily,
     keep_log_short,
     print_to_log,
     progress_memory,
+    show_title,
 )
 from embodied.runtime.ray import guard
-from embodied.runtime.ray.nodes import Connection, RayNode, last_words, move, run_on
-from embodied.runtime.ray.object_store import Stored, decode, encode, pack_message, unpack_message
-from embodied.runtime.ray.reservation import Reservation
+from embodied.runtime.ray.nodes import Connection, RayNode, Reservation, last_words, move, run_on
 from embodied.runtime.shared_leases import SOCKET
 
 if TYPE_CHECKING:
@@ -429,3 +437,55 @@ def _ending_the_process_on_error() -> Iterator[None]:
         for stream in (sys.stdout, sys.stderr):
             stream.flush()
         os._exit(1)
+
+
+class Stored(Payload):
+    """An encoded object. The sender has a reference to the large parts, a receiver the parts themselves."""
+
+    __slots__ = ("parts", "ref", "tensors")
+
+    def __init__(
+        self, body: bytes | None, tensors: frozenset[int] = frozenset(), parts: list | None = None, ref: Any = None
+    ) -> None:
+        super().__init__(body)  # None: a long body is the last of the parts
+        self.tensors = tensors
+        self.parts = parts
+        self.ref = ref
+
+    def arguments(self) -> tuple:
+        """Returns arguments for a remote call, where `Stored(*arguments)` restores the object: Ray replaces the
+        reference, if any, by the parts."""
+        if self.parts is not None and self.ref is None:  # passed on
+            self.ref = _put(self.parts)
+        return (self.body, self.tensors) if self.ref is None else (self.body, self.tensors, self.ref)
+
+
+def encode(item: Any, reader: str = "") -> Stored:
+    """Tensors on GPUs go through the host's memory, whatever the `reader`'s GPU."""
+    body, buffers, tensors = split(item)
+    if len(body) >= OUT_OF_BAND_BYTES:
+        return Stored(None, tensors, ref=_put([*buffers, body]))
+    return Stored(bytes(body), tensors, ref=_put(buffers) if buffers else None)
+
+
+def decode(payload: Stored) -> Any:
+    parts = payload.parts
+    if parts is None and payload.ref is not None:
+        parts = payload.parts = ray.get(payload.ref)
+    if parts is None:
+        return join(payload.body)
+    parts = [bytearray(part) if i in payload.tensors else part for i, part in enumerate(parts)]
+    return join(parts.pop() if payload.body is None else payload.body, parts)
+
+
+def _put(parts: list) -> Any:
+    return ray.put([pickle.PickleBuffer(part) for part in parts])
+
+
+def pack_message(message: tuple) -> bytes:
+    """Pickles messages here: a message that Ray cannot unpickle would be lost without an error."""
+    return pickle.dumps(message, protocol=5)
+
+
+def unpack_message(data: bytes) -> tuple:
+    return pickle.loads(data)  # noqa: S301  (sent by a process of this run)

@@ -1,6 +1,17 @@
 """The driver's connection to a Ray cluster, and the nodes there.
 
 `actors.py` puts hosts on nodes; `run/devices.py` decides which GPUs a process sees.
+
+A Ray cluster for one run: `ray start` on this machine, ended with the driver, however the driver ends.
+
+Everything listens on the loopback interface only and asks for a token that is never written to disk. There is no
+dashboard, usage report or autoscaler; the cluster's folder, readable only by its owner, is deleted at the end.
+
+A run's reservation on a Ray cluster: a bundle of cores and GPUs for each node of its plan.
+
+Hosts take turns on devices, so they request none from Ray; the placement group holds the devices of all hosts. Ray
+gives a device to only one reservation, shows it in `ray status`, and frees it when the run's driver ends. Ray counts
+cores without naming them, but it names GPUs: a plan for another program's GPU is refused.
 """
 
 from __future__ import annotations
@@ -11,6 +22,7 @@ import secrets
 import shutil
 import signal
 import socket
+import subprocess
 import sys
 import sysconfig
 import tempfile
@@ -24,14 +36,15 @@ from typing import Any
 
 import ray
 from ray._private import auto_init_hook, ray_constants, services, worker
+from ray._private.state import available_resources_per_node
 from ray._raylet import AuthenticationTokenLoader, Config
 from ray.exceptions import RayError
-from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
 from embodied.core.errors import ConfigError, EmbodiedError
 from embodied.runtime.host import HostPlan
 from embodied.runtime.processes import START_S
-from embodied.runtime.ray.own_cluster import ENVIRONMENT, TOKEN, OwnCluster
 
 OF_CARDS = ("CUDA_VISIBLE_DEVICES", "MUJOCO_EGL_DEVICE_ID", "EMBODIED_RENDER", "EMBODIED_RENDER_FILE")
 _LIMIT_BYTES = 100_000_000  # limit for modules that are sent to nodes
@@ -331,3 +344,202 @@ def _copy_own(name: str, target: Path) -> None:
             shutil.copy(beside, target)
         elif (beside / "__init__.py").is_file() and beside.name != "embodied":
             shutil.copytree(beside, target / beside.name, ignore=_LEFT_OUT, dirs_exist_ok=True)
+
+
+_STOP_S = 10.0
+
+# Ray reads the token once per process, so all clusters of this process have the same token.
+TOKEN = secrets.token_hex(32)
+
+ENVIRONMENT = {
+    "RAY_AUTH_MODE": "token",
+    "RAY_USAGE_STATS_ENABLED": "0",
+    "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",  # keeps Ray on the loopback interface
+    "RAY_memory_monitor_refresh_ms": "0",  # the kernel decides which process to kill, as on the local backend
+    "RAY_worker_niceness": "0",
+    "RAY_worker_oom_score_adjustment": "0",
+    "RAY_prestart_worker_first_driver": "0",  # hosts have environments of their own
+    "RAY_enable_worker_prestart": "0",
+    "RAY_DISABLE_IMPORT_WARNING": "1",
+}
+_START = [
+    *("start", "--head", "--block", "--port=0", "--node-name=node1", "--num-gpus=0", "--no-monitor"),
+    *("--include-dashboard=false", "--include-log-monitor=false", "--dashboard-agent-listen-port=0"),
+    *("--min-worker-port=0", "--max-worker-port=0"),
+]
+_STARTED = "will now block forever"  # printed once its address is in a file
+_SLOW = "timed out during startup"  # printed after half a minute, which a busy machine may need
+# Ends all processes of its session and the folder when standard input ends, and at no signal that the whole job gets:
+# the driver saves first. In `/proc/PID/stat` state, parent, group and session follow the name.
+_WATCH = """
+trap '' INT TERM HUP
+folder=$1; shift
+"$@" 2>&1 &
+exec > /dev/null 2>&1
+cat
+end_all() {
+  ended=1
+  for each in /proc/[0-9]*; do
+    read -r line < $each/stat || continue
+    set -- ${line##*) }
+    [ "$4" = $$ ] && [ "$1" != Z ] && [ $each != /proc/$$ ] && kill -KILL ${each#/proc/} && ended=0
+  done
+  return $ended
+}
+while end_all; do sleep 0.1; done
+until rm -rf "$folder"; do sleep 0.1; done
+"""
+
+
+class OwnCluster:
+    """A Ray node on this machine. Use it as a context manager or call `stop`."""
+
+    def __init__(self, object_store_bytes: int | None = None, start_s: float = START_S) -> None:
+        memory = [] if object_store_bytes is None else [f"--object-store-memory={object_store_bytes}"]
+        ray = [sys.executable, "-P", "-m", "ray.scripts.scripts", *_START, f"--num-cpus={os.cpu_count()}", *memory]
+        until = time.monotonic() + start_s
+        while failed := self._start(ray, until):
+            self.stop()
+            expired = time.monotonic() >= until
+            if expired or _SLOW not in failed:
+                within = f" within cluster.start_s={start_s:g} s" if expired else ""
+                advice = f"; is the machine busy? try cluster.start_s={2 * start_s:g}" if expired else ""
+                raise EmbodiedError(f"Ray did not start on this machine{within}{advice}; {failed}")
+        self.address = (self.folder / "ray/ray_current_cluster").read_text().strip()
+
+    def stop(self) -> None:
+        self._watch.stdin.close()
+        try:
+            self._watch.wait(_STOP_S)
+        except subprocess.TimeoutExpired:
+            os.killpg(self._watch.pid, signal.SIGKILL)
+            self._watch.wait(_STOP_S)
+        self._watch.stdout.close()
+        shutil.rmtree(self.folder, ignore_errors=True)
+
+    def __enter__(self) -> OwnCluster:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()
+
+    def _start(self, command: list[str], until: float) -> str:
+        """Starts Ray; returns "" or, if it failed, its output."""
+        # A short path: Ray puts sockets below it, and their paths must stay below 108 characters.
+        self.folder = Path(tempfile.mkdtemp(prefix="embodied-", dir="/tmp"))
+        self._watch = subprocess.Popen(
+            ["sh", "-c", _WATCH, "sh", str(self.folder), *command],
+            env={**os.environ, **ENVIRONMENT, "RAY_AUTH_TOKEN": TOKEN, "RAY_TMPDIR": str(self.folder)},
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
+        )
+        late = threading.Timer(until - time.monotonic(), self._watch.stdin.close)
+        late.daemon = True
+        late.start()
+        lines = []
+        try:
+            for line in self._watch.stdout:
+                lines.append(line)
+                if _STARTED in line:
+                    return ""
+        except BaseException:  # Ctrl-C
+            self.stop()
+            raise
+        finally:
+            late.cancel()
+            late.join(_STOP_S)
+        return f"it said:\n{''.join(lines)[-2000:].strip()}" if lines else "it said nothing"
+
+
+_RESERVE_S = 15.0  # time to wait for devices: Ray frees an ended run's devices late
+_UNITS = {"CPU": "cores", "GPU": "GPUs"}
+
+
+class Reservation:
+    """Reserves the devices of these plans; EmbodiedError if another program of the cluster has some of them."""
+
+    def __init__(self, plans: Sequence[HostPlan], node_of: Callable[[str], RayNode]) -> None:
+        self.devices: dict[str, tuple[RayNode, set[int], set[int]]] = {}  # node id -> (node, cores, GPUs)
+        for plan in plans:
+            node = node_of(plan.node)
+            _, cores, gpus = self.devices.setdefault(node.id, (node, set(), set()))
+            cores.update(plan.cores)
+            names = [name.rpartition("/")[2] for name in plan.devices]
+            gpus.update(int(name.removeprefix("gpu:")) for name in names if name.startswith("gpu:"))
+        self._groups: list[PlacementGroup] = []
+        try:
+            for node_id, (node, cores, gpus) in self.devices.items():
+                self._take(node_id, {"CPU": max(1, len(cores)), "GPU": len(gpus)})
+                if gpus and (given := self._gpus_of(self._groups[-1], len(gpus))) != gpus:
+                    remove_placement_group(self._groups.pop())
+                    self._take(node_id, {"CPU": max(1, len(cores))})
+                    self._take_named(node, gpus, given)
+        except BaseException:
+            self.free()
+            raise
+
+    def free(self) -> None:
+        for group in self._groups:
+            remove_placement_group(group)
+
+    def _take(self, node_id: str, bundle: dict[str, int]) -> None:
+        group = placement_group([bundle], bundle_label_selector=[{"ray.io/node-id": node_id}])
+        self._groups.append(group)
+        if not group.wait(_RESERVE_S):
+            raise EmbodiedError(self._why_not())
+
+    def _take_named(self, node: RayNode, gpus: set[int], offered: set[int]) -> None:
+        """Reserve the node's free GPUs one by one until all of `gpus` are reserved, and release the rest."""
+        spare = []
+        try:
+            for _ in range(node.num_gpus):
+                if not gpus:
+                    return
+                try:
+                    self._take(node.id, {"GPU": 1})
+                except EmbodiedError:
+                    break
+                named = self._gpus_of(self._groups[-1], 1)
+                if not named <= gpus:
+                    spare.append(self._groups.pop())
+                gpus = gpus - named
+        finally:
+            for group in spare:
+                remove_placement_group(group)
+        if gpus:
+            taken, free = (", ".join(f"gpu:{number}" for number in sorted(of)) for of in (gpus, offered))
+            raise EmbodiedError(
+                f"{taken} of {node.name} belongs to another program of the cluster, and {free} is free: name that in "
+                "the placement, or wait (`ray status` shows what is reserved)"
+            )
+
+    @staticmethod
+    def _gpus_of(group: PlacementGroup, count: int) -> set[int]:
+        strategy = PlacementGroupSchedulingStrategy(group, 0)
+        task = ray.remote(num_cpus=0, num_gpus=count, max_retries=0)(reserved_gpus)
+        return set(ray.get(task.options(scheduling_strategy=strategy).remote(), timeout=_LOOK_S))
+
+    def _why_not(self) -> str:
+        """The missing devices, by node."""
+        free = available_resources_per_node()
+        lacking = [
+            f"{len(wanted)} {_UNITS[kind]} of {node.name}, of which {free.get(node_id, {}).get(kind, 0):g} are free"
+            for node_id, (node, *both) in self.devices.items()
+            for kind, wanted in zip(_UNITS, both, strict=True)
+            if len(wanted) > free.get(node_id, {}).get(kind, 0)
+        ]
+        return (
+            f"the plan takes {'; '.join(lacking) or 'devices that Ray does not give'}: other programs of the cluster "
+            "have reserved the rest (`ray status` shows it); wait for them, or let the placement name fewer devices"
+        )
+
+
+def reserved_gpus() -> list[int]:
+    """In a task that holds GPUs of a node: their indices among the GPUs of the node's Ray, as in plans."""
+    gpus = [str(name) for name in ray.get_runtime_context().get_accelerator_ids()["GPU"]]
+    started_with = Path(f"/proc/{os.getppid()}/environ").read_bytes().decode(errors="replace").split("\0")
+    seen: Any = dict(line.partition("=")[::2] for line in started_with).get("CUDA_VISIBLE_DEVICES")
+    names = seen.split(",") if seen else None
+    return [names.index(name) if names else int(name) for name in gpus]

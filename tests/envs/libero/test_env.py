@@ -11,8 +11,8 @@ from pydantic import ValidationError
 from embodied.core.errors import ConfigError, MissingAsset
 from embodied.core.types import ActionSpec, EnvSpec, EpisodeList, EpisodeSpec
 from embodied.envs import env_class, make_env
+from embodied.envs.capabilities import choose_protocol
 from embodied.envs.config import ENV_CONFIGS, LiberoConfig
-from embodied.envs.evaluation_protocols import choose_protocol
 from embodied.envs.libero.config import SUITES, tasks_of
 from embodied.envs.libero.env import HAND, PLACE, PROPRIO, StateLayout
 from embodied.envs.libero.tasks import files_of
@@ -127,7 +127,7 @@ def test_a_policy_that_reads_acts_otherwise_where_libero_pro_changes_the_words()
 @pytest.mark.parametrize("installed", ["3.3.2", "3.17.0"])
 @pytest.mark.parametrize("config", [{"name": "libero"}, {"name": "robosuite", "task": "Lift"}])
 def test_another_mujoco_makes_another_protocol(config, installed, monkeypatch):
-    monkeypatch.setattr("embodied.envs.evaluation_protocols.version", {"mujoco": installed}.__getitem__)
+    monkeypatch.setattr("embodied.envs.capabilities.version", {"mujoco": installed}.__getitem__)
     config = ENV_CONFIGS[config["name"]](**config)
     name = f"{config.name}-v1"
     if installed == "3.3.2":

@@ -11,11 +11,11 @@ from embodied import evaluate, train
 from embodied.core.errors import ConfigError
 from embodied.core.types import EpisodeSpec
 from embodied.envs import env_class, make_env
+from embodied.envs.capabilities import choose_protocol
 from embodied.envs.config import LiberoConfig
 from embodied.envs.env_checker import check_vector_env
-from embodied.envs.evaluation_protocols import choose_protocol
 from embodied.envs.libero.tasks import check_buildable, own_files, read_states
-from embodied.reporting.results import read_results
+from embodied.records.results import read_results
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore"),  # robosuite's, numba's and bddl's own

@@ -13,9 +13,9 @@ from needed import requires, without_files
 from embodied.core.errors import ConfigError, MissingAsset
 from embodied.core.types import EpisodeSpec
 from embodied.envs import env_class
+from embodied.envs.capabilities import choose_protocol
 from embodied.envs.config import ManiSkillConfig
 from embodied.envs.env_checker import check_vector_env
-from embodied.envs.evaluation_protocols import choose_protocol
 from embodied.envs.maniskill.bridge.bridge_tasks import CAMERA, CONTROL, TWINS
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # ManiSkill's and SAPIEN's own
@@ -35,8 +35,7 @@ def test_the_arm_gets_the_control_it_has():
 
 
 def test_the_list_of_tasks_knows_the_rewards_of_our_twins():
-    from embodied.envs.maniskill.task_choices import catalogued
-    from embodied.envs.maniskill.tasks import find_task
+    from embodied.envs.maniskill.tasks import catalogued, find_task
 
     assert [catalogued(task, find_task(task))["problem"] for task in TWINS] == [""] * len(TWINS)
 
@@ -70,7 +69,7 @@ def test_an_evaluation_takes_the_twins_own_initial_states_in_turn():
 
 
 def test_a_smaller_picture_shows_the_same_part_of_the_scene():
-    from embodied.envs.maniskill.bridge.bridge_scene import FOCAL, scaled
+    from embodied.envs.maniskill.bridge.scene import FOCAL, scaled
 
     small = scaled(120, 320)
     np.testing.assert_allclose(small[0], [FOCAL / 2, 0, 319.501 / 2])
@@ -78,7 +77,7 @@ def test_a_smaller_picture_shows_the_same_part_of_the_scene():
 
 
 def test_a_region_is_seen_as_it_is_in_the_whole_picture():
-    from embodied.envs.maniskill.bridge.bridge_scene import scaled
+    from embodied.envs.maniskill.bridge.scene import scaled
 
     whole, part = scaled(480, 640), scaled(240, 320, (0.25, 0.5, 0.75, 1.0))
     shift = [[0, 0, 160], [0, 0, 240], [0, 0, 0]]  # a quarter of 640 and half of 480; as many pixels per angle
@@ -188,8 +187,7 @@ def test_the_expert_puts_the_carrot_on_its_plate():
     from queue import SimpleQueue
 
     from embodied.core.types import Recording
-    from embodied.envs.action_sources import ExpertActions
-    from embodied.envs.evaluation import play_episodes
+    from embodied.envs.sim_worker import ExpertActions, play_episodes
     from embodied.runtime import Timers
 
     env = build(2, cameras=(), max_episode_steps=40, action_units=(0.05, 0.35))

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from needed import requires, without_files
 
-from embodied.config.merge import recipe_of_task
+from embodied.config.read import recipe_of_task
 from embodied.config.recipe import load
 from embodied.config.recipe_files import BY_TASK, recipe_names
 from embodied.core.errors import ConfigError, MissingAsset

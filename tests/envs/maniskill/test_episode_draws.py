@@ -3,7 +3,7 @@ import pytest
 import torch
 from needed import requires
 
-from embodied.envs.maniskill.episode_draws import FEW_ROWS, EpisodeDraws, RowsOfNormals, RowsOfUniforms
+from embodied.envs.maniskill.cpu_batch import FEW_ROWS, EpisodeDraws, RowsOfNormals, RowsOfUniforms
 
 requires("mani_skill")
 

@@ -10,13 +10,12 @@ from needed import requires
 
 from embodied.core.errors import ConfigError
 from embodied.core.types import EpisodeList, EpisodeResult, Recording
-from embodied.envs.action_sources import ExpertActions
 from embodied.envs.config import ManiSkillConfig, PointMassConfig
-from embodied.envs.evaluation import play_episodes
-from embodied.envs.maniskill import motion_planner, panda
+from embodied.envs.maniskill import experts
 from embodied.envs.maniskill.env import ManiSkillEnv
-from embodied.envs.maniskill.motion_planner import CONTROLS, SOLVERS, Plan, PlannerExpert, PlanReplay
+from embodied.envs.maniskill.experts import CONTROLS, SOLVERS, Plan, PlannerExpert, PlanReplay
 from embodied.envs.pointmass.env import PointMassEnv
+from embodied.envs.sim_worker import ExpertActions, play_episodes
 from embodied.runtime import Timers
 
 requires("mani_skill")
@@ -41,7 +40,7 @@ def test_a_replay_cuts_a_move_short_but_no_wait_for_the_fingers():
     replay, aims = PlanReplay(plan, turns=True), []
     joints = REST[None]
     for _ in range(6):
-        hand, turned, _ = panda.hand(joints)
+        hand, turned, _ = experts.hand_pose(joints)
         aims.append(int(replay.advance(hand[0], turned[0])))
         joints = plan.joints[[aims[-1]]]
     assert aims == [3, 4, 5, 6, 6, 6], "0.06 rad of this joint move the hand by less than 4 cm"
@@ -49,9 +48,9 @@ def test_a_replay_cuts_a_move_short_but_no_wait_for_the_fingers():
 
 def test_a_hand_that_does_not_arrive_goes_on_after_a_while():
     plan = plan_of([0.0, 1.0, 1.0], [1, 1, -1])
-    hand, turned, _ = panda.hand(REST[None])
+    hand, turned, _ = experts.hand_pose(REST[None])
     replay = PlanReplay(plan, turns=True)
-    aims = [int(replay.advance(hand[0], turned[0])) for _ in range(3 * motion_planner.PATIENCE)]
+    aims = [int(replay.advance(hand[0], turned[0])) for _ in range(3 * experts.PATIENCE)]
     assert aims[0] == 0 and aims[-1] == 2 and sorted(aims) == aims
 
 
@@ -110,9 +109,9 @@ def test_what_the_planner_does_not_play_is_refused():
 
 
 def test_a_missing_planner_is_told_with_what_to_install(monkeypatch):
-    monkeypatch.setitem(sys.modules, motion_planner.SOLUTIONS, None)
+    monkeypatch.setitem(sys.modules, experts.SOLUTIONS, None)
     with pytest.raises(ConfigError, match=r"cannot be loaded here.*pip install mplib==0\.1\.1"):
-        motion_planner.solver("PickCube-v1")
+        experts.solver("PickCube-v1")
 
 
 def test_episodes_that_were_cut_off_are_told_with_the_option_that_gives_time(capsys):

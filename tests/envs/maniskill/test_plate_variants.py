@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from embodied.envs.maniskill.bridge.plate_variants import (
+from embodied.envs.maniskill.bridge.put_on_plate import (
     FAR,
     NEAR,
     TEMPLATES,

@@ -11,7 +11,7 @@ from embodied.envs import env_class
 from embodied.envs.config import ManiSkillConfig
 from embodied.envs.maniskill.bridge.bridge_expert import FASTEST, FASTEST_TURN
 from embodied.envs.maniskill.bridge.bridge_tasks import CAMERA, PLATES
-from embodied.envs.maniskill.bridge.plate_variants import variants
+from embodied.envs.maniskill.bridge.put_on_plate import variants
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # ManiSkill's and SAPIEN's own
 requires("mani_skill")

@@ -8,7 +8,7 @@ from pydantic import TypeAdapter
 from embodied.core.types import EpisodeSpec
 from embodied.envs import env_class
 from embodied.envs.config import EnvConfig
-from embodied.envs.text.sums import calculate
+from embodied.envs.text.toys import calculate
 
 
 @pytest.mark.parametrize(

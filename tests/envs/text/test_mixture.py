@@ -11,7 +11,7 @@ from embodied.core.types import EpisodeSpec
 from embodied.envs import env_class
 from embodied.envs.config import EnvConfig
 from embodied.envs.text.text_env_checker import check_text_env
-from embodied.reporting.progress import text_numbers
+from embodied.records.progress import text_numbers
 
 TWO = {"sums": {"name": "sums", "task": ["add2", "calc2"], "weight": 3}, "sort": {"name": "sort"}}
 

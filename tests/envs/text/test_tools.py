@@ -7,9 +7,18 @@ from threading import Event
 import pytest
 from tiny_language import TALKS, build, publish
 
-from embodied.envs.text.python_box import python_tool, run_python
 from embodied.envs.text.text_env import TextEnv, Turn
-from embodied.envs.text.tools import Search, Tool, ToolCall, ToolUser, parsed_calls, reply_of, with_tools
+from embodied.envs.text.tools import (
+    Search,
+    Tool,
+    ToolCall,
+    ToolUser,
+    parsed_calls,
+    python_tool,
+    reply_of,
+    run_python,
+    with_tools,
+)
 
 CALL = {"name": "python", "arguments": {"code": "print(6*7)"}}
 WAIT_FOR_EVER = "import _thread\nlock = _thread.allocate_lock()\nlock.acquire(), lock.acquire()"

@@ -280,7 +280,7 @@ def test_a_mixture_and_an_environment_without_an_eval_dataset(opened):
 WORKER = """
 import sys, time
 from types import SimpleNamespace
-from embodied.envs.text.verifiers_bridge import Bridge, Example
+from embodied.envs.text.verifiers import Bridge, Example
 
 config = SimpleNamespace(name="verifiers:my-sums", python=sys.argv[1], kwargs={}, start_s=600, score_s=600)
 bridge = Bridge(config)

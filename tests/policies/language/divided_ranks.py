@@ -16,7 +16,7 @@ from tiny_language import answers, build, inputs_of
 from embodied.learners.config import LearnerConfig
 from embodied.learners.model import Model
 from embodied.runtime import Timers
-from embodied.runtime.rank_groups import form_groups
+from embodied.runtime.collective import form_groups
 from embodied.runtime.rendezvous import RendezvousFile
 
 where, rank, ranks, folder = sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), sys.argv[4]

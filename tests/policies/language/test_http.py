@@ -19,7 +19,7 @@ from embodied.policies.config import LanguageConfig
 from embodied.policies.language import server_pool
 from embodied.policies.language.engine import Request, make_engine
 from embodied.policies.language.folder import as_published
-from embodied.policies.language.vllm_worker import FromFolder
+from embodied.policies.language.vllm import FromFolder
 from embodied.policies.policy_folder import read_description
 from embodied.run import launch
 from embodied.runtime import published_weights

@@ -15,7 +15,7 @@ from embodied.core.errors import CheckpointError, ConfigError
 from embodied.policies import FAMILIES, load_policy, policy_class
 from embodied.policies.config import LanguageConfig, PolicyConfig
 from embodied.policies.policy_folder import published_family, read_description, read_weights
-from embodied.runtime.tensor_bytes import tensor_of
+from embodied.runtime.published_weights import tensor_of
 
 INPUTS = inputs_of(*answers([8, 9, 10], [11, 1]))
 KINDS = [("gpt2", True), ("gpt2", False), ("llama", True), ("llama", False), ("qwen3", True), ("qwen3", False)]

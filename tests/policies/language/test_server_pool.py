@@ -18,12 +18,11 @@ from embodied.core.errors import ConfigError, EmbodiedError
 from embodied.policies.config import LanguageConfig
 from embodied.policies.language import http_engine, server_pool
 from embodied.policies.language.engine import Request, make_engine
-from embodied.policies.language.http_messages import fingerprint
+from embodied.policies.language.http_messages import WeightFolder, fingerprint
 from embodied.policies.language.pooled_server import WritingSpeed, request_limits
 from embodied.policies.language.trust import GapRecord
-from embodied.policies.language.weight_folder import WeightFolder
 from embodied.runtime import published_weights
-from embodied.runtime.tensor_bytes import blob_of
+from embodied.runtime.published_weights import blob_of
 from embodied.serving import language_server
 from embodied.serving.config import TOKEN
 

@@ -21,7 +21,7 @@ from embodied.policies.config import LanguageConfig
 from embodied.policies.language.config import SEEING
 from embodied.policies.language.folder import CPU_HEADS
 from embodied.policies.language.policy import LanguagePolicy
-from embodied.policies.language.vllm_engine import on_gpu
+from embodied.policies.language.vllm import on_gpu
 
 installed = importlib.util.find_spec("vllm") is not None
 needs_vllm = pytest.mark.skipif(not installed, reason="vLLM is not installed (make vllm)")

@@ -1,0 +1,532 @@
+"""Merges recipe files and arguments into one tree of values with the source of each.
+
+Later sources win: the recipe's base, the recipe, the command line. A plain value is replaced as a whole, a section key
+by key. Naming another variant of a section drops what earlier sources set for the old one.
+
+The keys that can be set, as a tree of the options models: for merging recipes, `--help` and "did you mean".
+
+A section is a key with subkeys: one model, or several variants with different `name`s.
+
+Simple YAML with a safe loader, for recipes and the values of a command line.
+
+Only true and false are booleans (`off` stays a word) and 1e-4 is a number. The same key twice is a mistake.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from copy import deepcopy
+from dataclasses import dataclass, field, replace
+from functools import lru_cache
+from inspect import get_annotations
+from pathlib import Path
+from shlex import quote
+from types import UnionType
+from typing import Annotated, Any, ClassVar, Literal, Union, get_args, get_origin
+
+import yaml
+from pydantic import BaseModel, Discriminator, Tag
+from pydantic.fields import FieldInfo
+
+from embodied.config.recipe_files import BY_TASK, DEFAULT_ENV, EVERY_RECIPE, RECIPES, recipe_file, recipe_names
+from embodied.core.errors import ConfigError, nearest
+from embodied.core.files import BadPath, as_path
+from embodied.core.options import BelongsToFile
+
+COMMAND_LINE = "command line"
+Key = tuple[str, ...]
+DEEPEST = 16  # parts of a dotted key
+ENV_NAME, ENV_TASK = ("env", "name"), ("env", "task")
+
+
+@dataclass(frozen=True)
+class Source:
+    """One file, or the command line: its values by key, and the folder its relative paths belong to."""
+
+    name: str
+    folder: Path
+    values: list[tuple[Key, Any]]
+
+
+@dataclass
+class Tree:
+    """The values of all sources so far, with their sources, and the mistakes."""
+
+    values: dict[str, Any] = field(default_factory=dict)
+    sources: dict[str, str] = field(default_factory=dict)  # dotted key -> source
+    problems: list[str] = field(default_factory=list)
+    doubts: list[str] = field(default_factory=list)  # printed only if there are problems
+    evaluates: bool = False  # an evaluation: the policy keeps the observations of its training
+    unused: tuple[str, ...] = ()  # sections without effect in this command
+    left_out: list[str] = field(default_factory=list)  # dropped settings for another variant, task or engine
+
+    def section(self, key: Key) -> dict | None:
+        """The values below a key; None without any."""
+        values = self.values
+        for name in key:
+            values = values.get(name) if isinstance(values, dict) else None
+        return values if isinstance(values, dict) else None
+
+    def put(self, key: Key, value: Any, where: str) -> None:
+        """Set a value and its source."""
+        self.drop(key)
+        values = self.values
+        for depth, name in enumerate(key[:-1], 1):
+            if not isinstance(values.get(name), dict):
+                self.drop(key[:depth])
+                values[name] = {}
+            values = values[name]
+        values[key[-1]] = value
+        self.sources[".".join(key)] = where
+
+    def drop(self, key: Key) -> None:
+        """Remove a key and all keys below it."""
+        path, values = ".".join(key), self.section(key[:-1])
+        if not values or key[-1] not in values:
+            return
+        del values[key[-1]]
+        for known in [known for known in self.sources if known == path or known.startswith(path + ".")]:
+            del self.sources[known]
+
+
+# Recipes and their bases
+
+
+def recipe_of_task(task: str) -> str | None:
+    """The recipe for this task; None if the task has no recipe of its own."""
+    recipes = {name: read_yaml(recipe_file(name).read_text(encoding="utf-8")) for name in recipe_names(*BY_TASK)}
+    return next((name for name, values in recipes.items() if values["env"]["task"] == task), None)
+
+
+def recipe_sources(recipe: str, root: Section, problems: list[str]) -> list[Source]:
+    """The recipe and its bases, the base first. Problems with the files are added to `problems`."""
+    chain: list[Source] = []
+    seen: list[Path] = []
+    asked_by, folder = "", Path.cwd()
+    while True:
+        path = find_recipe(recipe, folder, asked_by, problems)
+        if path is None:
+            break
+        if path in seen:
+            circle = " -> ".join(display(p) for p in [*seen[seen.index(path) :], path])
+            problems.append(f"recipes extend each other in a circle: {circle}")
+            break
+        seen.append(path)
+        values = read_recipe(path, problems)
+        parent = values.pop("extends", None)
+        chain.append(Source(display(path), path.parent, flatten(root, values, display(path), problems)))
+        if parent is None:
+            break
+        if not isinstance(parent, str):
+            problems.append(f"{display(path)}: extends={parent!r} is not the name or path of one recipe")
+            break
+        recipe, asked_by, folder = parent, f"{display(path)}: extends=", path.parent
+    return chain[::-1]
+
+
+def find_recipe(recipe: str, folder: Path, asked_by: str, problems: list[str]) -> Path | None:
+    """The file of a recipe: a path (relative to `folder`), or the name of a packaged recipe."""
+    if "/" in recipe or recipe.endswith((".yaml", ".yml")):
+        try:
+            path = (folder / as_path(recipe)).resolve()
+        except BadPath as err:
+            problems.append(f"{asked_by or 'recipe='}{err}")
+            return None
+        except RuntimeError:
+            problems.append(f"{asked_by or 'recipe='}{recipe}: this link leads back to itself")
+            return None
+        if path.is_file():
+            return path
+        if path.is_dir():
+            problems.append(f"{asked_by or 'recipe='}{recipe}: {path} is a folder; name a recipe file")
+            return None
+        beside = sorted(str(p) for pattern in ("*.yaml", "*.yml") for p in path.parent.glob(pattern) if p.is_file())
+        hint = nearest(str(path), beside, 0.6, ", ")
+        problems.append(f"{asked_by or 'recipe='}{recipe}: there is no file {path}{hint}")
+        return None
+    names = recipe_names()
+    if recipe in names:
+        return recipe_file(recipe)
+    hint = nearest(recipe, names, 0.6, ", ") or ";"
+    problems.append(f"{asked_by or 'recipe='}{recipe}: no such recipe{hint} {EVERY_RECIPE}, or name path/to/my.yaml")
+    return None
+
+
+def display(path: Path) -> str:
+    """A recipe file's name in messages: short for ours, a path for the user's."""
+    if path.is_relative_to(RECIPES):
+        return f"recipes/{path.relative_to(RECIPES)}"
+    here = Path.cwd()
+    return str(path.relative_to(here)) if path.is_relative_to(here) else str(path)
+
+
+def read_recipe(path: Path, problems: list[str]) -> dict[str, Any]:
+    """The mapping in a recipe file; empty if it cannot be read."""
+    try:
+        values = read_yaml(path.read_text(encoding="utf-8"))
+    except yaml.YAMLError as err:
+        problems.append(f"{display(path)}: {yaml_problem(err)}")
+        return {}
+    except (OSError, ValueError) as err:
+        problems.append(f"{display(path)} cannot be read: {err}")
+        return {}
+    if isinstance(values, dict):
+        return values
+    is_what = "is empty" if values is None else f"holds a {'list' if isinstance(values, list) else 'single value'}"
+    problems.append(
+        f"{display(path)} {is_what}; a recipe is a mapping of sections, for example env: {{name: pointmass}}"
+    )
+    return {}
+
+
+# Checking values
+
+
+def flatten(root: Section, values: dict, where: str, problems: list[str]) -> list[tuple[Key, Any]]:
+    """Nested sections as a list of (key, value). Dotted keys equal nested keys, and a list of one task equals the
+    task."""
+    values_by_key: dict[Key, Any] = {}
+    first_below: dict[Key, Key] = {}  # a key or prefix -> the first key set there
+
+    def visit(prefix: Key, values: dict) -> None:
+        for name, value in values.items():
+            key = (*prefix, *name.split("."))
+            if len(key) > DEEPEST:
+                problems.append(f"{'.'.join(key[:3])}...: a key has at most {DEEPEST} parts (from {where})")
+                continue
+            below = root.at(key)
+            if below and isinstance(value, dict):
+                visit(key, value)
+            elif below and value is None and where != COMMAND_LINE:
+                continue  # an empty section
+            elif below:
+                problems.append(f"{not_a_section_value(below, key, value)} (from {where})")
+            elif has_no_finite_value(value):
+                problems.append(f"{'.'.join(key)}={value!r}: NaN and infinity are refused (from {where})")
+            elif clash := first_below.get(key) or next((k for k in prefixes(key) if k in values_by_key), None):
+                problems.append(f"{'.'.join(key)} is set twice: also as {'.'.join(clash)} (both from {where})")
+            else:
+                values_by_key[key] = (
+                    value[0] if key == ENV_TASK and isinstance(value, list) and len(value) == 1 else value
+                )
+                for above in prefixes(key):
+                    first_below.setdefault(above, key)
+
+    visit((), values)
+    return list(values_by_key.items())
+
+
+def prefixes(key: Key) -> list[Key]:
+    """The key and its prefixes."""
+    return [key[:depth] for depth in range(1, len(key) + 1)]
+
+
+def not_a_section_value(section: Section, key: Key, value: Any) -> str:
+    path = ".".join(key)
+    names = section.names()
+    if "name" in names and isinstance(value, str):
+        return f"{path}={value}: did you mean {path}.name={value}?"
+    if "machines" in names and isinstance(value, str):
+        return (
+            f"{path}={value}: did you mean {path}.machines={value} with --dry-run? "
+            f"python -m embodied.plan recipe=NAME {quote(f'{path}={value}')} compares placements on such machines"
+        )
+    return f"{path}={value!r}: {path} is a section; set its keys: {', '.join(f'{path}.{name}' for name in names[:6])}"
+
+
+def has_no_finite_value(value: Any) -> bool:
+    if isinstance(value, dict | list):
+        return any(map(has_no_finite_value, value.values() if isinstance(value, dict) else value))
+    return isinstance(value, float) and not math.isfinite(value)
+
+
+def with_own_task(source: Source, tree: Tree) -> Source:
+    """If `env.name=my_tasks:Class` names a task of a simulator, the source with env.name=SIMULATOR
+    env.task=my_tasks:Class instead. The same for `env.task=my_tasks:Class` over a recipe of another simulator.
+    """
+    from embodied.envs.config import SIMULATORS
+    from embodied.envs.own_modules import as_a_task
+
+    values = dict(source.values)
+    before = (tree.section(("env",)) or {}).get("name", DEFAULT_ENV)
+    named = values.get(ENV_NAME, values.get(ENV_TASK) if before in SIMULATORS.values() else None)
+    simulator = None
+    try:
+        simulator = as_a_task(named)
+    except ConfigError as err:  # reported again before a run; until then it may explain other mistakes
+        tree.doubts.append(str(err))
+    if simulator in (None, values.get(ENV_NAME, before)):
+        return source
+    others = [(key, value) for key, value in source.values if key != ENV_NAME]
+    task = [(ENV_TASK, named)] if ENV_TASK not in dict(others) else []
+    return replace(source, values=[(ENV_NAME, simulator), *task, *others])
+
+
+# One over the other
+
+
+def lay(tree: Tree, root: Section, source: Source) -> None:
+    """Merge one source into the tree."""
+    for key, value in source.values:
+        if key[-1] == "name":
+            switch(tree, root.at(key[:-1]), key[:-1], value, source)
+    for key, value in source.values:
+        drop_superseded(tree, root, key, value, source)
+    for key, value in source.values:
+        tree.put(key, own_path(root, key, value, source.folder), source.name)
+
+
+def switch(tree: Tree, section: Section | None, prefix: Key, name: Any, source: Source) -> None:
+    """If a source names another variant, drop the old variant's settings, except keys that both share."""
+    values = tree.section(prefix)
+    if section is None or not values or values.get("name") == name:
+        return
+    before, after = section.tag(values), section.tag({"name": name})
+    if None in (before, after) or ("name" not in values and before == after):
+        return
+    old, new = section.variants[before], section.variants[after]
+    gone = [key for key in values if key != "name" and not same_key(old, new, key)]
+    if source.name == COMMAND_LINE:
+        note_left_out(tree, (*prefix, "name"), values.get("name", before), old, gone, source)
+    for key in gone:
+        tree.drop((*prefix, key))
+
+
+def note_left_out(tree: Tree, key: Key, value: Any, model: Any, dropped: list[str], source: Source) -> None:
+    """Note the settings that a user's source drops, if they differ from the default. `value`: of `key` before."""
+    if source.folder.resolve().is_relative_to(RECIPES.resolve()) or key[0] in tree.unused:
+        return
+    *above, _ = key
+    before, fields = tree.section(tuple(above)) or {}, model.model_fields
+    told = [one for one in dropped if one in before and (*above, one) not in dict(source.values)]
+    told = [
+        one for one in told if one not in fields or before[one] != fields[one].get_default(call_default_factory=True)
+    ]
+    if told:
+        whose = f"{'.'.join(key)}={write_yaml(value)}"
+        tree.left_out.append(
+            f"left out, since the recipe sets it for {whose}: {', '.join(settings(above, told, before))}"
+        )
+
+
+def same_key(old: type, new: type, key: str) -> bool:
+    """True if both models inherit the key from a common base. `kwargs` belong to a single class."""
+
+    def owner(kind: type) -> type | None:
+        return next((base for base in kind.__mro__ if key in get_annotations(base)), None)
+
+    owners = [owner(old), owner(new)]
+    return owners[0] is not None and owners[0] is owners[1] and (old is not new or key != "kwargs")
+
+
+def drop_superseded(tree: Tree, root: Section, key: Key, value: Any, source: Source) -> None:
+    """Drop earlier settings replaced by this value: alternatives of its key (`one_of`), and for another task or engine
+    the settings of the old one (`of_task`, `view_of_task`, `of_engine`)."""
+    *above, name = key
+    section, before = root.at(above), tree.section(tuple(above)) or {}
+    if section is None:
+        return
+    alternatives, model = next(iter(section.variants.values())).one_of, section.variants.get(section.tag(before) or "")
+    gone = [other for other in alternatives if other != name] if name in alternatives and value is not None else []
+    if name in ("task", "engine") and model and before.get(name) not in (None, value):
+        theirs = [*getattr(model, f"of_{name}"), *(model.view_of_task if name == "task" and not tree.evaluates else ())]
+        gone += theirs
+        note_left_out(tree, key, before[name], model, theirs, source)
+    for other in gone:
+        tree.drop((*above, other))
+
+
+def settings(above: list[str], names: list[str], values: dict) -> list[str]:
+    """`env.image_fov=60` for each of these keys."""
+    return [f"{'.'.join([*above, name])}={write_yaml(values[name])}" for name in names]
+
+
+def own_path(root: Section, key: Key, value: Any, folder: Path) -> Any:
+    """The value; a path (or a task's file) is made relative to the folder of its source. An invalid path stays
+    unchanged and is refused by the model."""
+    with suppress(BadPath):
+        return _own_path(root, key, value, folder)
+    return value
+
+
+def _own_path(root: Section, key: Key, value: Any, folder: Path) -> Any:
+    if key == ENV_TASK:
+        named = value if isinstance(value, list) else [value]
+        files = [str(folder / as_path(one)) if str(one).endswith(".bddl") else one for one in named]
+        return files if isinstance(value, list) else files[0]
+    section = root.at(key[:-1])
+    field = section.field(key[-1]) if section else None
+    mark = path_mark(field) if field else None
+    if mark is None or not isinstance(value, str) or value in choices(field.annotation):
+        return value
+    path = folder / as_path(value)
+    return value if mark.or_recipe and value in recipe_names() and not path.exists() else str(path)
+
+
+@dataclass(frozen=True)
+class Section:
+    """The models that a section can hold."""
+
+    variants: dict[str, type[BaseModel]]  # by tag; a plain section has one, tagged ""
+    discriminator: Any = None
+
+    def tag(self, values: dict) -> str | None:
+        """The tag of the variant selected by these values; None if their name is unknown."""
+        if len(self.variants) == 1:
+            return next(iter(self.variants))
+        pick = self.discriminator
+        tag = pick(values) if callable(pick) else values.get(pick)
+        return tag if tag in self.variants else None
+
+    def field(self, key: str, values: dict | None = None) -> FieldInfo | None:
+        """The field of a key in the variant selected by these values, else in any variant."""
+        first = self.variants.get(self.tag(values)) if values else None
+        models = [*([first] if first else []), *self.variants.values()]
+        return next((model.model_fields[key] for model in models if key in model.model_fields), None)
+
+    def child(self, key: str) -> Section | None:
+        """The section at this key; None for other keys."""
+        field = self.field(key)
+        return section_of(field) if field else None
+
+    def at(self, path: Sequence[str]) -> Section | None:
+        """The section at the end of a path of keys, or None."""
+        section: Section | None = self
+        for key in path:
+            section = section.child(key) if section else None
+        return section
+
+    def names(self) -> list[str]:
+        """The keys of all variants."""
+        return list(dict.fromkeys(key for model in self.variants.values() for key in model.model_fields))
+
+
+def section_of(field: FieldInfo) -> Section | None:
+    """The section a field holds, or None for a plain value."""
+    models = {}
+    union = get_origin(field.annotation) in (Union, UnionType)
+    for kind in get_args(field.annotation) if union else (field.annotation,):
+        tag = None
+        if get_origin(kind) is Annotated:
+            kind, *marks = get_args(kind)
+            tag = next((mark.tag for mark in marks if isinstance(mark, Tag)), None)
+        if isinstance(kind, type) and issubclass(kind, BaseModel):
+            models[tag or ("" if not union else get_args(kind.model_fields["name"].annotation)[0])] = kind
+    if not models:
+        return None
+    mark = field.discriminator or next((m for m in field.metadata if isinstance(m, Discriminator)), None)
+    return Section(models, mark.discriminator if isinstance(mark, Discriminator) else mark)
+
+
+def root(model: type[BaseModel]) -> Section:
+    """The section that holds all keys of a model."""
+    return Section({"": model})
+
+
+def leaves(section: Section, prefix: str = "") -> Iterator[tuple[str, FieldInfo, str]]:
+    """Yields every key, its field, and the tag of the variant with that key ("" for keys of all variants)."""
+    for key in section.names():
+        owners = [tag for tag, model in section.variants.items() if key in model.model_fields]
+        below = section.child(key)
+        if below:
+            yield from leaves(below, f"{prefix}{key}.")
+        elif len(owners) == len(section.variants):
+            yield f"{prefix}{key}", section.field(key), ""
+        else:
+            for tag in owners:
+                yield f"{prefix}{key}", section.variants[tag].model_fields[key], tag
+
+
+def path_mark(field: FieldInfo) -> BelongsToFile | None:
+    """The mark of a field with a path on this machine; None for other fields."""
+    kinds = [field.annotation, *get_args(field.annotation)]
+    marks = [*field.metadata, *(mark for kind in kinds if get_origin(kind) is Annotated for mark in get_args(kind))]
+    return next((mark for mark in marks if isinstance(mark, BelongsToFile)), None)
+
+
+def choices(annotation: Any) -> list[Any]:
+    """The allowed words of a field, if they are fixed."""
+    if get_origin(annotation) is Literal:
+        return list(get_args(annotation))
+    return [word for kind in get_args(annotation) for word in choices(kind)]
+
+
+class Loader(yaml.SafeLoader):
+    """Loads words, numbers, lists and mappings; refuses aliases and duplicate keys."""
+
+    yaml_implicit_resolvers: ClassVar[dict] = {}
+    yaml_constructors: ClassVar[dict] = {
+        tag: make
+        for tag, make in yaml.SafeLoader.yaml_constructors.items()
+        if tag is None or tag.rpartition(":")[2] in ("null", "bool", "int", "float", "str", "seq", "map")
+    }
+
+    def compose_node(self, parent, index):
+        if self.check_event(yaml.AliasEvent):
+            mark = self.peek_event().start_mark
+            raise yaml.MarkedYAMLError(problem="aliases (*name) are not read; use extends", problem_mark=mark)
+        return super().compose_node(parent, index)
+
+    def construct_mapping(self, node, deep=False):
+        seen = set()
+        for key_node, _ in node.value:
+            if key_node.tag == "tag:yaml.org,2002:merge" or not isinstance(key_node, yaml.ScalarNode):
+                raise yaml.MarkedYAMLError(problem="a key must be a plain word", problem_mark=key_node.start_mark)
+            if key_node.value in seen:
+                mark = key_node.start_mark
+                raise yaml.MarkedYAMLError(problem=f"{key_node.value!r} is there twice", problem_mark=mark)
+            seen.add(key_node.value)
+            key_node.tag = "tag:yaml.org,2002:str"
+        return super().construct_mapping(node, deep=True)
+
+
+class Dumper(yaml.SafeDumper):
+    """Writes text that `Loader` reads as the same value."""
+
+    yaml_implicit_resolvers: ClassVar[dict] = {}
+
+    def ignore_aliases(self, data):
+        return True
+
+
+_NUMBER = list("-+0123456789.")
+for _kind in (Loader, Dumper):
+    _kind.add_implicit_resolver("tag:yaml.org,2002:null", re.compile(r"^(?:~|null|Null|NULL|)$"), ["~", "n", "N", ""])
+    _kind.add_implicit_resolver("tag:yaml.org,2002:bool", re.compile(r"^(?:true|True|false|False)$"), list("tTfF"))
+    _kind.add_implicit_resolver("tag:yaml.org,2002:int", re.compile(r"^[-+]?(?:0|[1-9][0-9_]*)$"), _NUMBER)
+    _kind.add_implicit_resolver(
+        "tag:yaml.org,2002:float",
+        re.compile(
+            r"^[-+]?(?:(?:[0-9][0-9_]*\.[0-9_]*|\.[0-9][0-9_]*)(?:[eE][-+]?[0-9]+)?|[0-9]+[eE][-+]?[0-9]+|\.(?:inf|nan))$"
+        ),
+        _NUMBER,
+    )
+
+
+def read_yaml(text: str) -> Any:
+    """The value of a YAML text; raises yaml.YAMLError for invalid text."""
+    return deepcopy(_value(text))
+
+
+@lru_cache(maxsize=256)  # a run and its report read the same recipes time and again
+def _value(text: str) -> Any:
+    try:
+        return yaml.load(text, Loader)  # noqa: S506 - Loader is a SafeLoader
+    except RecursionError:
+        raise yaml.YAMLError("it is nested too deeply") from None
+
+
+def write_yaml(value: Any) -> str:
+    """The value as YAML on one line."""
+    text = yaml.dump(value, Dumper=Dumper, default_flow_style=True, width=10**6, allow_unicode=True, sort_keys=False)
+    return text.removesuffix("\n").removesuffix("\n...")
+
+
+def yaml_problem(err: yaml.YAMLError) -> str:
+    """The line and mistake of a YAML error."""
+    problem = getattr(err, "problem", None) or str(err)
+    mark = getattr(err, "problem_mark", None)
+    return f"line {mark.line + 1}: {problem}" if mark else problem

@@ -1,0 +1,409 @@
+"""Behaviour cloning: the learner of demonstrations instead of trajectories.
+
+An item is one env step of a demonstration and the chunk of actions from there on; actions after the end do not count.
+Ranks own blocks of whole episodes and take the same steps. Images are decoded once into an unnamed file, which
+disappears with the process; states and actions are small and stay in memory.
+
+Imitation for language policies: predicts every token of an answer, given all earlier text.
+
+An item is one conversation. Each rank generates its own block of them from the run's seed or from a file, so no text is
+sent. The loss is the mean over the answers' tokens of a minibatch, independent of their division into ranks and passes.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import shutil
+import tempfile
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from embodied.algorithms.config import SFTConfig
+from embodied.core import rng
+from embodied.core.arrays import map_obs
+from embodied.core.conversations import pictures_in
+from embodied.core.errors import ConfigError
+from embodied.core.types import EnvSpec, Observation, env_blocks
+from embodied.datasets import RecordedEpisode, read_dataset
+from embodied.learners.examples import Example, read_examples, shown, solved
+from embodied.learners.model import lr_factor
+from embodied.learners.train_batch import owned
+from embodied.learners.update import check_finite, check_weights
+from embodied.learners.worker import LearnerWorker
+from embodied.policies.base import Policy
+
+
+class ImitationLearner(LearnerWorker):
+    demos: Any = None  # the Demonstrations, or an object with their methods
+    blocks: list[np.ndarray] = []  # noqa: RUF012  items of all ranks
+
+    def new_policy(self, spec: EnvSpec, start: Path | None) -> Policy:
+        policy = super().new_policy(spec, start)
+        if not self.algo.learn_deviation:
+            for parameter in policy.deviations():
+                parameter.requires_grad_(False)
+        return policy
+
+    def open_data(self) -> int:
+        """Read the demonstrations; a policy without trained weights takes their moments into its observation
+        normaliser. Returns the number of items of all ranks."""
+        policy = self.policy
+        dataset = read_dataset(self.algo.data, images=bool(policy.spec.images), names=self.algo.names)
+        count = min(self.algo.episodes or len(dataset), len(dataset))
+        lengths = [entry["length"] for entry in dataset.entries[:count]]
+        block = env_blocks(count, self.world_size)[self.rank]
+        self.demos = Demonstrations(policy.spec, policy.horizon, sum(lengths[: block.start]), sum(lengths))
+        own = sum(lengths[block.start : block.stop])
+        seen = self.demos.read((dataset[number] for number in block), own, self.algo.cache)
+        moments = [policy.observation_moments(map_obs(lambda array: array[:, None], obs)) for obs in seen]
+        if moments[0] is not None and not self.started:
+            policy.merge_observation_moments(np.concatenate(self.collective.gather(np.concatenate(moments))))
+        self.blocks = self.blocks_of_ranks()
+        return self.demos.total
+
+    def blocks_of_ranks(self) -> list[np.ndarray]:
+        """The numbers of every rank's items."""
+        rows = self.collective.gather(np.array([[self.demos.first, len(self.demos)]]))
+        return [np.arange(first, first + count) for ((first, count),) in (row.tolist() for row in rows)]
+
+    def imitate(self, iteration: int, total: int) -> dict[str, float]:
+        """A pass over all demonstrations, or an iteration's part of one."""
+        self._restore_gpus()
+        demos, config, rows = self.demos, self.algo, []
+        epoch, minibatches = config.minibatches(demos.total, iteration)
+        parts = rng.minibatches(rng.permutation(self.seed, epoch, 0, demos.total), config.minibatch_size)
+        every = total * config.epochs // config.iterations(demos.total) * len(parts)
+        with self.store.updating(), self.computing.measured():
+            for at in minibatches:
+                minibatch, factor = parts[at], sft_factor(config, epoch * len(parts) + at, len(parts), every)
+                items = torch.from_numpy(owned(minibatch, self.blocks[self.rank]))
+                count, passes = self._count(minibatch), self._passes(minibatch)
+                totals, norm = self.optimizer.exchange(self._gradient(items, count, passes, epoch))
+                *losses, grad_norm = torch.cat([(totals / count).double(), norm.view(1)]).tolist()
+                rows.append({**dict(zip(self._losses, losses, strict=True)), "grad_norm": grad_norm})
+                check_finite(rows[-1], iteration, 0)
+                self.optimizer.step(norm, factor)
+                rows[-1] |= self.policy.end_step(self.collective.sum)
+            check_weights(self.collective, iteration, bool(self.optimizer.broken()))
+        means = {f"train/{name}": float(np.mean([row[name] for row in rows])) for name in rows[0]}
+        return means | {"train/lr": config.lr * factor}
+
+    def _gradient(self, items: Tensor, count: float, passes: int, iteration: int) -> Tensor:
+        """Leave the gradient of this rank's items, divided by `count`, in the parameters; return the sum of their
+        losses."""
+        demos, sums = self.demos, torch.zeros(len(self._losses), dtype=self.model.dtype, device=self.device)
+        micro_batches = [(items[part], True) for part in self._parts(items.numpy() + demos.first)]
+        micro_batches += [(torch.zeros(1, dtype=torch.int64), False)] * (passes - len(micro_batches))  # padding
+        for number, (part, counts) in enumerate(micro_batches, 1):
+            inputs = demos.batch(part)
+            inputs |= {name: inputs[name].to(self.device) for name in ("actions", "mask")}
+            losses, beside = self.model.imitate(inputs, self._noise(part.numpy() + demos.first, iteration))
+            parts = [self._loss_sum(losses, inputs["mask"]), *([] if beside is None else [beside.sum()])]
+            values = torch.stack(parts) * float(counts)
+            self.model.backward(values.sum() / count, last=number == len(micro_batches))
+            sums += values.detach()
+        return sums
+
+    @property
+    def _losses(self) -> list[str]:
+        """The names of the summed losses in the metrics: the actions' loss, and the policy's own."""
+        return ["loss", *([self.policy.auxiliary_loss] if self.policy.auxiliary_loss else [])]
+
+    def _noise(self, items: np.ndarray, iteration: int) -> np.ndarray | None:
+        """The noise of these items, keyed by item and pass over the data, so it does not depend on the number of
+        learners."""
+        wanted = self.policy.imitation_noise()
+        if wanted is None:
+            return None
+        draw = rng.normal if wanted.kind == "normal" else rng.uniform
+        return draw(self.seed, "imitate", items, np.full(len(items), iteration), wanted.width)
+
+    def close(self) -> None:
+        if self.demos is not None:
+            self.demos.close()
+        super().close()
+
+    # The divisor of a minibatch's loss, and a rank's passes
+
+    def _count(self, minibatch: np.ndarray) -> float:
+        """The divisor of the loss of a minibatch, over all ranks."""
+        return float(len(minibatch))
+
+    def _loss_sum(self, losses: Tensor, mask: Tensor) -> Tensor:
+        """The sum to be divided by this count."""
+        return mean_of_items(losses, mask)
+
+    def _passes(self, minibatch: np.ndarray) -> int:
+        """The number of times that all ranks must run a sharded network."""
+        if not self.optimizer.sharded:
+            return 0
+        return max(len(self._parts(block[owned(minibatch, block)])) for block in self.blocks)
+
+    def _parts(self, items: np.ndarray) -> list[slice]:
+        """The micro-batches of these items of one rank."""
+        size = self.config.micro_batch_size or max(len(items), 1)
+        return [slice(at, at + size) for at in range(0, len(items), size)]
+
+
+def mean_of_items(losses: Tensor, mask: Tensor) -> Tensor:
+    """losses [B, C, A], mask [B, C] -> the sum over items of the mean over an item's demonstrated numbers. Losses
+    [B] are these means."""
+    if losses.ndim == 1:
+        return losses.sum()
+    shown = mask[:, :, None].expand_as(losses)
+    return (torch.where(shown, losses, 0.0).sum((1, 2)) / shown.sum((1, 2))).sum()
+
+
+class Demonstrations:
+    """`first` is the number of this rank's first item among all `total`."""
+
+    def __init__(self, spec: EnvSpec, horizon: int, first: int, total: int) -> None:
+        self.spec, self.horizon, self.first, self.total = spec, horizon, first, total
+        self.image_cache: DemoImages | None = None
+        self._states, self._actions = np.zeros((0, 0), np.float32), np.zeros((0, 0), np.float32)
+        self._keyframes = np.zeros(0, np.int64)  # next keyframe of each item
+        self._texts: list[str] = []  # instruction of each episode
+        self._ends = np.zeros(0, np.int64)  # end of each episode, in items
+
+    def __len__(self) -> int:
+        return len(self._actions)
+
+    def read(self, episodes: Iterable[RecordedEpisode], items: int, folder: Path | None) -> Iterator[Observation]:
+        """Store these episodes with `items` items in all; yields the observations of each, numbers only."""
+        if self.spec.images:
+            self.image_cache = DemoImages(dict(self.spec.images), items, folder)
+        states, actions, keyframes = [], [], []
+        for episode in episodes:
+            if self.image_cache:
+                self.image_cache.add(episode.obs["images"])
+            self._texts.append(episode.obs["instruction"][0])
+            states.append(episode.obs["state"] if self.spec.state_dim else np.zeros((len(episode), 0), np.float32))
+            keyframes.append(next_keyframes(episode.actions))
+            actions.append(episode.actions)
+            yield {"state": states[-1]} if self.spec.state_dim else {}
+        self._states, self._actions = np.concatenate(states), np.concatenate(actions)
+        lengths = np.array([len(part) for part in actions])
+        self._ends = np.cumsum(lengths)
+        self._keyframes = np.concatenate(keyframes) + np.repeat(self._ends - lengths, lengths)
+
+    def batch(self, items: Tensor) -> dict[str, Any]:
+        """The targets of these items for `Policy.imitate`: the actions from each item on, and a mask of existing
+        actions."""
+        rows = items.numpy()
+        episodes = np.searchsorted(self._ends, rows, side="right")
+        steps = rows[:, None] + np.arange(self.horizon)
+        ends = self._ends[episodes][:, None]
+        obs: Observation = {"state": torch.from_numpy(self._states[rows])} if self.spec.state_dim else {}
+        if self.image_cache:
+            obs["images"] = self.image_cache.take(rows)
+        if self.spec.instruction:
+            obs["instruction"] = [self._texts[episode] for episode in episodes]
+        actions = torch.from_numpy(self._actions[np.minimum(steps, ends - 1)])
+        inputs = {"obs": obs, "actions": actions, "mask": torch.from_numpy(steps < ends)}
+        if self.spec.state_dim:
+            ahead = np.stack([self._keyframes[rows], ends[:, 0] - 1], axis=1)
+            inputs["keyframes"] = torch.from_numpy(self._states[ahead])
+        return inputs
+
+    def close(self) -> None:
+        if self.image_cache:
+            self.image_cache.close()
+
+
+def next_keyframes(actions: np.ndarray) -> np.ndarray:
+    """For each step [L] of a demonstration with actions [L, A], returns the index of its next keyframe: the next step
+    at which the gripper (the last action) crosses the middle of its range, else the last step.
+
+    Open, open, closed, closed, open: 2, 2, 4, 4, 4.
+    """
+    gripper = actions[:, -1]
+    opened = gripper > (gripper.min() + gripper.max()) / 2
+    changes = np.flatnonzero(opened[1:] != opened[:-1]) + 1
+    places = np.append(changes, len(actions) - 1)
+    return places[np.searchsorted(changes, np.arange(len(actions)), side="right")]
+
+
+class DemoImages:
+    """Images on disk: uint8 [items, H, W, 3] for each camera."""
+
+    def __init__(self, shapes: dict[str, tuple[int, ...]], items: int, folder: Path | None) -> None:
+        self.shapes = shapes
+        self.item_bytes = sum(int(np.prod(shape)) for shape in shapes.values())
+        place = Path(tempfile.gettempdir() if folder is None else folder)
+        if not place.is_dir() or not os.access(place, os.W_OK):
+            raise ConfigError(
+                f"sft.cache={place} is not a folder that can be written to; mkdir {place}, or name another"
+            )
+        needed, free = items * self.item_bytes, shutil.disk_usage(place).free
+        if needed > free:
+            raise ConfigError(
+                f"the images of {items:,} env steps take {needed / 1e9:.3g} GB decoded, and {place} has "
+                f"{free / 1e9:.3g} GB left; name another folder as sft.cache, or take fewer with sft.episodes"
+            )
+        self._file, name = tempfile.mkstemp(prefix="embodied-images-", dir=place)
+        os.unlink(name)
+
+    def add(self, images: dict[str, np.ndarray]) -> None:
+        """Append the images of the next items."""
+        parts = [images[camera].reshape(len(images[camera]), -1) for camera in self.shapes]
+        rest = memoryview(np.concatenate(parts, axis=1)).cast("B")
+        while len(rest):
+            rest = rest[os.write(self._file, rest) :]
+
+    def take(self, items: np.ndarray) -> dict[str, Tensor]:
+        rows = np.empty((len(items), self.item_bytes), np.uint8)
+        for row, item in zip(rows, items.tolist(), strict=True):
+            if os.preadv(self._file, [row], item * self.item_bytes) != self.item_bytes:
+                raise OSError(f"the images of item {item} are not there any more")
+        images, at = {}, 0
+        for camera, shape in self.shapes.items():
+            size = int(np.prod(shape))
+            images[camera] = torch.from_numpy(rows[:, at : at + size].reshape(len(items), *shape))
+            at += size
+        return images
+
+    def close(self) -> None:
+        if self._file >= 0:
+            os.close(self._file)
+            self._file = -1
+
+
+def sft_factor(config: SFTConfig, step: int, steps: int, total: int) -> float:
+    """The factor on learning rates at gradient step `step` of `total`, with `steps` per pass over the data.
+
+    Cosine with lr 1, final_lr 0.1, 1 step to warm up and 5 in all: 0.5, 1, 0.1 + 0.45 * (1 + cos(pi / 4)) = 0.868,
+    0.55, 0.232.
+    """
+    warm = config.warmup_steps
+    if step < warm:
+        return lr_factor(config.lr_schedule, step // steps * steps / total) * (step + 1) / (warm + 1)
+    if config.lr_schedule != "cosine":
+        return lr_factor(config.lr_schedule, step // steps * steps / total)
+    last = config.final_lr / config.lr if config.lr else 0.0
+    return last + (1 - last) * 0.5 * (1 + math.cos(math.pi * (step - warm) / (total - warm)))
+
+
+class TextImitationLearner(ImitationLearner):
+    def __init__(self, env: Any, *learner: Any) -> None:
+        """`env`: the options of the text env with the prompts."""
+        super().__init__(*learner)
+        self.env = env
+
+    def open_data(self) -> int:
+        """Encode this rank's conversations as tokens. Returns the number of conversations of all ranks."""
+        if not hasattr(self.policy, "tokenizer"):
+            raise ConfigError(
+                f"policy.name={self.policy_config.name} is not a language model; try policy.name=language"
+            )
+        config = self.algo
+        given = read_examples(config.data, config.episodes) if config.data else None
+        total = config.episodes if given is None else len(given)
+        if total < self.world_size:
+            raise ConfigError(f"{self.world_size} learners share {total} examples; give more, or use fewer learners")
+        block = env_blocks(total, self.world_size)[self.rank]
+        examples = solved(self.env, self.seed, block) if given is None else given[block.start : block.stop]
+        self.demos = ExampleTokens(self.policy, examples, block.start, total)
+        self.sizes = np.concatenate(self.collective.gather(self.demos.sizes))  # sizes of all ranks' conversations
+        self.blocks = self.blocks_of_ranks()
+        return total
+
+    def _count(self, minibatch: np.ndarray) -> float:
+        return float(self.sizes[minibatch, 1].sum())
+
+    def _loss_sum(self, losses: Tensor, mask: Tensor) -> Tensor:
+        return torch.where(mask[:, :, None], losses, 0.0).sum()
+
+    def _parts(self, items: np.ndarray) -> list[slice]:
+        return packs(self.sizes[items, 0].tolist(), self.config.pack_tokens)
+
+
+def packs(lengths: list[int], most: int) -> list[slice]:
+    """Packs of consecutive conversations with at most `limit` tokens; a longer conversation is a pack by itself.
+    Lengths 3 2 4 9 1 with at most 6: 3 2, 4, 9, 1."""
+    cuts, held = [0], 0
+    for number, length in enumerate(lengths):
+        if number > cuts[-1] and held + length > most:
+            cuts.append(number)
+            held = 0
+        held += length
+    return [slice(a, b) for a, b in pairwise([*cuts, len(lengths)]) if b > a]
+
+
+class ExampleTokens:
+    """The conversations of one rank as tokens; `first` is the number of its first conversation among all `total`."""
+
+    def __init__(self, policy: Any, examples: Sequence[Example], first: int, total: int) -> None:
+        self.first, self.total = first, total
+        tokens, masks = [], []
+        self.pictures = [pictures_of(example) for example in examples]
+        for number, example in enumerate(examples, first):
+            stream, mask = written(policy.tokenizer, example)
+            check_length(policy, stream, mask, f"example {number + 1} ({shown(example[0][0])})")
+            tokens.append(stream)
+            masks.append(mask)
+        lengths = np.array([len(stream) for stream in tokens], np.int64)
+        # [R, 2]: the number of tokens of each conversation, and of its trained tokens.
+        self.sizes = np.stack([lengths, [int(mask.sum()) for mask in masks]], axis=1)
+        self.ends = np.cumsum(lengths)
+        self.tokens, self.mask = np.concatenate(tokens), np.concatenate(masks)
+
+    def __len__(self) -> int:
+        return len(self.sizes)
+
+    def batch(self, items: Tensor) -> dict[str, Tensor]:
+        """The inputs of `Policy.imitate`: the conversations one after the other, n tokens in all."""
+        rows = items.numpy()
+        lengths, ends = self.sizes[rows, 0], self.ends[rows]
+        at = np.concatenate([np.arange(end - length, end) for end, length in zip(ends, lengths, strict=True)])
+        return {
+            "actions": torch.from_numpy(self.tokens[at])[:, None, None],
+            "mask": torch.from_numpy(self.mask[at])[:, None],
+            "lengths": torch.from_numpy(lengths),
+            "groups": torch.arange(len(rows)),
+            "pictures": [name for row in rows for name in self.pictures[row]],
+        }
+
+    def close(self) -> None:
+        """Nothing is open."""
+
+
+def pictures_of(example: Example) -> tuple[str, ...]:
+    """The names of the pictures that a conversation shows, in order."""
+    return tuple(name for said, _ in example for name in pictures_in(said))
+
+
+def written(tokenizer: Any, example: Example) -> tuple[np.ndarray, np.ndarray]:
+    """A conversation's tokens, int64 [n], and a mask of the trained tokens: the answers, each with its end token.
+
+    "5+6=" answered by "11" as characters with the stop token 0: 5 + 6 = 1 1 0, mask F F F F T T T.
+    """
+    tokens: list[int] = []
+    mask: list[bool] = []
+    own = getattr(getattr(tokenizer, "own", None), "eos_token_id", None)
+    stop = own if own in tokenizer.stops else min(tokenizer.stops)
+    for turn, (said, answer) in enumerate(example):
+        prompt = list(tokenizer.encode(said, first=not turn))
+        reply = [*tokenizer.encode(answer, first=False), stop]
+        tokens += prompt + reply
+        mask += [False] * len(prompt) + [True] * len(reply)
+    return np.array(tokens, np.int64), np.array(mask)
+
+
+def check_length(policy: Any, tokens: np.ndarray, mask: np.ndarray, which: str) -> None:
+    """Refuse an example that is too long for the policy, in an answer or as a whole."""
+    edges = np.flatnonzero(np.diff(np.concatenate([[0], mask.astype(np.int8), [0]])))
+    longest = int((edges[1::2] - edges[::2]).max())
+    if (limit := policy.config.max_tokens) and longest > limit:
+        raise ConfigError(
+            f"{which}: an answer of {longest} tokens, with the one that ends it, is more than "
+            f"policy.max_tokens={limit}; try policy.max_tokens={longest}, or leave the example out"
+        )
+    if (room := policy.max_length) and len(tokens) > room:
+        raise ConfigError(f"{which}: a conversation of {len(tokens)} tokens does not fit into the model's {room}")

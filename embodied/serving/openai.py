@@ -1,0 +1,517 @@
+"""OpenAI's protocol for language models, as plain functions: parses requests and writes the JSON of answers.
+
+Clients may use token numbers: `prompt` may be a list of them, and `return_token_ids` (vLLM's option) adds the token
+numbers of prompt and answer. Every option is obeyed or refused by name, never silently ignored.
+
+Converts clients' chat messages into the form of chat templates: texts, pictures, tool calls.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import json
+import re
+import secrets
+import time
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Annotated, Any
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from embodied.core.conversations import TOOL_CALL, pictures_in
+from embodied.core.errors import EmbodiedError
+from embodied.core.pictures import DATA, PictureError
+from embodied.policies.language.http_messages import OWNER
+
+if TYPE_CHECKING:
+    from embodied.policies.language.trust import ProofBlock
+
+MOST_CHOICES = 1024  # answers to one request
+MOST_STOPS = 16
+LARGEST_SEED = 2**63 - 1
+MOST_LIKELY = 20  # limit of reported tokens at every place
+NEUTRAL = {  # options without effect here, with their neutral values
+    "best_of": (None, 1), "frequency_penalty": (None, 0), "presence_penalty": (None, 0),
+    "logit_bias": (None, {}), "suffix": (None, ""), "min_p": (None, 0),
+    "repetition_penalty": (None, 1), "min_tokens": (None, 0), "use_beam_search": (None, False),
+    "response_format": (None, {"type": "text"}), "tool_choice": (None, "none", "auto"),
+    "parallel_tool_calls": (None, True),
+    "functions": (None, []), "skip_special_tokens": (None, False),
+    "spaces_between_special_tokens": (None, False),
+    "include_stop_str_in_output": (None, False), "add_special_tokens": (None, True),
+    "priority": (None, 0), "add_generation_prompt": (None, True),
+    "modalities": (None, ["text"]),
+}  # fmt: skip
+WHY_NOT = {  # refused options that clients often use
+    "response_format": "answers are drawn from all tokens, so that their log-probs are the model's; ask for JSON in "
+    "words and check the answer",
+    "tool_choice": "answers are drawn from all tokens, so no call can be forced; send auto or none",
+    "functions": "send tools",
+    "min_p": "use top_p or top_k",
+}
+ABOUT = ("user", "metadata", "store", "safety_identifier", "service_tier", "cache_salt")
+
+
+def whole(usual: int | None, least: int, most: int) -> Any:
+    return Field(usual, ge=least, le=most, description=f"should be a whole number from {least} to {most}")
+
+
+def flag() -> Any:
+    return Field(False, description="should be true or false")
+
+
+Asked = str | list[int] | tuple[dict[str, Any], ...]  # text or tokens to continue, or messages to answer
+TokenNumber = Annotated[int, Field(ge=0)]
+
+
+class Options(BaseModel):
+    model_config = ConfigDict(frozen=True, strict=True, extra="forbid")
+
+
+class NoiseAddress(Options):
+    """The address of the random numbers that choose tokens, as in a policy worker's engine."""
+
+    seed: int = Field(ge=0, le=LARGEST_SEED)
+    stream: str = Field(max_length=64)
+    episode: int = Field(ge=0, le=LARGEST_SEED)
+
+
+class StreamOptions(Options):
+    include_usage: bool | None = False  # a stream ends with the number of tokens
+
+
+class Ask(Options):
+    """A request: P prompts with n answers each. The descriptions complete the refusals of wrong values."""
+
+    prompts: tuple[Any, ...]  # of `Asked`
+    chat: bool
+    max_tokens: int | None = Field(  # None: as many as the server gives; 0: only the prompt's log-probs
+        None, ge=0, le=2**31, description=f"should be a whole number from 1 to {2**31}"
+    )
+    temperature: float = Field(1.0, ge=0, le=2, allow_inf_nan=False, description="should be a number from 0 to 2")
+    top_p: float = Field(1.0, gt=0, le=1, allow_inf_nan=False, description="should be a number above 0, at most 1")
+    top_k: int = whole(0, -1, 2**31)  # up to 0: all
+    n: int = whole(1, 1, MOST_CHOICES)
+    seed: int | None = whole(None, -LARGEST_SEED - 1, LARGEST_SEED)
+    noise: NoiseAddress | None = Field(  # noise of the only answer
+        None, description="should hold seed and episode, whole numbers from 0, and stream, a short text"
+    )
+    stop: list[Annotated[str, Field(min_length=1)]] = Field(  # texts before which an answer ends
+        [], max_length=MOST_STOPS, description=f"should be text, or a list of at most {MOST_STOPS} texts"
+    )
+    stop_token_ids: list[TokenNumber] = Field([], description="should be a list of token numbers")
+    ignore_eos: bool = flag()  # the model's own stop tokens do not end an answer
+    logprobs: bool = flag()
+    top_logprobs: int = whole(0, 0, MOST_LIKELY)  # likeliest tokens reported at every place, with log-probs
+    echo: bool = flag()  # the prompt is returned before the answer
+    proof: bool = flag()  # each answer comes with a proof of its computation (policies/language/trust.py)
+    prompt_logprobs: int | None = whole(None, 0, MOST_LIKELY)  # like `top_logprobs`, for the prompt; None: nothing
+    tools: tuple[dict[str, Any], ...] = ()
+    return_token_ids: bool = flag()
+    return_tokens_as_token_ids: bool = flag()  # tokens with log-probs are named token_id:NUMBER, not by text
+    stream: bool = flag()
+    stream_options: StreamOptions = Field(StreamOptions(), description="should hold include_usage alone, true or false")
+    model: str | None = Field(None, description="should be text")
+    request_id: str | None = Field(None, max_length=256, description="should be a short text")
+
+    @property
+    def usage(self) -> bool:
+        return bool(self.stream_options.include_usage)
+
+
+READ = {"prompt", "messages", "max_completion_tokens", *Ask.model_fields} - {"prompts", "chat"}
+
+
+@dataclass(frozen=True)
+class AnswerChoice:
+    """An answer to one prompt: A tokens."""
+
+    prompt: Sequence[int]
+    tokens: Sequence[int]
+    logprobs: Sequence[float]  # at temperature 1
+    pieces: Sequence[str]  # the tokens as text, if log-probs are requested
+    text: str  # without the end token
+    finish: str  # stop, length or abort
+    likeliest: Sequence[Sequence[tuple[str, float]]] = ()  # tokens as text and their log-probs, by place
+    scores: Sequence[TokenScore] | None = None  # of the prompt's tokens except the first
+    words: Callable[[int], str] = str  # name of a token
+    proof: Sequence[ProofBlock] = ()
+
+
+@dataclass(frozen=True)
+class TokenScore:
+    """The model's score of a given token."""
+
+    token: int
+    logprob: float
+    rank: int  # 1: the likeliest
+    likeliest: tuple[tuple[int, float], ...]
+
+
+@dataclass(frozen=True)
+class Served:
+    """The answering model and weights; part of every reply."""
+
+    model: str
+    version: int  # of the weights
+    fingerprint: str  # of the weights
+    created: int = field(default_factory=lambda: int(time.time()))
+
+
+# Requests
+
+
+def read_completion(body: Any) -> Ask:
+    """Parses a body of /v1/completions."""
+    fields = checked(body, "prompt", ("messages", "max_completion_tokens"))
+    if fields.get("tools") or "top_logprobs" in fields:
+        raise BadRequest("tools and top_logprobs are options of /v1/chat/completions; logprobs=5 returns five tokens")
+    if "logprobs" in fields:
+        fields |= {"logprobs": True, "top_logprobs": fields["logprobs"]}
+    return asked(fields, prompts_of(fields["prompt"]), chat=False)
+
+
+def read_chat(body: Any) -> Ask:
+    """Parses a body of /v1/chat/completions."""
+    fields = checked(body, "messages", ("prompt",))
+    said = fields["messages"]
+    if not isinstance(said, list) or not said:
+        raise BadRequest("messages should be a list of messages", "messages")
+    messages = tuple(message_of(message, number) for number, message in enumerate(said))
+    fields["max_tokens"] = fields.get("max_completion_tokens", fields.get("max_tokens"))
+    ask = asked(fields, (messages,), chat=True)
+    if ask.top_logprobs and not ask.logprobs:
+        raise BadRequest("top_logprobs needs logprobs=true", "top_logprobs")
+    if ask.echo:
+        raise BadRequest("echo is an option of /v1/completions", "echo")
+    return ask
+
+
+def read_tokenize(body: Any) -> Ask:
+    """Parses a body of /tokenize."""
+    of_vllm = ("add_special_tokens", "add_generation_prompt", "continue_final_message", "return_token_strs")
+    if not isinstance(body, dict) or (body.get("prompt") is None) == (body.get("messages") is None):
+        raise BadRequest("send prompt, a text, or messages")
+    fields = {name: value for name, value in body.items() if name not in of_vllm or value not in (None, False, True)}
+    if fields.get("messages") is not None:
+        return read_chat(fields)
+    if not isinstance(fields["prompt"], str):
+        raise BadRequest("prompt should be text", "prompt")
+    return read_completion(fields)
+
+
+def checked(body: Any, needed: str, others: Sequence[str]) -> dict[str, Any]:
+    """The fields of a request that are not null; unknown fields are refused."""
+    if not isinstance(body, dict):
+        raise BadRequest("the request should be a JSON object")
+    if body.get(needed) is None:
+        raise BadRequest(f"the request lacks {needed!r}", needed)
+    for name, value in body.items():
+        if name in NEUTRAL:
+            if not any(
+                value == usual and isinstance(value, bool) == isinstance(usual, bool) for usual in NEUTRAL[name]
+            ):
+                why = WHY_NOT.get(name, "leave it out")
+                raise BadRequest(f"{name}={str(value)[:40]} is not supported: {why}", name)
+        elif name in others or (name not in READ and name not in ABOUT):
+            raise BadRequest(f"{str(name)[:40]!r} is not known here; leave it out", str(name)[:40])
+    return {name: value for name, value in body.items() if value is not None}
+
+
+def asked(fields: dict[str, Any], prompts: tuple[Asked, ...], chat: bool) -> Ask:
+    given = {name: value for name, value in fields.items() if name in Ask.model_fields and value is not None}
+    if isinstance(stop := given.get("stop"), str):
+        given["stop"] = [stop] if stop else []
+    given["tools"] = tools_of(given.get("tools") or []) if fields.get("tool_choice") != "none" else ()
+    try:
+        ask = Ask.model_validate({**given, "prompts": prompts, "chat": chat})
+    except ValidationError as err:
+        field = str(err.errors()[0]["loc"][0])
+        name = "logprobs" if field == "top_logprobs" and not chat else field
+        raise BadRequest(f"{name} {Ask.model_fields[field].description}", name) from None
+    if ask.max_tokens == 0 and not ask.echo and ask.prompt_logprobs is None:
+        raise BadRequest(f"max_tokens {Ask.model_fields['max_tokens'].description}", "max_tokens")
+    if ask.n * len(prompts) > MOST_CHOICES:
+        raise BadRequest(f"{len(prompts)} prompts with n={ask.n} are more than {MOST_CHOICES} answers", "n")
+    if ask.noise and ask.n * len(prompts) > 1:
+        raise BadRequest("noise is that of one answer, and more than one is asked for", "noise")
+    if ask.stream and (ask.echo or ask.prompt_logprobs is not None or ask.proof):
+        raise BadRequest("echo, proof and prompt_logprobs come with a whole answer; leave out stream", "stream")
+    return ask
+
+
+def tools_of(tools: Any) -> tuple[dict[str, Any], ...]:
+    """Tools in the form of chat templates."""
+    for tool in tools if isinstance(tools, list) else [None]:
+        of = tool.get("function") if isinstance(tool, dict) and tool.get("type", "function") == "function" else None
+        if not isinstance(of, dict) or not isinstance(of.get("name"), str):
+            raise BadRequest("tools should be a list of functions, each with a name", "tools")
+    return tuple(tools)
+
+
+def prompts_of(prompt: Any) -> tuple[Asked, ...]:
+    if isinstance(prompt, str) or (is_ids(prompt) and prompt):
+        return (prompt,)
+    several = isinstance(prompt, list) and 0 < len(prompt) <= MOST_CHOICES
+    if not several or not all(isinstance(item, str) or (is_ids(item) and item) for item in prompt):
+        raise BadRequest(
+            f"prompt should be text or a list of token numbers, or a list of at most {MOST_CHOICES} of these", "prompt"
+        )
+    return tuple(prompt)
+
+
+def is_ids(value: Any) -> bool:
+    return isinstance(value, list) and all(type(item) is int and item >= 0 for item in value)
+
+
+def calls_in(text: str) -> tuple[str, list[dict[str, Any]]]:
+    """The text around the tool calls in an answer, and the calls. A call without valid JSON stays text."""
+    calls: list[dict[str, Any]] = []
+
+    def take(match: re.Match[str]) -> str:
+        try:
+            call = json.loads(match[1])
+            function = {"name": str(call["name"]), "arguments": json.dumps(call.get("arguments", {}))}
+        except (KeyError, ValueError, AttributeError, RecursionError):
+            return match[0]
+        calls.append({"id": f"call_{secrets.token_hex(8)}", "type": "function", "function": function})
+        return ""
+
+    rest = TOOL_CALL.sub(take, text)
+    return (rest.strip(), calls) if calls else (text, [])
+
+
+# Answers
+
+
+def reply(ask: Ask, name: str, choices: Sequence[AnswerChoice], served: Served) -> dict[str, Any]:
+    """The JSON of an answer, `choices` by prompt; `name` is the request's."""
+    content = about(ask, name, served)
+    prompts = [{"prompt_token_ids": list(choice.prompt)} if ask.return_token_ids else {} for choice in choices]
+    if ask.prompt_logprobs is not None:
+        prompts = [each | {"prompt_logprobs": prompt_logprobs(choice)} for each, choice in zip(prompts, choices)]
+    if ask.chat:
+        said: list[dict[str, Any]] = [{"message": message_in(ask, choice)} for choice in choices]
+        content |= prompts[0]
+    else:
+        said = [{"text": choice.text, **prompt} for choice, prompt in zip(choices, prompts)]
+    content["choices"] = [{"index": at, **said[at], **ending(ask, choice)} for at, choice in enumerate(choices)]
+    return content | {"usage": usage(ask, choices)}
+
+
+def message_in(ask: Ask, choice: AnswerChoice) -> dict[str, Any]:
+    """An answer as a message, with the calls of tools in it."""
+    text, calls = calls_in(choice.text) if ask.tools else (choice.text, [])
+    return {"role": "assistant", "content": text or (None if calls else "")} | ({"tool_calls": calls} if calls else {})
+
+
+def chunk(ask: Ask, name: str, new: AnswerChoice, served: Served, first: bool, index: int = 0) -> dict[str, Any]:
+    """The new part of a streamed answer; `finish` is empty until its end."""
+    prompt = {"prompt_token_ids": list(new.prompt)} if first and ask.return_token_ids else {}
+    content = about(ask, name, served, ".chunk")
+    if ask.chat:
+        delta = message_in(ask, new) if ask.tools else {"content": new.text}
+        calls = [{"index": at, **call} for at, call in enumerate(delta.pop("tool_calls", ()))]
+        delta |= ({"role": "assistant"} if first else {}) | ({"tool_calls": calls} if calls else {})
+        told: dict[str, Any] = {"delta": delta}
+        content |= prompt
+    else:
+        told = {"text": new.text} | prompt
+    return content | {"choices": [{"index": index, **told, **ending(ask, new)}]}
+
+
+def about(ask: Ask, name: str, served: Served, part: str = "") -> dict[str, Any]:
+    kind, prefix = (f"chat.completion{part}", "chatcmpl") if ask.chat else ("text_completion", "cmpl")
+    return {
+        "id": f"{prefix}-{name}",
+        "object": kind,
+        "created": served.created,
+        "model": served.model,
+        "system_fingerprint": served.fingerprint,
+        "policy_version": served.version,
+    }
+
+
+def ending(ask: Ask, choice: AnswerChoice) -> dict[str, Any]:
+    """The reason why an answer ended (null while it is open), and its log-probs and tokens if requested."""
+    called = bool(ask.tools and choice.finish == "stop" and calls_in(choice.text)[1])
+    fields: dict[str, Any] = {"finish_reason": "tool_calls" if called else choice.finish or None, "logprobs": None}
+    if ask.logprobs:
+        fields["logprobs"] = {"content": chat_logprobs(choice)} if ask.chat else text_logprobs(ask, choice)
+    if ask.proof:
+        fields["proof"] = [block.to_text() for block in choice.proof]
+    return fields | ({"token_ids": list(choice.tokens)} if ask.return_token_ids else {})
+
+
+def text_logprobs(ask: Ask, choice: AnswerChoice) -> dict[str, Any]:
+    """The log-probs of an answer's tokens. With `echo` the prompt's come first; its first token has none."""
+    pieces, logprobs, likeliest = [*choice.pieces], [*choice.logprobs], [*map(dict[str, float], choice.likeliest)]
+    if ask.echo and choice.scores is not None:
+        pieces = [*map(choice.words, choice.prompt), *pieces]
+        logprobs = [*(score.logprob for score in choice.scores), *logprobs]
+        prompt = ({choice.words(token): logprob for token, logprob in score.likeliest} for score in choice.scores)
+        likeliest = [*prompt, *likeliest]
+    unscored = [None] * (len(pieces) - len(logprobs))  # the first token of the prompt
+    for piece, logprob, each in zip(pieces[len(unscored) :], logprobs, likeliest):
+        each.setdefault(piece, logprob)
+    ends = itertools.accumulate(map(len, pieces), initial=0)
+    return {
+        "tokens": pieces,
+        "token_logprobs": [*unscored, *logprobs],
+        "top_logprobs": [*unscored, *likeliest],
+        "text_offset": list(ends)[: len(pieces)],
+    }
+
+
+def prompt_logprobs(choice: AnswerChoice) -> list[Any]:
+    """In vLLM's form: for every token of the prompt the log-probs of this token and of the likeliest tokens."""
+    places: list[Any] = [None]
+    for score in choice.scores or ():
+        ranked = [(token, logprob, rank) for rank, (token, logprob) in enumerate(score.likeliest, 1)]
+        ranked += [(score.token, score.logprob, score.rank)]
+        places.append(
+            {
+                str(token): {"logprob": logprob, "rank": rank, "decoded_token": choice.words(token)}
+                for token, logprob, rank in ranked
+            }
+        )
+    return places
+
+
+def chat_logprobs(choice: AnswerChoice) -> list[dict[str, Any]]:
+    return [
+        {**word(piece, logprob), "top_logprobs": [word(*other) for other in others]}
+        for piece, logprob, others in zip(choice.pieces, choice.logprobs, choice.likeliest)
+    ]
+
+
+def word(piece: str, logprob: float) -> dict[str, Any]:
+    return {"token": piece, "logprob": logprob, "bytes": list(piece.encode())}
+
+
+def usage(ask: Ask, choices: Sequence[AnswerChoice]) -> dict[str, int]:
+    asked, written = sum(len(c.prompt) for c in choices[:: ask.n]), sum(len(c.tokens) for c in choices)
+    return {"prompt_tokens": asked, "completion_tokens": written, "total_tokens": asked + written}
+
+
+def error(text: str, kind: str = "invalid_request_error", param: str | None = None, code: Any = None) -> dict[str, Any]:
+    """The JSON of a refusal."""
+    return {"error": {"message": text, "type": kind, "param": param, "code": code}}
+
+
+def prometheus(numbers: Mapping[str, float]) -> str:
+    """Numbers in the text format of Prometheus; names that end in _total are counters."""
+    lines = []
+    for name, number in numbers.items():
+        kind = "counter" if name.endswith("_total") else "gauge"
+        lines += [f"# TYPE embodied_{name} {kind}", f"embodied_{name} {number:g}"]
+    return "\n".join([*lines, ""])
+
+
+def models(served: Served, max_length: int, lora_rank: int | None, slots: int, settings: Any) -> dict[str, Any]:
+    """The JSON of /v1/models. Trainers compare the settings with their own."""
+    model = {"id": served.model, "object": "model", "created": served.created, "owned_by": OWNER}
+    model |= {"max_model_len": max_length, "lora_rank": lora_rank, "policy_version": served.version}
+    model |= {"max_running": slots, "settings": settings}
+    return {"object": "list", "data": [model]}
+
+
+OF_TOOLS = ("tool_calls", "tool_call_id")
+PICTURE_THREADS = 2  # pictures that are processed at the same time
+
+
+class BadRequest(EmbodiedError):
+    """An invalid request; the client gets the text."""
+
+    def __init__(self, text: str, param: str | None = None, status: int = 400) -> None:
+        super().__init__(text)
+        self.param, self.status = param, status
+
+
+def message_of(message: Any, number: int) -> dict[str, Any]:
+    """A message in the form of chat templates. Several texts are joined; pictures are data URLs."""
+    where = f"messages[{number}]"
+    if not isinstance(message, dict) or not isinstance(message.get("role"), str):
+        raise BadRequest(f"{where} should be an object with role and content", "messages")
+    if odd := {name for name, value in message.items() if value} - {"role", "content", "name", *OF_TOOLS}:
+        raise BadRequest(f"{where}: {sorted(odd)[0][:40]!r} is not supported", "messages")
+    content = message.get("content")
+    if isinstance(content, list):
+        parts = [part_of(part, where) for part in content]
+        texts = [part["text"] for part in parts if part["type"] == "text"]
+        content = "".join(texts) if len(texts) == len(parts) else parts
+    if not isinstance(calls := message.get("tool_calls") or [], list):
+        raise BadRequest(f"{where}: tool_calls should be a list", "messages")
+    calls = [call_of(call, where) for call in calls]
+    if content is None and calls:
+        content = ""
+    if not isinstance(content, str | list):
+        raise BadRequest(f"{where}: content should be text, or a list of texts and pictures", "messages")
+    more = {name: message[name] for name in ("name", "tool_call_id") if isinstance(message.get(name), str)}
+    return {"role": message["role"], "content": content} | more | ({"tool_calls": calls} if calls else {})
+
+
+def call_of(call: Any, where: str) -> dict[str, Any]:
+    """A tool call in the form of chat templates: its arguments are parsed from JSON text."""
+    try:
+        arguments = call["function"]["arguments"]
+        arguments = json.loads(arguments) if isinstance(arguments, str) else arguments
+        return call | {"function": {"name": str(call["function"]["name"]), "arguments": arguments}}
+    except (KeyError, TypeError, ValueError, RecursionError):
+        raise BadRequest(f"{where}: tool_calls should hold functions with a name and arguments in JSON") from None
+
+
+def part_of(part: Any, where: str) -> dict[str, str]:
+    """A part of a message's content. Pictures outside the request are refused."""
+    kind = part.get("type") if isinstance(part, dict) else None
+    if kind == "text":
+        return {"type": "text", "text": str(part.get("text", ""))}
+    if kind != "image_url":
+        raise BadRequest(f"{where}: a part of its content should have the type text or image_url", "messages")
+    given = part.get("image_url")
+    url = given.get("url") if isinstance(given, dict) else given
+    if not isinstance(url, str) or not DATA.match(url):
+        raise BadRequest(f"{where}: a picture should come as a data URL, data:image/png;base64,...", "messages")
+    return {"type": "image", "image": url}
+
+
+def with_tools(tokenizer: Any, messages: Any, tools: Sequence[dict[str, Any]]) -> str:
+    """Messages formatted by the chat template, which also describes the tools."""
+    if not tokenizer.chat or "<tool_call>" not in str(tokenizer.own.chat_template):
+        why = "this model's chat template has no calls like <tool_call>{...}</tool_call>; describe tools in the prompt"
+        raise BadRequest(f"tools: {why}", "tools")
+    try:
+        return tokenizer.own.apply_chat_template(
+            list(messages), tools=list(tools), tokenize=False, add_generation_prompt=True
+        )
+    except Exception as err:  # a template may raise anything
+        text = " ".join(str(err).split())
+        raise BadRequest(f"the model's chat template refuses this conversation ({text})", "messages") from None
+
+
+class PictureReader:
+    """Processes the pictures of requests, which the model's `sight` keeps, before their text is encoded."""
+
+    def __init__(self, sight: Any, max_length: int) -> None:
+        self.sight, self.max_length = sight, max_length
+        self.threads = ThreadPoolExecutor(PICTURE_THREADS, "pictures")
+
+    async def process(self, prompts: Sequence[Any]) -> None:
+        """Process a request's pictures one after the other, so that clients take turns, and the pictures of a client
+        that leaves are forgotten. Pictures with more tokens than a conversation are refused unseen."""
+        names = [name for prompt in prompts if not isinstance(prompt, list) for name in pictures_in(prompt)]
+        if self.sight is None or not names:
+            return
+        run = asyncio.get_running_loop().run_in_executor
+        try:
+            await run(self.threads, self.sight.check_room, names, self.max_length)
+            for name in dict.fromkeys(names):
+                await run(self.threads, self.sight.read, name)
+        except PictureError as err:
+            raise BadRequest(str(err), "messages") from None
+
+    def close(self) -> None:
+        self.threads.shutdown(wait=False, cancel_futures=True)

@@ -1,0 +1,450 @@
+"""Roles with networks between players and learners: the reference for the divergence, and a critic.
+
+Both add a column to the trajectories. The reference's log-probs equal the learners' own reference. A critic predicts a
+conversation's remaining return, sends these values on, and updates on the same conversations before the learners. The
+values are from before its update, as PPO's advantages need.
+
+Workers that score conversations instead of their env, or in addition to it: by a function, by a classifier network,
+or by a language model, which gets its questions over a queue, like a policy.
+
+A score is the reward of a conversation's last token. The other tokens' rewards are the env's if scores add to them,
+else 0.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from embodied.algorithms.advantages import token_gae
+from embodied.algorithms.config import AlgoConfig, PPOConfig
+from embodied.algorithms.groups import score_of
+from embodied.algorithms.losses import value_loss_sum
+from embodied.config.sections import RolesSection
+from embodied.core import rng
+from embodied.core.conversations import Prompt, PromptBatch
+from embodied.core.errors import CheckpointError, ConfigError, Diverged
+from embodied.core.files import as_path
+from embodied.core.request_queue import Waiting
+from embodied.core.types import EnvSpec, EpisodeResult, Servers, Trajectory, choose, join
+from embodied.envs import import_class
+from embodied.envs.player import RequestClient
+from embodied.learners.config import LearnerConfig
+from embodied.learners.model import Model, PolicyOptimizer
+from embodied.learners.train_batch import (
+    REFERENCE,
+    RankBatch,
+    divergences,
+    earned,
+    items_of,
+    logprobs_of,
+    scores_of,
+    take,
+    trained_tokens,
+)
+from embodied.policies import make_policy
+from embodied.policies.language.config import LanguageConfig
+from embodied.policies.language.folder import tokenizer_of
+from embodied.policies.language.policy import LanguagePolicy
+from embodied.policies.language.worker import LanguageWorker
+from embodied.policies.policy_folder import read_weights
+from embodied.runtime import Needs
+from embodied.runtime.device_memory import Computing, DeviceTensors, give_back_unused, num_bytes
+from embodied.workflows.relay import RelayWorker
+
+ALONE = {"shard": False, "sequence_degree": 1}  # a role's network is unsharded on its device
+
+
+class NetworkWorker(RelayWorker):
+    """A network on a device, offloaded when other workers need the memory."""
+
+    def __init__(self, policy: Any, algo: AlgoConfig, learner: LearnerConfig, seed: int, device: str) -> None:
+        self.config, self.algo, self.seed, self.device = policy, algo, seed, device
+        self.learner = learner.model_copy(update=ALONE)
+        self.computing = Computing()
+
+    def build(self, spec: EnvSpec, start: Path | None = None) -> None:
+        """Build the network with the run's initial weights."""
+        self.belongings = DeviceTensors(self.timers)
+        policy = self.make(spec).eval()
+        if start:
+            policy.begin_with(read_weights(start))
+        self.model = Model(policy.to(self.device), self.learner, self.tick)
+
+    def make(self, spec: EnvSpec) -> Any:
+        return make_policy(self.config, spec, self.seed)
+
+    def tensors(self) -> list[Tensor]:
+        """All tensors on the device."""
+        return [*self.model.policy.parameters(), *self.model.policy.buffers()]
+
+    def needs(self, shared: bool = False) -> Needs:
+        return Needs(num_bytes(self.tensors()) + self.computing.num_bytes)
+
+    def onload(self) -> None:
+        self.belongings.onload()
+
+    def offload(self) -> None:
+        if not self.belongings.away:
+            self.belongings.offload({"network": self.tensors()})
+            give_back_unused()
+
+    def relay(self, parts: list[Trajectory]) -> tuple[list[Trajectory], dict[str, float]]:
+        with self.computing.measured():
+            trajectories, metrics = self.added(join(parts) if parts else None)
+        return [choose(trajectories, part.ids) for part in parts] if trajectories else [], metrics
+
+    def added(self, played: Trajectory | None) -> tuple[Trajectory | None, dict[str, float]]:
+        """The trajectories with the role's column added, and metrics; None for a worker without parts."""
+        raise NotImplementedError
+
+    def items(self, played: Trajectory) -> tuple[RankBatch, np.ndarray]:
+        """The trajectory's decisions as items, and a mask of counted ones, bool [K]."""
+        speaks = self.model.policy.speaks
+        trained = trained_tokens(played, self.algo) if speaks else np.ones(len(played.versions), bool)
+        return items_of(played, self.algo, self.model, trained), trained
+
+
+class ReferenceWorker(NetworkWorker):
+    """Adds the log-probs of the run's initial policy."""
+
+    def build(self, spec: EnvSpec, start: Path | None = None) -> None:
+        super().build(spec, start)
+        self.model.policy.requires_grad_(False)
+
+    def added(self, played: Trajectory | None) -> tuple[Trajectory | None, dict[str, float]]:
+        if played is None:
+            return None, {}
+        batch, _ = self.items(played)
+        logprobs = logprobs_of(self.model, batch, self.algo).cpu().numpy()
+        return replace(played, replay=played.replay | {REFERENCE: logprobs}), {}
+
+
+class CriticPolicy(LanguagePolicy):
+    """Predicts values and generates nothing: its log-probs and entropies are zeros."""
+
+    def words(self, hidden: Tensor, takes: np.ndarray, chosen: np.ndarray) -> tuple[Tensor, Tensor]:
+        nothing = hidden.new_zeros(len(takes), dtype=self.exact)
+        return nothing, nothing
+
+
+class CriticWorker(NetworkWorker):
+    """Adds values of conversations, token by token, and learns from their returns."""
+
+    algo: PPOConfig
+
+    def __init__(
+        self, policy: Any, algo: PPOConfig, learner: LearnerConfig, seed: int, device: str, lr: float | None
+    ) -> None:
+        rate = next(each for each in (lr, algo.value_lr, algo.lr) if each is not None)
+        algo = algo.model_copy(update={"lr": rate, "value_lr": rate})
+        super().__init__(policy.model_copy(update={"value_head": True}), algo, learner, seed, device)
+        self.updates = 0
+
+    def make(self, spec: EnvSpec) -> Any:
+        policy = CriticPolicy(self.config, spec)
+        policy.initialise(rng.generator(self.seed, "critic", "initial weights"))
+        return policy
+
+    def build(self, spec: EnvSpec, start: Path | None = None) -> None:
+        super().build(spec, start)
+        self.optimizer = PolicyOptimizer(self.model.policy, self.algo, OfRole(self))
+
+    def tensors(self) -> list[Tensor]:
+        return [*super().tensors(), *self.optimizer.tensors()]
+
+    def added(self, played: Trajectory | None) -> tuple[Trajectory | None, dict[str, float]]:
+        if played is None:
+            return None, self.learn(None, *[np.zeros(0)] * 3)
+        batch, trained = self.items(played)
+        values = scores_of(self.model, batch, 1, lambda scores: scores.values).double().cpu().numpy()
+        algo, rewards = (
+            self.algo,
+            earned(played, scores_of_episodes(played, self.algo, self.config.max_tokens), trained),
+        )
+        if algo.kl_coef and algo.kl_in == "reward":
+            reference = torch.as_tensor(np.array(played.replay[REFERENCE]), device=self.device)
+            rewards[:, 0] -= algo.kl_coef * divergences(batch, reference)
+        _, returns = token_gae(rewards[:, 0], values, trained, played.lengths, algo.gamma, algo.gae_lambda)
+        numbers = self.learn(batch, values, returns, trained)
+        return replace(played, values=values), numbers
+
+    def learn(
+        self, batch: RankBatch | None, values: np.ndarray, returns: np.ndarray, trained: np.ndarray
+    ) -> dict[str, float]:
+        """Gradient steps towards the returns, together with the other critic ranks; a minibatch consists of
+        conversations."""
+        algo, count = self.algo, 0 if batch is None else len(batch.numbers)
+        total, tokens = self.summed(np.array([count, trained.sum()], np.float64)).tolist()
+        size = algo.minibatch_size or max(total, 1)
+        steps = max(1, round(total / size))
+        losses, self.updates = [], self.updates + 1
+        known = [
+            torch.as_tensor(each, device=self.device, dtype=self.model.dtype) for each in (values, returns, trained)
+        ]
+        for epoch in range(algo.epochs):
+            order = rng.permutation(self.seed, self.updates, epoch, count)
+            for units in np.array_split(order, steps):
+                losses.append(self.step(batch, torch.from_numpy(np.sort(units)), known, tokens / steps))
+        if not np.isfinite(losses).all():
+            raise Diverged("the critic's loss is not finite; try a lower roles.critic_lr")
+        errors, moments = np.square(returns - values)[trained > 0], returns[trained > 0]
+        sums = self.summed(np.array([errors.sum(), moments.sum(), np.square(moments).sum()]))
+        spread = sums[2] - sums[1] ** 2 / max(tokens, 1)
+        explained = 1 - sums[0] / spread if spread > 0 else 0.0
+        return {"critic/value_loss": float(np.mean(losses)), "critic/explained_variance": float(explained)}
+
+    def step(self, batch: RankBatch | None, units: Tensor, known: list[Tensor], count: float) -> float:
+        loss_sum = torch.zeros(1, dtype=self.model.dtype, device=self.device)
+        passes = batch.passes(self.model, units) if batch is not None and len(units) else []
+        for number, each in enumerate(passes, 1):
+            assert batch is not None
+            scores = self.model.score(each.inputs(batch))
+            old, returns, weights = (take(part, each.items) for part in known)
+            bounds = {"value_clip": self.algo.value_clip, "huber_delta": self.algo.huber_delta}
+            loss, _ = value_loss_sum(scores.values, old, returns, weights, **bounds)
+            self.model.backward(loss / count, last=number == len(passes))
+            loss_sum += loss.detach()
+        totals, norm = self.optimizer.exchange(loss_sum)
+        self.optimizer.step(norm, 1.0)
+        return float(totals) / count
+
+    def summed(self, numbers: np.ndarray) -> np.ndarray:
+        return self.all_reduce(numbers) if self.world_size > 1 else numbers
+
+    # Checkpoints
+
+    def get_state(self) -> dict[str, np.ndarray]:
+        arrays = {f"net.{name}": tensor for name, tensor in self.model.policy.state_dict().items()}
+        arrays |= {f"optimizer.{name}": tensor for name, tensor in self.optimizer.state_tensors()}
+        known = {
+            name: tensor.detach().to(torch.promote_types(tensor.dtype, torch.float32))
+            for name, tensor in arrays.items()
+        }
+        return {name: tensor.cpu().numpy().copy() for name, tensor in known.items()} | {
+            "updates": np.array(self.updates)
+        }
+
+    def set_state(self, arrays: dict[str, np.ndarray]) -> None:
+        self.updates = int(arrays["updates"])
+        with torch.no_grad():
+            for name, tensor in self.model.policy.state_dict(keep_vars=True).items():
+                tensor.copy_(torch.from_numpy(arrays[f"net.{name}"].copy()))
+            for name, tensor in self.optimizer.state_tensors():
+                tensor.copy_(torch.from_numpy(arrays[f"optimizer.{name}"].copy()))
+
+
+class OfRole:
+    """A role's workers as ranks that sum tensors."""
+
+    def __init__(self, worker: CriticWorker) -> None:
+        self.worker = worker
+
+    def sum(self, values: Tensor) -> Tensor:
+        if self.worker.world_size == 1:
+            return values
+        return torch.as_tensor(self.worker.all_reduce(values.cpu().numpy()), device=values.device)
+
+    def gather(self, rows: np.ndarray) -> list[np.ndarray]:
+        raise NotImplementedError("unsharded networks only exchange sums")
+
+
+def scores_of_episodes(played: Trajectory, algo: PPOConfig, max_tokens: int) -> np.ndarray:
+    """The scores [R] of conversations, as the driver counts them: `score_of`."""
+    starts = np.cumsum(played.lengths) - played.lengths
+
+    def per_conversation(column: np.ndarray, how: Callable = np.add) -> list:
+        return how.reduceat(np.asarray(column)[:, 0], starts).tolist()
+
+    rewards = per_conversation(np.where(played.mask, played.rewards, 0.0))
+    cut, tokens = per_conversation(played.truncated, np.logical_or), per_conversation(played.mask.astype(np.int64))
+    return np.array(
+        [
+            score_of(EpisodeResult(0, "", 0, 0, 1, reward, None, None, truncated=bool(c), tokens=n), algo, max_tokens)
+            for reward, c, n in zip(rewards, cut, tokens, strict=True)
+        ]
+    )
+
+
+READ_TOGETHER = 32  # conversations in a batch of the classifier
+
+
+@dataclass(frozen=True)
+class Talk:
+    """A conversation as text."""
+
+    episode: int
+    asked: str  # the conversation before the last answer, without special tokens
+    answer: str  # as the env receives it
+
+
+class ScoringWorker(RelayWorker):
+    """Gives each conversation a score by `scores`."""
+
+    def __init__(self, policy: Any, roles: RolesSection, device: str) -> None:
+        self.config, self.roles, self.device = policy, roles, device
+
+    def build(self, spec: EnvSpec, start: Path | None = None) -> None:
+        self.tokenizer = tokenizer_of(self.config, spec.max_episode_steps != 1)
+
+    def relay(self, parts: list[Trajectory]) -> tuple[list[Trajectory], dict[str, float]]:
+        talks = [self.talks(part) for part in parts]
+        scores = iter(self.scores([talk for each in talks for talk in each]))
+        results = [self.paid(part, [next(scores) for _ in each]) for part, each in zip(parts, talks, strict=True)]
+        sums = np.array([sum(float(part.rewards.sum()) for part in results), sum(map(len, talks))])
+        total, count = self.all_reduce(sums) if self.world_size > 1 else sums
+        return results, {"reward/mean": float(total / max(count, 1))}
+
+    def scores(self, talks: Sequence[Talk]) -> list[float]:
+        raise NotImplementedError
+
+    def talks(self, trajectory: Trajectory) -> list[Talk]:
+        """The conversations of a group."""
+        result = []
+        for episode, end, length in zip(
+            trajectory.ids.tolist(), np.cumsum(trajectory.lengths), trajectory.lengths, strict=True
+        ):
+            tokens, sampled = trajectory.actions[end - length : end, 0, 0], trajectory.mask[end - length : end, 0]
+            last = int(np.flatnonzero(~sampled).max(initial=-1)) + 1  # begin of the last answer
+            written = tokens[last:].tolist()
+            answer = self.tokenizer.decode(written[:-1] if written and written[-1] in self.tokenizer.stops else written)
+            result.append(Talk(episode, self.tokenizer.plain_text(tokens[:last]), answer))
+        return result
+
+    def paid(self, trajectory: Trajectory, scores: list[float]) -> Trajectory:
+        if odd := [score for score in scores if not np.isfinite(score)]:
+            raise ConfigError(f"roles.{self.roles.scorer} gave the reward {odd[0]}; it must be a finite number")
+        weight = self.roles.reward_weight
+        rewards = np.array(trajectory.rewards) if weight is not None else np.zeros_like(trajectory.rewards)
+        rewards[np.cumsum(trajectory.lengths) - 1, 0] += np.array(scores) * (1.0 if weight is None else weight)
+        return replace(trajectory, rewards=rewards)
+
+
+class VerifierWorker(ScoringWorker):
+    def build(self, spec: EnvSpec, start: Path | None = None) -> None:
+        super().build(spec, start)
+        self.verify = import_class(self.roles.verifier, "roles.verifier")
+
+    def scores(self, talks: Sequence[Talk]) -> list[float]:
+        return [float(self.verify(talk.asked, talk.answer)) for talk in talks]
+
+
+class ClassifierWorker(ScoringWorker):
+    """Reads conversations with a sequence classifier of transformers."""
+
+    def build(self, spec: EnvSpec, start: Path | None = None) -> None:
+        from transformers import AutoModelForSequenceClassification, AutoTokenizer
+
+        from embodied.policies.language.folder import BUILDING
+
+        super().build(spec, start)
+        self.belongings, self.computing = DeviceTensors(self.timers), Computing()
+        folder = as_path(self.roles.reward_model)
+        options = {"local_files_only": True, "trust_remote_code": False}
+        try:
+            self.words = AutoTokenizer.from_pretrained(folder, **options)
+            with BUILDING:
+                model = AutoModelForSequenceClassification.from_pretrained(folder, **options)
+            self.model = model.eval().to(self.device)
+        except Exception as err:  # transformers raises many kinds
+            cause = str(err).strip().splitlines()[0] if str(err).strip() else type(err).__name__
+            raise CheckpointError(f"roles.reward_model={folder} is not a sequence classifier: {cause}") from None
+        self.model.requires_grad_(False)
+        if self.words.pad_token is None:
+            self.words.pad_token = self.words.eos_token
+        self.model.config.pad_token_id = self.words.pad_token_id
+
+    def scores(self, talks: Sequence[Talk]) -> list[float]:
+        rewards: list[float] = []
+        with torch.no_grad(), self.computing.measured():
+            for first in range(0, len(talks), READ_TOGETHER):
+                self.tick()
+                texts = [talk.asked + talk.answer for talk in talks[first : first + READ_TOGETHER]]
+                read = self.words(texts, return_tensors="pt", padding=True).to(self.device)
+                logits = self.model(input_ids=read["input_ids"], attention_mask=read["attention_mask"]).logits.float()
+                rewards += (logits[:, 0] if logits.shape[1] == 1 else logits.softmax(-1)[:, -1]).tolist()
+        return rewards
+
+    def needs(self, shared: bool = False) -> Needs:
+        return Needs(num_bytes(self.model.parameters()) + self.computing.num_bytes)
+
+    def onload(self) -> None:
+        self.belongings.onload()
+
+    def offload(self) -> None:
+        if not self.belongings.away:
+            self.belongings.offload({"network": [*self.model.parameters(), *self.model.buffers()]})
+            give_back_unused()
+
+
+class JudgedWorker(ScoringWorker):
+    """Asks a language model about each conversation, over the queue of the model's workers."""
+
+    def connect(self, servers: Servers) -> None:
+        self.client = JudgeClient(servers, room=self.config.max_running)
+
+    def scores(self, talks: Sequence[Talk]) -> list[float]:
+        questions = [self.question(talk) for talk in talks]
+        verdicts = self.client.ask([*dict.fromkeys(questions)], self.tick)  # equal answers are asked about once
+        says = self.roles.judge_says
+        return [
+            float(verdicts[asked].strip().startswith(says) if says else verdicts[asked].strip() == talk.answer.strip())
+            for talk, asked in zip(talks, questions, strict=True)
+        ]
+
+    def question(self, talk: Talk) -> str:
+        return self.roles.judge_prompt.replace("{asked}", talk.asked).replace("{answer}", talk.answer)
+
+
+class JudgeClient(RequestClient):
+    """The client's end of the queue. A judge gets more questions as it answers, so a slow judge gets fewer. A
+    question's number is also the number of its noise, which has no effect: a judge takes the likeliest tokens."""
+
+    number = 0
+
+    def ask(self, questions: Sequence[str], tick: Any) -> dict[str, str]:
+        """The answers by question."""
+        asked = dict(enumerate(questions, self.number))
+        self.number += len(asked)
+        self.put(*(Waiting(n, Prompt(n, n, text), 1, n, False) for n, text in asked.items()))
+        answers: dict[str, str] = {}
+        while len(answers) < len(asked):
+            batch = self.get()
+            tick()
+            for completion in batch.completions if batch else ():
+                if self.queue.answered(completion.number):
+                    answers[asked[completion.number]] = completion.text
+            self._send()
+        return answers
+
+    def messages(self, requests: list[Prompt]) -> list[PromptBatch]:
+        return [PromptBatch(self.source, tuple(requests))]
+
+
+class JudgeWorker(LanguageWorker):
+    """A language model whose weights never change, with an engine that answers reward workers."""
+
+    def __init__(self, policy: LanguageConfig, roles: RolesSection, seed: int, device: str) -> None:
+        super().__init__(roles.judge_policy(policy), seed, device=device)
+        self.judge = roles.judge
+        self.weights = SimpleNamespace(acting=acting, version=0, close=lambda: None)
+
+    def build(self, spec: EnvSpec, start: Path | None = None) -> None:
+        super().build(spec)
+        self.policy.initialise(np.random.default_rng(self.seed))
+        if self.judge == "start" and start is not None:  # a timed run begins with new weights
+            self.policy.begin_with(read_weights(start))
+        self._load_engine(0)
+
+
+def acting(version: int) -> AbstractContextManager[None]:
+    """Do nothing: a judge has its own weights, so it waits for no update."""
+    return nullcontext()

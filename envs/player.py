@@ -1,0 +1,599 @@
+"""Plays episodes in the rows of a vector env, and records them.
+
+`EpisodePlayer` is the common part of rollouts and evaluations (`sim_worker.py`): rows without an episode stay frozen,
+and no policy sees them. Episodes and their outcomes do not depend on the number of rows.
+
+`Stage` plays rollouts for training. The cycle of a decision is ask -> take -> ask: `ask` sends the current observation
+to the policy, `take` receives its actions, plays and records them, and begins new episodes on the rows that are done.
+With two stages the policy answers one while the other is simulated (`step_stages`).
+
+Sends a player's requests to policy workers, and takes the answers of any of them (`core/request_queue.py`).
+
+Whole episodes, the parts of groups: the sim worker that played them keeps them until learners want them, hands them
+over or forgets them, and writes them into checkpoints.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from functools import cached_property, partial
+from typing import Any
+
+import numpy as np
+
+from embodied.core.arrays import (
+    FiniteChecks,
+    Observation,
+    concatenate,
+    flat_dict,
+    gather,
+    host,
+    is_tensor,
+    is_text,
+    join_rows,
+    leaves,
+    map_obs,
+    nested_dict,
+    on_host,
+    room_for,
+    take_rows,
+    tensor_of,
+    text_arrays,
+    with_rows,
+)
+from embodied.core.errors import ConfigError
+from embodied.core.request_queue import RequestQueue, Waiting
+from embodied.core.types import (
+    ActReply,
+    ActRequest,
+    Array,
+    ChunkResult,
+    EpisodeList,
+    EpisodeResult,
+    EpisodeSpec,
+    Note,
+    PolicyOutput,
+    Servers,
+    Trajectory,
+    choose,
+    decisions_of,
+    head_start,
+    in_sequences,
+    join,
+)
+from embodied.envs.vector_env import VectorEnv
+from embodied.runtime import Channel, Timers, Worker, served_while_busy
+
+Refill = Callable[[np.ndarray, ChunkResult], None]  # begins episodes on rows that are done
+
+
+class EpisodeTracker:
+    """The open episodes of N env rows. An episode is a success at the end if its last live step was a success.
+
+    Rewards and success that come as tensors are added up on their device, and read when an episode ends."""
+
+    def __init__(self, num_envs: int, has_success: bool) -> None:
+        self.has_success = has_success
+        self.specs: list[EpisodeSpec | None] = [None] * num_envs
+        self.episode = np.full(num_envs, -1, np.int64)
+        self.started = np.zeros(num_envs, np.int64)  # episodes begun by each row
+        self.decision = np.zeros(num_envs, np.int64)
+        self.length = np.zeros(num_envs, np.int64)
+        self.total_reward: Array = np.zeros(num_envs)
+        self.success_once: Array = np.zeros(num_envs, bool)
+        self.success_now: Array = np.zeros(num_envs, bool)
+        self.success_at_reset: Array = np.zeros(num_envs, bool)
+        self.keys: tuple[Array, Array] | None = None  # episodes and decisions, on the device of observations
+
+    def begin(self, rows: np.ndarray, specs: Sequence[EpisodeSpec], success: Array | None) -> None:
+        """These rows were just reset to these episodes."""
+        for row, spec in zip(rows.tolist(), specs, strict=True):
+            self.specs[row] = spec
+        self.episode[rows] = [spec.index for spec in specs]
+        self.started[rows] += 1
+        self.decision[rows] = self.length[rows] = 0
+        begun, self.keys = np.zeros(len(self.episode), bool), None
+        begun[rows] = True
+        at_reset = np.zeros(len(begun), bool) if success is None else success
+        self.total_reward = with_rows(self.total_reward, begun, room_for(self.total_reward, len(begun)))
+        for name in ("success_at_reset", "success_once", "success_now"):
+            setattr(self, name, with_rows(getattr(self, name), begun, at_reset))
+
+    def noise_keys(self, at: np.ndarray, obs: Observation) -> tuple[Array, Array]:
+        """The episodes and decisions of these rows, as keys of their noise, on the device of their observations."""
+        first = next(leaves(obs))
+        if not is_tensor(first):
+            return self.episode[at], self.decision[at]
+        if self.keys is None:
+            episodes, decisions = tensor_of(np.stack([self.episode, self.decision]), first.device)
+            self.keys = episodes, decisions
+        if len(at) == len(self.episode):
+            return self.keys
+        return self.keys[0][at], self.keys[1][at]
+
+    def record(self, result: ChunkResult) -> None:
+        """Count one decision's env steps."""
+        mask = result.mask
+        live = mask.any(axis=1)
+        self.decision[live] += 1
+        if self.keys is not None:
+            self.keys = (self.keys[0], self.keys[1] + 1) if live.all() else None
+        self.length += mask.sum(axis=1)
+        if is_tensor(result.rewards):  # 0 for steps that were not taken
+            self.total_reward = tensor_of(self.total_reward, result.rewards.device) + result.rewards.sum(dim=1)
+        else:
+            self.total_reward += (result.rewards * mask).sum(axis=1)
+        if is_tensor(result.success):  # steps not taken repeat the last step's success
+            self.success_once = tensor_of(self.success_once, result.success.device) | result.success.any(dim=1)
+            self.success_now = with_rows(self.success_now, live, result.success[:, -1])
+        elif result.success is not None:
+            self.success_once |= (result.success & mask).any(axis=1)
+            last = np.maximum(mask.sum(axis=1) - 1, 0)
+            now = result.success[np.arange(len(mask)), last]
+            self.success_now = np.where(live, now, self.success_now)
+
+    def results(self, rows: np.ndarray) -> list[EpisodeResult]:
+        """The outcome of rows whose episode just ended."""
+        if not len(rows):
+            return []
+        known = on_host([self.total_reward, self.success_once, self.success_now, self.success_at_reset])
+        numbers = (array[rows].tolist() for array in (self.length, *known))
+        return [*map(self._result, [self.specs[row] for row in rows.tolist()], *numbers)]
+
+    def _result(self, spec: EpisodeSpec, length: int, total_reward: float, *flags: float) -> EpisodeResult:
+        once, at_end, at_reset = (bool(flag) if self.has_success else None for flag in flags)
+        counted = spec.index, spec.task, spec.init_state_id, spec.seed, length, float(total_reward)
+        return EpisodeResult(*counted, once, at_end, at_reset)
+
+    # The content of a checkpoint; the specs follow from the episode numbers.
+    ARRAYS = "episode started decision length total_reward success_once success_now success_at_reset".split()
+
+    def get_state(self) -> dict[str, np.ndarray]:
+        return {name: np.array(host(getattr(self, name))) for name in self.ARRAYS}
+
+    def set_state(self, state: dict[str, np.ndarray], specs: list[EpisodeSpec]) -> None:
+        for name in self.ARRAYS:
+            setattr(self, name, np.array(state[name]).astype(host(getattr(self, name)).dtype))
+        self.specs, self.keys = list(specs), None
+
+
+class EpisodePlayer:
+    """A vector env, its playing rows, and their observations."""
+
+    def __init__(self, env: VectorEnv, timers: Timers) -> None:
+        self.env = env
+        self.timers = timers
+        self.rows = EpisodeTracker(env.num_envs, env.env_spec.has_success)
+        self.playing = np.zeros(env.num_envs, bool)
+        self.obs: Observation | None = None
+
+    def begin(self, rows: np.ndarray, specs: Sequence[EpisodeSpec], elapsed: np.ndarray | None = None) -> None:
+        """Begin these episodes on these rows, in one batch; `elapsed` env steps [N] of their limit count as used."""
+        by_row: list[EpisodeSpec | None] = [None] * self.env.num_envs
+        for row, spec in zip(rows.tolist(), specs, strict=True):
+            by_row[row] = spec
+        mask = np.zeros(self.env.num_envs, bool)
+        mask[rows] = True
+        with self.timers.measure("reset"):
+            obs, info = self.env.reset(options={"reset_mask": mask, "episodes": by_row, "elapsed": elapsed})
+        self.obs = text_arrays(obs)
+        self.rows.begin(rows, specs, info.get("success"))
+        self.playing[rows] = True
+
+    def seen(self) -> tuple[np.ndarray, Observation]:
+        """The playing rows and their observations."""
+        at = np.flatnonzero(self.playing)
+        return at, self.obs if self.playing.all() else take_rows(self.obs, at)
+
+    def play(self, actions: Array, on_frame: Callable[[np.ndarray], None] | None = None) -> ChunkResult:
+        """Play one decision of every row, actions [N, C, A]."""
+        with self.timers.measure("step"):
+            result = self.env.step_chunk(actions, on_frame=on_frame)
+        self.rows.record(result)
+        self.obs = text_arrays(result.obs)
+        return result
+
+    def end(self, result: ChunkResult) -> tuple[np.ndarray, list[EpisodeResult]]:
+        """The rows whose episodes ended in this decision, and their results; they stop playing."""
+        done = np.flatnonzero(result.done & self.playing)
+        self.playing[done] = False
+        return done, self.rows.results(done)
+
+
+def of_rows(array: Array, at: np.ndarray) -> Array:
+    """The rows `at` of an array. All rows are returned without indexing, which would copy an index to the device."""
+    return array if len(at) == len(array) else array[at]
+
+
+def spread(actions: Array, at: np.ndarray, num_rows: int) -> Array:
+    """The actions of all rows: these rows' actions, and zeros for frozen rows."""
+    if len(at) == num_rows:
+        return actions
+    everywhere = room_for(actions, num_rows)
+    everywhere[at] = actions
+    return everywhere
+
+
+class Stage(EpisodePlayer):
+    def __init__(
+        self,
+        env: VectorEnv,
+        name: str,
+        env_ids: np.ndarray,
+        num_envs_total: int,
+        timers: Timers,
+        journal: Channel | None = None,
+    ) -> None:
+        super().__init__(env, timers)
+        self.name = name
+        self.env_ids = env_ids
+        self.num_envs_total = num_envs_total
+        self.journal = journal
+        self.initial = np.full(env.num_envs, -1, np.int64)  # the episode from whose initial state a row began
+        if env.config.retries and not env.env_spec.has_success:
+            raise ConfigError(
+                f"env.retries={env.config.retries} plays episodes that end without success again, but "
+                f"{env.config.name} {env.config.task} reports no success; leave it out"
+            )
+        self.client: PolicyClient | None = None
+        self.checked_later = False  # numbers on a device are checked at the end of a rollout
+        self.final_obs: Observation | None = None  # of the rows `final_rows`, truncated in the last decision
+        self.final_rows = np.empty(0, np.int64)
+
+    # In rollouts of a fixed number of decisions, every row continues with its own next episode
+
+    def reset(
+        self,
+        rows: np.ndarray,
+        episodes: EpisodeList,
+        elapsed: np.ndarray | None = None,
+        retried: np.ndarray | bool = False,
+    ) -> None:
+        """Begin the next episode of these rows: env e plays episodes e, e + E, e + 2E, ... The rows `retried`, bool
+        [len(rows)], begin in the initial state of their last episode."""
+        next_index = self.env_ids[rows] + self.rows.started[rows] * self.num_envs_total
+        self.initial[rows] = np.where(retried, self.initial[rows], next_index)
+        if self.journal is not None:
+            self.journal.put(Note(self.name, begun=tuple(next_index.tolist())))
+        self.begin(rows, episodes.at(self.initial[rows], next_index), elapsed)
+
+    def reset_all(self, episodes: EpisodeList) -> None:
+        """Begin the next episode of every row: when a run begins, when it is resumed without the simulator's state, and
+        after a restart. With `env.stagger` a part of each row's step limit counts as used, so that episodes do not all
+        end at once."""
+        elapsed = head_start(self.env_ids, self.env.env_spec.max_episode_steps) if self.env.config.stagger else None
+        self.reset(np.arange(self.env.num_envs), episodes, elapsed)
+
+    def go_on(self, done: np.ndarray, result: ChunkResult, episodes: EpisodeList) -> None:
+        """Keep the last observations of truncated episodes, whose values are requested next, and begin the next
+        episodes."""
+        self.final_rows = np.flatnonzero(result.truncated.any(axis=1))
+        self.final_obs = (
+            map_obs(lambda array: of_rows(array, self.final_rows), self.obs) if len(self.final_rows) else None
+        )
+        if len(done):
+            self.reset(done, episodes, retried=self.env.config.retries > 0 and self._to_retry(done))
+
+    def _to_retry(self, done: np.ndarray) -> np.ndarray:
+        """Bool [len(done)]: the rows whose episode failed and may be tried again."""
+        tried = (self.rows.episode[done] - self.initial[done]) // self.num_envs_total
+        return ~host(self.rows.success_once)[done] & (tried < self.env.config.retries)
+
+    # With whole episodes, a free row takes the next waiting episode
+
+    def refill(self, free: np.ndarray, _: ChunkResult | None = None, *, waiting: deque[EpisodeSpec]) -> None:
+        """Begin waiting episodes on free rows."""
+        if len(free) and waiting:
+            specs = [waiting.popleft() for _ in free[: len(waiting)]]
+            self.begin(free[: len(specs)], specs)
+
+    # Both
+
+    def play_for(self, client: PolicyClient, horizon: int) -> None:
+        """Begin a rollout of `horizon` decisions, or of whole episodes, with actions from this client."""
+        self.client, self.checked_later = client, bool(horizon)
+        self.env.checks = FiniteChecks() if horizon else None
+
+    def ask(self, value_only: bool = False) -> None:
+        """Send the policy the observations of the playing rows."""
+        self.at, self.shown = self.seen()
+        self.client.ask(
+            self.shown,
+            *self.rows.noise_keys(self.at, self.shown),
+            final_obs=self.final_obs,
+            final_rows=self.final_rows,
+            value_only=value_only,
+            checked_later=self.checked_later,
+        )
+
+    def receive(self) -> ActReply:
+        with self.timers.measure("wait"):
+            return self.client.answer()
+
+    def take(self, record: Record, refill: Refill) -> None:
+        """Play and record the policy's answer to the last `ask`; `refill` begins episodes on the rows that are done."""
+        reply = self.receive()
+        episodes = self.rows.episode[self.at]
+        result = self.play(spread(reply.output.actions, self.at, self.env.num_envs))
+        record.decision(self, episodes, reply, result)
+        done, outcomes = self.end(result)
+        record.end(outcomes)
+        refill(done, result)
+
+    def close(self, record: Record) -> None:
+        """Receive the values that the end of a rollout needs; the last request was `ask(value_only=True)`."""
+        record.value(self, self.receive())
+        self.env.check_noted()
+        self.final_obs, self.final_rows = None, np.empty(0, np.int64)
+
+
+def step_stages(
+    stages: Sequence[Stage], records: Sequence[Record], refills: Sequence[Refill], horizon: int = 0
+) -> Iterator[int]:
+    """Play `horizon` decisions, or until all rows are done. Stages take turns, so the policy answers one while another
+    is simulated. Yields the number of decisions after each round."""
+    for stage in stages:
+        if stage.playing.any():
+            stage.ask()
+    decisions = 0
+    while any(stage.playing.any() for stage in stages) and (not horizon or decisions < horizon):
+        decisions += 1
+        for stage, record, refill in zip(stages, records, refills, strict=True):
+            if stage.playing.any():
+                stage.take(record, refill)
+                if stage.playing.any():
+                    stage.ask(value_only=decisions == horizon)
+        yield decisions
+
+
+class Record:
+    """Records one stage's decisions until they are handed on as a trajectory."""
+
+    def __init__(self, source: str, horizon: int = 0) -> None:
+        """Holds `horizon` decisions of every env row, with values; without a horizon whole episodes, without values."""
+        self.source, self.horizon = source, horizon
+        self.handed = 0  # decisions that have been handed on
+        self.env_steps = 0
+        self.finished: list[EpisodeResult] = []
+        self.decisions: list[tuple[np.ndarray, Observation]] = []  # ids of the sequences, and arrays of their decisions
+
+    def decision(self, stage: Stage, episodes: np.ndarray, reply: ActReply, result: ChunkResult) -> None:
+        at, output = stage.at, map_obs(owned, vars(reply.output))
+        if self.horizon:
+            self.value(stage, reply)
+        arrays = {
+            "obs": stage.shown,
+            "replay": output["replay"],
+            "actions": output["actions"],
+            "logprobs": output["logprobs"],
+            "rewards": of_rows(result.rewards, at),
+            "terminated": of_rows(result.terminated, at),
+            "truncated": of_rows(result.truncated, at),
+            "mask": of_rows(result.mask, at),
+            "versions": np.full(len(at), reply.version, np.int64),
+            "episodes": episodes,
+        }
+        if self.horizon:
+            arrays |= {"values": output["values"], "next_values": room_for(output["values"], len(at))}
+        self.add(stage.env_ids[at] if self.horizon else episodes, arrays)
+        self.env_steps += int(arrays["mask"].sum())
+
+    def add(self, ids: np.ndarray, arrays: Observation) -> None:
+        """A decision of these sequences."""
+        self.decisions.append((ids, arrays))
+
+    def end(self, outcomes: Sequence[EpisodeResult]) -> None:
+        """These episodes ended in the last decision."""
+        self.finished += outcomes
+
+    def value(self, stage: Stage, reply: ActReply) -> None:
+        """Record the values of the observations after the last decision."""
+        if self.decisions:
+            _, arrays = self.decisions[-1]
+            arrays["next_values"][:] = reply.values
+            if len(rows := stage.final_rows):
+                arrays["next_values"][slice(None) if len(rows) == len(reply.values) else rows] = reply.final_values
+
+    def trajectory(self, end: int | None = None) -> Trajectory:
+        """The decisions before `end` (None: all) that have not been handed on."""
+        count = len(self.decisions) if end is None else end - self.handed
+        recorded, self.decisions = self.decisions[:count], self.decisions[count:]
+        ids, lengths, arrays = in_sequences(recorded)
+        first, self.handed = self.handed, self.handed + count
+        last = not self.horizon or self.handed == self.horizon
+        return Trajectory(ids=ids, lengths=lengths, source=self.source, first=first, last=last, **arrays)
+
+
+def owned(array: Array) -> Array:
+    """A copy, since the memory of a message is reused."""
+    return array if is_tensor(array) else np.array(array)
+
+
+class RequestClient:
+    """A player's end of the requests of one round. When a worker dies or leaves, the player gets the remaining workers'
+    names and sends them its requests."""
+
+    def __init__(self, servers: Servers, room: float = float("inf")) -> None:
+        """A worker has at most `room` rows of its requests at a time."""
+        self.source, self.replies, self.room = servers.source, servers.replies, room
+        self.queue = RequestQueue()
+        self._begin_with(servers)
+
+    def put(self, *requests: Waiting) -> None:
+        self.queue.put(*requests)
+        self._send()
+
+    def get(self, timeout_s: float | None = None) -> Any:
+        """The next message to this source, awaited for at most `timeout_s`; None if it was no answer."""
+        reply = self.replies.get(timeout_s=timeout_s)
+        if reply.source != self.source:  # of an earlier round
+            return None
+        if isinstance(reply, Servers):
+            self._begin_with(reply)
+            self._send()
+            return None
+        return reply
+
+    def _begin_with(self, servers: Servers) -> None:
+        self.channels = servers.channels
+        self.queue.workers(dict.fromkeys(servers.channels, self.room), servers.others)
+
+    def _send(self) -> None:
+        for worker, requests in self.queue.take().items():
+            for message in self.messages([one.request for one in requests]):
+                self.channels[worker].put(message)
+
+    def messages(self, requests: list[Any]) -> Sequence[Any]:
+        """The messages for a worker's channel."""
+        return requests
+
+
+class PolicyClient(RequestClient):
+    """Asks about the env rows of a stage, one decision after the other."""
+
+    def __init__(self, servers: Servers) -> None:
+        super().__init__(servers)
+        self.number = 0
+        self.rows = 0  # of the last request
+
+    def ask(self, obs: Observation, episodes: Any, decisions: Any, **what: Any) -> None:
+        self.number, self.rows = self.number + 1, len(episodes)
+        request = ActRequest(self.source, self.number, obs, episodes, decisions, **what)
+        self.put(Waiting(request.key, request, request.rows))
+
+    def answer(self) -> ActReply:
+        """The answer to the last request, once all its parts have come."""
+        parts: list[ActReply] = []
+        while sum(len(part.values) for part in parts) < self.rows:
+            reply = self.get()
+            if reply is not None and self.queue.answered(reply.key):
+                parts.append(reply)
+        return joined(parts)
+
+
+def joined(parts: list[ActReply]) -> ActReply:
+    """The answer to a request that several workers answered in parts."""
+    if len(parts) == 1:
+        return parts[0]
+    parts.sort(key=lambda part: part.key[1])
+    outputs = [vars(part.output) for part in parts if part.output is not None]
+    final = [part.final_values for part in parts if part.final_values is not None]
+    values = concatenate([part.values for part in parts])
+    return replace(
+        parts[0],
+        key=(parts[0].key[0], 0, len(values)),
+        output=PolicyOutput(**join_rows(outputs)) if outputs else None,
+        values=values,
+        final_values=concatenate(final) if final else None,
+    )
+
+
+class EpisodeKeeper(Worker):
+    """Keeps whole episodes until learners want them."""
+
+    @cached_property
+    def kept_episodes(self) -> dict[int, Trajectory]:
+        """By episode, the trajectory that contains it, perhaps with other episodes."""
+        return {}
+
+    @served_while_busy
+    def hand_in(self, episodes: list[int], source: str, channel: Channel, batch: int, keep: bool = False) -> bool:
+        """Send these ended episodes, and forget them unless `keep` is true; False if not all are here."""
+        if not self.kept_episodes.keys() >= {*episodes}:
+            return False
+        parts = parts_of(
+            {episode: self.kept_episodes[episode] if keep else self.kept_episodes.pop(episode) for episode in episodes}
+        )
+        channel.put(replace(join(parts), source=source), key=batch)
+        return True
+
+    def forget_all_but(self, episodes: tuple[int, ...]) -> None:
+        """Forget all kept episodes but these."""
+        left = parts_of({episode: part for episode, part in self.kept_episodes.items() if episode in episodes})
+        self.kept_episodes = {episode: part for part in left for episode in part.ids.tolist()}
+
+    def get_kept(self) -> dict[str, np.ndarray]:
+        """The whole episodes that are kept, as arrays for a checkpoint; empty if there are none."""
+        return arrays_of(join(parts_of(self.kept_episodes))) if self.kept_episodes else {}
+
+    def set_kept(self, arrays: dict[str, np.ndarray]) -> list[int]:
+        """Keep this worker's part of the episodes that all workers kept; returns their numbers."""
+        kept = trajectory_from(arrays)
+        self.kept_episodes = dict.fromkeys(kept.ids[self.rank :: self.world_size].tolist(), kept)
+        self.forget_all_but(tuple(self.kept_episodes))
+        return [*self.kept_episodes]
+
+
+class PlayerWorker(EpisodeKeeper):
+    """A sim worker of any kind."""
+
+    def __init__(
+        self,
+        config,
+        stages: int = 1,
+        journal: Channel | None = None,
+        eval_config=None,
+        eval_rows: int = 1,
+        whole_episodes: bool = False,
+    ) -> None:
+        """`journal` records every training episode, or its end. Evaluations use `eval_rows` separate envs of
+        `eval_config`; with no stages there are no training envs. With `whole_episodes` no episode is open between
+        rollouts."""
+        self.config, self.num_stages, self.journal = config, stages, journal
+        self.eval_config, self.eval_rows = eval_config or config, eval_rows
+        self.whole_episodes = whole_episodes
+        self.stopped = False
+
+    @served_while_busy
+    def stop_playing(self) -> None:
+        """Give up the evaluation in progress, and any later one."""
+        self.stopped = True
+
+
+def parts_of(kept: dict[int, Trajectory]) -> list[Trajectory]:
+    """The trajectories of `kept`, with these episodes only."""
+    wanted = gather((id(part), episode) for episode, part in kept.items()).values()
+    return [choose(kept[ids[0]], sorted(ids)) for ids in wanted]
+
+
+class EpisodeStream(Record):
+    """Puts each whole episode into `store` when it ends, and then notes it in the journal."""
+
+    def __init__(self, source: str, store: dict[int, Trajectory], journal: Channel) -> None:
+        super().__init__(source)
+        self.store, self.journal = store, journal
+        # By episode, its decisions: the arrays of a joint step, and the episode's row in them.
+        self.open: dict[int, list[tuple[Observation, int]]] = {}
+
+    def add(self, ids: np.ndarray, arrays: Observation) -> None:
+        for row, episode in enumerate(ids.tolist()):
+            self.open.setdefault(episode, []).append((arrays, row))
+
+    def end(self, outcomes: Sequence[EpisodeResult]) -> None:
+        super().end(outcomes)
+        for result in outcomes:
+            decisions, rows = zip(*self.open.pop(result.index), strict=True)
+            whole = map_obs(partial(rows_of, rows), *decisions)
+            ids, lengths = np.array([result.index]), np.array([len(rows)])
+            self.store[result.index] = Trajectory(ids=ids, lengths=lengths, **whole)
+        if outcomes:
+            self.journal.put(Note(self.source, finished=tuple(outcomes)))
+
+
+def rows_of(rows: Sequence[int], *arrays: Array) -> Array:
+    """One row of each of these arrays, as one array."""
+    return concatenate([array[row : row + 1] for array, row in zip(arrays, rows, strict=True)])
+
+
+def arrays_of(trajectory: Trajectory) -> dict[str, np.ndarray]:
+    """A trajectory as flat arrays, for a checkpoint."""
+    flat = {"ids": trajectory.ids, "lengths": trajectory.lengths, **flat_dict(decisions_of(trajectory))}
+    return {name: part.astype(str) if is_text(part) else host(part) for name, part in flat.items()}
+
+
+def trajectory_from(arrays: dict[str, np.ndarray]) -> Trajectory:
+    """The trajectory that `arrays_of` was made of."""
+    tree = nested_dict({name: part.astype(object) if part.dtype.kind == "U" else part for name, part in arrays.items()})
+    return Trajectory(**{"replay": {}, **tree})
