@@ -25,7 +25,6 @@ Ctrl-C saves and stops all runs, a second one stops at once. Keys and their mean
 from __future__ import annotations
 
 import json
-import signal
 import socket
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -49,7 +48,7 @@ from embodied.runtime.run_turns import RECORD
 from embodied.sharing.page import PREDICTED, record_of
 from embodied.sharing.plan import describe_prediction, predict
 from embodied.sharing.runs import (
-    SharedProcesses,
+    SharedChildren,
     SharedRuns,
     devices_of,
     load_run,
@@ -223,22 +222,12 @@ def write_prediction(shared: SharedRuns) -> None:
 
 
 def run_all(shared: SharedRuns) -> int:
-    """Start all unfinished runs, serve them until they end, and print how each ended."""
+    """Run all unfinished runs until they end, and print how each ended."""
     with lock_runs(shared.folder, RECORD), Interruption() as interruption:
-        processes = SharedProcesses(shared)
+        children = SharedChildren(shared)
         try:
-            for run in [run for run in shared.runs if run.ended not in OVER]:
-                processes.begin(shared.change(run.name, ended=""))
-            while processes.going:
-                processes.serve()
-                if interruption.requested and not processes.stopping:
-                    processes.signal(signal.SIGTERM)
-                processes.show()
-        except BaseException:
-            processes.signal(signal.SIGINT)
-            raise
+            children.run([run for run in shared.runs if run.ended not in OVER], interruption)
         finally:
-            processes.close()
             code = say_how_it_ended(shared, interruption)
     return code
 

@@ -16,7 +16,7 @@ import socket
 import struct
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
@@ -26,7 +26,7 @@ from typing import Any
 from embodied.core.files import locked_folder
 from embodied.runtime.device_leases import Action, Claim, Coordinator, LeaseError
 from embodied.runtime.run_turns import FORMAT, INITIALISE, RECORD, RunTurns
-from embodied.runtime.shared_leases import BEGINNING, LOCKS, SOCKET
+from embodied.runtime.shared_leases import BEGINNING, LOCKS
 from embodied.sharing.page import LiveTable, ShareRecord
 
 MOST_BYTES = 4 << 20  # of one message
@@ -323,13 +323,20 @@ class LeaseServer:
 class RecordedLeases(LeaseServer):
     """Appends to a folder's share.jsonl, and shows which run has which device."""
 
-    def __init__(self, folder: Path, devices: Iterable[str], rule: str, add: Callable[[list[str]], str]) -> None:
-        self.folder = folder
+    def __init__(
+        self,
+        folder: Path,
+        devices: Iterable[str],
+        rule: str,
+        add: Callable[[list[str]], str],
+        free: Callable[[], None] = lambda: None,
+    ) -> None:
+        """`free` releases the devices that were reserved for all runs."""
+        self.folder, self.free = folder, free
         folder.mkdir(parents=True, exist_ok=True)
         self.record = ShareRecord()
         self.table = LiveTable(self.record)
         self._file = (folder / RECORD).open("a")
-        self.free: Callable[[], None] = lambda: None  # releases the devices that were reserved for all runs
         super().__init__(devices, rule, self._note, add)
         started = datetime.now(UTC).isoformat(timespec="seconds")
         self._note({"format": FORMAT, "rule": rule, "devices": list(self.devices), "started": started})
@@ -343,27 +350,6 @@ class RecordedLeases(LeaseServer):
         super().close()
         self._file.close()
         self.free()
-
-
-@dataclass
-class SharedPlaces:
-    """Places for simultaneous runs, each with its own devices, which it lends."""
-
-    leases: RecordedLeases
-    owns: Sequence[Sequence[str]]
-    placements: Sequence[Mapping[str, Any] | None]
-
-    def words(self, place: int) -> list[str]:
-        """The arguments of a run there."""
-        placement = self.placements[place]
-        return [] if placement is None else [f"placement={json.dumps(placement)}"]
-
-    def begin(self, run: str, pid: int, place: int) -> None:
-        self.leases.expect(run, pid, 1.0, self.owns[place])
-
-    @property
-    def environment(self) -> dict[str, str]:
-        return {SOCKET: str(self.leases.path)}
 
 
 def is_stopped(pid: int) -> bool:

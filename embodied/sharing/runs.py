@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import json
 import os
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from itertools import chain, combinations, islice
@@ -32,17 +31,14 @@ from embodied.run.memory_check import CUDA_BYTES, PROCESS_BYTES, needs
 from embodied.runtime import HostPlan
 from embodied.runtime.backend import reserved
 from embodied.runtime.run_turns import FORMAT
-from embodied.runtime.shared_leases import SOCKET
 from embodied.sharing.lease_server import RecordedLeases
 from embodied.sharing.page import SHARE
-from embodied.sweeps.children import CLOSE_S, STOPPED, TRAIN, ChildRun, last_words
-from embodied.sweeps.run_group import MISSING, OVER, state_of
+from embodied.sweeps.children import Children, ChildRun, Place
+from embodied.sweeps.run_group import MISSING, state_of
 from embodied.workflows.rl_loop import EmbodiedLoop
 from embodied.workflows.shipped_roles import roles_of_run
 
 MOST_SETS = 10_000  # sets of runs that are tried
-SERVE_S = 0.2
-GRACE_S = 10.0  # in addition to faults.hang_s, after which a run ends its own hung workers
 
 
 @dataclass(frozen=True)
@@ -57,13 +53,8 @@ class SharedRun:
     folder: str = ""
     ended: str = ""  # finished, ended early, stopped or failed; "" while it runs
 
-
-@dataclass
-class _Process(ChildRun):
-    """One of these runs in progress."""
-
-    run: SharedRun
-    hang_s: float
+    def __str__(self) -> str:
+        return self.name
 
 
 # Devices
@@ -334,38 +325,25 @@ def prepare(
 # Their processes
 
 
-class SharedProcesses:
-    """The processes of runs that share devices: started, served, and stopped with this command."""
+class SharedChildren(Children):
+    """The runs of a share. Another command may add runs (join=)."""
 
     def __init__(self, shared: SharedRuns) -> None:
         self.shared = shared
         free = reserve(load_run(shared.runs[0].words).config, shared.devices)
-        self.server = RecordedLeases(shared.folder, shared.devices, shared.rule, self.add)
-        self.server.free = free
-        self.say = self.server.table.say
-        self.going: list[_Process] = []
-        self.stopping = False
-        shared.socket = str(self.server.path)
+        super().__init__(shared.folder, RecordedLeases(shared.folder, shared.devices, shared.rule, self.add, free))
+        shared.socket = str(self.leases.path)
         shared.write()
 
-    def begin(self, run: SharedRun) -> None:
-        """Start or resume its run."""
-        config = load_run(run.words).config
-        path = self.shared.path(run)
-        resumes = path is not None and state_of(path) != MISSING
-        name = f"{self.shared.folder.name}-{run.name}"
-        words = [*(word for word in run.words if not word.startswith("run.name=")), f"run.name={name}"]
-        if run.placement is not None:
-            words.append(f"placement={json.dumps(run.placement)}")
-        log = self.shared.folder / "logs" / f"{run.name}.log"
-        log.parent.mkdir(exist_ok=True)
-        folder = path if resumes else None
-        active = _Process(name, log, config.run.dir, folder, run, config.faults.hang_s)
-        words = [f"resume={path}"] if resumes else words
-        active.start([*TRAIN, *words], [], **{SOCKET: str(self.server.path)})
-        self.server.expect(run.name, active.process.pid, run.weight, run.own)
-        self.going.append(active)
-        self.say(f"{run.name} {f'goes on: {path}' if resumes else 'begins'} on {', '.join(run.own)}")
+    def begin(self, entry: SharedRun) -> None:
+        run = self.shared.change(entry.name, ended="")
+        config, path = load_run(run.words).config, self.shared.path(run)
+        folder = path if path is not None and state_of(path) != MISSING else None
+        name, log = f"{self.folder.name}-{run.name}", self.folder / "logs" / f"{run.name}.log"
+        place = Place(own=run.own, placement=run.placement)
+        words = [*(word for word in run.words if not word.startswith("run.name=")), f"run.name={name}", *place.words]
+        child = ChildRun(run, name, log, config.run.dir, folder, config.faults.hang_s)
+        self.start(child, [f"resume={folder}"] if folder else words, place, run.weight)
 
     def add(self, words: list[str]) -> str:
         """Begin another run on devices of ended runs, or else on devices that it shares with current runs. Returns the
@@ -373,64 +351,19 @@ class SharedProcesses:
         if self.stopping:
             return "error: these runs are being stopped"
         try:
-            topology = machines(load_run(words).config)
-            (run,) = prepare(self.shared, [words], [1.0], topology)
+            (run,) = prepare(self.shared, [words], [1.0], machines(load_run(words).config))
         except EmbodiedError as err:
             return f"error: {err}"
         self.shared.runs.append(run)
-        self.shared.write()
         self.begin(run)
         return f"{run.name} has joined on {', '.join(run.own)}"
 
-    def serve(self) -> None:
-        """Handle leases, ended runs and hanging runs once."""
-        self.server.serve(SERVE_S)
-        for process in list(self.going):
-            self._find_folder(process)
-            if process.ended:
-                self._over(process)
-        for process in self.going:
-            if process.run.name in self.server.overdue(process.hang_s + GRACE_S):
-                self.say(
-                    f"{process.run.name} did not give a device back within {process.hang_s:g} s (faults.hang_s): ended"
-                )
-                process.process.kill()
+    def record_folder(self, child: ChildRun, relative: str) -> None:
+        child.entry = self.shared.change(child.entry.name, folder=relative)
 
-    def signal(self, sign: int) -> None:
-        self.stopping = True
-        for process in self.going:
-            process.signal(sign)
+    def record_end(self, child: ChildRun, cause: str) -> None:
+        child.entry = self.shared.change(child.entry.name, ended=child.how)
+        self.say(f"{child.entry} {child.how}{cause and f': {cause}'}; {child.folder or child.log}")
 
-    def close(self) -> None:
-        """Wait for stopping runs; kill a run that does not stop in time."""
-        until = time.monotonic() + CLOSE_S
-        while self.going and time.monotonic() < until:
-            self.serve()
-        for process in list(self.going):
-            process.kill()
-            self._over(process)
-        self.server.close()
-
-    def _find_folder(self, process: _Process) -> None:
-        """Record the folder created by this run."""
-        if folder := process.find_folder():
-            relative = os.path.relpath(folder.resolve(), self.shared.folder.resolve())
-            process.run = self.shared.change(process.run.name, folder=relative)
-
-    def _over(self, process: _Process) -> None:
-        self.going.remove(process)
-        self._find_folder(process)
-        state, code = state_of(process.folder) if process.folder else MISSING, process.process.returncode
-        how = state if state in OVER else "stopped" if code in STOPPED else "failed"
-        self.server.end(process.run.name, how)
-        self.shared.change(process.run.name, ended=how)
-        cause = last_words(process) if how != "finished" else ""
-        self.say(f"{process.run.name} {how}{cause and f': {cause}'}; {process.folder or process.log}")
-
-    @property
-    def folders(self) -> dict[str, Path]:
+    def run_folders(self) -> dict[str, Path]:
         return {run.name: path for run in self.shared.runs if (path := self.shared.path(run))}
-
-    def show(self) -> None:
-        """Print from time to time which run has which device."""
-        self.server.table.show(self.server.now, self.folders)

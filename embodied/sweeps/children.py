@@ -1,7 +1,7 @@
-"""The processes of several runs, each on a part of the machine: starts, watches and stops them.
+"""Runs in child processes: the one way to start, resume, watch and stop seeds, settings of a sweep, and shared runs.
 
-Each is an `embodied.train` command. Changes of its state are written into the group's folder at once, so a killed
-command loses nothing.
+Each child is an `embodied.train` command on a part of the machine. `Children` watches the processes; its subclasses
+record every new folder and every end in the file that lists the runs, at once, so a killed command loses nothing.
 """
 
 from __future__ import annotations
@@ -13,11 +13,12 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from shlex import join, quote
+from typing import Any
 
 from embodied.config.read import write_yaml
 from embodied.config.sections import LONGEST_NAME
@@ -30,12 +31,14 @@ from embodied.run import launch
 from embodied.run.checkpoints import read_json
 from embodied.run.ending import Interruption
 from embodied.run.run_folder import DRIVER
-from embodied.sharing.lease_server import SharedPlaces
+from embodied.runtime.shared_leases import SOCKET
+from embodied.sharing.lease_server import RecordedLeases
 from embodied.sweeps.run_group import ENDED, FINISHED, LOG, MISSING, OVER, Member, RunGroup, state_of
 
 POLL_S = 0.2
 REPORT_S = 60.0  # between two lines about the runs in progress, off a terminal
 CLOSE_S = 30.0  # for a run that is stopped at once
+GRACE_S = 10.0  # in addition to faults.hang_s, after which a run ends its own hung workers
 TRAIN = ("-m", "embodied.train")
 STOPPED = (143, 130, -signal.SIGTERM, -signal.SIGINT)  # exit codes of a run that was asked to stop
 WIDTH = 150
@@ -52,21 +55,39 @@ os.execv(sys.executable, [sys.executable, *sys.argv[2:]])
 """
 
 
+@dataclass(frozen=True)
+class Place:
+    """The part of the machine that a run gets; all of it if nothing is named."""
+
+    cores: Sequence[int] = ()
+    cards: str = ""  # its CUDA_VISIBLE_DEVICES
+    own: Sequence[str] = ()  # its devices, which it lends to other runs
+    placement: Mapping[str, Any] | None = None  # of a run that may borrow devices
+
+    @property
+    def words(self) -> list[str]:
+        """The arguments of a run there."""
+        return [] if self.placement is None else [f"placement={json.dumps(self.placement)}"]
+
+
 @dataclass
 class ChildRun:
     """A run in a child process, which ends with this process."""
 
+    entry: Any  # the run in the file that lists the runs
     name: str  # its run.name
     log: Path  # the output of the process
     parent: Path  # folder that contains the run folder
     folder: Path | None  # of a resumed run; a new run creates it
+    hang_s: float  # its faults.hang_s
 
     def start(self, arguments: Sequence[str], cores: Sequence[int], **environment: str) -> None:
         """`arguments`: Python's; `cores`: all if empty."""
         self.begun, self.older = time.monotonic(), self.folders()
+        self.log.parent.mkdir(parents=True, exist_ok=True)
         with self.log.open("ab") as file:
             self.process = subprocess.Popen(
-                [sys.executable, "-c", BEGIN, json.dumps([os.getpid(), cores]), *arguments],
+                [sys.executable, "-c", BEGIN, json.dumps([os.getpid(), [*cores]]), *arguments],
                 stdin=subprocess.DEVNULL,
                 stdout=file,
                 stderr=subprocess.STDOUT,
@@ -82,13 +103,19 @@ class ChildRun:
     def ended(self) -> bool:
         return self.process.poll() is not None
 
+    @property
+    def how(self) -> str:
+        """How the run ended: finished, ended early, stopped or failed."""
+        state = state_of(self.folder) if self.folder else MISSING
+        return state if state in OVER else "stopped" if self.process.returncode in STOPPED else "failed"
+
     def find_folder(self) -> Path | None:
         """Look for the folder that the run creates: its run.json names the process, or it is new after the process
         ended. Returns it when it is found first."""
         if self.folder is None:
             ended = self.ended
             for folder in sorted(self.folders() - self.older):
-                if ended or what_it_says(folder).get("processes", {}).get(DRIVER) == self.process.pid:
+                if ended or read_info(folder).get("processes", {}).get(DRIVER) == self.process.pid:
                     self.folder = folder
                     return folder
         return None
@@ -102,37 +129,48 @@ class ChildRun:
         self.process.wait()
 
 
-@dataclass
-class ActiveRun(ChildRun):
-    """A member's run in progress."""
-
-    member: Member
-    place: int  # index of its share of the machine
-
-
-@dataclass
 class Children:
-    group: RunGroup
-    shared: Sequence[str]  # arguments common to all runs
-    parent: Path  # folder that contains the run folders
-    # Cores and CUDA_VISIBLE_DEVICES of each simultaneous run; empty if a run has the whole machine.
-    places: Sequence[tuple[list[int], str]] = (([], ""),)
-    train: Sequence[str] = TRAIN  # Python's arguments
-    sharing: SharedPlaces | None = None  # of runs that share their devices
-    going: list[ActiveRun] = field(default_factory=list)
-    live: bool = field(default_factory=lambda: bool(sys.stdout and sys.stdout.isatty()))
-    reported: str = ""
-    reported_at: float = field(default_factory=time.monotonic)
+    """The child processes of several runs. A subclass begins runs, and records folders and ends."""
 
-    def run(self, members: Sequence[Member], interruption: Interruption) -> None:
-        """Run all members, one per place at a time. No process is left at the end, also after an error."""
-        waiting, asked_to_stop = list(members), False
+    train: Sequence[str] = TRAIN  # Python's arguments
+    most: float = float("inf")  # simultaneous runs
+
+    def __init__(self, folder: Path, leases: RecordedLeases | None = None) -> None:
+        """`folder`: of the file that lists the runs. `leases`: of runs that share devices."""
+        self.folder, self.leases = folder, leases
+        self.going: list[ChildRun] = []
+        self.stopping = False
+        self.live = bool(sys.stdout and sys.stdout.isatty())
+        self.reported, self.reported_at = "", time.monotonic()
+
+    # What a subclass knows of its runs
+
+    def begin(self, entry: Any) -> None:
+        """Start or resume a run."""
+        raise NotImplementedError
+
+    def record_folder(self, child: ChildRun, relative: str) -> None:
+        """Record the folder that a run has created, relative to the folder of the list."""
+        raise NotImplementedError
+
+    def record_end(self, child: ChildRun, cause: str) -> None:
+        """Record and print how a run ended. `cause`: why it did not finish."""
+        raise NotImplementedError
+
+    def run_folders(self) -> dict[str, Path]:
+        """The folders of the runs that have one, by run."""
+        raise NotImplementedError
+
+    # The way of all children
+
+    def run(self, entries: Sequence[Any], interruption: Interruption) -> None:
+        """Run all of these until they end, `most` at a time. No process is left at the end, also after an error."""
+        waiting = list(entries)
         try:
             while self.going or (waiting and not interruption.requested):
-                while waiting and not interruption.requested and len(self.going) < len(self.places):
+                while waiting and not interruption.requested and len(self.going) < self.most:
                     self.begin(waiting.pop(0))
-                if interruption.requested and not asked_to_stop:
-                    asked_to_stop = True
+                if interruption.requested and not self.stopping:
                     self.signal(signal.SIGTERM)
                 self.look()
                 self.pass_time(POLL_S)
@@ -142,25 +180,114 @@ class Children:
         finally:
             self.close()
 
-    def begin(self, member: Member) -> None:
-        """Start or resume a member's run on free cores and GPUs."""
-        place = min({*range(len(self.places))} - {one.place for one in self.going})
-        path = self.group.path(member)
-        resumes = path is not None and state_of(path) != MISSING
+    def start(self, child: ChildRun, words: Sequence[str], place: Place, weight: float = 1.0) -> None:
+        """Start a child with these arguments on its place."""
+        environment = {"CUDA_VISIBLE_DEVICES": place.cards} if place.cards else {}
+        if self.leases:
+            environment[SOCKET] = str(self.leases.path)
+        child.start([*self.train, *words], place.cores, **environment)
+        if self.leases:
+            self.leases.expect(str(child.entry), child.process.pid, weight, place.own)
+        self.going.append(child)
+        on = f" on {', '.join(place.own)}" if place.own else ""
+        self.say(f"{child.entry} {f'goes on: {child.folder}' if child.folder else 'begins'}{on}")
+
+    def look(self) -> None:
+        """Record new folders and ended runs, end runs that keep a device too long, and report the progress."""
+        for child in list(self.going):
+            if child.ended:
+                self.end_child(child)
+                continue
+            self.find_folder(child)
+            if self.leases and str(child.entry) in self.leases.overdue(child.hang_s + GRACE_S):
+                kept = f"did not give a device back within {child.hang_s:g} s (faults.hang_s): ended"
+                self.say(f"{child.entry} {kept}")
+                child.process.kill()
+        self.show()
+
+    def end_child(self, child: ChildRun) -> None:
+        """Record the end of a child, and free its devices."""
+        self.going.remove(child)
+        self.find_folder(child)
+        if self.leases:
+            self.leases.end(str(child.entry), child.how)
+        self.record_end(child, "" if child.how == FINISHED else last_words(child))
+
+    def find_folder(self, child: ChildRun) -> None:
+        if folder := child.find_folder():
+            self.record_folder(child, os.path.relpath(folder.resolve(), self.folder.resolve()))
+
+    def say(self, text: str) -> None:
+        """Print a permanent line."""
+        if self.leases:
+            self.leases.table.say(printable(text))
+        else:
+            launch.say(f"\r\033[K{text}" if self.live else text)
+
+    def show(self) -> None:
+        """Print the progress of the runs now and then: a table of devices, or the last line of each run."""
+        if self.leases:
+            self.leases.table.show(self.leases.now, self.run_folders())
+        elif self.going and (self.live or time.monotonic() - self.reported_at > REPORT_S):
+            self.reported_at = time.monotonic()
+            text = " | ".join(f"{child.entry}: {last_line(child)}" for child in self.going)
+            if text != self.reported:
+                self.reported = text
+                print(f"\r\033[K{text[:WIDTH]}" if self.live else text, end="" if self.live else "\n", flush=True)
+
+    def signal(self, sign: int) -> None:
+        self.stopping = True
+        for child in self.going:
+            child.signal(sign)
+
+    def close(self) -> None:
+        """Wait for stopping runs; kill a run that does not stop in time."""
+        until = time.monotonic() + CLOSE_S
+        while self.going and time.monotonic() < until:
+            self.look()
+            self.pass_time(POLL_S)
+        for child in list(self.going):
+            child.kill()
+            self.end_child(child)
+        if self.leases:
+            self.leases.close()
+
+    def pass_time(self, seconds: float) -> None:
+        """Wait for this time; serve runs that share devices meanwhile."""
+        if self.leases:
+            self.leases.serve(seconds)
+        else:
+            time.sleep(seconds)
+
+
+class GroupChildren(Children):
+    """The runs of a group: seeds, or the settings of a sweep."""
+
+    def __init__(
+        self,
+        group: RunGroup,
+        shared: Sequence[str],
+        parent: Path,
+        places: Sequence[Place] = (Place(),),
+        hang_s: float = 0.0,
+        leases: RecordedLeases | None = None,
+    ) -> None:
+        """`shared`: arguments common to all runs. `parent`: folder of the run folders. `places`: one for each
+        simultaneous run."""
+        super().__init__(group.folder, leases)
+        self.group, self.shared, self.parent, self.places, self.hang_s = group, shared, parent, places, hang_s
+        self.most = len(places)
+        self.taken: dict[str, int] = {}  # index of its place, by run
+
+    def begin(self, entry: Member) -> None:
+        index = min({*range(len(self.places))} - {*self.taken.values()})
+        path = self.group.path(entry)
+        folder = path if path is not None and state_of(path) != MISSING else None
         own = [word for word in self.shared if word.startswith("program=")]
-        words = [*own, f"resume={path}"] if resumes else self.words(member)
-        cores, cards = self.places[place]
-        environment = {"CUDA_VISIBLE_DEVICES": cards} if cards else {}
-        if self.sharing:
-            words += self.sharing.words(place)
-            environment |= self.sharing.environment
-        folder = path if resumes else None
-        active = ActiveRun(self.run_name(member), self.log_of(member), self.parent, folder, member, place)
-        active.start([*self.train, *words], cores, **environment)
-        if self.sharing:
-            self.sharing.begin(str(member), active.process.pid, place)
-        self.going.append(active)
-        self.say(f"{member} {f'goes on: {path}' if resumes else 'begins'}")
+        words = [*own, f"resume={folder}"] if folder else self.words(entry)
+        child = ChildRun(entry, self.run_name(entry), self.log_of(entry), self.parent, folder, self.hang_s)
+        self.taken[str(entry)], place = index, self.places[index]
+        self.start(child, [*words, *place.words], place)
 
     def words(self, member: Member) -> list[str]:
         """The arguments of a new run."""
@@ -176,91 +303,43 @@ class Children:
 
     def log_of(self, member: Member) -> Path:
         """The log file of a member's process."""
-        return self.group.folder / "logs" / f"{slug(str(member))}.log"
+        return self.folder / "logs" / f"{slug(str(member))}.log"
 
-    def look(self) -> None:
-        """Record new folders and ended runs, and report the progress of active runs."""
-        for active in list(self.going):
-            self.find_folder(active)
-            if active.ended:
-                self.over(active)
-        if self.sharing:
-            self.sharing.leases.table.show(
-                self.sharing.leases.now, {str(m): path for m in self.group.members if (path := self.group.path(m))}
-            )
-        elif self.going and (self.live or time.monotonic() - self.reported_at > REPORT_S):
-            self.reported_at = time.monotonic()
-            text = " | ".join(f"{active.member}: {last_line(active)}" for active in self.going)
-            if text != self.reported:
-                self.reported = text
-                print(f"\r\033[K{text[:WIDTH]}" if self.live else text, end="" if self.live else "\n", flush=True)
+    def run_folders(self) -> dict[str, Path]:
+        return {str(member): path for member in self.group.members if (path := self.group.path(member))}
 
-    def find_folder(self, active: ActiveRun) -> None:
-        """Record the folder created by this run."""
-        if folder := active.find_folder():
-            there = os.path.relpath(folder.resolve(), self.group.folder.resolve())
-            self.group = self.group.with_member(replace(active.member, folder=there, problem=""))
-            active.member = next(m for m in self.group.members if m.key == active.member.key)
+    def record_folder(self, child: ChildRun, relative: str) -> None:
+        self.change(child, folder=relative, problem="")
 
-    def over(self, active: ActiveRun) -> None:
-        """Record how a run ended, and update the page of all runs."""
-        self.going.remove(active)
-        self.find_folder(active)
-        if self.sharing:
-            how = "stopped" if active.process.returncode in STOPPED else self.group.state(active.member)
-            self.sharing.leases.end(str(active.member), how)
-        code, state = active.process.returncode, self.group.state(active.member)
-        problem = "" if state == FINISHED else last_words(active)
-        self.group = self.group.with_member(replace(active.member, problem=problem))
-        seconds = time.monotonic() - active.begun
-        where = f": {active.folder}" if active.folder else ""
-        if state == FINISHED:
-            self.say(f"{active.member} finished after {seconds:.0f} s{where}")
-        elif code in STOPPED:
-            self.say(f"{active.member} stopped{where}")
-        elif state == ENDED:
-            self.say(f"{active.member} ended early: {problem}")
+    def record_end(self, child: ChildRun, cause: str) -> None:
+        del self.taken[str(child.entry)]
+        self.change(child, problem=cause)
+        where = f": {child.folder}" if child.folder else ""
+        if child.how == FINISHED:
+            self.say(f"{child.entry} finished after {time.monotonic() - child.begun:.0f} s{where}")
+        elif child.how == "stopped":
+            self.say(f"{child.entry} stopped{where}")
+        elif child.how == ENDED:
+            self.say(f"{child.entry} ended early: {cause}")
         else:
-            self.say(f"{active.member} failed (exit code {code}): {problem}\n  its log: {active.log}")
-        report_or_say_why(self.group.folder)
+            self.say(f"{child.entry} failed (exit code {child.process.returncode}): {cause}\n  its log: {child.log}")
+        report_or_say_why(self.folder)
+
+    def change(self, child: ChildRun, **facts: Any) -> None:
+        child.entry = replace(child.entry, **facts)
+        self.group = self.group.with_member(child.entry)
 
     def say(self, text: str) -> None:
-        text = printable(text)
-        if self.sharing:
-            self.sharing.leases.table.say(text)
-        else:
-            launch.say(f"\r\033[K{text}" if self.live else text)
-        with (self.group.folder / LOG).open("ab") as file:
-            file.write(encode(f"{time.strftime('%Y-%m-%dT%H:%M:%S')} {text}\n"))
+        super().say(text)
+        with (self.folder / LOG).open("ab") as file:
+            file.write(encode(f"{time.strftime('%Y-%m-%dT%H:%M:%S')} {printable(text)}\n"))
 
-    def signal(self, sign: int) -> None:
-        for active in self.going:
-            active.signal(sign)
-
-    def close(self) -> None:
-        """Wait for stopping runs; kill a run that does not stop in time."""
-        until = time.monotonic() + CLOSE_S
-        while time.monotonic() < until and not all(active.ended for active in self.going):
-            self.pass_time(POLL_S)
-        for active in self.going:
-            active.kill()
-            self.find_folder(active)
-        if self.sharing:
-            self.sharing.leases.close()
-
-    def pass_time(self, seconds: float) -> None:
-        """Wait for this time; serve runs that share devices meanwhile."""
-        if self.sharing:
-            self.sharing.leases.serve(seconds)
-        else:
-            time.sleep(seconds)
-
-    def end(self, todo: Sequence[Member], interruption: Interruption) -> int:
+    def say_results(self, todo: Sequence[Member], interruption: Interruption) -> int:
         """Print the results, the failed runs, and the commands that continue; returns the exit code."""
         todo = [member for member in self.group.members if member.key in {one.key for one in todo}]
         states = {member.key: self.group.state(member) for member in todo}
         left = [member for member in todo if states[member.key] not in OVER]
-        report_or_say_why(self.group.folder)
+        report_or_say_why(self.folder)
         launch.say(f"\n{sum(state == FINISHED for state in states.values())} of {number(len(todo), 'run')} finished")
         for member in todo:
             where = self.group.path(member) or (self.log_of(member) if member.problem else "")
@@ -269,10 +348,10 @@ class Children:
         sets = sets_of(self.group)
         for line in in_words(sets):
             launch.say(f"  result      {line}")
-        launch.say(f"  report      {self.group.folder / REPORT}")
-        if self.sharing:
-            report_or_say_why(self.sharing.leases.folder)
-            launch.say(f"  devices     {self.sharing.leases.folder / REPORT}")
+        launch.say(f"  report      {self.folder / REPORT}")
+        if self.leases:
+            report_or_say_why(self.leases.folder)
+            launch.say(f"  devices     {self.leases.folder / REPORT}")
         over = {self.group.path(member) for member in todo if states[member.key] in OVER}
         best_first = (run.folder for one in in_order(sets) for run in one.runs)
         if one := next((folder for folder in best_first if folder in over), None):
@@ -283,16 +362,16 @@ class Children:
         return interruption.exit_code if interruption.requested else int(bool(left))
 
 
-def what_it_says(run: Path) -> dict:
+def read_info(run: Path) -> dict:
     """The content of run.json; empty if there is none yet."""
     with suppress(CheckpointError):
         return read_json(run / "run.json")
     return {}
 
 
-def last_line(active: ChildRun) -> str:
+def last_line(child: ChildRun) -> str:
     """The last line that a run printed."""
-    path = active.folder / "logs" / "driver.log" if active.folder else active.log
+    path = child.folder / "logs" / "driver.log" if child.folder else child.log
     with suppress(OSError):
         with path.open("rb") as file:
             file.seek(max(path.stat().st_size - 2000, 0))
@@ -302,14 +381,14 @@ def last_line(active: ChildRun) -> str:
     return "begins"
 
 
-def last_words(active: ChildRun) -> str:
+def last_words(child: ChildRun) -> str:
     """One line on why a run did not finish: from run.json, else the last line of its output."""
-    info = what_it_says(active.folder) if active.folder else {}
+    info = read_info(child.folder) if child.folder else {}
     if info.get("state") in ("stopped", "failed"):
         return (str(info.get("cause", "")).splitlines() or [""])[0]
-    if (code := active.process.returncode) is not None and code < 0:
+    if (code := child.process.returncode) is not None and code < 0:
         return f"it was ended by {signal.Signals(-code).name}"
-    lines = active.log.read_text(errors="replace").splitlines()
+    lines = child.log.read_text(errors="replace").splitlines()
     errors = [line for line in lines if line.startswith("error: ")]
     return (errors or [line for line in lines if line.strip()] or ["it printed nothing"])[-1].removeprefix("error: ")
 

@@ -28,9 +28,9 @@ from embodied.run.ending import Interruption
 from embodied.run.launch import program_of
 from embodied.run.memory_check import PROCESS_BYTES, needs
 from embodied.run.policy_source import first_run
-from embodied.sharing.lease_server import RecordedLeases, SharedPlaces
+from embodied.sharing.lease_server import RecordedLeases
 from embodied.sharing.runs import devices_of, own_devices, placement_for, reserve
-from embodied.sweeps.children import Children
+from embodied.sweeps.children import GroupChildren, Place
 from embodied.sweeps.run_group import (
     GOING_ON,
     OVER,
@@ -272,15 +272,19 @@ def places_that_share(plan: PlacementPlan, topology: Topology, memory: float) ->
     return min(len(devices), fit), f"they share {number(len(devices), 'device')}; a run takes {memory / 1e9:.1f} GB"
 
 
-def places_for_sharing(folder: Path, first: Loaded, count: int) -> SharedPlaces:
+def share_devices(folder: Path, first: Loaded, count: int) -> tuple[RecordedLeases, list[Place]]:
+    """The leases of all devices, and the places of `count` runs that lend devices to each other."""
     topology = machines(first.config)
     devices = devices_of(topology)
     owns = own_devices(devices, [1.0] * count)
-    placements = [placement_for(first.config, topology, devices, owns, place) for place in range(count)]
+    places = [
+        Place(own=own, placement=placement_for(first.config, topology, devices, owns, place))
+        for place, own in enumerate(owns)
+    ]
     free = reserve(first.config, devices)
-    leases = RecordedLeases(folder, devices, "lend", lambda words: "error: they are seeds or settings of one command")
-    leases.free = free
-    return SharedPlaces(leases, owns, placements)
+    return RecordedLeases(
+        folder, devices, "lend", lambda words: "error: these runs are seeds or settings", free
+    ), places
 
 
 def shared_start(order: Order, recipes: dict[str, Loaded]) -> str:
@@ -294,16 +298,14 @@ def shared_start(order: Order, recipes: dict[str, Loaded]) -> str:
     return ""
 
 
-def shares(topology: Topology, count: int) -> list[tuple[list[int], str]]:
-    """The cores and CUDA_VISIBLE_DEVICES of each of `count` simultaneous runs; empty for a single run, which has
-    all."""
+def divided(topology: Topology, count: int) -> list[Place]:
+    """The places of `count` simultaneous runs on cores and GPUs of their own; a single run has all."""
     if count == 1:
-        return [([], "")]
-    node = topology.nodes[0]
-    numbers = list(node.core_numbers)
-    cards = [gpu.cuda_name for gpu in node.gpus]
+        return [Place()]
+    numbers = topology.nodes[0].core_numbers
+    cards = [gpu.cuda_name for gpu in topology.nodes[0].gpus]
     each, more = len(numbers) // count, len(cards) // count
-    return [(numbers[i * each : (i + 1) * each], ",".join(cards[i * more : (i + 1) * more])) for i in range(count)]
+    return [Place(numbers[i * each : (i + 1) * each], ",".join(cards[i * more : (i + 1) * more])) for i in range(count)]
 
 
 # Running them
@@ -348,12 +350,13 @@ def run_several(argv: Sequence[str], sweep: bool = False) -> tuple[int, Path | N
     group.folder.mkdir(parents=True, exist_ok=True)
     with lock_runs(group.folder), Interruption() as interruption:
         group.write()
-        places = [([], "")] * at_once if sharing else shares(machines(first.config), at_once)
-        children = Children(group, order.words, first.config.run.dir, places)
+        leases, places = None, divided(machines(first.config), 1 if sharing else at_once)
         if sharing:
-            children.sharing = places_for_sharing(group.folder / "sharing", first, at_once)
+            leases, places = share_devices(group.folder / "sharing", first, at_once)
+        hang_s = first.config.faults.hang_s
+        children = GroupChildren(group, order.words, first.config.run.dir, places, hang_s, leases)
         children.run([member for member in todo if states[member.key] not in (*OVER, GOING_ON)], interruption)
-        code = children.end(todo, interruption)
+        code = children.say_results(todo, interruption)
     return code, group.folder
 
 

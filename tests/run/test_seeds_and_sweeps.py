@@ -17,16 +17,16 @@ from embodied.placement.placement_plan import PlacementPlan
 from embodied.placement.topology import Gpu, Node
 from embodied.run.ending import Interruption
 from embodied.sweeps import run_group
-from embodied.sweeps.children import BEGIN, Children, slug
+from embodied.sweeps.children import BEGIN, GroupChildren, Place, slug
 from embodied.sweeps.run_group import Member, RunGroup, find_group, lock_runs, read_group
 from embodied.sweeps.seeds_and_sweeps import (
+    divided,
     load_all,
     members_of,
     parts_of,
     read_order,
     read_seeds,
     runs_at_once,
-    shares,
 )
 
 # A run without training: seed 1 fails, seed 2 fails before it has a folder, seed 3 waits until it is told to stop.
@@ -62,6 +62,8 @@ if seed == 1 and "resume" not in said:
 write("finished")
 """
 
+WHOLE = (Place(),)
+
 
 def order(*words, sweep=False):
     return read_order([f"recipe={'pointmass_ppo'}", *words], sweep)
@@ -82,13 +84,15 @@ def children(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "train.py").write_text(TRAIN)
 
-    def make(*seeds, places=(([], ""),), folder="group"):
+    def make(*seeds, places=WHOLE, folder="group"):
         found = RunGroup(
             Path(folder), "toy", {}, (), tuple(Member({}, seed) for seed in seeds), ("embodied.train", "x")
         )
         (found.folder / "logs").mkdir(parents=True, exist_ok=True)
         found.write()
-        return Children(found, ["recipe=toy"], Path(), places, ["train.py"])
+        crew = GroupChildren(found, ["recipe=toy"], Path(), places)
+        crew.train = ["train.py"]
+        return crew
 
     return make
 
@@ -185,9 +189,9 @@ def test_runs_go_side_by_side_where_one_leaves_room_for_others():
 
 
 def test_runs_at_once_have_cores_and_gpus_of_their_own():
-    assert shares(machine(5, gpus=2), 2) == [([0, 1], "0"), ([2, 3], "1")]
-    assert shares(machine(4), 2) == [([0, 1], ""), ([2, 3], "")]
-    assert shares(machine(4, gpus=1), 1) == [([], "")]
+    assert divided(machine(5, gpus=2), 2) == [Place((0, 1), "0"), Place((2, 3), "1")]
+    assert divided(machine(4), 2) == [Place((0, 1)), Place((2, 3))]
+    assert divided(machine(4, gpus=1), 1) == [Place()]
 
 
 # A group is found again
@@ -255,7 +259,7 @@ def test_a_name_that_was_given_is_that_of_the_group(children):
 def test_a_failed_seed_does_not_end_the_others_and_is_named(children, capsys):
     crew = children(0, 1, 2, 4)
     crew.run(crew.group.members, Interruption())
-    assert crew.end(crew.group.members, Interruption()) == 1
+    assert crew.say_results(crew.group.members, Interruption()) == 1
     found = read_group(Path("group"))
     assert [found.state(member) for member in found.members] == ["finished", "unfinished", "not begun", "finished"]
     assert [member.problem for member in found.members] == ["", "WorkerFailed: sim-0: gone", "the second one", ""]
@@ -267,12 +271,12 @@ def test_a_failed_seed_does_not_end_the_others_and_is_named(children, capsys):
 def test_the_end_says_how_to_evaluate_and_resume_a_run_that_is_over(children, capsys):
     crew = children(2, 4)
     crew.run(crew.group.members, Interruption())
-    crew.end(crew.group.members, Interruption())
+    crew.say_results(crew.group.members, Interruption())
     told = capsys.readouterr().out
     assert "evaluate    python -m embodied.evaluate checkpoint=toy-seed4-20260101-000000\n" in told
     assert "resume      python -m embodied.train resume=toy-seed4-20260101-000000\n" in told
     alone = children(2, folder="none")
-    alone.end(alone.group.members, Interruption())
+    alone.say_results(alone.group.members, Interruption())
     assert "evaluate" not in capsys.readouterr().out
 
 
@@ -284,7 +288,7 @@ def test_what_is_unfinished_is_resumed(children):
     assert json.loads((crew.group.path(member) / "run.json").read_text())["words"] == [
         f"resume={crew.group.path(member)}"
     ]
-    assert crew.end(crew.group.members, Interruption()) == 0
+    assert crew.say_results(crew.group.members, Interruption()) == 0
 
 
 def test_runs_are_stopped_with_the_command_and_the_rest_does_not_begin(children, capsys):
@@ -298,7 +302,7 @@ def test_runs_are_stopped_with_the_command_and_the_rest_does_not_begin(children,
 
     crew.look = stop_once_it_runs
     crew.run(crew.group.members, interruption)
-    assert crew.end(crew.group.members, interruption) == 128 + signal.SIGTERM
+    assert crew.say_results(crew.group.members, interruption) == 128 + signal.SIGTERM
     told = capsys.readouterr().out
     assert "seed 3 stopped" in told and "seed 4: not begun" in told and "continue " in told
     assert not crew.going
@@ -308,7 +312,7 @@ def test_runs_at_once_keep_to_their_cores(children):
     cores = sorted(os.sched_getaffinity(0))
     if len(cores) < 2:
         pytest.skip("needs two cores")
-    crew = children(0, 4, places=[(cores[:1], ""), (cores[1:2], "")])
+    crew = children(0, 4, places=[Place(cores[:1]), Place(cores[1:2])])
     crew.run(crew.group.members, Interruption())
     found = [json.loads((crew.group.path(member) / "run.json").read_text())["cores"] for member in crew.group.members]
     assert found == [cores[:1], cores[1:2]]

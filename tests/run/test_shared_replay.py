@@ -1,10 +1,9 @@
 """Several runs replayed in simulated time, against hand-computed ends."""
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
-from embodied.sharing.replay import RunWork, SteadyBatch, TimedConversations, ends, replay
+from benchmarks.shared_delays import TimedConversations
+from embodied.sharing.replay import RunWork, SteadyBatch, ends, replay
 
 DEVICES = ["fake:0", "fake:1"]
 OWN = {"a": DEVICES[:1], "b": DEVICES[1:]}
@@ -58,18 +57,3 @@ def test_a_batch_of_known_seconds_goes_on_by_the_devices_that_it_has():
     assert batch.next_s() == 2.0 and batch.busy() == {"x", "y"} and not batch.has_more()
     batch.pass_time(2.0)
     assert batch.progress == 1.0 and not batch.busy()
-
-
-@given(
-    st.lists(st.floats(0.1, 5), min_size=1, max_size=12),
-    st.lists(st.tuples(st.sets(st.sampled_from("wxyz")), st.floats(0.01, 3)), max_size=20),
-)
-def test_conversations_that_move_are_written_once_and_lose_nothing(seconds, changes):
-    batch, spent = TimedConversations(seconds, slots=2), 0.0
-    for devices, until in [*changes, *([({"w"}, 5.0)] * 60)]:
-        batch.work_on(devices)
-        while until > 1e-9 and (passed := min(until, batch.next_s())) < float("inf"):
-            spent += passed * sum(map(len, batch.active.values()))
-            batch.pass_time(passed)
-            until -= passed
-    assert batch.progress == 1.0 and spent == pytest.approx(sum(seconds))
