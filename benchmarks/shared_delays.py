@@ -9,52 +9,14 @@ from __future__ import annotations
 import json
 import sys
 import time
-from collections import deque
-from collections.abc import Collection, Sequence
 from functools import partial
-from math import inf
 from typing import Any
 
+from benchmarks.shared_replay import TimedConversations
 from embodied.runtime import Cluster, DeviceSharing, HostPlan, Timers, Worker, share_devices
 from embodied.runtime.shared_leases import begin_beside_other_runs
 
 LOOK_S = 0.01
-
-
-class TimedConversations:
-    """Conversations, at most `slots` at a time on a device. An interrupted conversation continues later from the same
-    token."""
-
-    def __init__(self, seconds: Sequence[float], slots: int) -> None:
-        self.waiting, self.slots, self.total = deque(seconds), slots, len(seconds)
-        self.active: dict[str, list[float]] = {}  # seconds left, by device
-
-    def work_on(self, devices: Collection[str]) -> None:
-        for gone in [device for device in self.active if device not in devices]:
-            self.waiting.extendleft(self.active.pop(gone))
-        self.active |= {device: [] for device in devices if device not in self.active}
-        while self.waiting and (free := [running for running in self.active.values() if len(running) < self.slots]):
-            min(free, key=len).append(self.waiting.popleft())
-
-    def pass_time(self, seconds: float) -> None:
-        self.active = {
-            device: [left - seconds for left in running if left - seconds > 1e-9]
-            for device, running in self.active.items()
-        }
-        self.work_on(self.active)
-
-    def next_s(self) -> float:
-        return min((left for running in self.active.values() for left in running), default=inf)
-
-    def busy(self) -> set[str]:
-        return {device for device, running in self.active.items() if running}
-
-    def has_more(self) -> bool:
-        return bool(self.waiting)
-
-    @property
-    def progress(self) -> float:
-        return 1 - (len(self.waiting) + sum(map(len, self.active.values()))) / self.total
 
 
 class Nobody(Worker):

@@ -31,10 +31,10 @@ from itertools import accumulate
 from typing import Any
 
 from benchmarks.common import RESULTS, code_commit, environment, machine, markdown, write_json
-from benchmarks.shared_delays import TimedConversations
+from benchmarks.shared_replay import SHARING, SWITCH_S, RunWork, TimedConversations, ends, replay
 from embodied.runtime.shared_leases import SOCKET
 from embodied.sharing.lease_server import LeaseServer
-from embodied.sharing.replay import RULES, SHARING, SWITCH_S, RunWork, ends, replay
+from embodied.sharing.plan import RULES
 
 SLOTS, MEAN_S = 8, 2.0  # conversations at a time on a device, and their mean duration
 SCALE = 0.4  # default of real seconds per second of a run

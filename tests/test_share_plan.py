@@ -15,7 +15,7 @@ from embodied.profiling.stored_profiles import cost_key, dataflow_of, device_cou
 from embodied.run import launch
 from embodied.run.devices import machines
 from embodied.sharing.page import record_of
-from embodied.sharing.plan import iteration_cost, predict
+from embodied.sharing.plan import predict, run_cost
 from embodied.sweeps.seeds_and_sweeps import run_several
 from embodied.workflows.rl_loop import EmbodiedLoop
 from embodied.workflows.shipped_roles import roles_of_run
@@ -52,7 +52,7 @@ def test_ends_and_makespan_are_predicted_for_every_rule(tmp_path, capsys):
     # An iteration: 16 decisions of 0.01 + 0.02 s, then 2 epochs of 4 minibatches of 0.1 s. Two cores bring nothing.
     alone = 3 * (16 * 0.03 + 8 * 0.1)
     # A call for 8 rows takes 4 s, for 4 rows 2 s: a rollout of two calls takes 8 s on a core and 4 s on both, an update
-    # 1 s. The robots' core is free from their end on, in the middle of the talker's first rollout.
+    # 1 s. The robots' core is free from their end on.
     talker = measured(tmp_path, TALKER, sim=constant(0.0), policy=Curve((0, 8), (0.0, 4.0)), learner=constant(1.0))
     shared = share.new_runs(share.read_order([TWO, *robot, *talker]))
     ends = {
@@ -61,7 +61,7 @@ def test_ends_and_makespan_are_predicted_for_every_rule(tmp_path, capsys):
     assert ends["split"]["pointmass_ppo"] == ends["lend"]["pointmass_ppo"] == pytest.approx(alone)
     assert ends["serial"]["pointmass_ppo"] == pytest.approx(alone)
     assert ends["split"]["sums_grpo"] == pytest.approx(40 * (8 + 1))
-    assert ends["lend"]["sums_grpo"] == pytest.approx(alone + (1 - alone / 8) * 4 + 1 + 39 * (4 + 1))
+    assert ends["lend"]["sums_grpo"] == pytest.approx(alone + (40 - alone / (8 + 1)) * (4 + 1))
     assert ends["serial"]["sums_grpo"] == pytest.approx(alone + 40 * (4 + 1))
     assert share.main([TWO, *robot, *talker, "--plan"]) == 0
     said = capsys.readouterr().out
@@ -79,7 +79,7 @@ def test_roles_that_a_recipe_adds_work_between_rollout_and_update(tmp_path):
     ]
     parts = {"sim": constant(0.0), "policy": constant(5.0), "learner": constant(1.0), "critic": constant(3.0)}
     config = load(measured(tmp_path, words, **parts)).config
-    cost = iteration_cost(config, words, own=1, runs=1)
+    cost = run_cost(config, words, own=1, runs=1)
     assert (cost.rollout_s(1), cost.update_s(1)) == (2 * 5, 3 + 4 * 1)
 
 
@@ -103,7 +103,7 @@ def test_what_was_not_measured_is_refused_with_the_command_that_measures_it(tmp_
     with pytest.raises(
         ConfigError, match=r"was measured on other devices; .* python -m embodied\.profiling recipe=.*taxi"
     ):
-        iteration_cost(config, words, own=1, runs=2)
+        run_cost(config, words, own=1, runs=2)
 
 
 def test_seeds_share_devices_and_say_who_had_which(tmp_path, capsys):

@@ -15,7 +15,7 @@ from embodied.reporting.runs import Run
 from embodied.reporting.sections import curve, success_in_training
 from embodied.reporting.seed_sets_page import in_order, in_words, mean_curve, places_of, sets_of, summary, verdict
 from embodied.run.ending import Interruption
-from embodied.sweeps.children import Children
+from embodied.sweeps.children import GroupChildren
 from embodied.sweeps.run_group import Member, RunGroup
 
 
@@ -218,6 +218,6 @@ def test_groups_and_runs_are_compared_by_the_command(tmp_path, capsys, page_chec
 def test_the_end_of_a_sweep_names_a_run_of_the_best_setting(tmp_path, capsys):
     group = write_group(tmp_path, {1e-3: [0.2], 3e-4: [0.9], 1e-4: [0.5]})
     (group.folder / "logs").mkdir()
-    Children(group, ["recipe=toy"], tmp_path).end(group.members, Interruption())
+    GroupChildren(group, ["recipe=toy"], tmp_path).say_results(group.members, Interruption())
     told = capsys.readouterr().out
     assert f"checkpoint={tmp_path / '0.0003-0'}" in told and f"resume={tmp_path / '0.0003-0'}" in told

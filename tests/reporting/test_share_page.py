@@ -5,12 +5,12 @@ import json
 
 import pytest
 
+from benchmarks.shared_replay import RunWork, SteadyBatch, replay
 from embodied.core.errors import EmbodiedError
 from embodied.report import keep_writing
 from embodied.reporting.run_page import REPORT, write_report
 from embodied.runtime.run_turns import FORMAT, RECORD
 from embodied.sharing.page import PREDICTED, SHARE, LiveTable, read_share, record_of, share_page, table_lines
-from embodied.sharing.replay import RunWork, TimedConversations, replay
 
 HEADER = {"format": FORMAT, "rule": "lend", "devices": ["cpu:0", "cpu:1"], "started": "2026-11-26T03:00:00+00:00"}
 
@@ -106,7 +106,7 @@ def test_on_a_terminal_the_table_stays_in_place_and_what_is_said_stays_above_it(
 
 def test_the_page_holds_the_measured_and_the_predicted_course(tmp_path, page_checker):
     works = [
-        RunWork(name, 2, lambda i: TimedConversations([1.0] * 6, 2), lambda n: 1 / n, wait)
+        RunWork(name, 2, lambda i: SteadyBatch(lambda n: 3 / n, 2), lambda n: 1 / n, wait)
         for name, wait in (("a", 4.0), ("b & c", 0.0))
     ]
     own = {"a": ["cpu:0"], "b & c": ["cpu:1"]}
