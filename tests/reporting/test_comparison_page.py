@@ -1,115 +1,167 @@
-"""Several runs on one page: side by side, over each other, and on the same episodes."""
+"""Several runs on one page: on the same episodes, over seeds, and by setting."""
 
-import json
+from dataclasses import replace
+from pathlib import Path
 
 import pytest
+from written_runs import played, write_evaluation, write_group, write_run
 
-from embodied.core.types import EpisodeResult
-from embodied.records.results import write_results
-from embodied.records.success_stats import summarize
 from embodied.report import main
 from embodied.reporting.comparison_page import comparison, labels
-from embodied.reporting.runs import read_run
-
-
-def episode(seed, success, reward=1.0):
-    return EpisodeResult(seed, "reach", -1, seed, 10, reward, success, success)
-
-
-def write_run(folder, successes, first_seed=0, lr=1e-3, backend="numpy", videos=()):
-    """A run whose newest evaluation had these outcomes."""
-    folder.mkdir(parents=True)
-    info = {
-        "state": "finished",
-        "started": "2026-01-01T00:00:00+00:00",
-        "provenance": {"commit": "abc", "packages": {}},
-    }
-    (folder / "run.json").write_text(json.dumps(info))
-    (folder / "config.yaml").write_text(
-        f"run: {{dir: {folder.parent}}}\nenv: {{name: toy}}\nalgo: {{lr: {lr}, name: ppo}}\n"
-    )
-    rows = [
-        {"iteration": i, "policy_version": i, "env_steps": 100 * i, "train_s": 2.0 * i, "steps_per_s": 50.0}
-        | {"success_once": i / 10, "success_at_end": i / 10, "return": 1.0, "recent_episodes": 20}
-        for i in range(1, 6)
-    ]
-    (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    episodes = [episode(first_seed + i, bool(success)) for i, success in enumerate(successes)]
-    protocol = {"name": "toy-v1", "env": {"name": "toy", "num_envs": len(folder.name)}, "backend": backend}
-    out = folder / "eval" / "v000005"
-    write_results(out, {"policy_version": 5, "protocol": protocol, **summarize(episodes), "provenance": {}}, episodes)
-    for index in videos:
-        (out / "videos").mkdir(exist_ok=True)
-        (out / "videos" / f"episode-{index:03d}_x_reach_seed{index}.mp4").write_bytes(b"m" * 10)
-    return folder
+from embodied.reporting.runs import Run, read_run
+from embodied.reporting.sections import curve, success_in_training
+from embodied.reporting.seed_sets_page import in_order, in_words, mean_curve, places_of, sets_of, summary
+from embodied.run.ending import Interruption
+from embodied.sweeps.children import GroupChildren
+from embodied.sweeps.run_group import Member
 
 
 @pytest.fixture
 def page_of(tmp_path, page_checker):
-    def page(*folders):
-        return page_checker(comparison([read_run(folder) for folder in folders], tmp_path))
+    def page(*shown):
+        """The page of a group, or of several folders of runs."""
+        if not isinstance(shown[0], Path):
+            return page_checker(comparison(sets_of(shown[0]), shown[0].folder, shown[0]))
+        return page_checker(comparison([read_run(folder) for folder in shown], tmp_path))
 
     return page
 
 
+# Single runs
+
+
 def test_two_runs_are_compared_on_their_common_episodes(tmp_path, page_of):
     # both 1, only the second 3, only the first 1, neither 1: 4/6 - 2/6
-    first = write_run(tmp_path / "a", [1, 1, 0, 0, 0, 0])
-    second = write_run(tmp_path / "bb", [1, 0, 1, 1, 1, 0], lr=3e-4)
+    first = write_run(tmp_path / "a", played([1, 1, 0, 0, 0, 0]), config="algo: {lr: 0.001, name: ppo}")
+    second = write_run(tmp_path / "bb", played([1, 0, 1, 1, 1, 0]), config="algo: {lr: 0.0003, name: ppo}")
     page = page_of(first, second)
     assert "33.3%" in page.text and "66.7%" in page.text and "2/6" in page.text and "4/6" in page.text
     assert "+33.3 pp" in page.text and "only this one 3" in page.text and "only the first 1" in page.text
-    assert "algo.lr" in page.text and "0.0003" in page.text
-    assert "run.dir" not in page.text and "algo.name" not in page.text  # the same, or of no interest
+    assert "algo.lr" in page.text and "algo.name" not in page.text  # only what differs
     assert "other conditions" not in page.text  # the number of envs changes no episode
     curves = page.chart("success_once over env steps")
     assert list(curves) == ["a", "a, evaluation", "bb", "bb, evaluation"] and curves["a"]["low"]
     assert curves["a"]["color"] == curves["a, evaluation"]["color"] != curves["bb"]["color"]
 
 
-def test_evaluations_without_a_common_episode_are_not_compared(tmp_path, page_of):
-    page = page_of(write_run(tmp_path / "a", [1, 0]), write_run(tmp_path / "b", [1, 1], first_seed=10))
+def test_runs_that_cannot_be_paired_say_why(tmp_path, page_of):
+    run, other = write_run(tmp_path / "a", played([1, 0])), write_run(tmp_path / "b", played([1, 1], seed=10))
+    page = page_of(run, other)
     assert "no episode in common" in page.text and " pp" not in page.text
+    write_evaluation(other / "eval/v000005", played([1, 1]), backend="other")
+    assert "under other conditions than a: backend" in page_of(run, other).text
+    page = page_of(run / "eval/v000005", other / "eval/v000005")
+    assert "a/eval/v000005" in page.text and "Curves" not in page.text and "+50.0 pp" in page.text
+    (other / "eval/v000005/results.json").unlink()
+    assert all("b has no evaluation" in page_of(*runs).text for runs in ((run, other), (other, run)))
 
 
-def test_other_conditions_are_named(tmp_path, page_of):
-    page = page_of(write_run(tmp_path / "a", [1, 0]), write_run(tmp_path / "b", [1, 1], backend="other"))
-    assert "under other conditions than a: backend" in page.text
-
-
-def test_the_same_episodes_stand_side_by_side_those_with_another_outcome_first(tmp_path, page_of):
-    first = write_run(tmp_path / "a", [1, 1, 0], videos=(0, 1))
-    second = write_run(tmp_path / "b", [1, 0, 0], videos=(0, 1, 2))
-    page = page_of(first, second)
-    shown = [[video["outcome"] for video in row["videos"]] for row in page.blocks("videos")]
+def test_videos_of_episodes_with_different_outcomes_come_first(tmp_path, page_of):
+    names = [f"episode-{index:03d}_x_reach_seed{index}.mp4" for index in range(3)]
+    first = write_run(tmp_path / "a", played([1, 1, 0]), videos=names[:2])
+    second = write_run(tmp_path / "b", played([1, 0, 0]), videos=names)
+    shown = [[video["outcome"] for video in row["videos"]] for row in page_of(first, second).blocks("videos")]
     assert shown == [["success", "failure"], ["success", "success"]]
 
 
 def test_runs_get_names_that_tell_them_apart(tmp_path):
-    folders = [write_run(tmp_path / parent / "toy", [1]) for parent in ("x", "y")]
+    folders = [write_run(tmp_path / parent / "toy") for parent in ("x", "y")]
     assert labels([read_run(folder) for folder in folders]) == ["x/toy", "y/toy"]
-    runs = [read_run(folders[0]), read_run(folders[0])]
-    assert labels(runs)[0] != labels(runs)[1]
+    assert len({*labels([read_run(folders[0])] * 2)}) == 2
 
 
-def test_evaluation_folders_can_be_compared(tmp_path, page_of):
-    folders = [write_run(tmp_path / name, outcomes) / "eval/v000005" for name, outcomes in (("a", [1]), ("b", [0]))]
-    page = page_of(*folders)
-    assert "a/eval/v000005" in page.text and "Curves" not in page.text and "-100.0 pp" in page.text
+def test_a_curve_begins_where_enough_episodes_have_ended_if_ever(tmp_path):
+    """The first to end are short, since they succeed: of one episode a rate is 100%."""
+    rows = [
+        {"env_steps": 1, "success_once": 1.0, "return": 2.0, "steps_per_s": 5.0, "recent_episodes": 1},
+        {"env_steps": 2, "success_once": 0.1, "return": 0.5, "steps_per_s": 5.0, "recent_episodes": 10},
+    ]
+    run, short = (Run(tmp_path, {}, {}, some, [], []) for some in (rows, rows[:1]))
+    assert [curve(run, key, "").x for key in ("success_once", "return", "steps_per_s")] == [[2], [2], [1, 2]]
+    assert curve(short, "success_once", "").y == [1.0] and success_in_training(run, "success_once")[0].x == [2]
 
 
-def test_a_run_without_an_evaluation_is_compared_by_its_curves(tmp_path, page_of):
-    first, second = write_run(tmp_path / "a", [1]), write_run(tmp_path / "b", [1])
-    (second / "eval/v000005/results.json").unlink()
-    assert "b has no evaluation" in page_of(first, second).text
-    assert "b has no evaluation" in page_of(second, first).text
+# Seeds and settings
 
 
-def test_the_command_writes_one_page_beside_the_first_run(tmp_path, capsys):
-    first, second = write_run(tmp_path / "a", [1]), write_run(tmp_path / "b", [0])
-    assert main([str(first), str(second)]) == 0
-    assert capsys.readouterr().out.strip() == str(tmp_path / "comparison.html")
-    assert main([str(first), str(second), f"out={tmp_path}/pages/mine.html"]) == 0
-    assert (tmp_path / "pages" / "mine.html").is_file()
-    assert main([str(first), f"out={tmp_path}/one.html"]) == 0
-    assert "2 runs" not in (tmp_path / "one.html").read_text()
+def test_a_page_of_seeds_has_averages_with_intervals_curves_and_every_run(tmp_path, page_of):
+    page = page_of(write_group(tmp_path, {"toy": [0.8, 0.9, 1.0]}, swept=""))
+    assert "success_once, IQM" in page.text and "90%" in page.text and "[80%, 100%], 3 seeds" in page.text
+    assert "Of so few seeds" in page.text and "python -m embodied.sweep x=1" in page.text
+    curves = page.chart("success_once over env steps")
+    assert {"seed 0", "seed 1", "seed 2", "mean of 3", "seed 0, evaluation"} <= {*curves}
+    assert curves["mean of 3"]["y"][-1] == pytest.approx(0.9) and curves["seed 0"]["faint"]
+    assert "mean of 3" in page.chart("success_once over seconds")
+    assert "8/10" in page.text and "[49%, 94.3%]" in page.text  # Wilson of seed 0
+    assert "abc" in page.text and "desk Linux, 2 cores" in page.text and "What differs" not in page.text
+
+
+def test_a_sweep_has_the_best_first_and_names_settings_that_may_be_as_good(tmp_path, page_of):
+    group = write_group(tmp_path, {1e-4: [0.1, 0.2, 0.1], 1e-3: [0.9, 1.0, 0.9], 1e-2: [0.8, 0.9, 0.7]})
+    sets = sets_of(group)
+    assert [one.label for one in in_order(sets)] == ["algo.lr=0.001", "algo.lr=0.01", "algo.lr=0.0001"]
+    assert in_words(sets)[1] == "algo.lr=0.01: success_once 80% [70%, 90%], IQM of 3 seeds"
+    assert places_of(sets) == {"algo.lr=0.001": "highest", "algo.lr=0.01": "not apart", "algo.lr=0.0001": "behind"}
+    page = page_of(group)
+    assert "By success_once, algo.lr=0.001 is highest, and not apart from algo.lr=0.01" in page.text
+    assert "Behind: algo.lr=0.0001." in page.text and "algo.lr" in page.text.partition("What differs")[2]
+
+
+def test_one_seed_each_has_intervals_over_episodes_and_is_compared_on_the_same_ones(tmp_path, page_of):
+    page = page_of(write_group(tmp_path, {1e-4: [0.5], 1e-3: [0.9]}))
+    assert "another seed may change the order" in page.text and "On the same episodes" in page.text
+    assert "+40.0 pp" in page.text and "[59.6%, 98.2%]" in page.text
+
+
+def test_settings_of_other_tasks_have_no_order(tmp_path, page_of):
+    group = write_group(tmp_path, {"a": [0.5, 0.4]}, swept="env.task")
+    write_run(tmp_path / "b", played([1] * 9, "push"))
+    page = page_of(replace(group, members=(*group.members, Member({"env.task": "b"}, 0, "mark", "../b"))))
+    assert "different tasks" in page.text and "best" not in page.blocks("table")[0]["rows"][0]
+
+
+def test_several_tasks_of_one_run_are_strata(tmp_path):
+    (found,) = sets_of(write_group(tmp_path, {"toy": [0.5, 1.0]}, swept="", tasks=("reach", "push")))
+    assert summary(found, "success_once")["iqm"] == 0.75  # of 0.5, 0.5, 1, 1 the middle two
+
+
+def test_a_failed_seed_is_named_and_left_out(tmp_path, page_of):
+    group = write_group(tmp_path, {"toy": [0.8, 0.9, None]}, swept="")
+    write_run(tmp_path / "bad", played([1, 0]), state="failed", cause="sim-0 is gone", commit="def")
+    group = replace(group, members=(*group.members, Member({}, 7, "mark", "../bad")))
+    assert summary(sets_of(group)[0], "success_once")["seeds"] == 2
+    page = page_of(group)
+    assert "seed 7 failed: sim-0 is gone" in page.text and "seed 2 has not begun" in page.text
+    assert "Code of 2 commits made these runs: abc, def." in page.text and "2 of 4" in page.text
+
+
+def test_curves_of_runs_with_different_speeds_are_averaged_where_all_of_them_have_points(tmp_path):
+    group = write_group(tmp_path, {"toy": [0.5]}, swept="")
+    write_run(tmp_path / "slow", played([1] * 10), rate=1.0, slow=6.0)
+    group = replace(group, members=(*group.members, Member({}, 1, "m", "../slow")))
+    (found,) = sets_of(group)
+    (by_time,) = mean_curve(found, "success_once", "train_s", 0, band=True)
+    assert by_time.x == [6.0, 8.0, 10.0]  # from the slow one's first row to the fast one's last
+    # At 6 s the fast one is at its third row of 0.1 each, the slow one at its first of 0.2.
+    assert by_time.y[0] == pytest.approx((0.3 + 0.2) / 2) and by_time.low[0] == pytest.approx(0.2)
+    (by_steps,) = mean_curve(found, "success_once", "env_steps", 0, band=True)
+    assert by_steps.x == [100, 200, 300, 400, 500] and by_steps.y[-1] == pytest.approx(0.75)
+
+
+def test_groups_and_runs_are_compared_by_the_command(tmp_path, capsys, page_checker):
+    group = write_group(tmp_path / "one", {"toy": [0.8, 0.9]}, swept="")
+    run = write_run(tmp_path / "run", played([1, 0, 0]), commit="xyz")
+    assert main([str(run), str(group.folder), f"out={tmp_path}/pages/mine.html"]) == 0
+    page = page_checker(tmp_path / "pages" / "mine.html")
+    assert "By success_once, group is" in page.text and "xyz" in page.text and "group, seed 1" in page.text
+    assert main([str(group.folder)]) == main([str(run), str(run)]) == 0
+    written = capsys.readouterr().out.splitlines()
+    assert written[1:] == [str(group.folder / "report.html"), str(tmp_path / "comparison.html")]
+
+
+def test_the_end_of_a_sweep_names_a_run_of_the_best_setting(tmp_path, capsys):
+    group = write_group(tmp_path, {1e-3: [0.2], 3e-4: [0.9], 1e-4: [0.5]})
+    (group.folder / "logs").mkdir()
+    GroupChildren(group, ["recipe=toy"], tmp_path).say_results(group.members, Interruption())
+    told = capsys.readouterr().out
+    assert f"checkpoint={tmp_path / '0.0003-0'}" in told and f"resume={tmp_path / '0.0003-0'}" in told

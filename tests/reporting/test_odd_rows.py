@@ -73,7 +73,7 @@ GONE = object()
 METRICS, RESULTS, EPISODES, RUN = "metrics.jsonl", "eval/v000002/results.json", "eval/v000002/episodes.csv", "run.json"
 TRACE = "trace.json"
 FILES = (METRICS, RESULTS, EPISODES, RUN, "config.yaml", TRACE)
-ODD = [None, "x", [], {}, [1], -1, 1e308, float("nan"), True, GONE]
+ODD = [None, "x", [], {}, -1, 1e308, float("nan"), True, GONE]
 KEYS = {
     METRICS: ["iteration", "env_steps", "policy_version", "train_s", "train/policy_loss", "time/rollout_s"],
     RESULTS: [
@@ -82,16 +82,8 @@ KEYS = {
     ],
     RUN: ["state", "started", "ended", "provenance", "placement", "placement.hosts", "cause", "resumed", "processes"],
 }
-TEXTS = ["", "[]", "null", "3", '"x"', "{", "[" * 100_000, "\0", b"\xff\xfe", "{}", '{"a": [}', "[1]\n[2]\n"]
-CELLS = [
-    ("index", "x"),
-    ("success_once", "maybe"),
-    ("length", "nan"),
-    ("total_reward", "x"),
-    ("error", "a,b"),
-    ("seed", ""),
-    ("error", "x" * 200_000),
-]
+TEXTS = ["", "[]", "3", "{", "[" * 100_000, "\0", b"\xff\xfe", "{}", "[1]\n[2]\n"]
+CELLS = [("index", "x"), ("success_once", "maybe"), ("length", "nan"), ("error", "a,b"), ("error", "x" * 200_000)]
 
 
 def spans(**odd):
@@ -125,10 +117,7 @@ def test_a_report_counts_the_files_that_it_could_not_read(copy, capsys):
         assert f"{file} cannot be read" in (copy / "report.html").read_text()
 
 
-FIRST = [pytest.param(first, marks=[] if first == 3 else pytest.mark.slow) for first in range(10)]
-
-
-@pytest.mark.parametrize("first", FIRST)
+@pytest.mark.parametrize("first", [3, *(pytest.param(n, marks=pytest.mark.slow) for n in (0, 1, 2, 4, 5, 6, 7, 8, 9))])
 def test_a_report_of_odd_rows_is_a_page_or_a_line(copy, made, capfd, first):
     wrong = []
     for kind in sorted(DAMAGES)[first::10]:

