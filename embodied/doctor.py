@@ -18,15 +18,26 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
-from functools import partial
 from pathlib import Path
 
 from embodied.core.errors import ConfigError
+from embodied.core.options import Requirement
 from embodied.envs import plugin
 from embodied.envs.config import ENV_CONFIGS
 from embodied.envs.text.config import TextConfig
 from embodied.run import launch
-from embodied.system.machine import HTTP, RAY, ROOT, VLLM, Machine, absent, install, normal, why_no_engine, why_not
+from embodied.system.machine import (
+    ENGINES,
+    NO_VLLM,
+    RAY,
+    ROOT,
+    Machine,
+    absent,
+    install,
+    normal,
+    why_no_engine,
+    why_not,
+)
 
 OK, WARNING, FAILED, ABSENT = "ok", "warning", "failed", "absent"
 GIB = 1 << 30
@@ -161,7 +172,55 @@ def check_torch(machine: Machine) -> list[Finding]:
     return [Finding("torch", OK, detail)]
 
 
-# Devices, simulators and videos
+# Parts that a probe tries in a process of its own
+
+VULKAN_FIX, RAY_HELP = "python -m embodied.vulkan", "python -W ignore -m embodied.system.probes ray shows all it says"
+EGL_FIX = "apt-get install -y --no-install-recommends libegl1 libgl1 libosmesa6"
+FFMPEG_FIX = "python -m pip install --force-reinstall imageio-ffmpeg"
+QUIET = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(16)}
+
+
+@dataclass(frozen=True)
+class Part:
+    """A part of runs: the packages that it needs, how it is tried, and what to do if it does not work."""
+
+    name: str
+    probe: str  # of `system.probes`, with its arguments
+    fix: str
+    detail: str  # about a working part, from the probe's answer
+    needs: Requirement | None = None
+    without: str = ""  # what runs lack if it is not installed
+    broken: str = FAILED
+
+    def __call__(self, machine: Machine) -> list[Finding]:
+        if self.needs and (missing := absent(self.needs, machine)):
+            detail = "; ".join(filter(None, [f"not installed: {', '.join(missing)}", self.without]))
+            return [Finding(self.name, ABSENT, detail, install(self.needs, machine))]
+        done = machine.probe(*self.probe.split(), env=QUIET)
+        if done.problem:
+            return [Finding(self.name, self.broken, done.problem, self.fix)]
+        return [Finding(self.name, OK, self.detail.format(**done.answer))]
+
+
+def frame(kind: str) -> Part:
+    need = ENV_CONFIGS[kind].needs
+    fix = VULKAN_FIX if need.vulkan else EGL_FIX
+    return Part(f"{kind} frame", f"frame {kind}", fix, "{task}, physics {backend}", need)
+
+
+def scoring(kind: str) -> Part:
+    only = f"only env.name={kind} needs it"
+    return Part(f"{kind} scoring", f"scoring {kind}", set_up(), "works", ENV_CONFIGS[kind].needs, only)
+
+
+FFMPEG = Part("ffmpeg", "video", FFMPEG_FIX, "two frames are an mp4 of {bytes} bytes")
+ONE_MACHINE = "one machine needs none"
+CLUSTER = Part(
+    "Ray", "ray", f"{RAY_HELP}; {ONE_MACHINE}: cluster.backend=local", "{version}", RAY, ONE_MACHINE, WARNING
+)
+
+
+# Devices, simulators and language models
 
 
 def check_gpus(machine: Machine) -> list[Finding]:
@@ -190,7 +249,7 @@ def check_vulkan(machine: Machine) -> list[Finding]:
         return []
     problem = machine.vulkan_problem()
     if problem:
-        return [Finding("Vulkan driver", FAILED, problem, "python -m embodied.vulkan")]
+        return [Finding("Vulkan driver", FAILED, problem, VULKAN_FIX)]
     driver = Finding("Vulkan driver", OK, machine.environ.get("VK_ICD_FILENAMES") or "the system's")
     return [driver, *check_gpu_rendering(machine)] if graphics_cards(machine) else [driver]
 
@@ -208,27 +267,6 @@ def check_gpu_rendering(machine: Machine) -> list[Finding]:
     return [Finding("GPU rendering", OK, name)]
 
 
-def check_env(kind: str, machine: Machine) -> list[Finding]:
-    """Renders a frame of a simulator as a run does, or scores an answer with a text env's library, if it is
-    installed."""
-    need, draws = ENV_CONFIGS[kind].needs, kind in DRAWN
-    probe = "frame" if draws else "scoring"
-    name = f"{kind} {probe}"
-    if missing := absent(need, machine):
-        only = "" if draws else f"; only env.name={kind} needs it"
-        return [Finding(name, ABSENT, f"not installed: {', '.join(missing)}{only}", install(need, machine))]
-    done = machine.probe(probe, kind)
-    if done.problem:
-        fix = "python -m embodied.vulkan" if need.vulkan else EGL_FIX if draws else set_up()
-        return [Finding(name, FAILED, done.problem, fix)]
-    if not draws:
-        return [Finding(name, OK, f"{need} {machine.version(need.packages[0])}")]
-    return [Finding(name, OK, f"{done.answer['task']}, physics {done.answer['backend']}")]
-
-
-EGL_FIX = "apt-get install -y --no-install-recommends libegl1 libgl1 libosmesa6"
-
-
 def check_egl(machine: Machine) -> list[Finding]:
     """Checks that MuJoCo draws without a screen, through EGL or at least through OSMesa."""
     if machine.version("mujoco") is None:
@@ -243,47 +281,18 @@ def check_egl(machine: Machine) -> list[Finding]:
     return [Finding("MuJoCo frame", FAILED, problem, EGL_FIX)]
 
 
-def check_ffmpeg(machine: Machine) -> list[Finding]:
-    done = machine.probe("video")
-    if done.problem:
-        return [Finding("ffmpeg", FAILED, done.problem, "python -m pip install --force-reinstall imageio-ffmpeg")]
-    return [Finding("ffmpeg", OK, f"two frames are an mp4 of {done.answer['bytes']} bytes")]
-
-
 def check_language(machine: Machine) -> list[Finding]:
     """Finds language engines, and language models on this machine."""
-    transformers = machine.version("transformers")
-    if transformers is None:
-        return [Finding("engines", ABSENT, "not installed: transformers; only policy.name=language needs it", set_up())]
-    findings = [Finding("engines", OK, f"transformers {transformers}")]
-    if why_no_engine("vllm", machine):
-        findings.append(Finding("engines", ABSENT, "vllm is not installed; only policy.engine=vllm needs it", VLLM_FIX))
-    else:
-        version = next(filter(None, map(machine.version, VLLM)))
-        findings.append(Finding("engines", OK, f"vllm {version}"))
-    if missing := why_no_engine("http", machine):
-        detail = f"{missing}; only policy.engine=http and embodied.serve of language models need it"
-        findings.append(Finding("engines", ABSENT, detail, install(HTTP, machine)))
-    else:
-        findings.append(Finding("engines", OK, f"http, by aiohttp {machine.version('aiohttp')}"))
+    findings = []
+    for name, engine in ENGINES.items():
+        if problem := why_no_engine(name, machine):
+            fix = f"cd {ROOT} && make vllm" if problem == NO_VLLM else install(engine.needs[0], machine)
+            findings.append(Finding("engines", ABSENT, f"{problem}; only {engine.users} needs it", fix))
+        else:
+            findings.append(Finding("engines", OK, name))
     named = ", ".join(machine.models())
     detail = named or "none here; policy.pretrained=ORG/NAME fetches one from the Hugging Face hub"
     return [*findings, Finding("language models", OK if named else ABSENT, detail)]
-
-
-VLLM_FIX = f"cd {ROOT} && make vllm"
-
-
-def check_ray(machine: Machine) -> list[Finding]:
-    """Starts Ray. It is only for several machines, so a failure is a warning."""
-    if absent(RAY, machine):
-        return [Finding("Ray", ABSENT, "not installed; one machine needs none", install(RAY, machine))]
-    quiet = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(16)}
-    done = machine.probe("ray", env=quiet)
-    if done.problem:
-        more = "python -W ignore -m embodied.system.probes ray shows all it says"
-        return [Finding("Ray", WARNING, done.problem, f"{more}; one machine needs none: cluster.backend=local")]
-    return [Finding("Ray", OK, done.answer["version"])]
 
 
 # Disk, memory and cores
@@ -374,14 +383,14 @@ CHECKS: tuple[Check, ...] = (
     check_disk,
     check_gpus,
     check_torch,
-    check_ffmpeg,
+    FFMPEG,
     check_vulkan,
-    *(partial(check_env, kind) for kind in DRAWN),
+    *map(frame, DRAWN),
     check_egl,
     check_assets,
-    *(partial(check_env, kind) for kind in SCORED),
+    *map(scoring, SCORED),
     check_language,
-    check_ray,
+    CLUSTER,
 )
 
 

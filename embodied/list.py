@@ -21,7 +21,7 @@ from embodied.policies import FAMILIES
 from embodied.policies.config import POLICY_CONFIGS
 from embodied.policies.hub import how_to_get
 from embodied.run import launch
-from embodied.system.machine import NO_VLLM, Machine, why_no_engine, why_not
+from embodied.system.machine import ENGINES, NO_VLLM, Machine, why_no_engine, why_not
 
 NVIDIA = "/dev/nvidiactl"
 USAGE = """List recipes, envs, tasks, policies, models and engines: their needs, and whether they run here.
@@ -142,14 +142,7 @@ def models(machine: Machine) -> Iterable[Item]:
 
 
 def engines(machine: Machine) -> Iterable[Item]:
-    return (Item(name, purpose, why_no_engine(name, machine)) for name, purpose in ENGINES.items())
-
-
-ENGINES = {
-    "transformers": "Our own loop over the policy's weights, on cores and GPUs.",
-    "vllm": "vLLM in the policy worker's process, for models that fill a GPU or several (policy.tensor_parallel).",
-    "http": "A server at policy.url: python -m embodied.serve, or vllm serve.",
-}
+    return (Item(name, engine.purpose, why_no_engine(name, machine)) for name, engine in ENGINES.items())
 
 
 def plugins(places: dict[str, str], options: dict[str, Any], machine: Machine) -> Iterable[Item]:

@@ -110,6 +110,11 @@ def cell(words: object, more: str = "", **how: object) -> Block:
     return {"text": words, "more": more, **how}
 
 
+def words_of(value: object) -> tuple[str, str]:
+    """The words of a cell, and its remark."""
+    return (str(value["text"]), value["more"]) if isinstance(value, dict) else (str(value), "")
+
+
 def named_table(head: str, rows: Sequence[tuple[object, Mapping[str, object]]]) -> Block:
     """A table of rows that may have different columns."""
     names = list(dict.fromkeys(name for _, row in rows for name in row))
@@ -292,5 +297,4 @@ def without_script(shown: Block) -> str:
 
 
 def plain_cell(value: object) -> str:
-    words = f"{value['text']} {value['more']}" if isinstance(value, dict) else str(value)
-    return f"<td>{escape(words)}</td>"
+    return f"<td>{escape(' '.join(words_of(value)).rstrip())}</td>"

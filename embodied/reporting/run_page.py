@@ -26,17 +26,17 @@ from embodied.reporting.page import (
     percent,
     relative,
     section,
-    short,
     text,
     tiles,
+    words_of,
     write_page,
 )
 from embodied.reporting.runs import Evaluation, Run, read_run, start_of
 from embodied.reporting.sections import (
-    MEASURES,
     conversation_blocks,
     describe_rate,
     evaluations_table,
+    figure_cells,
     histograms,
     learning_charts,
     per_task_table,
@@ -197,35 +197,38 @@ def span_of_time(run: Run) -> str:
 
 def figures(run: Run) -> Block | None:
     """The most important figures, one per tile."""
-    tiles_shown: list[tuple[str, str, str]] = []
+    shown: list[tuple[str, str, str]] = []
     if run.last:
-        overall = run.last.results["overall"]
-        version = f", v{run.last.version}" if run.metrics else ""  # of a running run not the newest
-        if "text" in overall:
-            tiles_shown += text_tiles(overall["text"], sampling(run.last.results), version)
-        tiles_shown += start_tiles(run)
-        for name in () if "text" in overall else MEASURES:
-            if overall[name]:
-                rate, *rest = describe_rate(overall[name])
-                tiles_shown.append((f"{name}{version}", rate, " ".join(rest)))
-        if overall["return"] is not None:
-            tiles_shown.append(
-                (f"return{version}", short(overall["return"]), f"mean of {overall['episodes']} episodes")
-            )
-        if overall["errors"]:
-            tiles_shown.append(("error episodes", str(overall["errors"]), "neither success nor failure"))
+        shown += evaluation_tiles(run.last, f", v{run.last.version}" * bool(run.metrics))  # it may be an older version
+        shown += start_tiles(run)
+        if errors := run.last.results["overall"]["errors"]:
+            shown.append(("error episodes", str(errors), "neither success nor failure"))
     if run.metrics:
         row = run.metrics[-1]
-        tiles_shown.append(("env steps", f"{row['env_steps']:,}", f"{row['iteration']} iterations"))
-        tiles_shown.append(("training time", duration(row["train_s"]), "without start and evaluations"))
-        tiles_shown.append(
-            ("env steps per second", f"{row['env_steps'] / max(row['train_s'], 1e-9):,.0f}", "on average")
-        )
+        speed = f"{row['env_steps'] / max(row['train_s'], 1e-9):,.0f}"
+        shown += [
+            ("env steps", f"{row['env_steps']:,}", f"{row['iteration']} iterations"),
+            ("training time", duration(row["train_s"]), "without start and evaluations"),
+            ("env steps per second", speed, "on average"),
+        ]
         faults = [f"faults/{name}" for name in ("restarts", "lost_decisions")]
         restarts, lost = (int(sum(row.get(name, 0) for row in run.metrics)) for name in faults)
         if restarts or lost:
-            tiles_shown.append(("workers restarted", f"{restarts:,}", f"{lost:,} decisions lost"))
-    return tiles(tiles_shown)
+            shown.append(("workers restarted", f"{restarts:,}", f"{lost:,} decisions lost"))
+    return tiles(shown)
+
+
+def evaluation_tiles(evaluation: Evaluation, version: str) -> list[tuple[str, str, str]]:
+    """The figures of an evaluation's table, without counts; of several pass@k the largest k."""
+    cells = figure_cells(evaluation.results["overall"])
+    samples = evaluation.results["overall"].get("text", {}).get("samples", 1)
+    names = {"success (avg@k)": f"avg@{samples}" if samples > 1 else "success", "cut off": "answers cut off"}
+    how = f", {sampling(evaluation.results)}{version}" if evaluation.of_text else version
+    counts = {"episodes", "errors", "answers", "length"}
+    left_out = counts.union([name for name in cells if name.startswith("pass@")][:-1])  # k rises
+    return [
+        (f"{names.get(name, name)}{how}", *words_of(value)) for name, value in cells.items() if name not in left_out
+    ]
 
 
 def start_tiles(run: Run) -> list[tuple[str, str, str]]:
@@ -243,23 +246,6 @@ def start_tiles(run: Run) -> list[tuple[str, str, str]]:
         return []
     basis = f"{first.get('episodes', 'the')} answers of iteration 1, before any update"
     return [("success at the start", percent(first["success_once"]), basis)]
-
-
-def text_tiles(text: dict[str, Any], drawn: str, version: str) -> list[tuple[str, str, str]]:
-    """Rewards and lengths of a language policy's answers."""
-    how = f", {drawn}{version}" if drawn else version
-    samples, most = text["samples"], max(map(int, text["pass"]), default=1)
-    rates = [(f"avg@{samples}" if samples > 1 else "success", text["avg"])]
-    rates += [(f"pass@{most}", text["pass"][str(most)])] if most > 1 else []
-    shown_rates = [(name, describe_rate(rate), rate["of"]) for name, rate in rates if rate]
-    shown = [
-        (f"{name}{how}", value, f"{interval} {prompts} prompts") for name, (value, interval), prompts in shown_rates
-    ]
-    if text["truncated"]:
-        shown.append(("answers cut off", percent(text["truncated"]["rate"]), "before the policy ended them"))
-    if text["tokens"] is not None:
-        shown.append(("tokens an answer", short(text["tokens"]), "on average"))
-    return shown
 
 
 def duration(seconds: float) -> str:

