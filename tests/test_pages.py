@@ -39,6 +39,7 @@ class Step(NamedTuple):
 FEW = "env.num_envs=4 algo.rollout_decisions=8 algo.minibatch_size=16"
 ROBOT = "env.num_envs=8 algo.rollout_decisions=5 algo.minibatch_size=20 env.max_episode_steps=6 eval.videos=1"
 GROUPS = "env.num_envs=8 algo.groups=2 algo.group_size=4"
+BRIEF = "run.iterations=2 eval.episodes=2 eval.videos=0 run.start_from=null run.env_steps=null"
 SEEDS = "seeds=0-1 run.iterations=2 eval.episodes=4 env.num_envs=4 algo.minibatch_size=32"
 WORDS = f"{GROUPS} eval.episodes=4"
 IMITATED = (
@@ -122,6 +123,14 @@ PAGES = {
             swap=('"seeds=0-1"', f"*{[*SEEDS.split(), 'eval.videos=0', 'cluster.backend=inline']}"),
         ),
         Step("report", "html"),
+    ],
+    "sharing.md": [
+        Step("share .*--dry-run", "pointmass_ppo-2 owns"),
+        Step("share .*--plan", "python -m embodied.profiling recipe=pointmass_ppo", code=2),
+        Step("train .*at_once=shared", "at once, each on devices that they lend to each other"),
+        Step("share pointmass_ppo sums_grpo$", "2 of 2 runs finished", swap=("share ", f"share {BRIEF} "), slow=True),
+        Step("share resume=", "2 of 2 runs finished", slow=True),
+        Step("share join=", "no command is running them", code=1, slow=True),
     ],
     "demonstrations.md": [
         Step("collect recipe=pointmass_ppo", "success_once"),

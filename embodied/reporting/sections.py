@@ -104,10 +104,10 @@ def rate_cell(rate: dict[str, Any]) -> Block:
 
 
 def describe_rate(rate: dict[str, Any]) -> list[str]:
-    """["88.5%", "[83.3%, 92.2%]", "177/200"]; a mean over prompts has no count."""
+    """["88.5%", "[83.3%, 92.2%]", "177/200"]; a mean over prompts ends with "50 prompts"."""
     low, high = map(percent, rate["interval"])
-    counts = [f"{rate['count']}/{rate['of']}"] if "count" in rate else []
-    return [percent(rate["rate"]), f"[{low}, {high}]", *counts]
+    counts = f"{rate['count']}/{rate['of']}" if "count" in rate else f"{rate['of']} prompts"
+    return [percent(rate["rate"]), f"[{low}, {high}]", counts]
 
 
 def histograms(evaluation: Evaluation) -> list[Block | None]:

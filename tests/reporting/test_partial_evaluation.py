@@ -6,6 +6,7 @@ import pytest
 
 from embodied.core.types import EpisodeResult
 from embodied.records.results import PartialEvaluation, partial_in, read_episodes
+from embodied.records.transcripts import PARTS, TRANSCRIPTS
 from embodied.reporting.run_page import report
 from embodied.reporting.runs import read_run
 
@@ -94,3 +95,15 @@ def test_a_long_evaluation_says_every_so_often_how_far_it_is(tmp_path):
         "evaluation  4 of 10 episodes are over, success_once 100% of these, 0.25 a second, about 24 s left",
         "evaluation  5 of 10 episodes are over, success_once 100% of these, 0.156 a second, about 32 s left",
     ]
+
+
+def test_an_evaluation_begun_anew_removes_the_old_transcripts_and_one_that_goes_on_keeps_them(tmp_path):
+    parts, joined = tmp_path / PARTS, tmp_path / TRANSCRIPTS
+    parts.mkdir()
+    joined.touch()
+    (parts / "sim-0.jsonl").touch()
+    begun(tmp_path, 1)
+    assert not joined.exists() and not parts.exists()
+    parts.mkdir()
+    begun(tmp_path)
+    assert parts.exists()

@@ -47,7 +47,10 @@ def replaced(command, folder, more):
 
 
 def newest(folder, name):
-    return max(Path(folder).glob(f"runs/{name}-2*"), key=lambda path: path.stat().st_mtime)
+    dated = [
+        path for path in Path(folder).glob(f"runs/{name}-2*") if re.fullmatch(rf"{re.escape(name)}-[\d-]+", path.name)
+    ]
+    return max(dated, key=lambda path: path.stat().st_mtime)
 
 
 def apart(command, folder, *more, code=0):
