@@ -107,14 +107,14 @@ def bounded(limit_s: float) -> Iterator[CheckStage]:
     to Python."""
     stage = CheckStage()
 
-    def told(where: str) -> str:
+    def limit_message(where: str) -> str:
         return f"not finished after limit_s={limit_s:g} seconds, while {stage.doing}{where}; try a larger limit_s"
 
     def give_up(_: int, frame: Any) -> None:
-        raise OutOfTime(told(f", at {frame.f_code.co_filename}:{frame.f_lineno}" if frame else ""))
+        raise OutOfTime(limit_message(f", at {frame.f_code.co_filename}:{frame.f_lineno}" if frame else ""))
 
     def end() -> None:
-        print(f"error: {told(', which cannot be interrupted')}", file=sys.stderr, flush=True)
+        print(f"error: {limit_message(', which cannot be interrupted')}", file=sys.stderr, flush=True)
         os._exit(DeadlineExceeded.exit_code)
 
     over = threading.Event()

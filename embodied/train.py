@@ -62,7 +62,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def start(argv: list[str]) -> int:
-    if seeds_and_sweeps.asked(argv):
+    if seeds_and_sweeps.asks_for_several_runs(argv):
         return seeds_and_sweeps.run_several(argv)[0]
     program, rest = program_of(argv)
     loaded = load(rest)
@@ -75,7 +75,7 @@ def call(*words: str | Mapping[str, Any]) -> Run:
     embodied.train("pointmass_ppo", "env.num_envs=64", {"algo.lr": 1e-3})
     """
     program, rest = program_of(from_python(words))
-    if seeds_and_sweeps.asked(rest):
+    if seeds_and_sweeps.asks_for_several_runs(rest):
         raise ConfigError("seeds=, at_once= and group= make several runs: embodied.sweep(...) returns them")
     loaded = load(rest)
     if loaded is None or loaded.dry_run:

@@ -28,7 +28,7 @@ from embodied.reporting.sections import (
     videos,
     videos_by_episode,
 )
-from embodied.reporting.seed_sets_page import ComparedRun, SeedSet, alone
+from embodied.reporting.seed_sets_page import ComparedRun, SeedSet, single_run
 from embodied.reporting.transcripts_page import Conversations, can_be_shown, conversations
 from embodied.sweeps.run_group import RunGroup
 
@@ -80,7 +80,7 @@ def comparison(given: Sequence[Run | SeedSet], beside: Path, group: RunGroup | N
 def with_names(shown: Sequence[Run | SeedSet]) -> list[SeedSet]:
     """All entries as sets of seeds, with distinct labels."""
     names = iter(labels([one for one in shown if isinstance(one, Run)]))
-    sets = [alone(one, next(names)) if isinstance(one, Run) else one for one in shown]
+    sets = [single_run(one, next(names)) if isinstance(one, Run) else one for one in shown]
     same = {one.label for one in sets if [other.label for other in sets].count(one.label) > 1}
     return [replace(one, label=f"{one.label} ({i})") if one.label in same else one for i, one in enumerate(sets, 1)]
 

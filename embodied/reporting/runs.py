@@ -125,7 +125,7 @@ def read_run(folder: Path | str) -> Run:
 def read_evaluations(run: Path, problems: list[str]) -> list[Evaluation]:
     evaluations = []
     for path in sorted(run.glob(f"eval/*/{RESULTS}")):
-        with noted(problems):
+        with collecting_problems(problems):
             evaluations.append(Evaluation(path.parent, *read_results(path.parent)))
     return sorted(evaluations, key=lambda entry: (not entry.in_training, entry.version, entry.name))
 
@@ -167,7 +167,7 @@ def read_metrics(path: Path, problems: list[str]) -> list[dict[str, Any]]:
     if not path.is_file():
         return []
     rows: list[dict[str, Any]] = []
-    with noted(problems), reading(path):
+    with collecting_problems(problems), reading(path):
         for line in path.read_text(encoding="utf-8").splitlines():
             if line.endswith("}"):
                 row = json.loads(line)
@@ -177,7 +177,7 @@ def read_metrics(path: Path, problems: list[str]) -> list[dict[str, Any]]:
 
 
 def read_info(path: Path, problems: list[str]) -> dict[str, Any]:
-    with noted(problems), reading(path):
+    with collecting_problems(problems), reading(path):
         info = read_object(path)
         check_info(info)
         return info
@@ -186,7 +186,7 @@ def read_info(path: Path, problems: list[str]) -> dict[str, Any]:
 
 def read_config(path: Path, problems: list[str]) -> str:
     """The text of config.yaml, if it holds a mapping."""
-    with noted(problems), reading(path):
+    with collecting_problems(problems), reading(path):
         text = path.read_text(encoding="utf-8")
         try:
             recipe = read_yaml(text)
@@ -201,7 +201,7 @@ def read_config(path: Path, problems: list[str]) -> str:
 
 
 @contextmanager
-def noted(problems: list[str]) -> Iterator[None]:
+def collecting_problems(problems: list[str]) -> Iterator[None]:
     """Append an EmbodiedError to `problems` instead of raising it."""
     try:
         yield

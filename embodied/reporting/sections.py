@@ -37,7 +37,7 @@ from embodied.reporting.page import (
     short,
     text,
 )
-from embodied.reporting.runs import Evaluation, Run, noted, start_of
+from embodied.reporting.runs import Evaluation, Run, collecting_problems, start_of
 from embodied.reporting.transcripts_page import Conversations, can_be_shown, conversations
 
 MEASURES = ("success_once", "success_at_end")
@@ -241,7 +241,7 @@ def tail_charts(rows: list[dict[str, Any]], env_steps: dict[int, int]) -> list[B
     last, steps = rows[-1], [env_steps[row["iteration"]] for row in rows]
     places = {"half": 0.5, "90%": 0.9, "all": 1.0}
     lengths = [
-        Series(f"{name} have at most", steps, [row["tokens"][at(share, row)] for row in rows], color=color)
+        Series(f"{name} have at most", steps, [row["tokens"][quantile(share, row)] for row in rows], color=color)
         for color, (name, share) in enumerate(places.items())
     ]
     chosen = dict.fromkeys(round(number * (len(rows) - 1) / 3) for number in range(4))
@@ -254,7 +254,7 @@ def tail_charts(rows: list[dict[str, Any]], env_steps: dict[int, int]) -> list[B
     ]
 
 
-def at(share: float, row: dict[str, Any]) -> int:
+def quantile(share: float, row: dict[str, Any]) -> int:
     """The quantile `share` of a sorted list of `ends_line`."""
     return max(0, math.ceil(share * len(row["tokens"])) - 1)
 
@@ -392,7 +392,7 @@ def timeline_charts(run: Run) -> list[Block | None]:
     spans: list[TimedSpan] = []
     note: list[Block] = []
     if path.is_file():
-        with noted(run.problems), reading(path):
+        with collecting_problems(run.problems), reading(path):
             spans, note = pieces_of(path, run.problems)
     if not spans:
         return [*note]

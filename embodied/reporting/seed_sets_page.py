@@ -79,7 +79,7 @@ class SeedSet:
         return self.runs[place].name if seed is None else f"seed {seed}"
 
 
-def alone(run: Run, label: str) -> SeedSet:
+def single_run(run: Run, label: str) -> SeedSet:
     """A set of a single run."""
     return SeedSet(label, [run], [None], [True])
 
@@ -192,7 +192,7 @@ def ranking_table(sets: Sequence[SeedSet], colors: dict[str, int]) -> Block:
     rows = []
     for seed_set in sets if tasks_differ(sets) else in_order(sets):
         total = len(seed_set.runs) + len(seed_set.missing)
-        figures = [cell(*spelt(s, name), value=s) if (s := summary(seed_set, name)) else "-" for name in SCORES]
+        figures = [cell(*figure_words(s, name), value=s) if (s := summary(seed_set, name)) else "-" for name in SCORES]
         cost = [mean_of(seed_set.done, key) for key in ("env_steps", "train_s")]
         seeds = f"{len(seed_set.done)} of {total}" if len(seed_set.done) < total else str(total)
         rows.append(
@@ -208,7 +208,7 @@ def ranking_table(sets: Sequence[SeedSet], colors: dict[str, int]) -> Block:
     return table(head, rows)
 
 
-def spelt(figure: dict[str, Any], name: str) -> tuple[str, str]:
+def figure_words(figure: dict[str, Any], name: str) -> tuple[str, str]:
     """("96.7%", "[95.0%, 98.0%]"); the interval may be empty."""
     show = short if name == "return" else percent
     bounds = map(show, figure["interval"] or ())
@@ -231,7 +231,7 @@ def figures(one: SeedSet) -> Block | None:
     shown = [("runs at their end", f"{len(one.done)} of {len(one.runs) + len(one.missing)}", "with an evaluation")]
     for name in SCORES:
         if known := summary(one, name):
-            iqm, interval = spelt(known, name)
+            iqm, interval = figure_words(known, name)
             shown.append((f"{name}, IQM", iqm, f"{interval or 'one seed: no interval'}, {known['seeds']} seeds"))
     for key, words in (("env_steps", "env steps"), ("train_s", "seconds of training")):
         shown.append((words, mean_of(one.done, key), "mean over runs"))
@@ -365,7 +365,7 @@ def in_words(sets: Sequence[SeedSet]) -> list[str]:
     for seed_set in in_order(sets) if name else ():
         if figure := summary(seed_set, name):
             seeds = f"IQM of {figure['seeds']} seeds" if figure["seeds"] > 1 else "one seed"
-            lines.append(f"{seed_set.label}: {name} {' '.join(filter(None, spelt(figure, name)))}, {seeds}")
+            lines.append(f"{seed_set.label}: {name} {' '.join(filter(None, figure_words(figure, name)))}, {seeds}")
     return lines
 
 

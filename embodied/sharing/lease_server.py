@@ -43,7 +43,7 @@ class _Peer:
     asked: bool = False  # its last message is not answered yet
     error: str = ""  # error in its messages since the last answer
     actions: list[list[str]] = field(default_factory=list)
-    told: dict[str, Any] | None = None
+    state: dict[str, Any] | None = None  # the last one sent
 
 
 class LeaseServer:
@@ -95,7 +95,7 @@ class LeaseServer:
             self._drop(peer)
         self._dispatch(self.coordinator.leave(run))
         self.turns.forgets(run, how, self.now)
-        self._tell()
+        self._send_states()
 
     def serve(self, seconds: float) -> None:
         """Receive messages during this time, and answer them."""
@@ -110,7 +110,7 @@ class LeaseServer:
                     if events & selectors.EVENT_READ:
                         self._read(key.data)
             self._dispatch(self.coordinator.pass_time(self.now))
-            self._tell()
+            self._send_states()
             left_s = until - time.monotonic()
 
     def overdue(self, seconds: float) -> set[str]:
@@ -284,22 +284,22 @@ class LeaseServer:
                 if peer.run == run:
                     peer.actions.append([action.verb, worker, action.gang])
 
-    def _tell(self) -> None:
+    def _send_states(self) -> None:
         """Send each run its changed state, and confirm its messages."""
         leaving = self.coordinator.leaving()
         for gang in leaving:
             self.turns.asked_to_leave(gang, self.now)
         for peer in [peer for peer in self.peers if peer.run]:
-            told = self._told(peer.run, leaving)
-            if peer.asked or peer.actions or told != peer.told:
+            state = self._state_of(peer.run, leaving)
+            if peer.asked or peer.actions or state != peer.state:
                 own = self.turns.runs[peer.run].own & {*self.devices}
-                message = {"n": peer.number, "told": told, "actions": peer.actions, "own": sorted(own)}
+                message = {"n": peer.number, "told": state, "actions": peer.actions, "own": sorted(own)}
                 message["lent"] = sorted({*self.devices} - own)
                 message |= {"error": peer.error} if peer.error else {}
-                peer.told, peer.actions, peer.asked, peer.error = told, [], False, ""
+                peer.state, peer.actions, peer.asked, peer.error = state, [], False, ""
                 self._send(peer, message)
 
-    def _told(self, run: str, leaving: set[str]) -> dict[str, Any]:
+    def _state_of(self, run: str, leaving: set[str]) -> dict[str, Any]:
         coordinator, start = self.coordinator, f"{run}/"
         gangs = sorted(coordinator.gangs_of.get(run, ()))
 

@@ -130,9 +130,9 @@ def find_group(parent: Path, wanted: RunGroup, named: Path | None) -> tuple[RunG
     `named`: the group's folder on the command line; without it the newest fitting group is taken."""
     if named and is_group(named):
         group = read_group(named)
-        if reason := other(group, wanted):
+        if reason := why_different(group, wanted):
             raise ConfigError(f"group={named} holds other runs: {reason}; name another folder")
-        return joined(group, wanted), False
+        return with_missing_runs(group, wanted), False
     if named is None:
         folders = sorted(parent.glob(f"*/{GROUP}"), key=lambda path: path.stat().st_mtime, reverse=True)
         for folder in (path.parent for path in folders):
@@ -140,8 +140,8 @@ def find_group(parent: Path, wanted: RunGroup, named: Path | None) -> tuple[RunG
                 group = read_group(folder)
             except EmbodiedError:
                 continue  # damaged
-            if not other(group, wanted):
-                return joined(group, wanted), False
+            if not why_different(group, wanted):
+                return with_missing_runs(group, wanted), False
     kind = "sweep" if wanted.swept else "seeds"
     folder = named or parent / f"{wanted.name}-{kind}-{datetime.now():%Y%m%d-%H%M%S}"
     if folder.exists():
@@ -149,7 +149,7 @@ def find_group(parent: Path, wanted: RunGroup, named: Path | None) -> tuple[RunG
     return replace(wanted, folder=folder, made=provenance()), True
 
 
-def other(group: RunGroup, wanted: RunGroup) -> str:
+def why_different(group: RunGroup, wanted: RunGroup) -> str:
     """Why these groups have different runs; "" if they have the same."""
     if group.swept != wanted.swept:
         return f"they differ in {', '.join(group.swept) or 'their seeds alone'}"
@@ -161,7 +161,7 @@ def other(group: RunGroup, wanted: RunGroup) -> str:
     return f"the recipe has changed since{f' ({changed[0]})' if changed[0] else ''}" if changed else ""
 
 
-def joined(group: RunGroup, wanted: RunGroup) -> RunGroup:
+def with_missing_runs(group: RunGroup, wanted: RunGroup) -> RunGroup:
     """The group with the missing runs added, and the newest command."""
     known = {member.key for member in group.members}
     more = [member for member in wanted.members if member.key not in known]

@@ -49,7 +49,7 @@ NOT_SWEPT = ("recipe", "resume", "run.dir", "run.name", "program")  # keys that 
 MOST = 1000  # runs of one command
 
 
-def asked(argv: Iterable[str]) -> bool:
+def asks_for_several_runs(argv: Iterable[str]) -> bool:
     """True if these arguments ask for several runs."""
     return any(word.partition("=")[0] in OWN for word in argv) and not {"-h", "--help"} & {*argv}
 
@@ -94,7 +94,7 @@ def read_order(argv: Sequence[str], sweep: bool) -> Order:
     grid, words = {}, []
     for word in rest:
         key, _, text = word.partition("=")
-        values = parts_of(text) if sweep else [text]
+        values = split_values(text) if sweep else [text]
         if len(values) > 1 and key not in (*NOT_SWEPT, "seed"):
             grid[key] = read_values(key, values, problems)
         else:
@@ -135,7 +135,7 @@ def read_seeds(text: str, problems: list[str]) -> tuple[int, ...]:
     return tuple(seeds)
 
 
-def parts_of(text: str) -> list[str]:
+def split_values(text: str) -> list[str]:
     """The values between commas that are not inside brackets or quotes: `[8,8],[16]` are two."""
     parts, depth, quote = [""], 0, ""
     for sign in text:

@@ -23,10 +23,10 @@ from embodied.sweeps.seeds_and_sweeps import (
     divided,
     load_all,
     members_of,
-    parts_of,
     read_order,
     read_seeds,
     runs_at_once,
+    split_values,
 )
 
 # A run without training: seed 1 fails, seed 2 fails before it has a folder, seed 3 waits until it is told to stop.
@@ -110,9 +110,9 @@ def test_seeds_are_numbers_and_ranges():
 
 
 def test_commas_inside_brackets_and_quotes_belong_to_a_value():
-    assert parts_of("1e-4,3e-4") == ["1e-4", "3e-4"]
-    assert parts_of("[64,64],[256,256]") == ["[64,64]", "[256,256]"]
-    assert parts_of("'a,b',{c: [1,2]}") == ["'a,b'", "{c: [1,2]}"]
+    assert split_values("1e-4,3e-4") == ["1e-4", "3e-4"]
+    assert split_values("[64,64],[256,256]") == ["[64,64]", "[256,256]"]
+    assert split_values("'a,b',{c: [1,2]}") == ["'a,b'", "{c: [1,2]}"]
     assert order("policy.hidden=[8,8]", "seeds=0-1").words == ("recipe=pointmass_ppo", "policy.hidden=[8,8]")
 
 
