@@ -1,13 +1,8 @@
-"""results.json and episodes.csv of an evaluation, comparison.json of several evaluations, and the keys that reports
-read.
+"""The files of evaluations: results.json, episodes.csv, comparison.json, and partial.json of an interrupted one.
 
-The same episodes give the same bytes, independent of the order in which they ended.
-
-An interrupted evaluation on disk, so that continuing it plays only the missing episodes.
-
-Its folder holds `partial.json` (the evaluation's options and its number of finished episodes), the finished episodes in
-`episodes.csv`, buffers for a dataset, and no `results.json`. Both files are rewritten as episodes end. A partial
-evaluation gets no rates: successful episodes end early, so they are over-represented among the finished ones.
+The same episodes give the same bytes, independent of the order in which they ended. An interrupted evaluation has its
+finished episodes in episodes.csv and no results.json, so that continuing it plays only the missing episodes. It gets no
+rates: successful episodes end early, so they are over-represented among the finished ones.
 """
 
 from __future__ import annotations

@@ -1,15 +1,8 @@
 """Videos of episodes: mp4 files that any browser plays, text below their frames, and a mosaic of several.
 
-Frames are streamed to ffmpeg one by one, in constant memory.
-
-A file is written under a hidden name in the same folder. It gets its final name, with the outcome, when it is complete.
-`workflows/evaluator.py` chooses the episodes; `VideoRecorder` provides their frames.
-
-Records videos of env rows' episodes, one mp4 each, frame by frame in constant memory. The text below a frame shows
-the episode's progress.
-
-It works in the sim worker's process, so no frame is sent. `workflows/evaluator.py` chooses the episodes; `videos.py`
-writes the mp4 files.
+`VideoRecorder` works in the sim worker's process and streams frames to ffmpeg one by one, in constant memory. A file is
+written under a hidden name and gets its final name, with the outcome, when it is complete. `workflows/evaluator.py`
+chooses the episodes.
 """
 
 from __future__ import annotations

@@ -49,18 +49,17 @@ def comparison(given: Sequence[Run | SeedSet], beside: Path, group: RunGroup | N
     dots = seed_sets_page.DOTS_NOTE * (len(sets) == 1 or any(len(one.runs) == 1 for one in sets))
     note = SINGLES_NOTE if singles else seed_sets_page.CURVES_NOTE + dots
     curves = section("Curves", *seed_sets_page.curve_charts(sets, colors), note=note)
-    parts = []
-    if (group and group.swept) or (len(sets) > 1 and not singles):
-        shown = text(seed_sets_page.verdict(sets), note=False), seed_sets_page.ranking_table(sets, colors)
+    of_runs = (
+        section("Runs", seed_sets_page.runs_table(entries, beside), note=seed_sets_page.RUNS_NOTE) if runs else None
+    )
+    parts = [of_runs, curves] if singles else [curves, of_runs]
+    if group or not singles:
         note = seed_sets_page.ALONE_NOTE if singles else seed_sets_page.iqm_note(sets)
-        parts.append(section("Settings" if group else "Over seeds", *shown, text(note)))
-    elif not singles:
-        parts.append(section("Over seeds", seed_sets_page.figures(sets[0]), text(seed_sets_page.iqm_note(sets))))
-    figures = seed_sets_page.runs_table(entries, beside)
+        verdict = text(seed_sets_page.verdict(sets), note=False) if len(sets) > 1 else None
+        title = "Settings" if group and len(sets) > 1 else "Over seeds"
+        parts.insert(0, section(title, verdict, seed_sets_page.ranking_table(sets, colors), text(note)))
     if singles:
-        parts += [section("Figures", figures), curves, *same_episodes(entries, beside)]
-    elif runs:
-        parts += [curves, section("Runs", figures, note=seed_sets_page.RUNS_NOTE)]
+        parts += same_episodes(entries, beside)
     if len(sets) > 1:
         parts.append(section("What differs", what_differs(sets)))
     recipe = fold(f"config.yaml of {runs[0].name}", runs[0].config) if group and runs else None

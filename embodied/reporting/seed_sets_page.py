@@ -23,7 +23,6 @@ from embodied.reporting.page import (
     relative,
     short,
     table,
-    tiles,
 )
 from embodied.reporting.runs import Evaluation, Run, read_run
 from embodied.reporting.sections import FEWEST, MEASURES, curve, evaluation_cells, in_evaluations, success_in_training
@@ -224,18 +223,6 @@ def iqm_note(sets: Sequence[SeedSet]) -> str:
 def mean_of(runs: Sequence[Run], key: str) -> str:
     values = [run.metrics[-1][key] for run in runs if run.metrics]
     return f"{sum(values) / len(values):,.0f}" if values else "-"
-
-
-def figures(one: SeedSet) -> Block | None:
-    """The figures of one set of seeds."""
-    shown = [("runs at their end", f"{len(one.done)} of {len(one.runs) + len(one.missing)}", "with an evaluation")]
-    for name in SCORES:
-        if known := summary(one, name):
-            iqm, interval = figure_words(known, name)
-            shown.append((f"{name}, IQM", iqm, f"{interval or 'one seed: no interval'}, {known['seeds']} seeds"))
-    for key, words in (("env_steps", "env steps"), ("train_s", "seconds of training")):
-        shown.append((words, mean_of(one.done, key), "mean over runs"))
-    return tiles(shown)
 
 
 # Curves

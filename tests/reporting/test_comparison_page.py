@@ -86,7 +86,7 @@ def test_a_curve_begins_where_enough_episodes_have_ended_if_ever(tmp_path):
 
 def test_a_page_of_seeds_has_averages_with_intervals_curves_and_every_run(tmp_path, page_of):
     page = page_of(write_group(tmp_path, {"toy": [0.8, 0.9, 1.0]}, swept=""))
-    assert "success_once, IQM" in page.text and "90%" in page.text and "[80%, 100%], 3 seeds" in page.text
+    assert "success_once, IQM" in page.text and "90%" in page.text and "[80%, 100%]" in page.text
     assert "Of so few seeds" in page.text and "python -m embodied.sweep x=1" in page.text
     curves = page.chart("success_once over env steps")
     assert {"seed 0", "seed 1", "seed 2", "mean of 3", "seed 0, evaluation"} <= {*curves}
