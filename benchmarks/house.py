@@ -125,6 +125,11 @@ class House:
     def by_name(self) -> dict[str, Module]:
         return {one.name: one for one in self.product.values()}
 
+    def ours(self, files: Iterable[str]) -> set[str]:
+        """The files of the product among these, by their paths in the checkout."""
+        paths = {os.path.relpath(os.path.realpath(file), os.path.realpath(self.root)) for file in files}
+        return paths & self.product.keys()
+
     def imports(self, module: Module, with_types: bool = True) -> Iterator[tuple[str, Module]]:
         """Every name that a file imports from us, anywhere in it, and the module that it comes from."""
         for node in module.nodes:
@@ -216,6 +221,17 @@ def circles(edges: dict[str, set[str]]) -> list[list[str]]:
 
 def traced(house: House, recipe: str, *overrides: str) -> dict:
     """What an iteration of this recipe executes, and what its processes have imported after it."""
+    return summary(house, recorded(house, recipe, *overrides))
+
+
+def imported_modules(house: House, recipe: str, *overrides: str) -> dict[str, set[str]]:
+    """The modules of ours that each process has imported after an iteration, by the process's name."""
+    processes = recorded(house, recipe, *overrides, lines=False)
+    return {name: house.ours(one["modules"]) for name, one in processes.items()}
+
+
+def recorded(house: House, recipe: str, *overrides: str, lines: bool = True) -> dict[str, dict]:
+    """What the processes of a run write after an iteration, by name. Without `lines` no line is traced."""
     with tempfile.TemporaryDirectory() as folder:
         moment = Path(folder, "moment")
         moment.write_bytes(b"\0")
@@ -224,6 +240,7 @@ def traced(house: House, recipe: str, *overrides: str) -> dict:
             "PYTHONPATH": os.pathsep.join(paths),
             "TRACED_CODE": f"{house.root}{os.sep}embodied{os.sep}",
             "TRACE_FOLDER": folder,
+            "TRACE_LINES": str(lines),
         }
         command = train_command(recipe, *SHORT, *overrides, f"run.dir={folder}/runs")
         with open(Path(folder, "output"), "w+") as output:
@@ -240,7 +257,7 @@ def traced(house: House, recipe: str, *overrides: str) -> dict:
                 run.wait()
         found = {pid: json.loads(path.read_text()) for pid, path in written.items()}
         found[run.pid]["name"] = "driver"
-    return summary(house, {one["name"]: one for one in found.values() if one["modules"]})
+    return {one["name"]: one for one in found.values() if one["modules"]}
 
 
 def rows_of(folder: Path) -> int:
@@ -264,16 +281,12 @@ def wait(done: Callable[[], bool], run: subprocess.Popen, output: Path) -> None:
 
 
 def summary(house: House, processes: dict[str, dict]) -> dict:
-    def ours(files: Iterable[str]) -> set[str]:
-        paths = {os.path.relpath(os.path.realpath(file), os.path.realpath(house.root)) for file in files}
-        return paths & house.product.keys()
-
-    imported = {name: ours(one["modules"]) for name, one in processes.items()}
+    imported = {name: house.ours(one["modules"]) for name, one in processes.items()}
     together = set[str]().union(*imported.values())
     lines: dict[str, set[int]] = {}
     for one in processes.values():
         for file, line in one["lines"]:
-            for path in ours([file]):
+            for path in house.ours([file]):
                 lines.setdefault(path, set()).add(line)
     executed, named = walk(house, lines)
     return {

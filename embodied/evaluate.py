@@ -62,7 +62,7 @@ from embodied.run.policy_source import (
     other_training,
 )
 from embodied.run.provenance import taken
-from embodied.run.published_comparison import compare_with_published, differing_before
+from embodied.run.published_models import compare_with_published, differing_before
 from embodied.run.rehearsal import check_all_fit, rehearse
 
 if TYPE_CHECKING:

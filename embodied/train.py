@@ -12,48 +12,31 @@ from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 from shlex import quote
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from embodied import let_call
-from embodied.config.cli import ON_COMMAND_LINE, from_python
+from embodied.config.cli import ON_COMMAND_LINE, SEVERAL, from_python
 from embodied.config.read import COMMAND_LINE
 from embodied.config.recipe import Loaded, RunConfig, load
-from embodied.config.suggestions import recipes_to_train
 from embodied.core.errors import CheckpointError, ConfigError, EmbodiedError, NothingToLearn, WorkerFailed
 from embodied.core.files import read_arrays, reading
-from embodied.evaluate import begin_in_run, evaluate_in_run
 from embodied.placement import PlacementPlan
 from embodied.records.progress import RECENT_EPISODES, Console
 from embodied.records.results import RESULTS, partial_in
-from embodied.reporting.run_page import report_or_say_why
-from embodied.reporting.runs import Run, read_run
 from embodied.run import launch
 from embodied.run.checkpoints import SIMS, STATE, SaveClock, name_of, newest, prune, read_counters
 from embodied.run.ending import Interruption, closing
 from embodied.run.launch import command_of, program_of, without_success
-from embodied.run.policy_source import (
-    FirstRun,
-    PolicySource,
-    check_continues,
-    check_fits,
-    check_same_policy,
-    commands_of_recipe,
-    described,
-    find_start,
-    first_run,
-    start_of_resumed,
-    starting_from,
-)
-from embodied.run.rehearsal import rehearse
 from embodied.run.run_folder import RunFolder
 from embodied.runtime import Budget
 from embodied.runtime.supervision import Supervisor
-from embodied.sweeps import seeds_and_sweeps
 from embodied.workflows.contract import WARNING
-from embodied.workflows.imitation import ImitationLoop, check_data
 from embodied.workflows.rl_loop import EmbodiedLoop
 from embodied.workflows.shipped_roles import roles_of_run
 
+if TYPE_CHECKING:
+    from embodied.reporting.runs import Run
+    from embodied.run.policy_source import FirstRun, PolicySource
 BY_RL = ("algo.", "run.start_from", "resume")  # keys that ask for RL with a recipe that imitates
 
 
@@ -62,8 +45,10 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def start(argv: list[str]) -> int:
-    if seeds_and_sweeps.asks_for_several_runs(argv):
-        return seeds_and_sweeps.run_several(argv)[0]
+    if asks_for_several_runs(argv):
+        from embodied.sweeps.seeds_and_sweeps import run_several
+
+        return run_several(argv)[0]
     program, rest = program_of(argv)
     loaded = load(rest)
     return 0 if loaded is None else follow(check_trains(loaded, program), program)
@@ -74,8 +59,10 @@ def call(*words: str | Mapping[str, Any]) -> Run:
 
     embodied.train("pointmass_ppo", "env.num_envs=64", {"algo.lr": 1e-3})
     """
+    from embodied.reporting.runs import read_run
+
     program, rest = program_of(from_python(words))
-    if seeds_and_sweeps.asks_for_several_runs(rest):
+    if asks_for_several_runs(rest):
         raise ConfigError("seeds=, at_once= and group= make several runs: embodied.sweep(...) returns them")
     loaded = load(rest)
     if loaded is None or loaded.dry_run:
@@ -85,8 +72,14 @@ def call(*words: str | Mapping[str, Any]) -> Run:
     return read_run(folders[0])
 
 
+def asks_for_several_runs(argv: list[str]) -> bool:
+    return any(word.partition("=")[0] in SEVERAL for word in argv) and not {"-h", "--help"} & {*argv}
+
+
 def check_trains(loaded: Loaded, program: type[EmbodiedLoop]) -> Loaded:
     """Refuse a recipe of another command (evaluation of published models, imitation), and name the right command."""
+    from embodied.run.policy_source import commands_of_recipe
+
     by_rl = any(where == COMMAND_LINE and key.startswith(BY_RL) for key, where in loaded.sources.items())
     if loaded.recipe and program is EmbodiedLoop and not by_rl and commands_of_recipe(loaded.recipe) == ["sft"]:
         raise ConfigError(
@@ -94,12 +87,15 @@ def check_trains(loaded: Loaded, program: type[EmbodiedLoop]) -> Loaded:
             f"{quote(f'recipe={loaded.recipe}')}; to train by RL in its env, set its start: run.start_from=RUN, or "
             "null for a new policy"
         )
-    if loaded.recipe and (others := recipes_to_train(loaded.recipe)):
-        evaluate = f"python -m embodied.evaluate checkpoint=FOLDER {quote(f'recipe={loaded.recipe}')}"
-        raise ConfigError(
-            f"recipe={loaded.recipe} evaluates published models: {evaluate}; to train one by RL: "
-            f"recipe={'|'.join(others)} policy.pretrained=FOLDER (docs/published.md)"
-        )
+    if loaded.recipe and "_published_" in loaded.recipe:
+        from embodied.run.published_models import recipes_to_train
+
+        if others := recipes_to_train(loaded.recipe):
+            evaluate = f"python -m embodied.evaluate checkpoint=FOLDER {quote(f'recipe={loaded.recipe}')}"
+            raise ConfigError(
+                f"recipe={loaded.recipe} evaluates published models: {evaluate}; to train one by RL: "
+                f"recipe={'|'.join(others)} policy.pretrained=FOLDER (docs/published.md)"
+            )
     return loaded
 
 
@@ -118,10 +114,14 @@ def follow(
     if code:
         return code
     if start:
+        from embodied.run.policy_source import starting_from
+
         config, loaded = starting_from(config, start), replace(loaded, config=starting_from(loaded.config, start))
     origin = origin_of(start, config, run, checkpoint) if start else None
     if loaded.dry_run:
-        imitators = plan.count("learner") if issubclass(program, ImitationLoop) else 0
+        from embodied.run.rehearsal import rehearse
+
+        imitators = plan.count("learner") if program.command == "sft" else 0
         rehearse(config, *([origin] if origin else []), imitators=imitators)
         print("\n".join([launch.describe(config, plan, weights=config.resume), *launch.notes(loaded)]))
         print(launch.describe_saving(config))
@@ -203,7 +203,11 @@ def choose_start(
     """The folder of the start policy: `run.start_from`, or the start of the resumed run; None without one. A start that
     does not exist yet is trained first; its exit code is returned, too."""
     start = config.run.start_from
-    if run and start and (kept := start_of_resumed(run, start)):
+    if start is None:
+        return 0, None
+    from embodied.run.policy_source import first_run, start_of_resumed
+
+    if run and (kept := start_of_resumed(run, start)):
         return 0, kept
     first = first_run(loaded, before)
     return make_start(first, config, before) if first else (0, start)
@@ -212,6 +216,8 @@ def choose_start(
 def make_start(first: FirstRun, config: RunConfig, before: tuple[str, ...]) -> tuple[int, Path | None]:
     """The run of the recipe in `run.start_from`, trained first if it does not exist; a dry run only prints the command.
     Returns the exit code, too."""
+    from embodied.run.policy_source import check_same_policy
+
     launch.say(first.describe())
     if first.folder:
         return 0, first.folder
@@ -220,6 +226,7 @@ def make_start(first: FirstRun, config: RunConfig, before: tuple[str, ...]) -> t
     loaded, program = first.loaded, EmbodiedLoop
     if first.command == "sft":
         from embodied.collect import demonstrated
+        from embodied.workflows.imitation import ImitationLoop, check_data
 
         try:
             loaded = demonstrated(loaded)
@@ -241,6 +248,8 @@ def make_start(first: FirstRun, config: RunConfig, before: tuple[str, ...]) -> t
 
 def origin_of(start: Path, config: RunConfig, run: Path | None, checkpoint: Path | None) -> PolicySource | None:
     """The policy to start from; None if the resumed run's checkpoint is enough."""
+    from embodied.run.policy_source import find_start
+
     compared, judges = config.algo.kl_coef, config.roles.judge == "start"
     if checkpoint and not (compared or judges):
         return None
@@ -259,6 +268,8 @@ def open_folder(loaded: Loaded, command: str, run: Path | None, checkpoint: Path
     config = loaded.config
     if run is None:
         return RunFolder.create(config.run.dir, loaded.name, loaded.yaml, command)
+    from embodied.run.policy_source import check_continues
+
     check_continues(run, checkpoint, config)
     return RunFolder.reopen(run, command, loaded.yaml)
 
@@ -280,11 +291,8 @@ def train(
         start = checkpoint / "policy"  # a run with a start keeps the start's statistics of observations
     with launch.cluster(config, plan, folder.logs, folder.record_process, program) as cluster:
         loop = program(config, cluster, notify=partial(noted, folder, console), start_folder=start)
-        if checkpoint:
-            check_fits(described(checkpoint), config.env, loop.spec)
-        if origin:
-            check_fits(origin, config.env, loop.spec)
-            folder.record(started_from=origin.described())
+        if checkpoint or origin:
+            check_origins(loop, checkpoint, origin, folder)
         state = resume(loop, folder, checkpoint, console) if checkpoint else fresh(loop, folder)
         total = loop.total_iterations()
         if state["iteration"] >= total:
@@ -320,6 +328,17 @@ def train(
 
 
 # How a run begins
+
+
+def check_origins(loop: EmbodiedLoop, checkpoint: Path | None, origin: PolicySource | None, folder: RunFolder) -> None:
+    """Refuse policies that were made for another env; run.json records the start."""
+    from embodied.run.policy_source import check_fits, described
+
+    if checkpoint:
+        check_fits(described(checkpoint), loop.config.env, loop.spec)
+    if origin:
+        check_fits(origin, loop.config.env, loop.spec)
+        folder.record(started_from=origin.described())
 
 
 def fresh(loop: EmbodiedLoop, folder: RunFolder) -> dict:
@@ -415,6 +434,9 @@ def save_what_is_learned(loop: EmbodiedLoop, state: dict, failed: str, folder: R
 def evaluate(loop: EmbodiedLoop, folder: RunFolder, console: Console, interruption, beside: bool = False) -> None:
     """Evaluate the saved (or resumed) version now or `beside` the next rollout. An interrupted evaluation continues
     when the run is resumed."""
+    from embodied.evaluate import begin_in_run, evaluate_in_run
+    from embodied.reporting.run_page import report_or_say_why
+
     loop.act_with_newest()
     version = loop.version
     evaluation, checkpoint = folder.evaluation(version), folder.checkpoints / name_of(version)

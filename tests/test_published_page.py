@@ -10,17 +10,17 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from embodied.collect import main as collect
-from embodied.config import suggestions
 from embodied.config.recipe import load
 from embodied.config.recipe_files import recipe_names
-from embodied.config.suggestions import recipes_to_train
 from embodied.core.types import ActionSpec, EnvSpec
 from embodied.evaluate import main as evaluate
 from embodied.learners.memory_estimate import Memory
 from embodied.policies import make_policy
-from embodied.policies.config import OpenVLAConfig, OpenVLAOFTConfig, Pi0Config
+from embodied.policies.openvla.config import OpenVLAConfig, OpenVLAOFTConfig
+from embodied.policies.pi0.config import Pi0Config
 from embodied.policies.pi0.settings import TIED, TINY, WORDS
-from embodied.run import memory_check
+from embodied.run import memory_check, published_models
+from embodied.run.published_models import recipes_to_train
 from embodied.sft import main as sft
 from embodied.train import main as train
 
@@ -101,11 +101,11 @@ def test_a_command_of_the_page_can_be_planned(command, told, here, monkeypatch, 
 def test_the_page_names_every_family_and_every_published_recipe():
     assert {command for command, _ in COMMANDS} == {"evaluate", "sft", "train"}
     named = {word.partition("=")[2] for _, told in COMMANDS for word in told.split() if word.startswith("recipe=")}
-    assert {recipe for model in suggestions.published_models().values() for recipe in model.train} <= named
+    assert {recipe for model in published_models.published_models().values() for recipe in model.train} <= named
 
 
 def test_the_models_have_recipes_and_stand_in_the_page():
-    for model in suggestions.published_models().values():
+    for model in published_models.published_models().values():
         assert {model.evaluate, *model.train} <= {*recipe_names()} and model.source
         assert set(model.train) <= set(recipes_to_train(model.evaluate))
         assert load([f"recipe={model.evaluate}"], entry="evaluate").config.policy.name == model.family

@@ -52,5 +52,6 @@ def watch():
 
 os.register_at_fork(after_in_child=watch)
 watch()
-threading.settrace(trace_call)  # every later thread
-sys.settrace(trace_call)
+if os.environ["TRACE_LINES"] == "True":
+    threading.settrace(trace_call)  # every later thread
+    sys.settrace(trace_call)

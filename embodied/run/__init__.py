@@ -2,7 +2,7 @@
 
 `launch` and `ending` begin and end every command; `run_folder`, `checkpoints` and `provenance` write files,
 `policy_source` finds policies, `devices` and `memory_check` check machines and memory, `rehearsal` is for dry runs,
-`published_comparison` for evaluations.
+`published_models` for evaluations.
 """
 
 __all__ = [
@@ -12,7 +12,7 @@ __all__ = [
     "launch",
     "memory_check",
     "policy_source",
-    "published_comparison",
+    "published_models",
     "rehearsal",
     "run_folder",
 ]

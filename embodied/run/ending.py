@@ -13,7 +13,6 @@ from shlex import quote
 from typing import Any
 
 from embodied.core.errors import DeadlineExceeded, EmbodiedError, NothingToLearn, WorkerFailed
-from embodied.reporting.run_page import report_or_say_why
 from embodied.run.run_folder import RunFolder
 
 
@@ -99,6 +98,8 @@ def what_next(folder: RunFolder, error: Exception) -> list[str]:
 
 
 def record_end(folder: RunFolder, state: str, cause: str) -> None:
+    from embodied.reporting.run_page import report_or_say_why
+
     if not folder.path.is_dir():
         print(f"{folder.path} was removed while the run went on", file=sys.stderr)
         return

@@ -21,7 +21,6 @@ from embodied.config.cli import parse
 from embodied.config.read import recipe_of_task
 from embodied.config.recipe import Loaded, RunConfig, load
 from embodied.config.recipe_files import recipe_names
-from embodied.config.suggestions import reference_of
 from embodied.core.errors import ConfigError, EmbodiedError, MissingAsset
 from embodied.core.files import show
 from embodied.core.options import broken_rules
@@ -39,7 +38,6 @@ from embodied.records.loggers import check_log
 from embodied.run import devices, memory_check
 from embodied.run.devices import check_devices, check_simulator, draws_on_gpus, host_plans, machines, networks_on
 from embodied.run.ending import Interrupted
-from embodied.run.rehearsal import files_missing_here
 from embodied.runtime import Cluster, choose_backend, describe_backend
 
 if TYPE_CHECKING:
@@ -140,6 +138,8 @@ def planned(
         check_pyarrow()
     choose_protocol(kind, config.env, config.eval.protocol)  # refuses unknown protocols
     if config.eval.reference:
+        from embodied.run.published_models import reference_of
+
         reference_of(config.eval.reference, config.env.task)
     check_speech(config, kind, learn)
     if speaks(kind):
@@ -263,7 +263,7 @@ def placed(
     """The config with the schedule decided, and the plan. A training run with placement=auto uses the newest profile of
     these machines, if there is one. Without a profile pipeline.schedule=auto is sync."""
     uncounted = ""
-    if config.placement == "auto" and learn:
+    if config.placement == "auto" and learn and any(proofs(config).glob("*.json")):
         from embodied.profiling.stored_profiles import plan_from_profile, profile_for
 
         path, uncounted = profile_for(config, machines, roles)
@@ -313,9 +313,12 @@ def describe(config: RunConfig, plan: PlacementPlan, weights: Path | str | None 
     kind = env_class(env)
     protocol = choose_protocol(kind, env, config.eval.protocol)
     remarks = [] if len(kind.tasks(env)) > 1 else [*kind.remarks(env, proofs(config)), *other_recipes(config)]
-    if config.cluster.machines and (missing := files_missing_here(config)):
-        remarks.append(f"missing on this machine: {missing}")
-    remarks += missing_folders(config.policy) if config.cluster.machines else []
+    if config.cluster.machines:
+        from embodied.run.rehearsal import files_missing_here
+
+        missing = files_missing_here(config)
+        remarks += [f"missing on this machine: {missing}"] if missing else []
+        remarks += missing_folders(config.policy)
     remarks += memory_check.remarks(config, plan.count("learner") > 0)
     lines = [
         f"task        {played_task(env.name, env.task)}{f', physics {physics}' if physics else ''}",

@@ -8,13 +8,13 @@ changes only their duration.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import product
 from pathlib import Path
 from typing import Any, Literal
 
-from embodied.config.cli import FLAGS, parse
+from embodied.config.cli import FLAGS, SEVERAL, parse
 from embodied.config.read import read_yaml, write_yaml, yaml_problem
 from embodied.config.recipe import Loaded, load
 from embodied.config.recipe_files import recipe_names
@@ -44,14 +44,9 @@ from embodied.sweeps.run_group import (
 from embodied.workflows.rl_loop import EmbodiedLoop
 from embodied.workflows.shipped_roles import roles_of_run
 
-OWN, SHARED = ("seeds", "at_once", "group"), "shared"
+OWN, SHARED = tuple(SEVERAL), "shared"
 NOT_SWEPT = ("recipe", "resume", "run.dir", "run.name", "program")  # keys that name one run
 MOST = 1000  # runs of one command
-
-
-def asks_for_several_runs(argv: Iterable[str]) -> bool:
-    """True if these arguments ask for several runs."""
-    return any(word.partition("=")[0] in OWN for word in argv) and not {"-h", "--help"} & {*argv}
 
 
 @dataclass(frozen=True)

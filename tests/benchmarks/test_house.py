@@ -1,12 +1,15 @@
 """What `benchmarks.house` counts."""
 
 import subprocess
+from importlib.util import find_spec
 
 import pytest
 
 from benchmarks import house
 from benchmarks.common import ROOT
 from benchmarks.house import House
+
+MOST_IMPORTED = 150  # of our modules by a run of maniskill_ppo: each is a file that its reader may have to know
 
 FILES = {
     "embodied/__init__.py": "",
@@ -92,3 +95,14 @@ def test_a_run_is_traced_in_all_of_its_processes():
     assert {"embodied/train.py", "envs/pointmass/env.py", "embodied/learners/update.py"} <= {*executed["paths"]}
     assert executed["lines"] < executed["function_lines"] < executed["module_lines"]
     assert executed["modules"] < found["executed_or_named"]["modules"] < imported["modules"]
+
+
+@pytest.mark.skipif(find_spec("mani_skill") is None, reason="needs ManiSkill")
+def test_a_run_imports_few_modules_that_it_does_not_use():
+    small = ("env.num_envs=2", "algo.rollout_decisions=4", "algo.minibatch_size=8", "cluster.backend=local")
+    places = 'placement={"sim,policy": "cpu:0", learner: "cpu:0"}'
+    by_process = house.imported_modules(House(ROOT), "maniskill_ppo", *small, places)
+    together = set[str]().union(*by_process.values())
+    assert len(together) <= MOST_IMPORTED
+    unused = {"reporting", "sharing", "sweeps", "serving", "profiling"}
+    assert not [path for path in together if unused & {*path.split("/")}]

@@ -4,12 +4,11 @@ import json
 
 import pytest
 
-from embodied.config import suggestions
 from embodied.config.recipe import load
-from embodied.config.suggestions import reference_of
 from embodied.core.errors import ConfigError
 from embodied.evaluate import main as evaluate
-from embodied.run.published_comparison import compare_with_published, differing_before
+from embodied.run import published_models
+from embodied.run.published_models import compare_with_published, differing_before, reference_of
 
 POINT = """
 point:
@@ -71,13 +70,13 @@ def test_a_suite_without_a_published_rate_is_refused():
 
 def test_an_evaluation_says_how_far_it_is_from_the_published_rate(tmp_path, monkeypatch, capsys):
     (tmp_path / "models.yaml").write_text(POINT)
-    monkeypatch.setattr(suggestions, "FILE", tmp_path / "models.yaml")
-    suggestions.published_models.cache_clear()
+    monkeypatch.setattr(published_models, "FILE", tmp_path / "models.yaml")
+    published_models.published_models.cache_clear()
     told = ["recipe=pointmass_ppo", "checkpoint=random", "eval.episodes=4", "eval.videos=0", "cluster.backend=inline"]
     try:
         assert evaluate([*told, "eval.reference=point", f"run.dir={tmp_path}"]) == 0
     finally:
-        suggestions.published_models.cache_clear()
+        published_models.published_models.cache_clear()
     out = capsys.readouterr().out
     (results,) = tmp_path.glob("*/results.json")
     found = json.loads(results.read_text())["reference"]
