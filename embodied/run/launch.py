@@ -101,21 +101,47 @@ def planned(
 ) -> tuple[RunConfig, PlacementPlan]:
     """The config with every "auto" of the env decided, and the plan. Refuses recipes that cannot run on this machine; a
     `dry` run may be planned for other machines. `roles` are the program's."""
-    from embodied.run.memory_check import ACTING, check_pictures, check_scorers, check_speech, refuse
-
     roles = roles_of(roles)
-    if (machines_named := config.cluster.machines) and not dry:
-        raise ConfigError(
-            f"cluster.machines={machines_named} is for planning: add --dry-run, or leave it out; "
-            f"python -m embodied.plan recipe=NAME {quote(f'cluster={machines_named}')} compares placements there"
-        )
-    kind = env_class(config.env)
-    if learn and len(kind.tasks(config.env)) > 1 and not kind.mixes_tasks:
-        raise ConfigError(f"env.task={list(config.env.task)}: {config.env.name} trains one task at a time; name one")
-    if not speaks(kind):
-        refuse(broken_rules(ACTING, config))
-    # The env decides the recipe's open options.
+    check_where(config, dry)
     topology = machines(config)
+    kind = env_class(config.env)
+    config = with_env(config, kind, topology, learn, dry)
+    config = config.model_copy(update={"policy": with_folder(config.policy, dry, bool(config.cluster.machines))})
+    check_evaluation(config, kind)
+    memory_check.check_speech(config, kind, learn)
+    check_policy(config, kind)
+    if learn:
+        check_training(config, kind)
+    config = chosen_cluster(config, len(topology.nodes) > 1)
+    try:
+        config, plan = placed(config, topology, learn, roles)
+    except PlacementError as err:
+        raise ConfigError(f"placement: {err}") from None
+    check_devices(config, plan)
+    check_engine(config, plan, topology)
+    if not is_loop(roles):
+        return config, plan  # the memory of the user's own workers is unknown
+    plan = plan if learn else plan.only("sim", "policy")
+    check_room(config, plan, topology, learn)
+    if learn:
+        check_learners(config, plan, topology, roles)
+    memories = memory_check.check_memory(config, plan, topology, learn)
+    return config, replace(plan, memory=tuple(memory_check.describe_memory(memories)))
+
+
+def check_where(config: RunConfig, dry: bool) -> None:
+    """Refuse to run on machines that are only named for planning."""
+    if (named := config.cluster.machines) and not dry:
+        raise ConfigError(
+            f"cluster.machines={named} is for planning: add --dry-run, or leave it out; "
+            f"python -m embodied.plan recipe=NAME {quote(f'cluster={named}')} compares placements there"
+        )
+
+
+def with_env(config: RunConfig, kind: Any, topology: Topology, learn: bool, dry: bool) -> RunConfig:
+    """The config with the env's open options decided. Refuses envs that lack something on this machine."""
+    if not speaks(kind):
+        memory_check.refuse(broken_rules(memory_check.ACTING, config))
     check_simulator(config, topology)
     config = devices.for_all_gpus(config, topology) if learn else config
     env = kind.proven(config.env, proofs(config))
@@ -129,53 +155,54 @@ def planned(
         env = kind.proven(config.env, proofs(config))
     if ":" in config.env.reward:
         reward_class(config.env)
-    config = config.model_copy(update={"env": kind.resolve(env)})
-    # The policy's folder exists, and its inputs and outputs fit the env.
-    config = config.model_copy(update={"policy": with_folder(config.policy, dry, bool(config.cluster.machines))})
+    return config.model_copy(update={"env": kind.resolve(env)})
+
+
+def check_evaluation(config: RunConfig, kind: Any) -> None:
+    """Refuse unknown protocols and published models, and datasets that this machine cannot write."""
+    choose_protocol(kind, config.env, config.eval.protocol)
     if config.eval.dataset:
         from embodied.datasets.layout import check_pyarrow
 
         check_pyarrow()
-    choose_protocol(kind, config.env, config.eval.protocol)  # refuses unknown protocols
     if config.eval.reference:
         from embodied.run.published_models import reference_of
 
         reference_of(config.eval.reference, config.env.task)
-    check_speech(config, kind, learn)
+
+
+def check_policy(config: RunConfig, kind: Any) -> None:
+    """Refuse policies without the inputs that they need, and engines that cannot be divided over GPUs."""
+    policy, env = config.policy, config.env
     if speaks(kind):
-        check_pictures(config, kind)
-    check_images_are_there(config)
-    if learn and config.algo.prompts == "epochs":
+        memory_check.check_pictures(config, kind)
+    if type(env).observed_images is not CommonEnvConfig.observed_images:  # else only the built env knows its images
+        policy.check_images(env.observed_images)
+    if policy.worker_gpus > 1:
+        policy_class(policy.name).check_division(policy)
+
+
+def check_training(config: RunConfig, kind: Any) -> None:
+    """Refuse what would end a training run in its first iteration, in a worker."""
+    if len(kind.tasks(config.env)) > 1 and not kind.mixes_tasks:
+        raise ConfigError(f"env.task={list(config.env.task)}: {config.env.name} trains one task at a time; name one")
+    if config.algo.prompts == "epochs":
         kind.training_questions(config.env)
-    if learn:
-        check_log(config.run.log)
-        check_scorers(config)
-    if learn and ":" in config.policy.name:
+    check_log(config.run.log)
+    memory_check.check_scorers(config)
+    if ":" in config.policy.name:
         check_package(config.policy.name)
-    if config.policy.worker_gpus > 1:
-        policy_class(config.policy.name).check_division(config.policy)
-    # Roles get devices with enough memory.
-    config = chosen_cluster(config, len(topology.nodes) > 1)
-    try:
-        config, plan = placed(config, topology, learn, roles)
-    except PlacementError as err:
-        raise ConfigError(f"placement: {err}") from None
-    check_devices(config, plan)
-    check_engine(config, plan, topology)
-    if not is_loop(roles):
-        return config, plan  # the memory of the user's own workers is unknown
-    plan = plan if learn else plan.only("sim", "policy")
+
+
+def check_room(config: RunConfig, plan: PlacementPlan, topology: Topology, learn: bool) -> None:
+    """Refuse a learner that cannot hold all weights, simulators that need too much memory, and too many images."""
     if learn and config.learner.shard and plan.count("learner") == 1:  # a single rank holds all weights
         memory_check.check_memory(config.with_values("learner", shard=False), plan, topology, learn)
-    if learn:
-        check_learners(config, plan, topology, roles)
     if not memory_check.is_large(config):
         memory = sum(node.memory_bytes for node in topology.nodes)
         memory_check.check_simulators(config, plan.count("sim"), memory, learn)
         if learn:
             memory_check.check_images(config, memory)
-    memories = memory_check.check_memory(config, plan, topology, learn)
-    return config, replace(plan, memory=tuple(memory_check.describe_memory(memories)))
 
 
 def check_engine(config: RunConfig, plan: PlacementPlan, machines: Topology) -> None:
@@ -243,13 +270,6 @@ def overlap_key(config: RunConfig) -> str:
     """The option that makes learners update during the rollout; empty if they take turns with sims and policies."""
     schedule = config.pipeline.schedule
     return f"pipeline.schedule={schedule}" if schedule in ("periodic", "async") else ""
-
-
-def check_images_are_there(config: RunConfig) -> None:
-    """Refuse a policy with cameras for an env without cameras, or with too small images."""
-    policy, env = config.policy, config.env
-    if type(env).observed_images is not CommonEnvConfig.observed_images:
-        policy.check_images(env.observed_images)
 
 
 def proofs(config: RunConfig) -> Path:
