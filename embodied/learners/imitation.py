@@ -35,9 +35,18 @@ from embodied.datasets import RecordedEpisode, read_dataset
 from embodied.learners.examples import Example, read_examples, shown, solved
 from embodied.learners.model import lr_factor
 from embodied.learners.train_batch import owned
-from embodied.learners.update import check_finite, check_weights
+from embodied.learners.update import GradientSteps
 from embodied.learners.worker import LearnerWorker
 from embodied.policies.base import Policy
+
+
+class MeanSteps(GradientSteps):
+    """Gradient steps whose numbers are means over the minibatch's items, in the network's precision."""
+
+    count = 1.0  # divisor of the next step's loss
+
+    def take_step(self, totals: Tensor, norm: Tensor, lr_factor: float | Tensor) -> Tensor:
+        return super().take_step(totals / self.count, norm, lr_factor)
 
 
 class ImitationLearner(LearnerWorker):
@@ -76,7 +85,8 @@ class ImitationLearner(LearnerWorker):
     def imitate(self, iteration: int, total: int) -> dict[str, float]:
         """A pass over all demonstrations, or an iteration's part of one."""
         self._restore_gpus()
-        demos, config, rows = self.demos, self.algo, []
+        demos, config = self.demos, self.algo
+        steps = MeanSteps(self.model, self.optimizer, self._losses)
         epoch, minibatches = config.minibatches(demos.total, iteration)
         parts = rng.minibatches(rng.permutation(self.seed, epoch, 0, demos.total), config.minibatch_size)
         every = total * config.epochs // config.iterations(demos.total) * len(parts)
@@ -84,46 +94,39 @@ class ImitationLearner(LearnerWorker):
             for at in minibatches:
                 minibatch, factor = parts[at], sft_factor(config, epoch * len(parts) + at, len(parts), every)
                 items = torch.from_numpy(owned(minibatch, self.blocks[self.rank]))
-                count, passes = self._count(minibatch), self._passes(minibatch)
-                totals, norm = self.optimizer.exchange(self._gradient(items, count, passes, epoch))
-                *losses, grad_norm = torch.cat([(totals / count).double(), norm.view(1)]).tolist()
-                rows.append({**dict(zip(self._losses, losses, strict=True)), "grad_norm": grad_norm})
-                check_finite(rows[-1], iteration, 0)
-                self.optimizer.step(norm, factor)
-                rows[-1] |= self.policy.end_step(self.collective.sum)
-            check_weights(self.collective, iteration, bool(self.optimizer.broken()))
+                steps.count = self._count(minibatch)
+                self.add(steps, items, self._passes(minibatch), epoch)
+                steps.step(factor, 0, len(minibatch), 1.0)
+            rows, _ = steps.finished(iteration)
         means = {f"train/{name}": float(np.mean([row[name] for row in rows])) for name in rows[0]}
         return means | {"train/lr": config.lr * factor}
 
-    def _gradient(self, items: Tensor, count: float, passes: int, iteration: int) -> Tensor:
-        """Leave the gradient of this rank's items, divided by `count`, in the parameters; return the sum of their
-        losses."""
-        demos, sums = self.demos, torch.zeros(len(self._losses), dtype=self.model.dtype, device=self.device)
+    def add(self, steps: MeanSteps, items: Tensor, passes: int, epoch: int) -> None:
+        """Add the gradient of this rank's items, in at least so many passes."""
+        demos = self.demos
         micro_batches = [(items[part], True) for part in self._parts(items.numpy() + demos.first)]
         micro_batches += [(torch.zeros(1, dtype=torch.int64), False)] * (passes - len(micro_batches))  # padding
         for number, (part, counts) in enumerate(micro_batches, 1):
             inputs = demos.batch(part)
             inputs |= {name: inputs[name].to(self.device) for name in ("actions", "mask")}
-            losses, beside = self.model.imitate(inputs, self._noise(part.numpy() + demos.first, iteration))
+            losses, beside = self.model.imitate(inputs, self._noise(part.numpy() + demos.first, epoch))
             parts = [self._loss_sum(losses, inputs["mask"]), *([] if beside is None else [beside.sum()])]
             values = torch.stack(parts) * float(counts)
-            self.model.backward(values.sum() / count, last=number == len(micro_batches))
-            sums += values.detach()
-        return sums
+            steps.backward(values.sum() / steps.count, values.detach(), last=number == len(micro_batches))
 
     @property
     def _losses(self) -> list[str]:
         """The names of the summed losses in the metrics: the actions' loss, and the policy's own."""
         return ["loss", *([self.policy.auxiliary_loss] if self.policy.auxiliary_loss else [])]
 
-    def _noise(self, items: np.ndarray, iteration: int) -> np.ndarray | None:
+    def _noise(self, items: np.ndarray, epoch: int) -> np.ndarray | None:
         """The noise of these items, keyed by item and pass over the data, so it does not depend on the number of
         learners."""
         wanted = self.policy.imitation_noise()
         if wanted is None:
             return None
         draw = rng.normal if wanted.kind == "normal" else rng.uniform
-        return draw(self.seed, "imitate", items, np.full(len(items), iteration), wanted.width)
+        return draw(self.seed, "imitate", items, np.full(len(items), epoch), wanted.width)
 
     def close(self) -> None:
         if self.demos is not None:

@@ -51,17 +51,72 @@ class StepSums:
 
 
 class GradientSteps:
-    """The gradient steps of one update: accumulates gradients and statistics, and exchanges them for each step."""
+    """The gradient steps of one update, for any loss:
+
+    for inputs in passes:
+        loss, numbers = ...
+        steps.backward(loss / count, numbers, last)  # accumulates the gradient, and numbers for the log
+    steps.step(lr_factor, epoch, units, count)  # sums both over all ranks, and changes the weights
+    rows, _ = steps.read(steps.steps)  # the numbers of each step, divided by its count
+    """
+
+    def __init__(self, model: Model, optimizer: PolicyOptimizer, names: Sequence[str]) -> None:
+        """`names` of the numbers."""
+        self.model, self.optimizer, self.names = model, optimizer, (*names,)
+        self.sums = torch.zeros(len(self.names), dtype=model.dtype, device=model.device)
+        self.broken = torch.zeros((), device=model.device)  # 1 from the first step with non-finite numbers on
+        self.steps: list[StepSums] = []
+
+    def backward(self, loss: Tensor, numbers: Tensor, last: bool) -> None:
+        """Accumulate the gradient of a pass, and its first numbers. `last`: no other pass of this step follows."""
+        self.model.backward(loss, last)
+        self.sums[: len(numbers)] += numbers
+
+    def step(self, lr_factor: float, epoch: int, units: int, divisor: float, count: float | None = None) -> None:
+        """Take a step with all ranks for a minibatch of `units` units. Statistics are divided by `divisor`, and the
+        gradient by `count`, if given."""
+        sums = self.exchange(lr_factor, count)
+        more = self.model.policy.end_step(self.optimizer.collective.sum)
+        self.steps.append(StepSums(sums, epoch, units, divisor, more))
+
+    def exchange(self, lr_factor: float, count: float | None) -> Tensor:
+        """Sum over all ranks and take a step; returns `StepSums.sums`."""
+        return self.take_step(*self.optimizer.exchange(self.sums, count), lr_factor)
+
+    def take_step(self, totals: Tensor, norm: Tensor, lr_factor: float | Tensor) -> Tensor:
+        """Take a step with the summed gradients; returns `StepSums.sums`. The device checks that these are finite:
+        otherwise this step and all later steps leave the weights unchanged."""
+        sums = torch.cat([totals.double(), norm.view(1)])
+        torch.maximum(self.broken, (~sums.isfinite().all()).float(), out=self.broken)
+        self.optimizer.step(norm, lr_factor, self.broken)
+        self.sums.zero_()
+        return sums
+
+    def read(self, steps: list[StepSums], *more: Tensor) -> tuple[list[dict[str, float]], list[float]]:
+        """The statistics of these steps, and further numbers from the device, read in one transfer."""
+        width = len(self.names) + 1
+        read = torch.cat([*(step.sums for step in steps), *(each.double() for each in more)]).tolist()
+        rows = [read[i * width : (i + 1) * width] for i in range(len(steps))]
+        return [s.numbers(self.names, row) for s, row in zip(steps, rows, strict=True)], read[width * len(rows) :]
+
+    def finished(self, iteration: int, *more: Tensor) -> tuple[list[dict[str, float]], np.ndarray]:
+        """The statistics of all steps, and further numbers of all ranks, a row each. Raises Diverged if numbers or
+        weights are not finite."""
+        history, own = self.read(self.steps, self.optimizer.broken().view(1), *more)
+        for numbers, step in zip(history, self.steps, strict=True):
+            check_finite(numbers, iteration, step.epoch)
+        return history, check_weights(self.optimizer.collective, iteration, *own)
+
+
+class PolicySteps(GradientSteps):
+    """The gradient steps of the policy's loss, and of its values'."""
 
     def __init__(self, model: Model, optimizer: PolicyOptimizer, config: AlgoConfig) -> None:
-        self.model, self.optimizer, self.config = model, optimizer, config
-        self.names = (*loss_terms(config), *model.policy.own_losses, *MISMATCH)
-        self.sums = torch.zeros(len(self.names), dtype=model.dtype, device=model.device)
+        super().__init__(model, optimizer, (*loss_terms(config), *model.policy.own_losses, *MISMATCH))
+        self.config = config
         # Largest gap and k3 of a decision, and largest error of a conversation
         self.largest = torch.full((3,), -math.inf, dtype=model.dtype, device=model.device)
         self.counts = torch.zeros(3, dtype=torch.float64, device=model.device)  # loss and statistics divisors, units
-        self.broken = torch.zeros((), device=model.device)  # 1 from the first step with non-finite numbers on
-        self.steps: list[StepSums] = []
 
     def add(self, batch: RankBatch, units: Tensor, divisor: float = 1.0) -> None:
         """Add the gradient of these units' loss, divided by `divisor`. Before the first step, log-probs are compared
@@ -95,41 +150,19 @@ class GradientSteps:
             own = (scores.own_loss if counts is None else scores.own_loss * counts).sum() * own_weight
             loss = loss + own
             parts.append(own.detach())
-        self.model.backward(loss / divisor, last)
-        if self.steps:
-            self.sums[: -len(MISMATCH)] += torch.stack(parts)
-            return
-        k3, gap, error = mismatch_of(part, scores.logprobs.detach())
-        weights = weight * part.weights
-        self.sums += torch.stack([*parts, (weights * k3).sum(), (weights * error).sum()])
-        if weight:
-            largest = torch.stack([gap.max(), k3.max(), sequence_errors(part, error).max()])
-            torch.maximum(self.largest, largest, out=self.largest)
+        if not self.steps:
+            k3, gap, error = mismatch_of(part, scores.logprobs.detach())
+            weights = weight * part.weights
+            parts += [(weights * k3).sum(), (weights * error).sum()]
+            if weight:
+                largest = torch.stack([gap.max(), k3.max(), sequence_errors(part, error).max()])
+                torch.maximum(self.largest, largest, out=self.largest)
+        self.backward(loss / divisor, torch.stack(parts), last)
 
     def add_all(self, batch: RankBatch) -> None:
         """Add one of several batches; the divisors are summed, too."""
         self.add(batch, batch.own_units)
         self.counts += self.counts.new_tensor([batch.loss_count, batch.weight_sum, batch.num_units])
-
-    def step(self, end: BatchEnd, epoch: int, units: int, divisor: float, count: float | None = None) -> None:
-        """Take a step with all ranks for a minibatch of `units` units. Statistics are divided by `divisor`, and the
-        gradient by `count`, if given."""
-        sums = self.exchange(self.lr_factor(end), count)
-        more = self.model.policy.end_step(self.optimizer.collective.sum)
-        self.steps.append(StepSums(sums, epoch, units, divisor, more))
-
-    def exchange(self, lr_factor: float, count: float | None) -> Tensor:
-        """Sum over all ranks and take a step; returns `StepSums.sums`."""
-        return self.take_step(*self.optimizer.exchange(self.sums, count), lr_factor)
-
-    def take_step(self, totals: Tensor, norm: Tensor, lr_factor: float | Tensor) -> Tensor:
-        """Take a step with the summed gradients; returns `StepSums.sums`. The device checks that these are finite:
-        otherwise this step and all later steps leave the weights unchanged."""
-        sums = torch.cat([totals.double(), norm.view(1)])
-        torch.maximum(self.broken, (~sums.isfinite().all()).float(), out=self.broken)
-        self.optimizer.step(norm, lr_factor, self.broken)
-        self.sums.zero_()
-        return sums
 
     def epoch_kl(self, epoch: int) -> float:
         """The sum of `approx_kl` over the epoch's units. Waits for the device."""
@@ -141,17 +174,14 @@ class GradientSteps:
         count, counted, units = self.optimizer.collective.sum(self.counts).tolist()
         if not units:
             return {}
-        self.step(end, 0, int(units), counted or 1.0, count or 1.0)
+        self.step(self.lr_factor(end), 0, int(units), counted or 1.0, count or 1.0)
         ages = {"train/staleness": 0.0, "train/staleness_max": 0.0, "train/staleness_0": 1.0}  # `check_version`
         return self.metrics(end, 1) | ages
 
     def metrics(self, end: BatchEnd, epochs: int, batch: RankBatch | None = None) -> dict[str, float]:
         """Means over the steps for the log, and statistics of the batch."""
         num_masked = self.sums.new_zeros(1) if batch is None else batch.num_masked
-        history, own = self.read(self.steps, self.optimizer.broken().view(1), self.largest, num_masked)
-        for numbers, step in zip(history, self.steps, strict=True):
-            check_finite(numbers, end.iteration, step.epoch)
-        rows = check_weights(self.optimizer.collective, end.iteration, *own)
+        history, rows = self.finished(end.iteration, self.largest, num_masked)
         metrics = mismatch_numbers(*(history[0][name] for name in MISMATCH), rows[:, :3])
         metrics |= {"train/epochs": float(epochs), "train/lr": self.config.lr * self.lr_factor(end)}
         if batch is not None:
@@ -161,18 +191,11 @@ class GradientSteps:
         names = [name for name in history[0] if name not in MISMATCH]
         return {f"train/{name}": float(np.mean([row[name] for row in history])) for name in names} | metrics
 
-    def read(self, steps: list[StepSums], *more: Tensor) -> tuple[list[dict[str, float]], list[float]]:
-        """The statistics of these steps, and further numbers from the device, read in one transfer."""
-        width = len(self.names) + 1
-        read = torch.cat([*(step.sums for step in steps), *(each.double() for each in more)]).tolist()
-        rows = [read[i * width : (i + 1) * width] for i in range(len(steps))]
-        return [s.numbers(self.names, row) for s, row in zip(steps, rows, strict=True)], read[width * len(rows) :]
-
     def lr_factor(self, end: BatchEnd) -> float:
         return lr_factor(self.config.lr_schedule, end.iteration / end.total)
 
 
-class GraphedSteps(GradientSteps):
+class GraphedSteps(PolicySteps):
     """Gradient steps recorded once for all updates: a pass for each size of padded minibatches, and the step. Ranks sum
     their gradients in between."""
 
@@ -256,13 +279,13 @@ class GraphedSteps(GradientSteps):
 
 def steps_of(
     model: Model, optimizer: PolicyOptimizer, config: AlgoConfig, batch: RankBatch
-) -> tuple[GradientSteps, RankBatch]:
+) -> tuple[PolicySteps, RankBatch]:
     """Gradient steps for this batch (recorded if learner.graphs allows it), and the batch in the form for them."""
     reason = why_not_graphs(model, config, batch)
     if reason and model.config.graphs == "on":
         raise ConfigError(f"learner.graphs=on: {reason}; try learner.graphs=auto")
     if reason:
-        return GradientSteps(model, optimizer, config), batch
+        return PolicySteps(model, optimizer, config), batch
     batch = moved(batch, model.device)
     try:
         if model.graphed is None or not model.graphed.is_valid:
@@ -277,7 +300,7 @@ def steps_of(
                 "try learner.graphs=off"
             ) from err
         print(f"learner.graphs=auto: steps are not recorded: {err}", flush=True)
-        return GradientSteps(model, optimizer, config), batch
+        return PolicySteps(model, optimizer, config), batch
     return model.graphed, batch
 
 
@@ -311,7 +334,7 @@ def update_policy(
         parts = minibatches(batch.order(seed, end.iteration, epoch), step_items(config, batch.num_units))
         for part, owned in zip(parts, batch.owned(parts), strict=True):
             steps.add(batch, owned, batch.divisor(len(part)))
-            steps.step(end, epoch, len(part), batch.stats_divisor(len(part)))
+            steps.step(steps.lr_factor(end), epoch, len(part), batch.stats_divisor(len(part)))
         # The mean KL over all ranks, measured before each gradient step.
         if config.target_kl is not None and steps.epoch_kl(epoch) / batch.num_units > config.target_kl:
             break

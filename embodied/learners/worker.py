@@ -27,7 +27,7 @@ from embodied.learners.model import Model, PolicyOptimizer
 from embodied.learners.sharding import form_shards, leave, load_whole, local_weights, shard, whole_tensors
 from embodied.learners.throughput import Throughput
 from embodied.learners.train_batch import RankBatch, RolloutBuffer, build_batch, frozen_features, moments_of, step_items
-from embodied.learners.update import GradientSteps, check_divisor, check_version, update_policy
+from embodied.learners.update import PolicySteps, check_divisor, check_version, update_policy
 from embodied.policies import check_methods, make_policy
 from embodied.policies.base import Policy
 from embodied.policies.policy_folder import read_blobs, read_weights
@@ -147,7 +147,7 @@ class LearnerWorker(Worker):
         self.model.first_backward, started = None, perf_counter()
         horizon = 0 if rows is None else self.algo.rollout_decisions
         buffer = RolloutBuffer(min(self.config.micro_batch_size or ENCODED, ENCODED), horizon)
-        units, steps = [], GradientSteps(self.model, self.optimizer, self.algo)
+        units, steps = [], PolicySteps(self.model, self.optimizer, self.algo)
         if one_by_one:
             check_divisor(self.model, self.algo)
         for unit in buffer.units(trajectories, batch, self.timers, lambda: self._look(buffer, rows)):

@@ -50,6 +50,7 @@ from embodied.learners.train_batch import (
     take,
     trained_tokens,
 )
+from embodied.learners.update import GradientSteps
 from embodied.policies import make_policy
 from embodied.policies.language.config import LanguageConfig
 from embodied.policies.language.folder import tokenizer_of
@@ -186,14 +187,16 @@ class CriticWorker(NetworkWorker):
         total, tokens = self.summed(np.array([count, trained.sum()], np.float64)).tolist()
         size = algo.minibatch_size or max(total, 1)
         steps = max(1, round(total / size))
-        losses, self.updates = [], self.updates + 1
+        steps_taken, self.updates = GradientSteps(self.model, self.optimizer, ["value_loss"]), self.updates + 1
         known = [
             torch.as_tensor(each, device=self.device, dtype=self.model.dtype) for each in (values, returns, trained)
         ]
         for epoch in range(algo.epochs):
             order = rng.permutation(self.seed, self.updates, epoch, count)
             for units in np.array_split(order, steps):
-                losses.append(self.step(batch, torch.from_numpy(np.sort(units)), known, tokens / steps))
+                self.add(steps_taken, batch, torch.from_numpy(np.sort(units)), known, tokens / steps)
+                steps_taken.step(1.0, epoch, len(units), tokens / steps)
+        losses = [row["value_loss"] for row in steps_taken.read(steps_taken.steps)[0]]
         if not np.isfinite(losses).all():
             raise Diverged("the critic's loss is not finite; try a lower roles.critic_lr")
         errors, moments = np.square(returns - values)[trained > 0], returns[trained > 0]
@@ -202,8 +205,10 @@ class CriticWorker(NetworkWorker):
         explained = 1 - sums[0] / spread if spread > 0 else 0.0
         return {"critic/value_loss": float(np.mean(losses)), "critic/explained_variance": float(explained)}
 
-    def step(self, batch: RankBatch | None, units: Tensor, known: list[Tensor], count: float) -> float:
-        loss_sum = torch.zeros(1, dtype=self.model.dtype, device=self.device)
+    def add(
+        self, steps: GradientSteps, batch: RankBatch | None, units: Tensor, known: list[Tensor], count: float
+    ) -> None:
+        """Add the gradient of these conversations' value loss, divided by `count`."""
         passes = batch.passes(self.model, units) if batch is not None and len(units) else []
         for number, each in enumerate(passes, 1):
             assert batch is not None
@@ -211,11 +216,7 @@ class CriticWorker(NetworkWorker):
             old, returns, weights = (take(part, each.items) for part in known)
             bounds = {"value_clip": self.algo.value_clip, "huber_delta": self.algo.huber_delta}
             loss, _ = value_loss_sum(scores.values, old, returns, weights, **bounds)
-            self.model.backward(loss / count, last=number == len(passes))
-            loss_sum += loss.detach()
-        totals, norm = self.optimizer.exchange(loss_sum)
-        self.optimizer.step(norm, 1.0)
-        return float(totals) / count
+            steps.backward(loss / count, loss.detach().view(1), last=number == len(passes))
 
     def summed(self, numbers: np.ndarray) -> np.ndarray:
         return self.all_reduce(numbers) if self.world_size > 1 else numbers

@@ -5,7 +5,7 @@ import json
 import numpy as np
 import pytest
 
-from embodied.core.errors import ConfigError, EmbodiedError
+from embodied.core.errors import EmbodiedError
 from embodied.core.types import ActionSpec, EnvSpec
 
 pytest.importorskip("pyarrow")
@@ -174,12 +174,3 @@ def test_frames_that_do_not_fit_are_refused_by_name(tmp_path):
         with pytest.raises(ValueError, match=r"next\.reward is not finite"):
             draft.add({**frame, "next.reward": np.nan})
     assert list(tmp_path.iterdir()) == []
-
-
-def test_another_folder_or_layout_is_named(tmp_path):
-    with pytest.raises(ConfigError, match="no LeRobot dataset"):
-        read_dataset(tmp_path)
-    (tmp_path / "meta").mkdir()
-    (tmp_path / "meta/info.json").write_text('{"codebase_version": "v1.6"}')
-    with pytest.raises(ConfigError, match=r"layout v1\.6.*convert"):
-        read_dataset(tmp_path)

@@ -15,7 +15,7 @@ from embodied.core.types import BatchEnd, Unit, choose, env_blocks
 from embodied.learners.config import LearnerConfig
 from embodied.learners.model import Model, PolicyOptimizer
 from embodied.learners.train_batch import build_batch
-from embodied.learners.update import GradientSteps, update_policy
+from embodied.learners.update import PolicySteps, update_policy
 from embodied.learners.worker import LearnerWorker
 from embodied.profiling.role_probe import Items
 from embodied.runtime import Timers
@@ -66,7 +66,7 @@ def share_of(policy, data, config, scores=SCORES, ranks=1, rank=0, collective=No
 
 def added(policy, config, share, units=None, divisor=1.0):
     """The steps after adding the gradient of these units, or all, of a batch."""
-    steps = GradientSteps(Model(policy, LearnerConfig(pack_tokens=20)), None, config)
+    steps = PolicySteps(Model(policy, LearnerConfig(pack_tokens=20)), None, config)
     steps.add(share, torch.arange(EPISODES) if units is None else units, divisor)
     return steps
 
@@ -350,7 +350,7 @@ def test_groups_that_come_one_by_one_make_the_step_of_the_batch(options, order):
     def work(rank, collective):
         policy = speaker(config)
         model, frozen = Model(policy, LearnerConfig(pack_tokens=20)), reference and Model(reference, LearnerConfig())
-        steps = GradientSteps(model, PolicyOptimizer(policy, config, collective), config)
+        steps = PolicySteps(model, PolicyOptimizer(policy, config, collective), config)
         for group in ranks[rank]:
             ids = np.arange(group * SIZE, (group + 1) * SIZE)
             unit = unit_of(ids, config=config, scores=scores)
@@ -423,7 +423,7 @@ def test_errors_of_log_probs_are_logged_and_conversations_above_a_bound_left_out
 def test_passes_that_make_up_for_those_of_other_ranks_count_nothing():
     config, data, policy = algo(kl_coef=0.1), talks(Speaking(), GROUPS, SIZE, stale=0.2), Speaking()
     share = share_of(policy, data, config, reference=Speaking(seed=3))
-    steps = GradientSteps(model := Model(policy, LearnerConfig(shard=True)), None, config)
+    steps = PolicySteps(model := Model(policy, LearnerConfig(shard=True)), None, config)
     model.most_passes, policy.set_requires_gradient_sync = lambda passes: 3, lambda last: None
     steps.add(share, torch.arange(0))
     assert len(policy.seen) == 3 and not steps.sums.any() and steps.largest.isneginf().all()

@@ -9,7 +9,7 @@ import torch
 from embodied.algorithms.config import GRPOConfig
 from embodied.core.types import ActionSpec, EnvSpec, Trajectory, Unit
 from embodied.datasets import RecordedEpisode
-from embodied.learners.imitation import Demonstrations, ImitationLearner
+from embodied.learners.imitation import Demonstrations, ImitationLearner, MeanSteps
 from embodied.learners.train_batch import build_batch
 from embodied.learners.update import mismatch_of
 from embodied.runtime.collective import Alone
@@ -72,8 +72,10 @@ def test_losses_of_imitation_are_summed_where_the_gradients_are():
     assert list(learner.demos.read([episode], 3, None)) == [{}]
     learner.model = SimpleNamespace(
         dtype=torch.float32,
+        device="meta",
         imitate=lambda inputs, noise: (inputs["actions"] * weight, weight.sum().expand(3)),
         backward=lambda loss, last: loss.backward(),
     )
-    sums = learner._gradient(torch.arange(3), 3, 1, 0)
-    assert weight.grad.device.type == sums.device.type == "meta" and sums.shape == (2,)
+    steps = MeanSteps(learner.model, None, learner._losses)
+    learner.add(steps, torch.arange(3), 1, 0)
+    assert weight.grad.device.type == steps.sums.device.type == "meta" and steps.sums.shape == (2,)

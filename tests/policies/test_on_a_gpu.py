@@ -17,7 +17,7 @@ from embodied.core.arrays import map_obs, text_arrays
 from embodied.core.types import ActionSpec, BatchEnd, EnvSpec, Trajectory, Unit
 from embodied.datasets.reader import RecordedEpisode
 from embodied.learners.config import LearnerConfig
-from embodied.learners.imitation import Demonstrations, ImitationLearner
+from embodied.learners.imitation import Demonstrations, ImitationLearner, MeanSteps
 from embodied.learners.model import Model, PolicyOptimizer
 from embodied.learners.train_batch import build_batch, frozen_features
 from embodied.learners.update import update_policy
@@ -150,7 +150,9 @@ def imitate(policy):
     episode = RecordedEpisode(0, "push the red cube", None, obs, actions, {})
     list(learner.demos.read([episode], ROWS, None))
     try:
-        return learner._gradient(torch.arange(ROWS), ROWS, 1, 0)
+        steps = MeanSteps(learner.model, None, learner._losses)
+        learner.add(steps, torch.arange(ROWS), 1, 0)
+        return steps.sums
     finally:
         learner.demos.close()
 
