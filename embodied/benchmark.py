@@ -31,7 +31,7 @@ from pathlib import Path
 from typing import Any
 
 from embodied import let_call
-from embodied.config.cli import from_python
+from embodied.config.command_line import from_python
 from embodied.config.read import read_yaml
 from embodied.config.recipe import RunConfig, load
 from embodied.core.errors import ConfigError, nearest

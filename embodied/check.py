@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 
 from embodied import let_call
-from embodied.config.cli import ON_COMMAND_LINE, from_python
+from embodied.config.command_line import ON_COMMAND_LINE, from_python
 from embodied.config.recipe import RunConfig, load
 from embodied.core.errors import ConfigError, DeadlineExceeded
 from embodied.envs import env_class, speaks

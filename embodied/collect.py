@@ -17,8 +17,7 @@ from shlex import join
 from typing import TYPE_CHECKING, Any
 
 from embodied import let_call
-from embodied.config.base_recipe import CONFIG
-from embodied.config.cli import ON_COMMAND_LINE, from_python
+from embodied.config.command_line import CONFIG, ON_COMMAND_LINE, from_python
 from embodied.config.read import COMMAND_LINE
 from embodied.config.recipe import Loaded, RunConfig, load
 from embodied.core.errors import ConfigError, EmbodiedError

@@ -18,8 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from embodied import let_call, report
-from embodied.config.base_recipe import stored_recipe
-from embodied.config.cli import ON_COMMAND_LINE, from_python
+from embodied.config.command_line import ON_COMMAND_LINE, from_python, stored_recipe
 from embodied.config.recipe import COMMAND_LINE, Loaded, RunConfig, load
 from embodied.core.errors import ConfigError, EmbodiedError, EvaluationStopped
 from embodied.core.types import EpisodeResult

@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import Any
 
 from embodied import assets, let_call
-from embodied.config.cli import from_python
+from embodied.config.command_line import from_python
 from embodied.config.recipe import RunConfig, load
 from embodied.config.sections import RunSection
 from embodied.core.arrays import gather

@@ -20,7 +20,8 @@ from typing import TYPE_CHECKING, Any
 
 from pydantic import ValidationError
 
-from embodied.config.cli import config_error, describe, explain, parse
+from embodied.config.answers import config_error, describe, explain
+from embodied.config.command_line import parse
 from embodied.config.read import COMMAND_LINE, Tree, leaves, root
 from embodied.core.errors import ConfigError
 from embodied.core.types import ActionSpec, EnvSpec
@@ -65,12 +66,12 @@ def start(argv: list[str]) -> None:
 
 def read(argv: list[str]) -> ServeConfig | None:
     """The server's options; None when --help has answered already."""
-    arguments = parse(argv, [], "checkpoint")
-    if "--help" in arguments.flags:
+    flags, values, problems = parse(argv, "checkpoint", has_recipes=False)
+    if "--help" in flags:
         print(usage())
         return None
-    tree = Tree(arguments.values, dict.fromkeys(arguments.values, COMMAND_LINE), arguments.problems)
-    if "checkpoint" not in arguments.values and not arguments.problems:
+    tree = Tree(values, dict.fromkeys(values, COMMAND_LINE), problems)
+    if "checkpoint" not in values and not problems:
         tree.problems.append("which policy? python -m embodied.serve checkpoint=RUN_DIR")
     try:
         config = ServeConfig.model_validate(tree.values)
@@ -194,7 +195,7 @@ def find_language(checkpoint: str, named: str | None = None) -> PolicySource | N
 
 def with_options(config: LanguageConfig, words: list[str]) -> LanguageConfig:
     """The model's options, changed by these arguments."""
-    values = parse(words, []).values
+    _, values, _ = parse(words, has_recipes=False)
     if odd := [key for key in values if key.removeprefix("policy.") not in SERVING]:
         known = ", ".join(f"policy.{key}" for key in SERVING)
         raise ConfigError(f"{odd[0]} has no effect in serving a language model; there are {known}")

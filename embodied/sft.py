@@ -13,7 +13,7 @@ from typing import Any
 
 from embodied import let_call
 from embodied.collect import demonstrated
-from embodied.config.cli import ON_COMMAND_LINE, from_python
+from embodied.config.command_line import ON_COMMAND_LINE, from_python
 from embodied.config.recipe import Loaded, load
 from embodied.core.errors import ConfigError
 from embodied.reporting.runs import Run, read_run

@@ -34,7 +34,7 @@ from shlex import quote
 from typing import Any
 
 from embodied import let_call
-from embodied.config.cli import from_python
+from embodied.config.command_line import from_python
 from embodied.core.errors import ConfigError, EmbodiedError
 from embodied.core.files import as_path, check_place, replace_text
 from embodied.placement import PlacementError, Topology

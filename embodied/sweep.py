@@ -27,7 +27,7 @@ from dataclasses import replace
 from typing import Any
 
 from embodied import let_call
-from embodied.config.cli import from_python
+from embodied.config.command_line import from_python
 from embodied.core.errors import ConfigError
 from embodied.reporting.seed_sets_page import sets_of, summary
 from embodied.run import launch

@@ -15,7 +15,7 @@ from shlex import quote
 from typing import TYPE_CHECKING, Any
 
 from embodied import let_call
-from embodied.config.cli import ON_COMMAND_LINE, SEVERAL, from_python
+from embodied.config.command_line import ON_COMMAND_LINE, SEVERAL, from_python
 from embodied.config.read import COMMAND_LINE
 from embodied.config.recipe import Loaded, RunConfig, load
 from embodied.core.errors import CheckpointError, ConfigError, EmbodiedError, NothingToLearn, WorkerFailed

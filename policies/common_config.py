@@ -9,6 +9,10 @@ from typing import Any, ClassVar
 from embodied.core.errors import ConfigError
 from embodied.core.options import Requirement, Strict
 
+OF_SERVER = ("url", "token_from", "weights", "answer_s", "away_s", "gap_limit", "verify")
+ANSWERING = tuple(f"policy.{key}" for key in ("engine", "tensor_parallel", *OF_SERVER, "max_running", "cache_gb"))
+"""Options that change how a language model's answers are computed, not the answers."""
+
 
 @dataclass(frozen=True)
 class PublishedFolder:

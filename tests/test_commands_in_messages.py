@@ -9,7 +9,7 @@ from shlex import quote
 import pytest
 
 from embodied import benchmark, plan, serve, share
-from embodied.config.cli import COMMANDS, FLAGS
+from embodied.config.command_line import COMMANDS, FLAGS
 from embodied.config.recipe import load
 from embodied.config.recipe_files import recipe_names
 from embodied.core.errors import ConfigError

@@ -1,7 +1,8 @@
 """Turns a recipe and key=value arguments into one validated, frozen RunConfig, and explains mistakes in them.
 
-`recipe` loads a recipe and `sections` defines its keys, `read` reads and merges files and values, `recipe_files` and
-`base_recipe` find recipes. `cli` reads arguments and answers users; `suggestions` has the answers to mistakes.
+`recipe` has the options of a run and loads them; `sections` has those of the whole run. `command_line` knows the
+commands, their arguments and the recipe that they start from; `read` merges recipes and arguments, `recipe_files`
+finds packaged ones; `answers` has the help and explains mistakes.
 """
 
-__all__ = ["base_recipe", "cli", "read", "recipe", "recipe_files", "sections", "suggestions"]
+__all__ = ["answers", "command_line", "read", "recipe", "recipe_files", "sections"]

@@ -1,20 +1,15 @@
 """Merges recipe files and arguments into one tree of values with the source of each.
 
 Later sources win: the recipe's base, the recipe, the command line. A plain value is replaced as a whole, a section key
-by key. Naming another variant of a section drops what earlier sources set for the old one.
+by key. A section is a key with subkeys: one model, or several variants with different `name`s. Naming another variant
+drops what earlier sources set for the old one.
 
-The keys that can be set, as a tree of the options models: for merging recipes, `--help` and "did you mean".
-
-A section is a key with subkeys: one model, or several variants with different `name`s.
-
-Simple YAML with a safe loader, for recipes and the values of a command line.
-
-Only true and false are booleans (`off` stays a word) and 1e-4 is a number. The same key twice is a mistake.
+Files and values are simple YAML: only true and false are booleans (`off` stays a word), 1e-4 is a number, and the same
+key twice is a mistake.
 """
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
@@ -23,13 +18,13 @@ from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from inspect import get_annotations
 from pathlib import Path
-from shlex import quote
 from types import UnionType
 from typing import Annotated, Any, ClassVar, Literal, Union, get_args, get_origin
 
 import yaml
 from pydantic import BaseModel, Discriminator, Tag
 from pydantic.fields import FieldInfo
+from pydantic_core import to_jsonable_python
 
 from embodied.config.recipe_files import BY_TASK, DEFAULT_ENV, EVERY_RECIPE, RECIPES, recipe_file, recipe_names
 from embodied.core.errors import ConfigError, nearest
@@ -38,8 +33,7 @@ from embodied.core.options import BelongsToFile
 
 COMMAND_LINE = "command line"
 Key = tuple[str, ...]
-DEEPEST = 16  # parts of a dotted key
-ENV_NAME, ENV_TASK = ("env", "name"), ("env", "task")
+ENV_NAME, ENV_TASK, CLUSTER = ("env", "name"), ("env", "task"), ("cluster",)
 
 
 @dataclass(frozen=True)
@@ -129,29 +123,23 @@ def recipe_sources(recipe: str, root: Section, problems: list[str]) -> list[Sour
 
 def find_recipe(recipe: str, folder: Path, asked_by: str, problems: list[str]) -> Path | None:
     """The file of a recipe: a path (relative to `folder`), or the name of a packaged recipe."""
-    if "/" in recipe or recipe.endswith((".yaml", ".yml")):
-        try:
-            path = (folder / as_path(recipe)).resolve()
-        except BadPath as err:
-            problems.append(f"{asked_by or 'recipe='}{err}")
-            return None
-        except RuntimeError:
-            problems.append(f"{asked_by or 'recipe='}{recipe}: this link leads back to itself")
-            return None
-        if path.is_file():
-            return path
-        if path.is_dir():
-            problems.append(f"{asked_by or 'recipe='}{recipe}: {path} is a folder; name a recipe file")
-            return None
-        beside = sorted(str(p) for pattern in ("*.yaml", "*.yml") for p in path.parent.glob(pattern) if p.is_file())
-        hint = nearest(str(path), beside, 0.6, ", ")
-        problems.append(f"{asked_by or 'recipe='}{recipe}: there is no file {path}{hint}")
+    problem = f"{asked_by or 'recipe='}{recipe}: "
+    if not ("/" in recipe or recipe.endswith((".yaml", ".yml"))):
+        names = recipe_names()
+        if recipe in names:
+            return recipe_file(recipe)
+        hint = nearest(recipe, names, 0.6, ", ") or ";"
+        problems.append(f"{problem}no such recipe{hint} {EVERY_RECIPE}, or name path/to/my.yaml")
         return None
-    names = recipe_names()
-    if recipe in names:
-        return recipe_file(recipe)
-    hint = nearest(recipe, names, 0.6, ", ") or ";"
-    problems.append(f"{asked_by or 'recipe='}{recipe}: no such recipe{hint} {EVERY_RECIPE}, or name path/to/my.yaml")
+    try:
+        path = (folder / as_path(recipe)).resolve()
+    except (BadPath, RuntimeError) as err:  # a path that cannot be, or a link to itself
+        problems.append(f"{problem}{err}")
+        return None
+    if path.exists():
+        return path
+    beside = sorted(str(p) for pattern in ("*.yaml", "*.yml") for p in path.parent.glob(pattern))
+    problems.append(f"{problem}there is no file {path}{nearest(str(path), beside, 0.6, ', ')}")
     return None
 
 
@@ -167,18 +155,13 @@ def read_recipe(path: Path, problems: list[str]) -> dict[str, Any]:
     """The mapping in a recipe file; empty if it cannot be read."""
     try:
         values = read_yaml(path.read_text(encoding="utf-8"))
-    except yaml.YAMLError as err:
-        problems.append(f"{display(path)}: {yaml_problem(err)}")
-        return {}
-    except (OSError, ValueError) as err:
-        problems.append(f"{display(path)} cannot be read: {err}")
+    except (OSError, ValueError, yaml.YAMLError) as err:
+        problems.append(f"{display(path)} cannot be read: {yaml_problem(err)}")
         return {}
     if isinstance(values, dict):
         return values
-    is_what = "is empty" if values is None else f"holds a {'list' if isinstance(values, list) else 'single value'}"
-    problems.append(
-        f"{display(path)} {is_what}; a recipe is a mapping of sections, for example env: {{name: pointmass}}"
-    )
+    example = "such as env: {name: pointmass}"
+    problems.append(f"{display(path)} should be a mapping of sections, {example}, not {write_yaml(values):.40}")
     return {}
 
 
@@ -194,18 +177,15 @@ def flatten(root: Section, values: dict, where: str, problems: list[str]) -> lis
     def visit(prefix: Key, values: dict) -> None:
         for name, value in values.items():
             key = (*prefix, *name.split("."))
-            if len(key) > DEEPEST:
-                problems.append(f"{'.'.join(key[:3])}...: a key has at most {DEEPEST} parts (from {where})")
-                continue
             below = root.at(key)
             if below and isinstance(value, dict):
                 visit(key, value)
             elif below and value is None and where != COMMAND_LINE:
                 continue  # an empty section
+            elif key == CLUSTER and isinstance(value, str):
+                visit(key, {"machines": value})  # cluster=8xH100
             elif below:
                 problems.append(f"{not_a_section_value(below, key, value)} (from {where})")
-            elif has_no_finite_value(value):
-                problems.append(f"{'.'.join(key)}={value!r}: NaN and infinity are refused (from {where})")
             elif clash := first_below.get(key) or next((k for k in prefixes(key) if k in values_by_key), None):
                 problems.append(f"{'.'.join(key)} is set twice: also as {'.'.join(clash)} (both from {where})")
             else:
@@ -229,18 +209,7 @@ def not_a_section_value(section: Section, key: Key, value: Any) -> str:
     names = section.names()
     if "name" in names and isinstance(value, str):
         return f"{path}={value}: did you mean {path}.name={value}?"
-    if "machines" in names and isinstance(value, str):
-        return (
-            f"{path}={value}: did you mean {path}.machines={value} with --dry-run? "
-            f"python -m embodied.plan recipe=NAME {quote(f'{path}={value}')} compares placements on such machines"
-        )
     return f"{path}={value!r}: {path} is a section; set its keys: {', '.join(f'{path}.{name}' for name in names[:6])}"
-
-
-def has_no_finite_value(value: Any) -> bool:
-    if isinstance(value, dict | list):
-        return any(map(has_no_finite_value, value.values() if isinstance(value, dict) else value))
-    return isinstance(value, float) and not math.isfinite(value)
 
 
 def with_own_task(source: Source, tree: Tree) -> Source:
@@ -525,8 +494,34 @@ def write_yaml(value: Any) -> str:
     return text.removesuffix("\n").removesuffix("\n...")
 
 
-def yaml_problem(err: yaml.YAMLError) -> str:
-    """The line and mistake of a YAML error."""
-    problem = getattr(err, "problem", None) or str(err)
+def yaml_problem(err: Exception) -> str:
+    """The mistake in a YAML text, with its line, or why a file cannot be read."""
+    problem = getattr(err, "problem", None) or getattr(err, "strerror", None) or str(err)
     mark = getattr(err, "problem_mark", None)
     return f"line {mark.line + 1}: {problem}" if mark else problem
+
+
+def plain(value: Any) -> str:
+    """A default as YAML, which has neither paths nor tuples."""
+    return write_yaml(to_jsonable_python(value))
+
+
+def config_yaml(config: BaseModel, sources: dict[str, str], default: str = "") -> str:
+    """Nested YAML with one line per key and the value's source as a comment."""
+    return "\n".join(_lines(config, sources, default, "", "")) + "\n"
+
+
+def _lines(model: BaseModel, sources: dict[str, str], default: str, prefix: str, indent: str) -> list[str]:
+    lines = []
+    for name in type(model).model_fields:
+        value, key = getattr(model, name), f"{prefix}{name}"
+        if isinstance(value, BaseModel):
+            lines += [f"{indent}{name}:", *_lines(value, sources, default, key + ".", indent + "  ")]
+            continue
+        if isinstance(value, Path):
+            value = value.absolute()
+        set_by = {where for known, where in sources.items() if known == key or known.startswith(key + ".")}
+        where = ", ".join(sorted(set_by)) or default
+        line = f"{indent}{name}: {plain(value)}"
+        lines.append(f"{line:<48}# {where}" if where else line)
+    return lines

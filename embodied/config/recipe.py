@@ -15,18 +15,30 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, ValidationError, ValidationInfo, model_validator
 
 from embodied.algorithms.config import PRESETS, AlgoConfig, PPOConfig, SFTConfig
-from embodied.config.base_recipe import (
+from embodied.config.command_line import (
+    COMMANDS,
     WHICH_POLICY,
+    Command,
     base_recipe,
+    from_python,
     has_options,
     own_classes,
+    parse,
     texts,
     usual_name,
     without_recipe,
 )
-from embodied.config.cli import COMMANDS, Command, config_error, explain, from_python, parse
-from embodied.config.read import COMMAND_LINE, Source, Tree, flatten, lay, recipe_sources, root, with_own_task
-from embodied.config.recipe_files import recipe_names
+from embodied.config.read import (
+    COMMAND_LINE,
+    Source,
+    Tree,
+    config_yaml,
+    flatten,
+    lay,
+    recipe_sources,
+    root,
+    with_own_task,
+)
 from embodied.config.sections import (
     CollectSection,
     EvalSection,
@@ -283,23 +295,21 @@ class Loaded:
     @property
     def yaml(self) -> str:
         """The resolved recipe with every key. It loads to the same configuration from any folder, as a new run."""
-        from embodied.config.cli import config_yaml
-
         return config_yaml(self.config.model_copy(update={"resume": None}), {})
 
 
 def load(argv: list[str], entry: str = "train") -> Loaded | None:
     """The configuration of an argument list; None if --help or --cfg was answered."""
-    from embodied.config.cli import config_yaml, help_text
-
     command = COMMANDS[entry]
-    arguments = parse(argv, recipe_names(), "checkpoint" if "checkpoint" in command.own else "resume")
-    if "checkpoint" in command.own and "--help" not in arguments.flags and has_options(arguments.values):
-        command = replace(command, unused=tuple(name for name in command.unused if name != "policy"))
-    if "--help" in arguments.flags:
+    flags, values, problems = parse(argv, "checkpoint" if "checkpoint" in command.own else "resume")
+    if "--help" in flags:
+        from embodied.config.answers import help_text
+
         print(help_text(command, root(RunConfig), [word for word in argv if re.fullmatch(r"[\w.]+", word)]), flush=True)
         return None
-    loaded = _load(arguments.values, arguments.problems, frozenset(arguments.flags), command)
+    if "checkpoint" in command.own and has_options(values):
+        command = replace(command, unused=tuple(name for name in command.unused if name != "policy"))
+    loaded = _load(values, problems, frozenset(flags), command)
     if "--cfg" in loaded.flags:
         print(config_yaml(loaded.config, loaded.sources, "default"), end="")
         return None
@@ -336,8 +346,12 @@ def _load(values: dict[str, Any], problems: list[str], flags: frozenset[str], co
     try:
         config = RunConfig.model_validate(tree.values, context={"unused": command.unused})
     except ValidationError as err:
+        from embodied.config.answers import explain
+
         problems += explain(err.errors(), schema, tree, incomplete, command)
     if problems:
+        from embodied.config.answers import config_error
+
         raise config_error(tree.doubts + problems)
     return Loaded(config, tree.sources, flags, own, recipe, tuple(tree.left_out))
 

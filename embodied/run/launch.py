@@ -17,10 +17,9 @@ from textwrap import wrap
 from typing import TYPE_CHECKING, Any
 
 from embodied import _stop_at_once
-from embodied.config.cli import parse
+from embodied.config.command_line import parse
 from embodied.config.read import recipe_of_task
 from embodied.config.recipe import Loaded, RunConfig, load
-from embodied.config.recipe_files import recipe_names
 from embodied.core.errors import ConfigError, EmbodiedError, MissingAsset
 from embodied.core.files import show
 from embodied.core.options import broken_rules
@@ -89,8 +88,8 @@ def say(line: str) -> None:
 def split(argv: list[str], keys: tuple[str, ...]) -> tuple[dict[str, Any], list[str], list[str]]:
     """A command's own keys with their values, their mistakes, and the recipe's arguments."""
     of_command = [arg for arg in argv if arg.partition("=")[0] in keys]
-    arguments = parse(of_command, recipe_names())
-    return dict(arguments.values), list(arguments.problems), [arg for arg in argv if arg not in of_command]
+    _, values, problems = parse(of_command)
+    return values, problems, [arg for arg in argv if arg not in of_command]
 
 
 # From a recipe to a plan for these machines

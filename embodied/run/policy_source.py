@@ -17,8 +17,7 @@ from pathlib import Path
 from shlex import join
 from typing import TYPE_CHECKING, Any
 
-from embodied.config.base_recipe import is_class, stored_recipe
-from embodied.config.cli import COMMANDS, Command
+from embodied.config.command_line import COMMANDS, Command, is_class, stored_recipe
 from embodied.config.read import COMMAND_LINE, read_yaml, recipe_sources, root, write_yaml
 from embodied.config.recipe import Loaded, RunConfig, load
 from embodied.config.recipe_files import recipe_names
@@ -26,8 +25,9 @@ from embodied.core.arrays import flat_dict
 from embodied.core.errors import CheckpointError, ConfigError, nearest
 from embodied.core.files import digest
 from embodied.envs import env_class
+from embodied.policies.common_config import ANSWERING, OF_SERVER
 from embodied.policies.hub import check_model, fetch, is_hub_id
-from embodied.policies.language.config import ANSWERING, OF_SERVER, LanguageConfig
+from embodied.policies.language.config import LanguageConfig
 from embodied.run.checkpoints import locate, name_of, read_json
 
 if TYPE_CHECKING:

@@ -14,10 +14,9 @@ from itertools import product
 from pathlib import Path
 from typing import Any, Literal
 
-from embodied.config.cli import FLAGS, SEVERAL, parse
+from embodied.config.command_line import FLAGS, SEVERAL, parse
 from embodied.config.read import read_yaml, write_yaml, yaml_problem
 from embodied.config.recipe import Loaded, load
-from embodied.config.recipe_files import recipe_names
 from embodied.core.errors import ConfigError
 from embodied.core.files import as_path
 from embodied.placement import PlacementPlan, Topology
@@ -105,11 +104,11 @@ def read_order(argv: Sequence[str], sweep: bool) -> Order:
         problems.append("nothing is swept: give a key several values, for example algo.lr=1e-4,3e-4,1e-3")
     names = {key for key in grid if key in given}
     problems += [f"{key} is given twice" for key in sorted(names)]
-    parsed = parse([word for word in words if "=" in word], recipe_names())
+    _, typed_values, _ = parse([word for word in words if "=" in word])
     if problems:
         raise ConfigError("\n".join(problems))
     group = as_path(str(own["group"])) if "group" in own else None
-    return Order(tuple(words), flags, dict(parsed.values), grid, seeds, at_once, group)
+    return Order(tuple(words), flags, typed_values, grid, seeds, at_once, group)
 
 
 def read_seeds(text: str, problems: list[str]) -> tuple[int, ...]:

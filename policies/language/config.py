@@ -11,13 +11,10 @@ from pydantic import Field
 from embodied.core.errors import CheckpointError
 from embodied.core.files import as_path, read_object
 from embodied.core.options import LocalPath, never_with, only_with
-from embodied.policies.common_config import PublishedFolder
+from embodied.policies.common_config import OF_SERVER, PublishedFolder
 from embodied.policies.vla.config import LoraOptions
 
 SEEING = ("qwen2_5_vl", "idefics3", "smolvlm")  # config.json's model_type of models that read pictures
-OF_SERVER = ("url", "token_from", "weights", "answer_s", "away_s", "gap_limit", "verify")
-ANSWERING = tuple(f"policy.{key}" for key in ("engine", "tensor_parallel", *OF_SERVER, "max_running", "cache_gb"))
-"""Options that change how a language model's answers are computed, not the answers."""
 
 
 class LanguageConfig(LoraOptions):

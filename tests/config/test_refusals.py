@@ -5,9 +5,9 @@ import re
 import pytest
 
 from embodied.config import recipe
+from embodied.config.answers import OURS, USUAL
 from embodied.config.read import leaves, root
 from embodied.config.recipe import RunConfig, load
-from embodied.config.suggestions import OURS, USUAL
 from embodied.core.errors import ConfigError, EmbodiedError
 from embodied.core.options import Rule, Strict
 from embodied.run import launch, memory_check
@@ -77,7 +77,7 @@ PPO learner.pack_tokens=64 -> learner.pack_tokens=64 has no effect with policy.n
 PPO learner.share_prompts=false -> learner.share_prompts=false has no effect
 PPO algo.groups=8 algo.group_size=2 -> algo.groups=8 and algo.group_size=2 do not go with algo.name=ppo and policy.na
 PPO algo.group_size=4 -> a robot's PPO learns from rollouts of algo.rollout_decisions, not from groups; leave it out
-PPO policy.hidden=[] -> policy.hidden=[]: should hold 1 value or more
+PPO policy.hidden=[] -> policy.hidden=[]: tuple should have at least 1 item after validation, not 0
 PPO run.name=LONG -> has 300 bytes; 100 are allowed, since files are named after it
 GRPO algo.logprob_level=episode -> only a language model gives answers; leave it out, or set policy.name=language
 PPO algo.logprob_level=episode -> only a language model gives answers

@@ -1,29 +1,156 @@
-"""Finds the base recipe of a command line: the named recipe, or the stored recipe of the run to resume or evaluate.
+"""What a user asks for: the commands with a recipe, the `key=value` arguments, and the recipe that they start from.
 
-An evaluation with `env.name` needs no recipe.
+A command line names its recipe, or the run to resume or evaluate, whose stored recipe is then the base. An evaluation
+with `env.name` needs none.
 """
 
 from __future__ import annotations
 
+import json
 import os
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from embodied.config.read import COMMAND_LINE, Source, flatten, own_path, recipe_sources
+import yaml
+
+from embodied.config.read import (
+    COMMAND_LINE,
+    Section,
+    Source,
+    flatten,
+    own_path,
+    read_yaml,
+    recipe_sources,
+    write_yaml,
+    yaml_problem,
+)
 from embodied.config.recipe_files import EVERY_RECIPE, recipe_names
 from embodied.core.files import as_path
-from embodied.envs import env_that_knows
-from embodied.policies.hub import is_hub_id
-from embodied.policies.language.config import ANSWERING
+from embodied.policies.common_config import ANSWERING
 
-if TYPE_CHECKING:
-    from embodied.config.cli import Command
-    from embodied.config.read import Section
-
+ON_COMMAND_LINE = "--help, --cfg and --dry-run are for the command line"
+FLAGS = {"-h": "--help", "--help": "--help", "--cfg": "--cfg", "--dry-run": "--dry-run"}
+SEVERAL = {  # arguments of several runs (sweeps/seeds_and_sweeps.py)
+    "seeds": "0-4 or 0,2,5: a run for each seed, and a page of all; the same command continues.",
+    "at_once": "Number of simultaneous runs, each on its own cores [as the machine allows].",
+    "group": "The folder that names these runs [the newest of this command, else a new one].",
+}
 CONFIG = "config.yaml"
 ENV = ("env", "env.name", "env.task")  # keys that choose the env
 EVERY_ENV = "python -m embodied.list envs tasks says which there are"
 WHICH_POLICY = "which policy? python -m embodied.evaluate checkpoint=runs/... or checkpoint=random env.name=NAME"
+KEY = re.compile(r"[A-Za-z_]\w*(\.[\w,+-]+)*")
+
+
+@dataclass(frozen=True)
+class Command:
+    """A command: its own arguments besides the recipe's keys, and the sections without effect."""
+
+    name: str
+    purpose: str
+    own: dict[str, str]  # key -> help
+    unused: tuple[str, ...] = ()
+    several: dict[str, str] = field(default_factory=dict)  # arguments of several runs; key -> help
+
+    def ignores(self, key: str) -> bool:
+        kept = self.name == "evaluate" and (key in ANSWERING or key == "policy.name")  # the class of a policy folder
+        return not kept and any(key == name or key.startswith(f"{name}.") for name in self.unused)
+
+
+NOT_ENV = ("policy", "algo", "sft", "collect", "learner", "roles", "placement", "pipeline", "eval", "resume")
+COMMANDS = {
+    "train": Command(
+        "train",
+        "Train a policy.",
+        {"program": "A workflow of your own, my_pkg.my_module:MyLoop; unset: collect, update, publish."},
+        unused=("sft", "collect"),
+        several=SEVERAL,
+    ),
+    "sft": Command(
+        "sft",
+        "Train a policy to imitate demonstrations, for sft.epochs passes over sft.data.",
+        {},
+        unused=("algo", "roles", "run.env_steps", "run.iterations", "eval.interleave"),
+    ),
+    "collect": Command(
+        "collect",
+        "Play episodes with a scripted expert or a policy and write them down as demonstrations.",
+        {
+            "out": "New folder for the dataset, in LeRobot's layout 3.0.",
+            "checkpoint": "Source of the episodes: expert, or any value of embodied.evaluate's checkpoint [expert].",
+        },
+        unused=("run", "policy", "algo", "sft", "learner", "roles", "resume", "eval.interleave"),
+    ),
+    "check": Command(
+        "check",
+        "Check that an env keeps the contract, and list its observations and actions.",
+        {
+            "images": "true writes the images that a policy sees as PNG files, into run.dir/images/TASK [false].",
+            "limit_s": "Seconds after which the check gives up and names its last step [1800].",
+        },
+        unused=NOT_ENV,
+    ),
+    "evaluate": Command(
+        "evaluate",
+        "Play a fixed list of episodes with a trained policy and report its success.",
+        {
+            "checkpoint": "A run's folder, one of its checkpoints, a policy folder, a hub id, random, zero, "
+            "or my_pkg.my_module:MyPolicy; several as [A,B,random] play the same episodes and are compared."
+        },
+        unused=("policy", "algo", "sft", "collect", "roles", "resume", "eval.interleave"),
+    ),
+}
+
+
+# Arguments
+
+
+def from_python(words: Sequence[str | Mapping[str, Any]]) -> list[str]:
+    """The arguments of a call from Python: "pointmass_ppo", "algo.lr=1e-3" or {"algo.lr": 1e-3}. Only the first word
+    may lack a =; it names the recipe."""
+    arguments = []
+    for word in words:
+        if isinstance(word, Mapping):
+            arguments += [f"{key}={json.dumps(value, default=str)}" for key, value in word.items()]
+        else:
+            named = "=" in word or word.startswith("-") or bool(arguments)
+            arguments.append(word if named else f"recipe={word}")
+    return arguments
+
+
+def parse(
+    argv: Sequence[str], folder_key: str = "resume", has_recipes: bool = True
+) -> tuple[set[str], dict[str, Any], list[str]]:
+    """The flags, the values by key, and the mistakes of a command line. For a path without a key the message suggests
+    `folder_key`, or recipe= if the command `has_recipes`."""
+    flags: set[str] = set()
+    values: dict[str, Any] = {}
+    problems: list[str] = []
+    for arg in argv:
+        key, equals, text = arg.partition("=")
+        if arg in FLAGS:
+            flags.add(FLAGS[arg])
+        elif not equals or not KEY.fullmatch(key):
+            from embodied.config.answers import not_a_setting
+
+            problems.append(not_a_setting(arg, FLAGS, folder_key, has_recipes))
+        elif key in values:
+            problems.append(f"{key} is given twice on the command line: {write_yaml(values[key])} and {text}")
+        elif not text.strip():
+            problems.append(f"{key}= has no value; to set it to nothing write {key}=null")
+        else:
+            try:
+                values[key] = read_yaml(text)
+            except (yaml.YAMLError, ValueError) as err:
+                reason = yaml_problem(err).removeprefix("line 1: ")
+                problems.append(f"{arg}: the value is not YAML ({reason}); quote it for the shell: '{key}=...'")
+    return flags, values, problems
+
+
+# The base recipe
 
 
 def base_recipe(
@@ -43,6 +170,8 @@ def base_recipe(
         if isinstance(stored, str) and (recipe_path := stored_recipe(as_path(stored))):
             return str(recipe_path)
     if family := published(values | own):
+        from embodied.envs import env_that_knows
+
         task = values.get("env.task")
         env = values.get("env.name") or (env_that_knows(task) if isinstance(task, str | list) else None)
         return protocol_recipe(own["checkpoint"][0], str(values.get("policy.name", family)), env, problems)
@@ -114,10 +243,12 @@ def is_class(checkpoint: str) -> bool:
 
 def published(values: dict[str, Any]) -> str | None:
     """The family of a published checkpoint; one on the hub is downloaded if an env is named too."""
+    named = values.get("checkpoint")
+    if not named:
+        return None
     from embodied.policies.hub import folder_of
     from embodied.policies.policy_folder import published_family
 
-    named = values.get("checkpoint")
     (checkpoint,) = named if isinstance(named, list | tuple) and len(named) == 1 else (named,)
     find = folder_of if {"recipe", *ENV} & values.keys() else as_path
     return published_family(find(checkpoint)) if isinstance(checkpoint, str) else None
@@ -166,6 +297,7 @@ def texts(key: str, value: Any, problems: list[str]) -> tuple[str, ...]:
 
 def no_recipe_in(checkpoints: tuple[str, ...], env_is_named: bool = False) -> list[str]:
     """Problems of checkpoints outside runs; none if they exist and the env is named."""
+    from embodied.policies.hub import is_hub_id
     from embodied.run.checkpoints import no_policy_in
 
     problems, others = [], []

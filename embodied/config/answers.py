@@ -1,178 +1,103 @@
-"""Reads the command line: `key=value` arguments and options. The same key twice is a mistake.
+"""The answers to a user: `--help`, `--cfg`, and a line for every mistake, with key, value, reason and source.
 
-The commands with a recipe: the purpose of each, its own arguments, and the sections without effect.
-
-The output of `--help` and `--cfg`: every key with default and meaning; the resolved recipe with its sources.
-
-One line for every mistake in a recipe or on the command line: key, value, reason, and source of the value.
-
-For a typo the nearest key is suggested (`unknown_key`).
+For an unknown key the nearest key by its last part is suggested. Names of our keys in Stable-Baselines3, CleanRL,
+rsl_rl, ManiSkill's scripts, RLinf and TRL count: `learning_rat` is algo.lr. A run without mistakes imports none of it.
 """
 
 from __future__ import annotations
 
-import json
+import difflib
 import re
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from textwrap import wrap
 from types import UnionType
-from typing import Any, Literal, Union, get_args, get_origin
+from typing import TYPE_CHECKING, Any, Literal, Union, get_args, get_origin
 
-import yaml
-from pydantic import BaseModel
 from pydantic.fields import FieldInfo
-from pydantic_core import ErrorDetails, to_jsonable_python
+from pydantic_core import ErrorDetails
 from typing_extensions import is_typeddict
 
-from embodied.config.read import Section, Tree, choices, leaves, read_yaml, write_yaml, yaml_problem
+from embodied.config.read import Section, Tree, choices, leaves, plain
 from embodied.config.recipe_files import BY_TASK, RECIPES, by_family, recipe_names
-from embodied.config.suggestions import FAR, USUAL, as_word, hint, usual
 from embodied.core.errors import ConfigError, nearest
-from embodied.policies.language.config import ANSWERING
 
-ON_COMMAND_LINE = "--help, --cfg and --dry-run are for the command line"
-FLAGS = {"-h": "--help", "--help": "--help", "--cfg": "--cfg", "--dry-run": "--dry-run"}
-
-
-def from_python(words: Sequence[str | Mapping[str, Any]]) -> list[str]:
-    """The arguments of a call from Python: "pointmass_ppo", "algo.lr=1e-3" or {"algo.lr": 1e-3}. Only the first word
-    may lack a =; it names the recipe."""
-    arguments = []
-    for word in words:
-        if isinstance(word, Mapping):
-            arguments += [f"{key}={json.dumps(value, default=str)}" for key, value in word.items()]
-        else:
-            named = "=" in word or word.startswith("-") or bool(arguments)
-            arguments.append(word if named else f"recipe={word}")
-    return arguments
-
-
-@dataclass
-class Arguments:
-    """The parts of a command line; `problems` are messages about unreadable arguments."""
-
-    flags: set[str] = field(default_factory=set)
-    values: dict[str, Any] = field(default_factory=dict)
-    problems: list[str] = field(default_factory=list)
-
-
-def parse(argv: list[str], recipes: list[str], folder_key: str = "resume") -> Arguments:
-    """Parse a command line; for a name of `recipes` without `recipe=` the message suggests the key, for another path
-    `folder_key`."""
-    arguments = Arguments()
-    for arg in argv:
-        if arg in FLAGS:
-            arguments.flags.add(FLAGS[arg])
-            continue
-        key, equals, text = arg.partition("=")
-        problem = _not_an_override(key, equals, text, recipes, folder_key)
-        if not problem and key in arguments.values:
-            problem = f"{key} is given twice on the command line: {write_yaml(arguments.values[key])} and {text}"
-        if problem:
-            arguments.problems.append(problem)
-            continue
-        try:
-            arguments.values[key] = read_yaml(text)
-        except (yaml.YAMLError, ValueError) as err:
-            reason = yaml_problem(err).removeprefix("line 1: ") if isinstance(err, yaml.YAMLError) else str(err)
-            arguments.problems.append(f"{arg}: the value is not YAML ({reason}); quote it for the shell: '{key}=...'")
-    return arguments
-
-
-def _not_an_override(key: str, equals: str, text: str, recipes: list[str], folder_key: str) -> str | None:
-    bare = key.lstrip("+-~")
-    ours = usual(bare) if recipes else bare
-    if key.startswith("-") and not equals and ours != bare:
-        return f"{key}: write {ours}=VALUE; keys are set without {key[: len(key) - len(bare)]}"
-    if key.startswith("-") and not equals:
-        near = nearest(key, FLAGS, 0.6, ", ")
-        return f"{key}: unknown option{near}; options: --help, --cfg, --dry-run; settings: key=value"
-    if key.startswith(("--", "+")):
-        return f"{key}={text}: write {ours}={text or '...'}; keys are set without {key[: len(key) - len(bare)]}"
-    if key.startswith("~"):
-        return f"{key}: a key cannot be deleted; write {bare}=null if it may be empty, or {bare}=VALUE"
-    if not equals:
-        guess = "key=value, for example algo.lr=1e-4"
-        if key in recipes or key.endswith((".yaml", ".yml")):
-            guess = f"recipe={key}"
-        elif "/" in key:
-            guess = f"{folder_key}={key}"
-        return f"{key!r} is not a setting; write {guess}"
-    if not re.fullmatch(r"[A-Za-z_]\w*(\.[\w,+-]+)*", key):
-        example = f"{ours}={text}" if ours != bare else "key=value, for example algo.lr=1e-4"
-        return f"{key}={text}: {key!r} is not a key; write {example}"
-    if not text.strip():
-        return f"{key}= has no value; to set it to nothing write {key}=null"
-    return None
-
-
-@dataclass(frozen=True)
-class Command:
-    """A command: its own arguments besides the recipe's keys, and the sections without effect."""
-
-    name: str
-    purpose: str
-    own: dict[str, str]  # key -> help
-    unused: tuple[str, ...] = ()
-
-    def ignores(self, key: str) -> bool:
-        kept = self.name == "evaluate" and (key in ANSWERING or key == "policy.name")  # the class of a policy folder
-        return not kept and any(key == name or key.startswith(f"{name}.") for name in self.unused)
-
-
-NOT_ENV = ("policy", "algo", "sft", "collect", "learner", "roles", "placement", "pipeline", "eval", "resume")
-COMMANDS = {
-    "train": Command(
-        "train",
-        "Train a policy.",
-        {"program": "A workflow of your own, my_pkg.my_module:MyLoop; unset: collect, update, publish."},
-        unused=("sft", "collect"),
-    ),
-    "sft": Command(
-        "sft",
-        "Train a policy to imitate demonstrations, for sft.epochs passes over sft.data.",
-        {},
-        unused=("algo", "roles", "run.env_steps", "run.iterations", "eval.interleave"),
-    ),
-    "collect": Command(
-        "collect",
-        "Play episodes with a scripted expert or a policy and write them down as demonstrations.",
-        {
-            "out": "New folder for the dataset, in LeRobot's layout 3.0.",
-            "checkpoint": "Source of the episodes: expert, or any value of embodied.evaluate's checkpoint [expert].",
-        },
-        unused=("run", "policy", "algo", "sft", "learner", "roles", "resume", "eval.interleave"),
-    ),
-    "check": Command(
-        "check",
-        "Check that an env keeps the contract, and list its observations and actions.",
-        {
-            "images": "true writes the images that a policy sees as PNG files, into run.dir/images/TASK [false].",
-            "limit_s": "Seconds after which the check gives up and names its last step [1800].",
-        },
-        unused=NOT_ENV,
-    ),
-    "evaluate": Command(
-        "evaluate",
-        "Play a fixed list of episodes with a trained policy and report its success.",
-        {
-            "checkpoint": "A run's folder, one of its checkpoints, a policy folder, a hub id, random, zero, "
-            "or my_pkg.my_module:MyPolicy; several as [A,B,random] play the same episodes and are compared."
-        },
-        unused=("policy", "algo", "sft", "collect", "roles", "resume", "eval.interleave"),
-    ),
-}
-
+if TYPE_CHECKING:
+    from embodied.config.command_line import Command
 
 INDENT = 30
 WIDTH = 118
-SEVERAL = {
-    "seeds": "0-4 or 0,2,5: a run for each seed, and a page of all; the same command continues.",
-    "at_once": "Number of simultaneous runs, each on its own cores [as the machine allows].",
-    "group": "The folder that names these runs [the newest of this command, else a new one].",
-}  # of embodied.train, for several runs (sweeps/seeds_and_sweeps.py)
+MOST = 20  # largest number of shown mistakes
+
+OURS = {  # our keys -> names in other toolkits; a name may mean two keys
+    "recipe": "config config_name config_path config_file cfg yaml",
+    "seed": "random_seed rng_seed manual_seed random_state seeds",
+    "resume": "resume_from resume_path resume_from_checkpoint load_run",
+    "placement": "num_workers n_workers num_processes n_jobs component_placement",
+    "run.env_steps": "total_timesteps timesteps num_timesteps max_timesteps total_steps steps total_env_steps "
+    "num_env_steps",
+    "run.iterations": "max_iterations num_iterations n_iterations num_updates max_epochs max_steps training_steps",
+    "run.eval_every": "eval_freq eval_interval eval_frequency val_check_interval test_freq eval_steps",
+    "run.save_every": "save_freq save_interval save_steps checkpoint_interval checkpoint_freq",
+    "run.keep": "save_total_limit max_checkpoints",
+    "run.dir": "log_dir logdir save_dir output_dir log_path experiment_dir tensorboard_log",
+    "run.name": "exp_name experiment_name run_name",
+    "run.log": "track wandb use_wandb report_to log_with logger logger_backends",
+    "run.start_from": "checkpoint load_path init_from",
+    "env.name": "simulator env_type simulator_type",
+    "env.task": "env_id env_name task_name task_id environment",
+    "env.num_envs": "num_envs n_envs nenvs num_environments total_num_envs env_num",
+    "env.max_episode_steps": "max_episode_length episode_length max_episode_len time_limit",
+    "env.backend": "sim_backend physics_backend",
+    "env.control_mode": "controller controller_type",
+    "env.robot": "robot_uids robots",
+    "env.reward_mode": "reward_type",
+    "env.on_success": "partial_reset ignore_terminations auto_reset",
+    "env.state env.cameras": "obs_mode observation_mode",
+    "policy.name": "model policy_type model_type network",
+    "policy.pretrained": "model_path model_name model_name_or_path pretrained_path",
+    "policy.hidden": "hidden_sizes hidden_dims hidden_dim hidden_size actor_hidden_dims net_arch",
+    "policy.activation": "activation_fn",
+    "policy.initial_log_std": "log_std_init init_noise_std action_std_init",
+    "policy.normalize_observations": "normalize_obs norm_obs obs_normalization empirical_normalization",
+    "policy.max_tokens": "max_new_tokens max_completion_length max_response_length response_length",
+    "policy.max_length": "max_prompt_length max_seq_len max_model_len",
+    "policy.lora_rank": "lora_r",
+    "policy.lora_scale": "lora_alpha",
+    "algo.name": "algorithm adv_type",
+    "algo.lr": "lr learning_rate actor_lr policy_lr",
+    "algo.value_lr": "critic_lr vf_lr critic_learning_rate",
+    "algo.lr_schedule": "anneal_lr lr_scheduler lr_scheduler_type",
+    "algo.gamma": "gamma discount discount_factor",
+    "algo.gae_lambda": "lam lambda lmbda gae_lam",
+    "algo.rollout_decisions": "n_steps num_steps nsteps num_steps_per_env rollout_steps rollout_length horizon_length",
+    "algo.minibatch_size": "batch_size mini_batch_size num_minibatches num_mini_batches global_batch_size",
+    "algo.epochs": "n_epochs num_epochs update_epochs ppo_epochs num_learning_epochs update_epoch",
+    "algo.clip_low algo.clip_high": "clip_range clip_coef clip_param clip_ratio cliprange epsilon eps_clip",
+    "algo.value_clip": "clip_range_vf clip_vloss cliprange_value use_clipped_value_loss",
+    "algo.entropy_coef": "ent_coef entropy_coeff entropy_bonus",
+    "algo.value_coef": "vf_coef value_loss_coef vf_coeff critic_coef",
+    "algo.normalize_advantages": "norm_adv normalize_advantage",
+    "algo.target_kl": "desired_kl kl_target",
+    "algo.kl_coef": "beta kl_beta kl_coeff init_kl_coef kl_loss_coef",
+    "algo.max_grad_norm": "grad_clip gradient_clip clip_grad max_norm",
+    "algo.group_size": "num_generations rollout_n num_return_sequences",
+    "algo.adam_eps": "adam_epsilon optimizer_eps",
+    "learner.device": "device cuda use_cuda",
+    "learner.micro_batch_size": "micro_batch per_device_train_batch_size gradient_accumulation_steps",
+    "learner.precision": "bf16 fp16 torch_dtype mixed_precision",
+    "learner.checkpoint_activations": "gradient_checkpointing activation_checkpointing",
+    "eval.episodes": "n_eval_episodes num_eval_episodes eval_episodes num_eval_steps",
+    "eval.num_envs": "num_eval_envs n_eval_envs",
+    "eval.videos": "capture_video record_video save_video num_videos",
+}
+USUAL = {word: keys.split() for keys, words in OURS.items() for word in words.split()}
+TRUNCATES = ("top_p", "top_k")
+CLOSE = 0.8  # limit of difflib's ratio, for the last part of a key; 0.6 for a whole key
+FAR = 0.6
+
+
+# Help, and the resolved recipe
 
 
 def help_text(command: Command, schema: Section, words: Sequence[str] = ()) -> str:
@@ -180,7 +105,7 @@ def help_text(command: Command, schema: Section, words: Sequence[str] = ()) -> s
     if words:
         return found_text(command, schema, words)
     first = next((key for key in command.own if key != "program"), "recipe")
-    own = command.own | (SEVERAL if command.name == "train" else {})
+    own = command.own | command.several
     lines = [
         command.purpose,
         "",
@@ -280,33 +205,30 @@ def name_of(kind: Any) -> str:
     return names.get(kind, getattr(kind, "__name__", str(kind)))
 
 
-def plain(value: Any) -> str:
-    """A default as YAML, which has neither paths nor tuples."""
-    return write_yaml(to_jsonable_python(value))
+# Mistakes
 
 
-def config_yaml(config: BaseModel, sources: dict[str, str], default: str = "") -> str:
-    """Nested YAML with one line per key and the value's source as a comment."""
-    return "\n".join(_lines(config, sources, default, "", "")) + "\n"
-
-
-def _lines(model: BaseModel, sources: dict[str, str], default: str, prefix: str, indent: str) -> list[str]:
-    lines = []
-    for name in type(model).model_fields:
-        value, key = getattr(model, name), f"{prefix}{name}"
-        if isinstance(value, BaseModel):
-            lines += [f"{indent}{name}:", *_lines(value, sources, default, key + ".", indent + "  ")]
-            continue
-        if isinstance(value, Path):
-            value = value.absolute()
-        set_by = {where for known, where in sources.items() if known == key or known.startswith(key + ".")}
-        where = ", ".join(sorted(set_by)) or default
-        line = f"{indent}{name}: {plain(value)}"
-        lines.append(f"{line:<48}# {where}" if where else line)
-    return lines
-
-
-MOST = 20  # largest number of shown mistakes
+def not_a_setting(arg: str, flags: Iterable[str], folder_key: str, has_recipes: bool) -> str:
+    """The message for an argument that is neither a flag nor key=value, with the setting that is meant."""
+    key, equals, text = arg.partition("=")
+    bare = key.lstrip("+-~")
+    ours = usual(bare) if has_recipes else bare
+    value = text if equals else "VALUE"
+    if key.startswith("-") and not equals and ours == bare:
+        near = nearest(key, flags, 0.6, ", ")
+        return f"{key}: unknown option{near}; options: --help, --cfg, --dry-run; settings: key=value"
+    if key.startswith("~"):
+        return f"{key}: a key cannot be deleted; write {bare}=null if it may be empty, or {bare}=VALUE"
+    if bare != key:
+        return f"{arg}: write {ours}={value}; keys are set without {key[: len(key) - len(bare)]}"
+    if equals:
+        return f"{arg}: {key!r} is not a key; write key=value, for example algo.lr=1e-4"
+    guess = "key=value, for example algo.lr=1e-4"
+    if has_recipes and (key in recipe_names() or key.endswith((".yaml", ".yml"))):
+        guess = f"recipe={key}"
+    elif "/" in key:
+        guess = f"{folder_key}={key}"
+    return f"{key!r} is not a setting; write {guess}"
 
 
 def config_error(problems: Iterable[str]) -> ConfigError:
@@ -363,19 +285,8 @@ def reason(error: ErrorDetails, path: str, root: Section, tree: Tree) -> str:
         return f"should be text, which is quoted twice: {path}='\"...\"'"
     if kind == "string_type":
         return f"should be text; write {path}='\"{value}\"'" if value is not None else "should be text, not empty"
-    if kind in ("int_parsing", "int_type", "int_from_float"):
-        return "should be a whole number"
-    if kind in ("float_parsing", "float_type"):
-        return "should be a number"
-    if kind in ("bool_parsing", "bool_type"):
-        return "should be true or false"
-    if kind == "path_type":
-        return "should be a path"
     if kind == "tuple_type":
         return f"should be a list; write {path}=[{shown(value)}]"
-    if kind == "too_short":
-        least = error["ctx"]["min_length"]
-        return f"should hold {least} value{'s' * (least > 1)} or more"
     text = error["msg"].removeprefix("Input ")
     return text[0].lower() + text[1:]
 
@@ -457,3 +368,61 @@ def came_from(keys: list[str], tree: Tree) -> str:
 def shown(value: Any) -> str:
     text = "null" if value is None else str(value).lower() if isinstance(value, bool) else repr(value)
     return text if len(text) <= 80 else text[:77] + "..."
+
+
+# Suggestions
+
+
+def meant(key: str, known: list[str]) -> list[str]:
+    """The keys among `known` that a misspelt or foreign name most likely means; the likeliest first."""
+    section, _, last = key.rpartition(".")
+    word = as_word(last)
+    if as_word(key) in known:
+        return [as_word(key)]
+    ours: dict[str, list[str]] = {}
+    for one in known:
+        ours.setdefault(one.rpartition(".")[2], []).append(one)
+    if word in USUAL:
+        return in_section(section, USUAL[word], known)
+    if word in ours:
+        return in_section(section, ours[word], known)
+    theirs = {
+        name: matching
+        for name, keys in USUAL.items()
+        if name not in known and (matching := in_section(section, keys, known))
+    }
+    beside = [one for one in known if section and one.startswith(f"{section}.")]
+    for names in ({one.rpartition(".")[2]: [one] for one in beside}, ours | theirs):
+        if near := difflib.get_close_matches(word, list(names), 1, CLOSE):
+            return names[near[0]]
+    return difflib.get_close_matches(key, known, 1, FAR)
+
+
+def in_section(section: str, keys: list[str], known: list[str]) -> list[str]:
+    """The known keys among these: in that section if it has them, else as they are, else in another section."""
+    ends = [key.rpartition(".")[2] for key in keys]
+    of_section = [path for end in ends if (path := f"{section}.{end}") in known] if section else []
+    return (
+        of_section or [key for key in keys if key in known] or [key for key in known if key.rpartition(".")[2] in ends]
+    )
+
+
+def as_word(word: str) -> str:
+    return word.strip("-+~").replace("-", "_").lower()
+
+
+def hint(key: str, known: list[str]) -> str:
+    """`, did you mean 'algo.lr'?`, or nothing; for top_p and top_k of rollouts, the reason why they do not exist."""
+    section, _, last = key.rpartition(".")
+    if section != "eval" and as_word(last) in TRUNCATES and f"eval.{as_word(last)}" in known:
+        return (
+            ": rollouts draw from all tokens, since losses need log-probs of the distribution that tokens are drawn "
+            f"from; policy.temperature sharpens it, and eval.{as_word(last)} truncates it in evaluations"
+        )
+    likely = meant(key, known)
+    return f", did you mean {' or '.join(map(repr, likely))}?" if likely else ""
+
+
+def usual(word: str) -> str:
+    """Our key for another toolkit's word, for any recipe; else the word."""
+    return USUAL.get(as_word(word), [word])[0]
