@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from embodied import let_call
 from embodied.config.command_line import ON_COMMAND_LINE, SEVERAL, from_python
 from embodied.config.read import COMMAND_LINE
-from embodied.config.recipe import Loaded, RunConfig, load
+from embodied.config.recipe import Loaded, RunConfig, commands_of_recipe, load
 from embodied.core.errors import CheckpointError, ConfigError, EmbodiedError, NothingToLearn, WorkerFailed
 from embodied.core.files import read_arrays, reading
 from embodied.placement import PlacementPlan
@@ -78,8 +78,6 @@ def asks_for_several_runs(argv: list[str]) -> bool:
 
 def check_trains(loaded: Loaded, program: type[EmbodiedLoop]) -> Loaded:
     """Refuse a recipe of another command (evaluation of published models, imitation), and name the right command."""
-    from embodied.run.policy_source import commands_of_recipe
-
     by_rl = any(where == COMMAND_LINE and key.startswith(BY_RL) for key, where in loaded.sources.items())
     if loaded.recipe and program is EmbodiedLoop and not by_rl and commands_of_recipe(loaded.recipe) == ["sft"]:
         raise ConfigError(

@@ -8,13 +8,13 @@ from safetensors.numpy import load_file
 
 from embodied.collect import main as collect
 from embodied.config.read import read_yaml
-from embodied.config.recipe import load
+from embodied.config.recipe import commands_of_recipe, load
 from embodied.config.recipe_files import recipe_names
 from embodied.core.errors import ConfigError, Diverged
 from embodied.core.types import ActionSpec, EnvSpec
 from embodied.policies import make_policy
 from embodied.policies.config import OpenVLAConfig, Pi0Config
-from embodied.run.policy_source import check_continues, commands_of_recipe, find_start, first_run
+from embodied.run.policy_source import check_continues, find_start, first_run
 from embodied.sweeps.seeds_and_sweeps import load_all, read_order, shared_start
 from embodied.train import iterate
 from embodied.train import main as train

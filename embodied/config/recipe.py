@@ -362,3 +362,14 @@ def instead(key: str, command: Command) -> str:
     if section == "policy" and "checkpoint" in command.own:
         return ": checkpoint=FOLDER names the policy"
     return f", or run python -m embodied.{section}" if section in COMMANDS else ""
+
+
+def commands_of_recipe(recipe: str) -> list[str]:
+    """The commands of a recipe, sft first: decided by the nearest file, among the recipe and its bases, that sets keys
+    of `sft` or `algo`."""
+    problems: list[str] = []
+    for source in reversed(recipe_sources(recipe, root(RunConfig), problems)):
+        sections = {key[0] for key, _ in source.values}
+        if commands := [name for name, section in (("sft", "sft"), ("train", "algo")) if section in sections]:
+            return commands
+    return ["train"]

@@ -32,7 +32,6 @@ from embodied.placement import PlacedRole, PlacementError, PlacementPlan, Topolo
 from embodied.placement.grammar import EMBODIED, is_loop
 from embodied.placement.placement_plan import ENVS_PER_SIM
 from embodied.policies import check_package, policy_class, slow_imports
-from embodied.policies.hub import missing_folders, with_folder
 from embodied.records.loggers import check_log
 from embodied.run import devices, memory_check
 from embodied.run.devices import check_devices, check_simulator, draws_on_gpus, host_plans, machines, networks_on
@@ -105,7 +104,10 @@ def planned(
     topology = machines(config)
     kind = env_class(config.env)
     config = with_env(config, kind, topology, learn, dry)
-    config = config.model_copy(update={"policy": with_folder(config.policy, dry, bool(config.cluster.machines))})
+    if config.policy.published:
+        from embodied.policies.hub import with_folder
+
+        config = config.model_copy(update={"policy": with_folder(config.policy, dry, bool(config.cluster.machines))})
     check_evaluation(config, kind)
     memory_check.check_speech(config, kind, learn)
     check_policy(config, kind)
@@ -333,6 +335,7 @@ def describe(config: RunConfig, plan: PlacementPlan, weights: Path | str | None 
     protocol = choose_protocol(kind, env, config.eval.protocol)
     remarks = [] if len(kind.tasks(env)) > 1 else [*kind.remarks(env, proofs(config)), *other_recipes(config)]
     if config.cluster.machines:
+        from embodied.policies.hub import missing_folders
         from embodied.run.rehearsal import files_missing_here
 
         missing = files_missing_here(config)

@@ -18,8 +18,8 @@ from shlex import join
 from typing import TYPE_CHECKING, Any
 
 from embodied.config.command_line import COMMANDS, Command, is_class, stored_recipe
-from embodied.config.read import COMMAND_LINE, read_yaml, recipe_sources, root, write_yaml
-from embodied.config.recipe import Loaded, RunConfig, load
+from embodied.config.read import COMMAND_LINE, read_yaml, write_yaml
+from embodied.config.recipe import Loaded, RunConfig, commands_of_recipe, load
 from embodied.config.recipe_files import recipe_names
 from embodied.core.arrays import flat_dict
 from embodied.core.errors import CheckpointError, ConfigError, nearest
@@ -413,17 +413,6 @@ def recipe_named(start: Path) -> str | None:
         f"run.start_from={start}: there is no such folder (of a run, a checkpoint or a policy), and no recipe of this "
         f"name{nearest(start.name, recipe_names())}"
     )
-
-
-def commands_of_recipe(recipe: str) -> list[str]:
-    """The commands of a recipe, sft first: decided by the nearest file, among the recipe and its bases, that sets keys
-    of `sft` or `algo`."""
-    problems: list[str] = []
-    for source in reversed(recipe_sources(recipe, root(RunConfig), problems)):
-        sections = {key[0] for key, _ in source.values}
-        if commands := [name for name, section in (("sft", "sft"), ("train", "algo")) if section in sections]:
-            return commands
-    return ["train"]
 
 
 def said_for_both(loaded: Loaded, command: Command) -> list[str]:
