@@ -1,13 +1,12 @@
-"""Behaviour cloning: the learner of demonstrations instead of trajectories.
+"""Learners that imitate: demonstrations of robots, and answers of conversations.
 
-An item is one env step of a demonstration and the chunk of actions from there on; actions after the end do not count.
+An item of demonstrations is one env step with the chunk of actions from there on; actions after the end do not count.
 Ranks own blocks of whole episodes and take the same steps. Images are decoded once into an unnamed file, which
 disappears with the process; states and actions are small and stay in memory.
 
-Imitation for language policies: predicts every token of an answer, given all earlier text.
-
-An item is one conversation. Each rank generates its own block of them from the run's seed or from a file, so no text is
-sent. The loss is the mean over the answers' tokens of a minibatch, independent of their division into ranks and passes.
+An item of text is one conversation, of which every token of an answer is predicted from all earlier text. Each rank
+makes its own block of conversations from the run's seed or reads them from a file, so no text is sent. The loss is the
+mean over the answers' tokens of a minibatch, however they are divided into ranks and passes.
 """
 
 from __future__ import annotations

@@ -1,11 +1,9 @@
-"""Estimates a run's memory from its recipe and plan, to refuse runs that do not fit before anything starts.
+"""Checks before anything starts: whether a run fits into the machines' memory, and a policy's options to its env.
 
-Counted are large policies in policy workers and learners, a language model's engine, the images of an iteration,
+Memory is estimated from recipe and plan. Counted are large policies in policy workers and learners, a language model's engine, the images of an iteration,
 simulators with large scenes, and CUDA's and NCCL's own memory. Not counted are small policies, simulators' other GPU
 memory, and activations of layers whose width is an option. A worker's GPU memory can be offloaded to the host while
 other workers use the GPU, as in the run (`runtime/device_leases.py`).
-
-Checks that a language policy fits its env: text, pictures, engine and options. They run before anything starts.
 """
 
 from __future__ import annotations

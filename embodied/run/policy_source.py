@@ -1,9 +1,7 @@
-"""The policies of an evaluation: finds and checks every form of `checkpoint=` before anything starts.
+"""Where a policy comes from: every form of `checkpoint=`, the start of a run, and the run to resume.
 
-Nothing here imports torch; a policy is its options, the env it was made for, and its weights as arrays.
-
-`run.start_from=RECIPE`: finds the finished run of that recipe whose policy is the start, or describes the run to
-make.
+A policy is its options, the env it was made for, and its weights as arrays; nothing here imports torch. The start of a
+run may be a recipe: then it is the policy of that recipe's finished run, or of the run that is made first.
 """
 
 from __future__ import annotations
