@@ -1,10 +1,7 @@
-"""Reads files of other programs, and writes small files atomically.
+"""Reads files of other programs, and writes small files atomically. A damaged file becomes an error that names it.
 
-A damaged file becomes an error that names it.
-
-Rows of a data set on disk: JSONL, parquet, or a folder with such files or written by the package `datasets`.
-
-Parquet and the arrow files of such a folder are read by pyarrow, if it is installed; `datasets` itself is not needed.
+The rows of a data set are JSONL, parquet, or a folder with such files or written by the package `datasets`. Parquet and
+the arrow files of such a folder are read by pyarrow, if it is installed; `datasets` itself is not needed.
 """
 
 from __future__ import annotations

@@ -1,18 +1,14 @@
-"""Names, paths and features of a dataset in LeRobot's layout 3.0.
+"""Names, paths, features and statistics of a dataset in LeRobot's layout 3.0.
 
 A feature is described as in LeRobot: `{"dtype": "float32", "shape": (7,)}`, with dtype "video" for a camera. A frame is
 one env step: the observation before it, the action, and its outcome (`next.*`).
 
-Checks of a dataset's own description, and safe paths to its files.
-
 Datasets are not trusted. Only files inside the dataset's folder are opened, and templates of paths are filled in by
 `fill`: `str.format` would also read attributes and obey a width of a gigabyte.
 
-Minimum, maximum, mean, deviation and quantiles of every feature, as in stats.json and in every episode's entry.
-
-The figures of images are counted by pixel value and therefore exact; they are in [0, 1] per colour, [3, 1, 1]. Over
+The statistics of images are counted by pixel value and therefore exact; they are in [0, 1] per colour, [3, 1, 1]. Over
 several episodes a quantile is the mean of the episodes' quantiles weighted by length, as in LeRobot's own datasets; the
-other figures are exact.
+other statistics are exact.
 """
 
 from __future__ import annotations

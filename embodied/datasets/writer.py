@@ -1,17 +1,11 @@
-"""Writes a dataset episode by episode: only one episode's numbers are in memory, and images go straight to the
-encoders.
+"""Writes a dataset episode by episode: only one episode's numbers are in memory, and images go straight to encoders.
 
-Everything is written to a hidden folder, which gets the dataset's name at the end, so a dataset is complete or absent.
+`EpisodeBuffer` records an episode as a folder with its numbers and a bare video per camera. Episodes are recorded in
+the processes of sim workers, so no frame is sent, and in any order: `DatasetWriter.add_buffer` appends them. Everything
+is written to hidden folders, which get their names at the end, so episodes and datasets are complete or absent.
 
-An episode in recording: a folder with its numbers and a bare video per camera, which appears when it is complete.
-
-Images go to the encoders frame by frame, so none stays in memory. Episodes are recorded in the processes of sim
-workers, so no frame is sent, and in any order: `DatasetWriter.add_buffer` appends them.
-
-Videos of many episodes in few files, from which the frames of a single episode can be read.
-
-Bare streams are concatenated; ffmpeg then only writes the time of every frame, n / fps, which is exact for any number
-of frames.
+The videos of many episodes are in few files. Bare streams are concatenated; ffmpeg then only writes the time of every
+frame, n / fps, which is exact for any number of frames.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """Checks before anything starts: whether a run fits into the machines' memory, and a policy's options to its env.
 
-Memory is estimated from recipe and plan. Counted are large policies in policy workers and learners, a language model's engine, the images of an iteration,
-simulators with large scenes, and CUDA's and NCCL's own memory. Not counted are small policies, simulators' other GPU
-memory, and activations of layers whose width is an option. A worker's GPU memory can be offloaded to the host while
-other workers use the GPU, as in the run (`runtime/device_leases.py`).
+Memory is estimated from recipe and plan: large policies in policy workers and learners, a language model's engine, the
+images of an iteration, simulators with large scenes, and CUDA's and NCCL's own memory. Not counted are small policies,
+simulators' other GPU memory, and activations of layers whose width is an option. A worker's GPU memory can be offloaded
+to the host while other workers use the GPU, as in the run (`runtime/device_leases.py`).
 """
 
 from __future__ import annotations
