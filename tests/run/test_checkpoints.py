@@ -13,7 +13,17 @@ from embodied.core.types import ActionSpec, EnvSpec
 from embodied.policies import load_policy, make_policy
 from embodied.policies.config import MLPConfig
 from embodied.run import checkpoints
-from embodied.run.checkpoints import COUNTERS, SIMS, SaveClock, locate, newest, prune, verify, write_checkpoint
+from embodied.run.checkpoints import (
+    COUNTERS,
+    SIMS,
+    SaveClock,
+    locate,
+    newest,
+    prune,
+    read_counters,
+    verify,
+    write_checkpoint,
+)
 from embodied.run.policy_source import find
 
 
@@ -138,6 +148,14 @@ def test_a_manifest_that_lists_nothing_proves_nothing(tmp_path, manifest):
     assert newest(tmp_path) == first
 
 
+@pytest.mark.parametrize("key", COUNTERS)
+@pytest.mark.parametrize("value", [None, -1, [], "x", 1e30])
+def test_a_checkpoint_with_an_odd_counter_is_refused(tmp_path, key, value):
+    write_checkpoint(tmp_path / "checkpoints", 1, fill, state_of(1) | {key: value}, {})
+    with pytest.raises(CheckpointError, match=rf"state\.json has {key}="):
+        read_counters(tmp_path / "checkpoints" / "v000001")
+
+
 def test_a_damaged_checkpoint_is_replaced_when_its_version_is_saved_again(tmp_path):
     path = write(tmp_path, 3)
     (path / "policy" / "model.safetensors").write_bytes(b"y" * 1000)
@@ -163,23 +181,23 @@ def saves(clock, lengths, cost_s=0.0):
     return found
 
 
-def test_a_run_is_saved_before_more_than_five_minutes_of_training_could_be_lost():
-    """Iterations of 100 s: after the second, a third makes 300 s, no more; after the third, a fourth would make 400."""
-    assert saves(SaveClock(None, 5), [100] * 7) == [3, 6]
-    assert saves(SaveClock(None, 5), [1] * 900) == [300, 600, 900]
-    assert saves(SaveClock(None, 5), [400] * 3) == [1, 2, 3]  # longer than that: after each
-    assert saves(SaveClock(None, 5), [10] * 20) == []
-
-
-def test_saves_by_iterations_and_by_time_do_not_exclude_each_other():
-    assert saves(SaveClock(4, 5), [100] * 8) == [3, 4, 7, 8]
-    assert saves(SaveClock(4, None), [1000] * 8) == [4, 8]
-    assert saves(SaveClock(None, None), [1000] * 8) == []
-
-
-def test_saves_that_take_long_are_made_less_often():
-    """A save of 60 s after every 5 minutes would be a fifth of the time; after 20 minutes it is 5%."""
-    assert saves(SaveClock(None, 5), [100] * 40, cost_s=60) == [3, 15, 27, 39]
+@pytest.mark.parametrize(
+    ("clock", "lengths", "cost_s", "found"),
+    [
+        # Iterations of 100 s: after the second, a third makes 300 s, no more; after the third, a fourth would make 400.
+        (SaveClock(None, 5), [100] * 7, 0, [3, 6]),
+        (SaveClock(None, 5), [1] * 900, 0, [300, 600, 900]),
+        (SaveClock(None, 5), [400] * 3, 0, [1, 2, 3]),  # longer than that: after each
+        (SaveClock(None, 5), [10] * 20, 0, []),
+        (SaveClock(4, 5), [100] * 8, 0, [3, 4, 7, 8]),
+        (SaveClock(4, None), [1000] * 8, 0, [4, 8]),
+        (SaveClock(None, None), [1000] * 8, 0, []),
+        # A save of 60 s after every 5 minutes would be a fifth of the time; after 20 minutes it is 5%.
+        (SaveClock(None, 5), [100] * 40, 60, [3, 15, 27, 39]),
+    ],
+)
+def test_a_run_is_saved_by_iterations_and_by_time_and_rarely_if_that_takes_long(clock, lengths, cost_s, found):
+    assert saves(clock, lengths, cost_s) == found
 
 
 def versions(run: Path) -> list[int]:
