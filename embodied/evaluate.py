@@ -17,7 +17,7 @@ from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from embodied import let_call, report
+from embodied import let_call
 from embodied.config.command_line import ON_COMMAND_LINE, from_python, stored_recipe
 from embodied.config.recipe import COMMAND_LINE, Loaded, RunConfig, load
 from embodied.core.errors import ConfigError, EmbodiedError, EvaluationStopped
@@ -46,7 +46,7 @@ from embodied.records.results import (
 from embodied.records.success_stats import causes, summarize
 from embodied.records.transcripts import TRANSCRIPTS, join_transcripts
 from embodied.records.videos import worth_seeing, write_mosaic
-from embodied.reporting.run_page import report_or_say_why
+from embodied.reporting.run_page import REPORT, report_or_say_why
 from embodied.reporting.runs import Run
 from embodied.run import launch
 from embodied.run.checkpoints import MANIFEST, WEIGHTS, read_json
@@ -145,6 +145,8 @@ def compare(
             played[source.name] = evaluate(parts, source, policies[source.name], folder)
     print("\n".join(map(describe_pair, write_comparison(out, played)["pairs"])))
     print(f"  comparison  {out / 'comparison.json'}")
+    from embodied import report
+
     print(f"  report      {report.write([out / name for name in played], out / report.COMPARISON)}")
     unmark(out)
     refuse_errors_only(played, out)
@@ -292,7 +294,7 @@ def show_results(source: PolicySource, results: dict[str, Any], out: Path) -> No
     print(f"{source.name}: {describe_results(results)}{describe_tasks(results)}{warn_of_errors(results)}")
     if "reference" in results:
         print("\n".join(f"  {line}" for line in reference_lines(results["reference"])))
-    made = {"results": RESULTS, "report": report.REPORT, "transcripts": TRANSCRIPTS, "dataset": "dataset"}
+    made = {"results": RESULTS, "report": REPORT, "transcripts": TRANSCRIPTS, "dataset": "dataset"}
     for name, file in made.items():
         if (out / file).exists():
             print(f"  {name:<11} {out / file}", flush=True)

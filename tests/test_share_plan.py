@@ -83,13 +83,6 @@ def test_roles_that_a_recipe_adds_work_between_rollout_and_update(tmp_path):
     assert (cost.rollout_s(1), cost.update_s(1)) == (2 * 5, 3 + 4 * 1)
 
 
-def test_a_profile_counts_for_a_recipe_whose_env_decides_what_is_left_open(tmp_path):
-    costs = {name: constant(0.01) for name in ("sim", "policy", "learner")}
-    words = measured(tmp_path, ["recipe=maniskill_ppo", "run.env_steps=null", "run.iterations=2"], **costs)
-    shared = share.new_runs(share.read_order([TWO, *words]))
-    assert record_of(predict(shared)["lend"]).makespan_s() > 0
-
-
 def test_what_was_not_measured_is_refused_with_the_command_that_measures_it(tmp_path, capsys):
     (tmp_path / "taxi.yaml").write_text("extends: pointmass_ppo\n")
     words = [f"recipe={tmp_path / 'taxi.yaml'}", *ROBOT[1:], f"run.dir={tmp_path}"]
@@ -119,9 +112,9 @@ def test_seeds_share_devices_and_say_who_had_which(tmp_path, capsys):
     assert "seed 0, seed 1 on " in (record.parent / "report.html").read_text()
 
 
-@pytest.mark.parametrize("words", [["program=my_loop:Loop"], ["placement={'sim,policy': 'cpu:0', learner: 'cpu:0'}"]])
-def test_seeds_share_devices_where_their_placement_can_be_chosen(tmp_path, words, monkeypatch):
+def test_seeds_share_devices_only_where_their_placement_can_be_chosen(tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(tmp_path)
     (tmp_path / "my_loop.py").write_text("from embodied import EmbodiedLoop\n\n\nclass Loop(EmbodiedLoop):\n    pass\n")
-    with pytest.raises(ConfigError, match=r"at_once=shared (is for|places) .* leave"):
-        run_several([*ROBOT, f"run.dir={tmp_path}", "seeds=0-1", "at_once=shared", *words])
+    for words in ("program=my_loop:Loop", "placement={'sim,policy': 'cpu:0', learner: 'cpu:0'}"):
+        with pytest.raises(ConfigError, match=r"at_once=shared (is for|places) .* leave"):
+            run_several([*ROBOT, f"run.dir={tmp_path}", "seeds=0-1", "at_once=shared", words])

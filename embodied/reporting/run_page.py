@@ -49,7 +49,6 @@ from embodied.reporting.sections import (
 )
 from embodied.reporting.transcripts_page import samples_shown
 from embodied.runtime.run_turns import RECORD
-from embodied.sharing.page import share_page
 from embodied.sweeps.run_group import is_group, read_group
 
 REPORT = "report.html"
@@ -69,6 +68,8 @@ def page_of(folder: Path, beside: Path) -> tuple[Block, int]:
     """The page of a run, an evaluation, a group of runs or runs that share devices; and the number of unreadable
     files."""
     if (folder / RECORD).is_file():
+        from embodied.sharing.page import share_page
+
         return share_page(folder), 0
     if not is_group(folder):
         run = read_run(folder)

@@ -14,7 +14,7 @@ import time
 from functools import cache
 from pathlib import Path
 
-from embodied.system.machine import version_of
+from embodied.system import version_of
 
 SIMULATORS = ("mani_skill", "sapien", "mujoco", "robosuite")
 

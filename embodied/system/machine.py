@@ -19,14 +19,13 @@ import tempfile
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import cache
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 from embodied.core.errors import EmbodiedError
 from embodied.core.options import Requirement
-from embodied.system import vulkan_driver
+from embodied.system import version_of, vulkan_driver
 
 ROOT = Path(__file__).resolve().parents[2]
 END_S = 10.0  # limit for a killed process to end
@@ -56,15 +55,6 @@ class Done:
     def _last_words(self, before: str = "") -> str:
         lines = [line.strip() for line in self.err.strip().splitlines() if line.strip()]
         return f"{before}{lines[-1]}" if lines else ""
-
-
-@cache
-def version_of(package: str) -> str | None:
-    """The version of an installed distribution; cached, since its whole metadata is parsed."""
-    try:
-        return metadata.version(package)
-    except metadata.PackageNotFoundError:
-        return None
 
 
 def model_kind(config: str) -> str:

@@ -90,20 +90,6 @@ def test_the_table_in_the_terminal_shows_who_holds_what_and_how_far_everybody_is
     assert stream.getvalue().endswith("\nb has ended\n")
 
 
-def test_on_a_terminal_the_table_stays_in_place_and_what_is_said_stays_above_it():
-    stream = io.StringIO()
-    stream.isatty = lambda: True
-    clock = iter(range(100))
-    table = LiveTable(record_of(LINES), stream, lambda: next(clock))
-    table.show(7.0)
-    table.say("b has ended")
-    table.show(7.0)
-    shown = stream.getvalue()
-    assert shown.count("\033[4A\033[J") == 1 and shown.index("\033[J") < shown.index("b has ended") < shown.rindex(
-        "rule lend"
-    )
-
-
 def test_the_page_holds_the_measured_and_the_predicted_course(tmp_path, page_checker):
     works = [
         RunWork(name, 2, lambda i: SteadyBatch(lambda n: 3 / n, 2), lambda n: 1 / n, wait)

@@ -52,33 +52,18 @@ def test_what_workers_did_is_written_on_the_drivers_clock(tmp_path, backend):
     assert told.startswith("sim: ") and "idle" in told
 
 
-def test_no_iterations_write_no_trace(tmp_path):
-    with Cluster("inline", [HostPlan("left", ("sim",))], timeout_s=20) as cluster:
-        sims = cluster.launch(Sim, "sim")
-        timeline = Timeline([sims], Timers(), tmp_path / "trace.json", iterations=0)
-        sims.collect().wait()
-        timeline.collect(1)
-        assert "sim: " in timeline.end()
-    assert not (tmp_path / "trace.json").exists()
-
-
-def test_a_trace_that_was_cut_short_is_read_up_to_there(tmp_path):
-    path = tmp_path / "trace.json"
-    writer = TraceWriter(path, [("driver", "driver"), ("sim-0", "sim-0")])
-    writer.add("sim-0", [("step", 0.0, 1.0), ("step", 2.0, 1.0)], 1)
-    path.write_bytes(path.read_bytes()[:-10])
-    assert read_trace(path) == [TimedSpan("sim-0", "sim-0", "step", 0.0, 1.0, 1)]
-    writer.file.close()
-
-
-def test_a_trace_that_a_viewer_has_saved_on_one_line_is_read_like_ours(tmp_path):
+def test_a_trace_that_was_cut_short_or_saved_by_a_viewer_on_one_line_is_read(tmp_path):
     path = tmp_path / "trace.json"
     writer = TraceWriter(path, [("sim-0", "sim-0")])
     writer.add("sim-0", [("step", 0.0, 1.0), ("step", 2.0, 1.0)], 1)
+    whole = path.read_bytes()
     writer.close()
     spans = read_trace(path)
+    assert spans == [TimedSpan("sim-0", "sim-0", "step", at, at + 1.0, 1) for at in (0.0, 2.0)]
     path.write_text(json.dumps({"traceEvents": json.loads(path.read_text())}))
-    assert read_trace(path) == spans and len(spans) == 2
+    assert read_trace(path) == spans
+    path.write_bytes(whole[:-10])
+    assert read_trace(path) == spans[:1]
 
 
 def test_inner_pieces_replace_the_parts_of_outer_ones_they_cover():
