@@ -22,7 +22,6 @@ from embodied.core.errors import CheckpointError, ConfigError, EmbodiedError, No
 from embodied.core.files import read_arrays, reading
 from embodied.placement import PlacementPlan
 from embodied.records.progress import RECENT_EPISODES, Console
-from embodied.records.results import RESULTS, partial_in
 from embodied.run import launch
 from embodied.run.checkpoints import SIMS, STATE, SaveClock, name_of, newest, prune, read_counters
 from embodied.run.ending import Interruption, closing
@@ -458,6 +457,8 @@ def evaluate(loop: EmbodiedLoop, folder: RunFolder, console: Console, interrupti
 
 def owes_evaluation(config: RunConfig, folder: RunFolder, state: dict, total: int) -> bool:
     """True if the resumed version still lacks its evaluation, or a part of it."""
+    from embodied.records.results import RESULTS, partial_in
+
     out, done = folder.evaluation(state["version"]), state["iteration"]
     if (out / RESULTS).is_file():
         return False

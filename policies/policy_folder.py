@@ -22,7 +22,6 @@ from embodied.core.files import digest, read_object, reading
 from embodied.core.types import EnvSpec
 from embodied.policies.common_config import PublishedFolder
 from embodied.policies.config import FAMILIES, POLICY_CONFIGS
-from embodied.policies.language.config import SEEING
 from embodied.runtime.published_weights import Blob, array_of, blob_of, read_safetensors, spec_of, write_safetensors
 
 if TYPE_CHECKING:
@@ -96,6 +95,8 @@ def read_description(folder: Path) -> tuple[Any, EnvSpec]:
                 f"train it with policy.name={family} policy.pretrained={folder}"
             )
         if "policy" not in content and (kind := content.get("model_type")):
+            from embodied.policies.language.config import SEEING
+
             raise CheckpointError(
                 f"{folder} holds a {kind}, and models of this kind are not supported: language models are those whose "
                 f"config.json names a ...ForCausalLM, or with images {', '.join(SEEING)}, and robot policies OpenVLA, "

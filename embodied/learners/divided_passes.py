@@ -21,7 +21,6 @@ from embodied.core.errors import EmbodiedError
 from embodied.learners.config import LearnerConfig
 from embodied.placement.balance import PassCost, SequenceLoad, divide_sequences, exchange_costs, order_of_passes
 from embodied.policies.base import Policy
-from embodied.policies.language.packing import blocks_of
 from embodied.runtime.collective import Collective, PendingTensor, RankGroup
 
 if TYPE_CHECKING:
@@ -125,6 +124,8 @@ class PassTable:
         self, tokens: np.ndarray, mask: np.ndarray, lengths: np.ndarray, groups: np.ndarray, names: np.ndarray
     ) -> list[float]:
         """The tokens of a sequence, the cost of these and of its pictures, and its `SharedPass.sizes`."""
+        from embodied.policies.language.packing import blocks_of
+
         blocks = blocks_of(tokens, mask, lengths, groups)
         cost = sum(self.cost.of(lengths[[*block.members]].tolist(), block.shared) for block in blocks)
         cost += self.cost.of([], places=places_of(tokens, read_names(names)))

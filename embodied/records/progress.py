@@ -26,9 +26,7 @@ from embodied.core.errors import printable
 from embodied.core.files import encode, replace_text, show
 from embodied.core.types import EpisodeResult
 from embodied.records.loggers import TrackioLogger, WandbLogger
-from embodied.records.results import describe_results, evaluation_numbers, greedy_gap, warn_of_errors
 from embodied.records.transcripts import ANSWERS, SAMPLES, TRANSCRIPTS, as_line, ends_line, read_ends, read_samples
-from embodied.records.videos import worth_seeing
 
 RECENT_EPISODES = "recent_episodes"  # in the state of a checkpoint
 RECENT = 100  # window of the success rate and return of training, in episodes
@@ -141,6 +139,8 @@ class Console:
         self.now(f"evaluating v{version:06d} on {episodes} episodes{before}{when}")
 
     def evaluated(self, version: int, results: dict) -> None:
+        from embodied.records.results import describe_results, greedy_gap, warn_of_errors
+
         self.say(f"evaluation of v{version:06d}: {describe_results(results)}{warn_of_errors(results)}")
         if gap := greedy_gap(self._recent_means()["success_once"], len(self.recent), results):
             self.say(f"note        {gap}")
@@ -174,6 +174,8 @@ class Console:
     def end(self, state: dict, stopped: bool, spent: str, most: int | None = None) -> None:
         """Print the use of the time, the result files and the next commands. `most`: the largest number of different
         evaluation episodes, if it is limited."""
+        from embodied.records.videos import worth_seeing
+
         verb = "stopped" if stopped else "finished"
         self.say(f"{verb} after {state['env_steps']:,} {self.counted} in {state['train_s']:.1f} s of training")
         self.say(f"  time        {spent}")
@@ -293,6 +295,8 @@ class RunLog:
         row = next((row for row in reversed(rows) if row["policy_version"] == version), None)
         if row is None:  # the evaluation of the initial policy
             return
+        from embodied.records.results import evaluation_numbers
+
         figures = evaluation_numbers(results)
         row.update(figures)
         self._rewrite(rows)
