@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from embodied.core.errors import CheckpointError
 from embodied.policies.base import Policy
 from embodied.policies.policy_folder import own_layer
-from embodied.policies.vla.lora import is_adapter, merged, save_adapters, scaling_of, set_magnitudes
+from embodied.policies.vla.lora import initial_adapter, is_adapter, merged, save_adapters, scaling_of, set_magnitudes
 from embodied.runtime.published_weights import Blob, blob_of, tensor_of
 
 
@@ -68,7 +68,8 @@ class PublishedPolicy(Policy):
             if name not in fresh:
                 self.use_weights({name: tensor_of(stored[where[name]]).clone()})
             elif not name.startswith(self.own_scales):
-                parameter.copy_(self.start(name, parameter.shape, draw))
+                way = (name, parameter.shape, draw)
+                parameter.copy_(initial_adapter(*way, self.config.lora_init) if is_adapter(name) else self.start(*way))
         set_magnitudes(own, fresh)
 
     def stored_weights(self) -> dict[str, Blob]:

@@ -18,7 +18,7 @@ from embodied.learners.memory_estimate import Memory
 from embodied.policies import make_policy
 from embodied.policies.openvla.config import OpenVLAConfig, OpenVLAOFTConfig
 from embodied.policies.pi0.config import Pi0Config
-from embodied.policies.pi0.settings import TIED, TINY, WORDS
+from embodied.policies.pi0.policy import TIED, TINY, WORDS
 from embodied.run import memory_check, published_models
 from embodied.run.published_models import recipes_to_train
 from embodied.sft import main as sft

@@ -1,39 +1,195 @@
-"""The published layout on disk: config.json, statistics, tokenizer, image processor and weights.
+"""A published OpenVLA folder: config.json with the networks' sizes, statistics, tokenizer, image processor and weights.
 
 Reading first checks that all files exist; writing reproduces the same keys and bytes.
 """
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from torch import Tensor
-
 from embodied.core.errors import CheckpointError
+from embodied.core.files import reading
+from embodied.policies import policy_folder as files
 from embodied.policies.openvla.components import component_weights, find_components
-from embodied.policies.openvla.settings import OpenVLASettings, settings_of
-from embodied.policies.policy_folder import (
-    CONFIG,
-    OURS,
-    TOKENIZER_FILES,
-    copy_files,
-    read_blobs,
-    read_json,
-    write_shards,
-    write_tensors,
-)
 from embodied.policies.vla.lora import ADAPTER_CONFIG
+from embodied.policies.vla.policy import check_sizes
 from embodied.policies.vla.statistics import RANGES
 from embodied.runtime.published_weights import Blob, blob_of
+
+MODEL_TYPE = "openvla"
+
+
+@dataclass(frozen=True)
+class TowerSettings:
+    """A vision transformer. Of `kind` DINOv2 it has class and register tokens and LayerScale, of SigLIP an unused
+    attention pooling."""
+
+    kind: str  # "dinov2" or "siglip"
+    dim: int
+    depth: int
+    heads: int
+    mlp: int
+    patch: int
+    registers: int = 0
+
+    @property
+    def prefix(self) -> int:
+        """Number of tokens before the patches."""
+        return 1 + self.registers if self.kind == "dinov2" else 0
+
+
+@dataclass(frozen=True)
+class LlamaSettings:
+    vocab: int = 32064
+    dim: int = 4096
+    depth: int = 32
+    heads: int = 32
+    kv_heads: int = 32
+    mlp: int = 11008
+    eps: float = 1e-6
+    rope_theta: float = 10000.0
+
+
+PURE = "In: What action should the robot take to {}?\nOut:"
+VICUNA = (
+    "A chat between a curious user and an artificial intelligence assistant. The assistant gives helpful, detailed, "
+    "and polite answers to the user's questions. USER: What action should the robot take to {}? ASSISTANT:"
+)
+
+
+@dataclass(frozen=True)
+class OpenVLASettings:
+    """The whole model. The last `bins` ids before the vocabulary's `padding` are the action tokens."""
+
+    towers: tuple[TowerSettings, ...]
+    llama: LlamaSettings
+    image_size: int
+    resize: str = "resize-naive"
+    bins: int = 256
+    padding: int = 64
+    pad_id: int = 32000
+    template: str = PURE  # of prompts
+    tokenizer: str = "folder"  # "folder": tokenizer.json; "words": words hashed to ids, for small models
+    published: dict[str, Any] = field(default_factory=dict)  # the rest of config.json, unchanged
+
+    @property
+    def vocab(self) -> int:
+        """Number of ids without padding."""
+        return self.llama.vocab - self.padding
+
+    @property
+    def first_action_id(self) -> int:
+        return self.vocab - self.bins
+
+    @property
+    def patches(self) -> int:
+        return (self.image_size // self.towers[0].patch) ** 2
+
+    @property
+    def vision_dim(self) -> int:
+        return sum(tower.dim for tower in self.towers)
+
+
+TOWERS = {
+    "vit_large_patch14_reg4_dinov2.lvd142m": TowerSettings("dinov2", 1024, 24, 16, 4096, 14, registers=4),
+    "vit_so400m_patch14_siglip_224": TowerSettings("siglip", 1152, 27, 16, 4304, 14),
+    "tiny_patch16_reg4_dinov2": TowerSettings("dinov2", 96, 4, 4, 384, 16, registers=4),
+    "tiny_patch16_siglip": TowerSettings("siglip", 96, 4, 4, 384, 16),
+}
+
+FULL = {
+    "model_type": MODEL_TYPE,
+    "arch_specifier": "no-align+fused-gelu-mlp",
+    "vision_backbone_id": "dinosiglip-vit-so-224px",
+    "timm_model_ids": ["vit_large_patch14_reg4_dinov2.lvd142m", "vit_so400m_patch14_siglip_224"],
+    "use_fused_vision_backbone": True,
+    "image_sizes": [224, 224],
+    "image_resize_strategy": "resize-naive",
+    "n_action_bins": 256,
+    "pad_to_multiple_of": 64,
+    "pad_token_id": 32000,
+    "llm_backbone_id": "llama2-7b-pure",
+    "text_config": {"model_type": "llama", "vocab_size": 32064, "pad_token_id": 32000},
+}
+TINY = FULL | {
+    "vision_backbone_id": "dinosiglip-tiny-64px",
+    "timm_model_ids": ["tiny_patch16_reg4_dinov2", "tiny_patch16_siglip"],
+    "image_sizes": [64, 64],
+    "pad_token_id": 1024,
+    "llm_backbone_id": "llama-tiny-words",
+    "text_config": {
+        "model_type": "llama",
+        "vocab_size": 1088,
+        "hidden_size": 192,
+        "intermediate_size": 512,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 4,
+    },
+}
+PRESETS = {"tiny": TINY, "full": FULL}
+
+
+def settings_of(config: dict[str, Any]) -> OpenVLASettings:
+    """Read a published config.json."""
+    if config.get("model_type") != MODEL_TYPE:
+        raise ValueError(f"it has model_type={config.get('model_type')!r}; an OpenVLA folder says 'openvla'")
+    names, sizes = config["timm_model_ids"], config["image_sizes"]
+    sides = {side for size in sizes for side in (size if isinstance(size, list) else [size])}
+    if len(sides) != 1:
+        raise ValueError(f"image_sizes={sizes}; only square images, alike for both towers, are supported")
+    if odd := [name for name in names if name not in TOWERS]:
+        raise ValueError(f"timm_model_ids names {odd[0]!r}; known vision towers: {', '.join(TOWERS)}")
+    backbone = str(config.get("llm_backbone_id", "llama2-7b-pure"))
+    if not backbone.startswith("vicuna") and not backbone.endswith(("-pure", "-words")):
+        raise ValueError(
+            f"llm_backbone_id={backbone!r} uses an unsupported prompt format; supported are llama2-7b-pure (OpenVLA) "
+            "and vicuna-v15-7b (OpenVLA v0.1)"
+        )
+    settings = OpenVLASettings(
+        towers=tuple(TOWERS[name] for name in names),
+        llama=_llama(config["text_config"]),
+        image_size=sides.pop(),
+        resize=config.get("image_resize_strategy", "letterbox"),
+        bins=config.get("n_action_bins", 256),
+        padding=config.get("pad_to_multiple_of", 64),
+        pad_id=config.get("pad_token_id", 32000),
+        template=VICUNA if backbone.startswith("vicuna") else PURE,
+        tokenizer="words" if backbone.endswith("-words") else "folder",
+        published=config,
+    )
+    llama, size = settings.llama, settings.image_size
+    check_sizes(size, settings.bins, llama.vocab, llama.dim, llama.depth, llama.heads, llama.kv_heads, llama.mlp)
+    if len({size // tower.patch for tower in settings.towers}) > 1:
+        raise ValueError(f"the towers {names} cut an image of {size} pixels into different grids")
+    return settings
+
+
+def _llama(text: dict[str, Any]) -> LlamaSettings:
+    """Missing fields default to Llama 2 7B's."""
+    rope = text.get("rope_parameters") or text.get("rope_scaling") or {}
+    if (kind := rope.get("rope_type", rope.get("type", "default"))) != "default":
+        raise ValueError(f"text_config scales its rotary embedding ({kind}), which is not supported")
+    names = {
+        "vocab": "vocab_size",
+        "dim": "hidden_size",
+        "depth": "num_hidden_layers",
+        "heads": "num_attention_heads",
+        "mlp": "intermediate_size",
+        "eps": "rms_norm_eps",
+    }
+    given = {own: text[name] for own, name in names.items() if name in text}
+    given["kv_heads"] = text.get("num_key_value_heads") or given.get("heads", LlamaSettings.heads)
+    theta = text.get("rope_theta", rope.get("rope_theta", LlamaSettings.rope_theta))
+    return LlamaSettings(**given, rope_theta=theta)
+
 
 OFT = "openvla_oft"
 STATISTICS = "dataset_statistics.json"
 PREPROCESSOR = "preprocessor_config.json"
 # Files beside the weights that are copied unchanged
-COMPANIONS = ("generation_config.json", PREPROCESSOR, STATISTICS, *TOKENIZER_FILES)
+COMPANIONS = ("generation_config.json", PREPROCESSOR, STATISTICS, *files.TOKENIZER_FILES)
 
 
 @dataclass(frozen=True)
@@ -44,41 +200,39 @@ class PublishedOpenVLA:
     settings: OpenVLASettings
     norm_stats: dict[str, Any]
     preprocessor: dict[str, Any]
-    components: dict[str, Path] = field(default_factory=dict)  # files beside the shards, by kind
-    oft: dict[str, Any] = field(default_factory=dict)  # our settings of head, proprio and film
+    components: dict[str, Path]  # files beside the shards, by kind
+    oft: dict[str, Any]  # our settings of head, proprio and film
 
 
-def read_published(path: Path | str) -> PublishedOpenVLA:
-    path = Path(path)
-    if not (path / CONFIG).is_file():
+def read_published(path: Path) -> PublishedOpenVLA:
+    if not (path / files.CONFIG).is_file():
         more = ""
         if (path / ADAPTER_CONFIG).is_file():
             more = f"; it holds adapters: policy.lora_path={path}, with the model they are for as policy.pretrained"
         if (path / "lora_adapter" / ADAPTER_CONFIG).is_file():  # finetune.py without merging writes this
             more = "; it holds adapters that are not merged: upstream's merge_lora_weights_and_save.py writes the rest"
-        raise CheckpointError(f"{path} is not an OpenVLA folder: {CONFIG} is missing{more}")
-    config = {key: value for key, value in read_json(path / CONFIG).items() if key not in OURS}
+        raise CheckpointError(f"{path} is not an OpenVLA folder: {files.CONFIG} is missing{more}")
+    config = {key: value for key, value in files.read_json(path / files.CONFIG).items() if key not in files.OURS}
     if "llm_backbone_id" not in config and "v01" in path.resolve().name:  # upstream distinguishes versions by this
         config["llm_backbone_id"] = "vicuna-v15-7b"
-    settings = settings_of(config, str(path / CONFIG))
-    stats = config.get("norm_stats") or {}
-    if not isinstance(stats, dict):
-        raise CheckpointError(f"{path / CONFIG} is damaged: norm_stats names no data sets")
+    with reading(path / files.CONFIG, CheckpointError):
+        settings = settings_of(config)
+        stats = dict(config.get("norm_stats") or {})
     if (path / STATISTICS).is_file():
-        stats = stats | read_json(path / STATISTICS)
+        stats |= files.read_json(path / STATISTICS)
     if not stats:
         raise CheckpointError(
-            f"{path} has no action statistics, without which its actions have no units: norm_stats in {CONFIG}, "
+            f"{path} has no action statistics, without which its actions have no units: norm_stats in {files.CONFIG}, "
             f"or {STATISTICS}, is missing; copy the latter from the training run"
         )
-    numbers = read_json(path / PREPROCESSOR) if (path / PREPROCESSOR).is_file() else {}
+    numbers = files.read_json(path / PREPROCESSOR) if (path / PREPROCESSOR).is_file() else {}
     return PublishedOpenVLA(path, settings, stats, numbers, find_components(path), config.get(OFT, {}))
 
 
 def read_stored(published: PublishedOpenVLA, kinds: tuple[str, ...]) -> dict[str, Blob]:
     """All weights of a folder and of these components, with the names of our networks. Ranges are left out: they are in
     config.json."""
-    stored = {name: blob for name, blob in read_blobs(published.path).items() if not name.startswith(RANGES)}
+    stored = {name: blob for name, blob in files.read_blobs(published.path).items() if not name.startswith(RANGES)}
     for kind in published.components.keys() & set(kinds):
         own = component_weights(kind, published.components[kind])
         for name in own:
@@ -90,23 +244,3 @@ def read_stored(published: PublishedOpenVLA, kinds: tuple[str, ...]) -> dict[str
 def unwrapped(name: str) -> str:
     """The name of a tower's weight without a FiLM wrapper."""
     return name.replace(".block.", ".")
-
-
-def write_published(
-    path: Path,
-    config: dict[str, Any],
-    weights: dict[str, Tensor],
-    components: dict[str, dict[str, Tensor]],
-    source: PublishedOpenVLA | None,
-    shard_bytes: int,
-) -> None:
-    """Write weights in shards of at most `shard_bytes`, components in separate files, and the other files of
-    `source`."""
-    path.mkdir(parents=True, exist_ok=True)
-    (path / CONFIG).write_text(json.dumps(config, indent=2) + "\n")
-    if source:
-        copy_files(source.path, path, COMPANIONS)
-    write_shards(path, weights, shard_bytes)
-    for kind, tensors in components.items():
-        known = source.components.get(kind) if source else None
-        write_tensors(path / f"{known.stem if known else f'{kind}--0_checkpoint'}.safetensors", tensors)

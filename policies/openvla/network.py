@@ -1,310 +1,23 @@
-"""Shared by OpenVLA and its successors: the networks, reading and writing folders, prompts and images.
+"""The networks of OpenVLA and OpenVLA-OFT, and how actions are decoded token by token.
 
-Weights stay empty until `initialise` or `load_weights`, so building a model costs no memory.
-
-A Llama decoder with transformers' key names, and its KV cache.
-
-The vision towers: DINOv2 and SigLIP transformers with timm's key names, their patch features side by side.
-
-Features come from the second to last block, without the final norm. The last block, the norm and SigLIP's pooling exist
-only because published checkpoints contain them.
+A Llama decoder with transformers' key names, and its KV cache; two vision transformers, DINOv2 and SigLIP, with timm's
+key names, their patch features side by side. Features come from the second to last block, without the final norm. The
+last block, the norm and SigLIP's pooling exist only because published checkpoints contain them.
 """
 
 from __future__ import annotations
 
-from pathlib import Path
-from typing import Any
-
-import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from embodied.core.arrays import host, tensor_of
-from embodied.core.errors import ConfigError
-from embodied.core.types import Array, EnvSpec, Observation
-from embodied.policies.openvla.components import as_stored
-from embodied.policies.openvla.config import PrismaticConfig
-from embodied.policies.openvla.folder import COMPANIONS, read_published, read_stored, unwrapped, write_published
-from embodied.policies.openvla.settings import PRESETS, LlamaSettings, TowerSettings, settings_of
-from embodied.policies.openvla.tokens import STOP, ActionTokens, LlamaTokenizer, LlamaWords, prompt, template_of
-from embodied.policies.policy_folder import copy_files, read_blobs
-from embodied.policies.vla.image_processor import processor_of
-from embodied.policies.vla.layers import (
-    MLP,
-    GatedMLP,
-    GroupedAttention,
-    RotaryTables,
-    is_scaled,
-    normed,
-    patch_tokens,
-    rotate,
-    smooth_filters,
-    turns,
-    with_adapter,
-)
-from embodied.policies.vla.lora import add_lora, initial_adapter, is_adapter, with_adapter_options
-from embodied.policies.vla.policy import KEYFRAMES, VLAPolicy, for_acting, padded
-from embodied.policies.vla.statistics import (
-    GRIPPERS,
-    OWN,
-    RANGES,
-    STORED_GRIPPERS,
-    Ranges,
-    Statistics,
-    choose_key,
-    stated_ranges,
-    statistics_of,
-)
-from embodied.runtime.published_weights import Blob
+from embodied.policies.openvla.folder import LlamaSettings, TowerSettings
+from embodied.policies.vla import layers
+from embodied.policies.vla.layers import MLP, GatedMLP, GroupedAttention, RotaryTables, turns
+from embodied.policies.vla.policy import compiled
 
-VALUE = "value_head."
-PATCHES = "patches"
-
-
-class PrismaticPolicy(VLAPolicy):
-    """Families define how actions are read from the language model: `act`, `value`, `forward`."""
-
-    own_scales = (RANGES,)
-    tokenizers = (LlamaTokenizer, LlamaWords)
-    extras: tuple[str, ...] = (VALUE, RANGES, KEYFRAMES)  # prefixes of weights that published folders may lack
-
-    def __init__(self, config: PrismaticConfig, spec: EnvSpec) -> None:
-        super().__init__(config, spec)
-        config = self.config
-        self.published = read_published(config.pretrained) if config.pretrained else None
-        self.origin = self.published and self.published.path
-        published = self.published
-        self.settings = published.settings if published else settings_of(PRESETS[config.preset], "policy.preset")
-        self.where = str(self.origin or "policy.preset")
-        self.stated, self.data_set = stated_ranges(published.norm_stats if published else {}, config.statistics, spec)
-        self.cameras = self.choose_cameras()
-        self.check_env()
-        settings, numbers = self.settings, published.preprocessor if published else {}
-        kinds = [tower.kind for tower in settings.towers]
-        size, area, rlds = settings.image_size, config.crop_area, config.rlds_images
-        self.images = processor_of(numbers, kinds, size, settings.resize, area, rlds)
-        self.template = template_of(settings, self.where)
-        self.tokenizer = self.choose_tokenizer()
-        self.codes = ActionTokens(settings.bins)
-        self.dtype = getattr(torch, config.dtype)
-        self.exact = torch.promote_types(self.dtype, torch.float32)
-        with torch.device("meta"):
-            self.build()
-        self.to(self.dtype).to_empty(device="cpu")
-        self.ranges = None if published else Ranges(self.stated[OWN])
-
-    @classmethod
-    def check_folder(cls, config: PrismaticConfig) -> None:
-        published = read_published(config.pretrained)
-        if published.settings.tokenizer != "words":
-            LlamaTokenizer(published.path)
-        if not (config.statistics and Path(config.statistics).is_dir()):
-            statistics_of(published.norm_stats, config.statistics, config.pretrained)
-
-    @classmethod
-    def choices(cls, config: PrismaticConfig, task: str) -> dict[str, Any]:
-        """The options that a published folder decides in evaluations on a benchmark's task."""
-        stats, suite = read_published(config.pretrained).norm_stats, task.partition("/")[0]
-        if config.statistics is not None:
-            return {"statistics": choose_key(stats, config.statistics, config.pretrained)}
-        keys = [key for key in stats if suite in (key, key.removesuffix("_no_noops"))]
-        return {"statistics": keys[0] if keys else next(iter(stats)) if len(stats) == 1 else None}
-
-    @classmethod
-    def numbers(cls, config: PrismaticConfig) -> tuple[int, int | None]:
-        """The numbers of action and state dimensions of a published folder's model (state None: not used)."""
-        published = read_published(config.pretrained)
-        return len(statistics_of(published.norm_stats, config.statistics, config.pretrained).low), None
-
-    @classmethod
-    def for_memory_estimate(cls, config: PrismaticConfig, spec: EnvSpec) -> PrismaticPolicy:
-        without = with_adapter_options(config).model_copy(
-            update={"pretrained": None, "statistics": None, "rlds_images": False}
-        )
-        return type(cls.__name__, (cls,), {"hashes_words": True})(without, spec)
-
-    def check_env(self) -> None:
-        super().check_env()
-        if (asked := self.spec.action.dim) != (known := len(self.statistics.low)):
-            raise ConfigError(
-                f"this model was trained for {known} action numbers, the env takes {asked}; choose another "
-                "env.control_mode (pd_ee_delta_pose has 7), or policy.statistics"
-            )
-
-    def choose_cameras(self) -> tuple[str, ...]:
-        raise NotImplementedError
-
-    def build(self) -> None:
-        """The networks."""
-        settings = self.settings
-        self.vision_backbone = VisionBackbone(settings.towers, settings.image_size)
-        self.projector = Projector(settings.vision_dim, settings.llama.dim, len(settings.towers) > 1)
-        self.language_model = LanguageModel(settings.llama)
-        self.value_head = nn.Sequential(
-            nn.Linear(settings.llama.dim, 512), nn.GELU(), nn.Linear(512, 128), nn.GELU(), nn.Linear(128, 1, bias=False)
-        )
-
-    def adapt(self, whole: tuple[nn.Module, ...] = ()) -> None:
-        """Add LoRA to the published networks; `whole` parts are trained in full."""
-        config = self.config
-        if config.train == "language":
-            self.vision_backbone.requires_grad_(False)
-            for layer in whole:
-                layer.requires_grad_(True)
-        self.add_keyframe_head(len(self.cameras) * self.settings.patches, self.settings.llama.dim)
-        if config.lora_rank:
-            parts = {name: getattr(self, name) for name in ("vision_backbone", "projector", "language_model")}
-            add_lora(parts, config, whole)
-
-    def vision_encoder(self) -> nn.Module:
-        return self.projector
-
-    def unit_state(self, state: Tensor) -> Tensor:
-        return tensor_of(self._statistics("proprio").to_unit(host(state).astype(np.float64)), self.device)
-
-    def start(self, name: str, shape: torch.Size, draw: torch.Generator) -> Tensor:
-        if is_adapter(name):
-            return initial_adapter(name, shape, draw, self.config.lora_init)
-        if name.endswith("patch_embed.proj.weight"):
-            return smooth_filters(shape, draw)
-        if name.endswith("pos_embed"):
-            return torch.empty(shape).normal_(generator=draw)
-        if name.endswith("bias"):
-            return torch.zeros(shape)
-        if len(shape) == 1:
-            return torch.ones(shape)
-        return torch.empty(shape).normal_(generator=draw) * spread(name, shape)
-
-    def read_folder(self) -> dict[str, Blob]:
-        return read_stored(self.published, self.components()) if self.published else {}
-
-    def is_extra(self, name: str) -> bool:
-        return name.startswith(self.extras) or is_adapter(name)
-
-    # Conversion between actions and the networks' outputs
-
-    @property
-    def norm_stats(self) -> dict[str, Any]:
-        ranges = getattr(self, "ranges", None)  # missing while networks are built or only counted
-        return self.stated if ranges is None or ranges.action_min.is_meta else ranges.norm_stats()
-
-    @property
-    def statistics(self) -> Statistics:
-        return self._statistics("action")
-
-    def _statistics(self, part: str) -> Statistics:
-        return statistics_of(self.norm_stats, self.data_set, self.where, part)
-
-    def actions_of(self, units: np.ndarray) -> np.ndarray:
-        """Converts numbers in [-1, 1], [..., A], to the env's units."""
-        actions = self.statistics.from_unit(units)
-        actions[..., -1] = GRIPPERS[self.config.gripper](actions[..., -1])
-        return actions.astype(np.float32)
-
-    def units_of(self, actions: Array) -> np.ndarray:
-        """Converts demonstrated actions [..., A] to numbers in [-1, 1]."""
-        stored = host(actions).astype(np.float64)
-        stored[..., -1] = STORED_GRIPPERS[self.config.gripper](stored[..., -1])
-        return self.statistics.to_unit(stored)
-
-    def tokens_of(self, inputs: dict[str, Any]) -> Tensor:
-        """The generated tokens [B, C, A], or the tokens of demonstrated actions."""
-        if "tokens" in inputs:
-            return tensor_of(inputs["tokens"], self.device)
-        return tensor_of(self.codes.encode(self.units_of(inputs["actions"])), self.device)
-
-    # Prompts and images
-
-    def _words(self, obs: Observation, count: int) -> tuple[np.ndarray, np.ndarray]:
-        """Ids of the prompts [N, L], and their mask."""
-        texts = [prompt(text, self.template) for text in self.instructions(obs, count)]
-        return padded([self.tokenizer.encode(text) for text in texts], self.settings.pad_id, in_front=True)
-
-    def _pixels(self, obs: Observation) -> list[Tensor]:
-        """Processed pixels of each camera [N, 3 * towers, size, size]."""
-        frames = [tensor_of(obs["images"][camera], self.device) for camera in self.cameras]
-        return [self.images(part).to(self.dtype) for part in frames]
-
-    def _see(self, *seen: Tensor) -> Tensor:
-        return for_acting(self.config, VisionBackbone.forward, self.device)(self.vision_backbone, *seen)
-
-    def frozen_features(self, obs: Observation) -> dict[str, Tensor]:
-        """Features of frozen towers [B, cameras, patches, dim]."""
-        if any(p.requires_grad for p in self.vision_backbone.parameters()):
-            return {}
-        return {PATCHES: torch.stack([self.vision_backbone(pixels) for pixels in self._pixels(obs)], dim=1)}
-
-    def _logits(self, hidden: Tensor) -> Tensor:
-        """Logits of the action tokens, divided by `policy.temperature`."""
-        first, words = self.settings.first_action_id, self.language_model.lm_head
-        rows = slice(first, first + self.settings.bins)
-        if is_scaled(words):
-            logits = words(hidden)[..., rows]
-        else:
-            logits = with_adapter(nn.functional.linear(hidden, words.weight[rows]), words, hidden, rows)
-        return logits.to(self.exact) / self.config.temperature
-
-    def _word_losses(self, hidden: Tensor, tokens: Tensor) -> Tensor:
-        """Cross entropy [B, K] of these tokens [B, K] over the whole vocabulary, from hidden states [B, K, D]; with one
-        more hidden state, of the stop token, too."""
-        ids = tokens + self.settings.first_action_id
-        ids = nn.functional.pad(ids, (0, hidden.shape[1] - ids.shape[1]), value=STOP)
-        logits = self.language_model.lm_head(hidden).to(self.exact)
-        return nn.functional.cross_entropy(logits.flatten(0, 1), ids.flatten(), reduction="none").view(ids.shape)
-
-    def _value(self, hidden: Tensor) -> Tensor:
-        return self.value_head(hidden).squeeze(-1).to(self.exact)
-
-    # For learners
-
-    def blocks(self) -> list[nn.Module]:
-        towers = [block for tower in self.vision_backbone.towers() for block in tower.blocks[:-1]]
-        return [*towers, *self.language_model.model.layers]
-
-    # On disk
-
-    def description(self) -> dict[str, Any]:
-        """The published config plus our settings, so that the folder can be `policy.pretrained` again."""
-        ours = super().description()
-        ours["policy"] |= {"pretrained": "." if self.origin else None, "statistics": self.origin and self.data_set}
-        return self.published_config() | ours
-
-    def published_config(self) -> dict[str, Any]:
-        return self.settings.published | {"norm_stats": self.norm_stats}
-
-    def stored_names(self) -> dict[str, str]:
-        return {name: name for name in read_blobs(self.origin)}
-
-    def write_folder(self, folder: Path, tensors=None, specs=None) -> None:
-        super().write_folder(folder, tensors, specs)
-        if self.origin:
-            copy_files(self.origin, folder, COMPANIONS)
-
-    def save_published(self, folder: Path | str, shard_bytes: int = 5 * 10**9) -> None:
-        """Write the layout that other programs read: without value head, adapters merged, large weights in shards."""
-        weights = self.published_weights()
-        known = self.published.components if self.published else {}
-        parts = {kind: as_stored(known.get(kind), self.component(kind, weights)) for kind in self.components()}
-        inside = {unwrapped(n): t for n, t in weights.items() if not self.is_extra(n)}
-        write_published(Path(folder), self.published_config(), inside, parts, self.published, shard_bytes)
-
-    def components(self) -> tuple[str, ...]:
-        """Parts that upstream stores in separate files."""
-        return ()
-
-    def component(self, kind: str, weights: dict[str, Tensor]) -> dict[str, Tensor]:
-        raise NotImplementedError
-
-
-def spread(name: str, shape: torch.Size) -> float:
-    """The deviation of initial weights, which keeps the scale of activations. Values begin near zero."""
-    if name.startswith(VALUE):
-        return 0.02
-    return 1.0 if name.endswith("embed_tokens.weight") else shape[1:].numel() ** -0.5
-
-
-ALL = slice(None)
+Memory = list[tuple[Tensor, Tensor]]  # keys and values of every layer [N, kv_heads, width, head_dim]
+ALL, LAST = slice(None), slice(-1, None)
 
 
 class Cache:
@@ -357,7 +70,7 @@ class RMSNorm(nn.Module):
         self.eps = eps
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.weight * normed(x, self.eps).to(x.dtype)
+        return self.weight * layers.normed(x, self.eps).to(x.dtype)
 
 
 class LlamaAttention(GroupedAttention):
@@ -370,7 +83,7 @@ class LlamaAttention(GroupedAttention):
     ):
         cos, sin = turn
         q, k, v = self.split(self.q_proj(x[:, read])), self.split(self.k_proj(x)), self.split(self.v_proj(x))
-        q, k = rotate(q, cos[:, :, read], sin[:, :, read]), rotate(k, cos, sin)
+        q, k = layers.rotate(q, cos[:, :, read], sin[:, :, read]), layers.rotate(k, cos, sin)
         if cache is not None:
             k, v = cache.add(self.layer, k, v)
         return self.attend(q, k, v, mask, causal)
@@ -499,15 +212,6 @@ class VisionBlock(nn.Module):
         return self.think(self.attend(x))
 
 
-class PatchEmbed(nn.Module):
-    def __init__(self, dim: int, patch: int) -> None:
-        super().__init__()
-        self.proj = nn.Conv2d(3, dim, patch, stride=patch)
-
-    def forward(self, pixels: Tensor) -> Tensor:
-        return patch_tokens(pixels, self.proj)
-
-
 class UnusedPool(nn.Module):
     """The weights of SigLIP's attention pooling, for saving a checkpoint unchanged."""
 
@@ -525,7 +229,7 @@ class Tower(nn.Module):
     def __init__(self, tower: TowerSettings, image_size: int) -> None:
         super().__init__()
         self.skip = tower.prefix
-        self.patch_embed = PatchEmbed(tower.dim, tower.patch)
+        self.patch_embed = layers.NamedParts(proj=nn.Conv2d(3, tower.dim, tower.patch, stride=tower.patch))
         self.pos_embed = nn.Parameter(torch.empty(1, (image_size // tower.patch) ** 2, tower.dim))
         if tower.kind == "dinov2":
             self.cls_token = nn.Parameter(torch.empty(1, 1, tower.dim))
@@ -541,7 +245,7 @@ class Tower(nn.Module):
 
     def forward(self, pixels: Tensor, *words: Tensor) -> Tensor:
         """[N, 3, H, W] -> [N, patches, dim]; blocks with FiLM want the mean word too."""
-        x = self.patch_embed(pixels) + self.pos_embed
+        x = layers.patch_tokens(pixels, self.patch_embed.proj) + self.pos_embed
         if self.skip:
             prefix = torch.cat([self.cls_token, self.reg_token], dim=1).expand(len(x), -1, -1)
             x = torch.cat([prefix.to(x.dtype), x], dim=1)
@@ -569,12 +273,12 @@ class VisionBackbone(nn.Module):
 
 
 class Projector(nn.Module):
-    """Maps vision features to the language model's embeddings."""
+    """Maps vision features, or the robot's state, to the language model's embeddings."""
 
-    def __init__(self, vision_dim: int, dim: int, fused: bool) -> None:
+    def __init__(self, inputs: int, dim: int, fused: bool = False) -> None:
         super().__init__()
-        first = 4 * vision_dim if fused else dim
-        self.fc1 = nn.Linear(vision_dim, first)
+        first = 4 * inputs if fused else dim
+        self.fc1 = nn.Linear(inputs, first)
         self.fc2 = nn.Linear(first, dim)
         if fused:
             self.fc3 = nn.Linear(dim, dim)
@@ -584,3 +288,213 @@ class Projector(nn.Module):
         for layer in list(self.children())[1:]:
             x = layer(F.gelu(x))
         return x
+
+
+# Decoding of action tokens after a prompt. Acting needs no gradients, and small batches are limited by the number of
+# operations, so `FastDecoder` computes the same as `LlamaStack` in far fewer operations, in place and on flat rows. It
+# supports plain layers only. With adapters, autocast or half precision, whose rounding must equal the learner's,
+# `Decoder` runs the stack itself.
+
+
+class Decoder:
+    """A batch of prompts; `present` [N, L] is False for padding, `more` tokens will follow."""
+
+    def __init__(self, stack: LlamaStack, cache: Cache, present: Tensor, padded: bool, more: int) -> None:
+        self.stack, self.cache, self.padded = stack, cache, padded
+        self.present = F.pad(present, (0, more), value=True)
+        cache.begin(*self.present.shape)
+
+    def read(self, x: Tensor) -> Tensor:
+        """The last hidden states [N, D] of prompts with embeddings [N, L, D]."""
+        return self._run(x)
+
+    def go_on(self, x: Tensor) -> Tensor:
+        """Hidden states [N, D] of one more token with embeddings [N, D]."""
+        return self._run(x[:, None])
+
+    def _run(self, x: Tensor) -> Tensor:
+        so_far = self.present[:, : self.cache.length + x.shape[1]]
+        return self.stack(x, so_far, self.cache, padded=self.padded, read=LAST)[:, -1]
+
+
+class FastDecoder(Decoder):
+    def __init__(self, stack: LlamaStack, cache: Cache, present: Tensor, padded: bool, more: int) -> None:
+        super().__init__(stack, cache, present, padded, more)
+        settings = stack.settings
+        self.rows = len(self.present)
+        self.heads, self.kv_heads = settings.heads, settings.kv_heads
+        self.head_dim = settings.dim // settings.heads
+        weight = stack.norm.weight
+        self.eps = weight.new_tensor(settings.eps)
+        rows = self.present if padded else self.present[:1]  # without padding all rows have the same positions
+        position = (rows.long().cumsum(1) - 1).clamp(min=0)
+        cos, sin = turns(position, self.head_dim, settings.rope_theta, weight.dtype)
+        left, right = sin.chunk(2, dim=-1)
+        self.cos, self.sin = cos.transpose(1, 2), torch.cat([-left, right], dim=-1).transpose(1, 2)  # [N, W, 1, d]
+        self.seen = as_bias(self.present[:, None, None], weight.dtype) if padded else None  # [N, 1, 1, W]
+
+    def _run(self, x: Tensor) -> Tensor:
+        begin, new = self.cache.length, x.shape[1]
+        end = begin + new
+        mask = None
+        if self.padded:
+            first = as_bias(visible(self.present[:, :end], new, False), x.dtype) if new > 1 else None
+            mask = self.seen[..., :end] if first is None else first
+        turn = self.cos[:, begin:end], self.sin[:, begin:end]
+        x = x.reshape(self.rows * new, -1).clone()
+        *layers, last = self.stack.layers
+        for layer in layers:
+            x = self._layer(layer, x, turn, mask, begin, new)
+        x = self._layer(last, x, turn, mask, begin, new, read_last=new > 1)
+        self.cache.length = end
+        return self._norm(self.stack.norm, x)
+
+    def _layer(
+        self,
+        layer: LlamaLayer,
+        x: Tensor,
+        turn: tuple[Tensor, Tensor],
+        mask: Tensor | None,
+        begin: int,
+        new: int,
+        read_last: bool = False,
+    ) -> Tensor:
+        """Runs a layer on embeddings [N * new, D], overwriting them; returns its outputs, on request only of the last
+        tokens."""
+        attention, mlp, (cos, sin) = layer.self_attn, layer.mlp, turn
+        normed = self._norm(layer.input_layernorm, x)
+        k = self._turned(normed @ attention.k_proj.weight.t(), cos, sin)
+        v = normed @ attention.v_proj.weight.t()
+        causal = mask is None and new > 1
+        if read_last:
+            x, normed = x.view(self.rows, new, -1)[:, -1].contiguous(), normed.view(self.rows, new, -1)[:, -1]
+            cos, sin, causal = cos[:, -1:], sin[:, -1:], False
+            mask = None if mask is None else mask[:, :, -1:]
+        q = self._turned(normed @ attention.q_proj.weight.t(), cos, sin).transpose(1, 2)
+        k, v = self.cache.add(attention.layer, k.transpose(1, 2), v.view(k.shape).transpose(1, 2))
+        grouped = self.heads != self.kv_heads
+        out = F.scaled_dot_product_attention(q, k, v, mask, is_causal=causal, enable_gqa=grouped)
+        x.addmm_(out.transpose(1, 2).reshape(len(x), -1), attention.o_proj.weight.t())
+        normed = self._norm(layer.post_attention_layernorm, x)
+        gate = F.silu(normed @ mlp.gate_proj.weight.t(), inplace=True)
+        return x.addmm_(gate.mul_(normed @ mlp.up_proj.weight.t()), mlp.down_proj.weight.t())
+
+    def _turned(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        """[N * L, heads * d] -> [N, L, heads, d], by the places of its tokens."""
+        x = x.view(self.rows, -1, x.shape[-1] // self.head_dim, self.head_dim)
+        return (x * cos).addcmul_(x.roll(self.head_dim // 2, -1), sin)
+
+    def _norm(self, norm: RMSNorm, x: Tensor) -> Tensor:
+        size = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
+        return (x * torch.addcmul(self.eps, size, size, value=1 / x.shape[-1]).rsqrt_()).mul_(norm.weight)
+
+
+PLAIN = {LlamaStack, LlamaLayer, LlamaAttention, GatedMLP, RMSNorm, nn.ModuleList, nn.Linear, nn.Embedding}
+
+
+def as_bias(seen: Tensor, dtype: torch.dtype) -> Tensor:
+    """A bias for attention scores: 0 for visible tokens."""
+    return torch.zeros(seen.shape, dtype=dtype, device=seen.device).masked_fill_(~seen, -torch.inf)
+
+
+def fastest_decoder(stack: LlamaStack) -> type[Decoder]:
+    weight = stack.norm.weight
+    exact = weight.dtype in (torch.float32, torch.float64) and not torch.is_autocast_enabled(weight.device.type)
+    return FastDecoder if exact and all(type(module) in PLAIN for module in stack.modules()) else Decoder
+
+
+# With torch.compile: one program for prompts and one for a single token, from the stack's own layers. A program needs
+# memory of a fixed size, so each token attends to all of it, with a mask for empty places.
+
+
+class CompiledDecoder(Decoder):
+    def __init__(self, stack: LlamaStack, cache: Cache, present: Tensor, padded: bool, more: int) -> None:
+        super().__init__(stack, cache, present, padded, more)
+        self.shown = self.present if padded else self.present[:1]  # without padding all rows are equal
+        weight = stack.norm.weight
+        half = torch.is_autocast_enabled(weight.device.type)
+        dtype = torch.get_autocast_dtype(weight.device.type) if half else weight.dtype
+        self.memory = [cache.room(layer, self._one_token(dtype)) for layer in range(stack.settings.depth)]
+        for memory in (memory for pair in self.memory for memory in pair):
+            torch._dynamo.mark_static_address(memory)  # a CUDA graph may write to it
+            memory[:, :, present.shape[1] :] = 0  # masked values must be finite
+
+    def _one_token(self, dtype: torch.dtype) -> Tensor:
+        settings = self.stack.settings
+        shape = len(self.present), settings.kv_heads, 1, settings.dim // settings.heads
+        return self.stack.norm.weight.new_empty(shape, dtype=dtype)
+
+    def _run(self, x: Tensor) -> Tensor:
+        begin = self.cache.length
+        self.cache.length += x.shape[1]
+        place = torch.arange(begin, self.cache.length, device=x.device)
+        return compiled(step, x.device.type)(self.stack, x, place, self.shown, self.memory)
+
+
+class Slots:
+    """A cache for layers; new tokens are written to these places."""
+
+    def __init__(self, memory: Memory, place: Tensor) -> None:
+        self.memory, self.place = memory, place
+
+    def add(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        keys, values = self.memory[layer]
+        keys.index_copy_(2, self.place, k)
+        values.index_copy_(2, self.place, v)
+        return keys, values
+
+
+def step(stack: LlamaStack, x: Tensor, place: Tensor, present: Tensor, memory: Memory) -> Tensor:
+    """The last hidden states [N, D] of tokens x [N, L, D] at places [L]."""
+    head_dim = stack.settings.dim // stack.settings.heads
+    position = (present.long().cumsum(1) - 1).clamp(min=0)[:, place]
+    turn = turns(position, head_dim, stack.settings.rope_theta, x.dtype)
+    here = torch.arange(present.shape[1], device=x.device)
+    mask = (((here <= place[:, None]) & present[:, None]) | (here == place[:, None]))[:, None]
+    slots, (*first, last) = Slots(memory, place), stack.layers
+    for layer in first:
+        x = layer(x, turn, mask, False, slots)
+    return stack.norm(last(x, turn, mask[:, :, LAST], False, slots, LAST))[:, -1]
+
+
+# The networks that OFT adds: a regression head, and FiLM in vision blocks. Key names are upstream's.
+
+
+class ResidualBlock(nn.Module):
+    def __init__(self, dim: int) -> None:
+        super().__init__()
+        self.ffn = nn.Sequential(nn.LayerNorm(dim), nn.Linear(dim, dim), nn.ReLU())
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.ffn(x)
+
+
+class ResidualMLP(nn.Module):
+    def __init__(self, inputs: int, dim: int, outputs: int) -> None:
+        super().__init__()
+        self.layer_norm1 = nn.LayerNorm(inputs)
+        self.fc1 = nn.Linear(inputs, dim)
+        self.mlp_resnet_blocks = nn.ModuleList(ResidualBlock(dim) for _ in range(2))
+        self.layer_norm2 = nn.LayerNorm(dim)
+        self.fc2 = nn.Linear(dim, outputs)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.fc1(self.layer_norm1(x)).relu()
+        for block in self.mlp_resnet_blocks:
+            x = block(x)
+        return self.fc2(self.layer_norm2(x))
+
+
+class FiLM(nn.Module):
+    """A vision block whose features are scaled and shifted by the mean word embedding."""
+
+    def __init__(self, block: VisionBlock, words: int, dim: int) -> None:
+        super().__init__()
+        self.block = block
+        self.scale = nn.Linear(words, dim)
+        self.shift = nn.Linear(words, dim)
+
+    def forward(self, x: Tensor, words: Tensor) -> Tensor:
+        x = self.block.attend(x)
+        x = x * (1 + self.scale(words)[:, None]) + self.shift(words)[:, None]
+        return self.block.think(x)

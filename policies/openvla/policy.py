@@ -1,49 +1,294 @@
-"""OpenVLA as a policy: one image and an instruction in, one action out, written token by token.
+"""OpenVLA and OpenVLA-OFT as policies: images and an instruction in, actions out.
 
-Only the 256 action tokens can be generated, so only their logits are computed. The value is read at the place that
-predicts the first action token.
+OpenVLA writes one action token by token. Only the 256 action tokens can be generated, so only their logits are
+computed. The value is read at the place that predicts the first action token.
 
-OpenVLA-OFT as a policy: images, an instruction and perhaps the robot's state in, a whole chunk of actions out.
+OFT reads all numbers of a whole chunk in one pass, in which every token attends to every other one. A number is read
+one place before its own (empty) token, like the prediction of an autoregressive model.
 
-All numbers of all actions are read in one pass, in which every token attends to every other one. A number is read one
-place before its own (empty) token, like the prediction of an autoregressive model.
+Weights stay empty until `initialise` or `load_weights`, so building a model costs no memory.
 """
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from embodied.core.arrays import host, tensor_of
-from embodied.core.errors import ConfigError
-from embodied.core.types import NoiseSpec, Observation, PolicyOutput
+from embodied.core.errors import CheckpointError, ConfigError
+from embodied.core.files import reading
+from embodied.core.types import Array, EnvSpec, NoiseSpec, Observation, PolicyOutput
+from embodied.policies import policy_folder as files
 from embodied.policies.base import Scores
-from embodied.policies.openvla.config import OpenVLAOFTConfig
-from embodied.policies.openvla.folder import OFT, read_published, unwrapped
-from embodied.policies.openvla.network import (
-    PATCHES,
-    Cache,
-    LlamaAttention,
-    LlamaLayer,
-    LlamaStack,
-    PrismaticPolicy,
-    RMSNorm,
-    VisionBlock,
-    visible,
-)
-from embodied.policies.openvla.tokens import STOP, action_scores, pick
-from embodied.policies.vla.layers import GatedMLP, turns
-from embodied.policies.vla.policy import compiled, for_acting
-from embodied.policies.vla.statistics import Statistics, statistics_of
+from embodied.policies.openvla import folder as published
+from embodied.policies.openvla import network, tokens
+from embodied.policies.openvla.components import as_stored
+from embodied.policies.openvla.config import OpenVLAOFTConfig, PrismaticConfig
+from embodied.policies.vla import layers, statistics
+from embodied.policies.vla.image_processor import processor_of
+from embodied.policies.vla.lora import add_lora, is_adapter
+from embodied.policies.vla.policy import KEYFRAMES, VLAPolicy, for_acting, hashed_words, padded
 from embodied.runtime.published_weights import Blob
 
-Memory = list[tuple[Tensor, Tensor]]  # keys and values of every layer [N, kv_heads, width, head_dim]
-LAST = slice(-1, None)
-PLAIN = {LlamaStack, LlamaLayer, LlamaAttention, GatedMLP, RMSNorm, nn.ModuleList, nn.Linear, nn.Embedding}
+VALUE = "value_head."
+PATCHES = "patches"
+
+
+class PrismaticPolicy(VLAPolicy):
+    """Families define how actions are read from the language model: `act`, `value`, `forward`."""
+
+    own_scales = (statistics.RANGES,)
+    companions = published.COMPANIONS
+    vocabulary = (
+        "a published OpenVLA",
+        "a folder with only tokenizer.model needs one: "
+        "transformers.AutoTokenizer.from_pretrained(folder).save_pretrained(folder) writes it",
+    )
+    extras: tuple[str, ...] = (VALUE, statistics.RANGES, KEYFRAMES)  # prefixes of weights that folders may lack
+
+    def __init__(self, config: PrismaticConfig, spec: EnvSpec) -> None:
+        super().__init__(config, spec)
+        config, source = self.config, self.source
+        self.settings = settings = (
+            source.settings if source else published.settings_of(published.PRESETS[config.preset])
+        )
+        self.where = str(self.origin or "policy.preset")
+        stored = source.norm_stats if source else {}
+        self.stated, self.data_set = statistics.stated_ranges(stored, config.statistics, spec)
+        self.cameras = self.choose_cameras()
+        self.check_env()
+        kinds = [tower.kind for tower in settings.towers]
+        with reading(Path(self.where, published.PREPROCESSOR), CheckpointError):
+            numbers = source.preprocessor if source else {}
+            usual = (settings.image_size, settings.resize, config.crop_area, config.rlds_images)
+            self.images = processor_of(numbers, kinds, *usual)
+        self.choose_tokenizer()
+        self.codes = tokens.ActionTokens(settings.bins)
+        self.dtype = getattr(torch, config.dtype)
+        self.exact = torch.promote_types(self.dtype, torch.float32)
+        with torch.device("meta"):
+            self.build()
+        self.to(self.dtype).to_empty(device="cpu")
+        self.ranges = None if source else statistics.Ranges(self.stated[statistics.OWN])
+
+    @classmethod
+    def folder_of(cls, config: PrismaticConfig) -> published.PublishedOpenVLA:
+        return published.read_published(Path(config.pretrained))
+
+    @classmethod
+    def check_statistics(cls, folder: published.PublishedOpenVLA, config: PrismaticConfig) -> None:
+        if not (config.statistics and Path(config.statistics).is_dir()):
+            statistics.statistics_of(folder.norm_stats, config.statistics, config.pretrained)
+
+    @classmethod
+    def choices(cls, config: PrismaticConfig, task: str) -> dict[str, Any]:
+        """The options that a published folder decides in evaluations on a benchmark's task."""
+        stats, suite = cls.folder_of(config).norm_stats, task.partition("/")[0]
+        if config.statistics is not None:
+            return {"statistics": statistics.choose_key(stats, config.statistics, config.pretrained)}
+        keys = [key for key in stats if suite in (key, key.removesuffix("_no_noops"))]
+        return {"statistics": keys[0] if keys else next(iter(stats)) if len(stats) == 1 else None}
+
+    @classmethod
+    def numbers(cls, config: PrismaticConfig) -> tuple[int, int | None]:
+        """The numbers of action and state dimensions of a published folder's model (state None: not used)."""
+        stats = cls.folder_of(config).norm_stats
+        return len(statistics.statistics_of(stats, config.statistics, config.pretrained).low), None
+
+    def check_env(self) -> None:
+        super().check_env()
+        if (asked := self.spec.action.dim) != (known := len(self.statistics.low)):
+            raise ConfigError(
+                f"this model was trained for {known} action numbers, the env takes {asked}; choose another "
+                "env.control_mode (pd_ee_delta_pose has 7), or policy.statistics"
+            )
+
+    def choose_cameras(self) -> tuple[str, ...]:
+        raise NotImplementedError
+
+    def build(self) -> None:
+        """The networks."""
+        settings, dim = self.settings, self.settings.llama.dim
+        self.vision_backbone = network.VisionBackbone(settings.towers, settings.image_size)
+        self.projector = network.Projector(settings.vision_dim, dim, len(settings.towers) > 1)
+        self.language_model = network.LanguageModel(settings.llama)
+        self.value_head = nn.Sequential(
+            nn.Linear(dim, 512), nn.GELU(), nn.Linear(512, 128), nn.GELU(), nn.Linear(128, 1, bias=False)
+        )
+
+    def adapt(self, whole: tuple[nn.Module, ...] = ()) -> None:
+        """Add LoRA to the published networks; `whole` parts are trained in full."""
+        config = self.config
+        if config.train == "language":
+            self.vision_backbone.requires_grad_(False)
+            for layer in whole:
+                layer.requires_grad_(True)
+        self.add_keyframe_head(len(self.cameras) * self.settings.patches, self.settings.llama.dim)
+        if config.lora_rank:
+            parts = {name: getattr(self, name) for name in ("vision_backbone", "projector", "language_model")}
+            add_lora(parts, config, whole)
+
+    def vision_encoder(self) -> nn.Module:
+        return self.projector
+
+    def unit_state(self, state: Tensor) -> Tensor:
+        return tensor_of(self._statistics("proprio").to_unit(host(state).astype(np.float64)), self.device)
+
+    def start(self, name: str, shape: torch.Size, draw: torch.Generator) -> Tensor:
+        if name.endswith("patch_embed.proj.weight"):
+            return layers.smooth_filters(shape, draw)
+        if name.endswith("pos_embed"):
+            return torch.empty(shape).normal_(generator=draw)
+        if name.endswith("bias"):
+            return torch.zeros(shape)
+        if len(shape) == 1:
+            return torch.ones(shape)
+        return torch.empty(shape).normal_(generator=draw) * spread(name, shape)
+
+    def read_folder(self) -> dict[str, Blob]:
+        return published.read_stored(self.source, self.components()) if self.source else {}
+
+    def is_extra(self, name: str) -> bool:
+        return name.startswith(self.extras) or is_adapter(name)
+
+    # Conversion between actions and the networks' outputs
+
+    @property
+    def norm_stats(self) -> dict[str, Any]:
+        ranges = getattr(self, "ranges", None)  # missing while networks are built or only counted
+        return self.stated if ranges is None or ranges.action_min.is_meta else ranges.norm_stats()
+
+    @property
+    def statistics(self) -> statistics.Statistics:
+        return self._statistics("action")
+
+    def _statistics(self, part: str) -> statistics.Statistics:
+        return statistics.statistics_of(self.norm_stats, self.data_set, self.where, part)
+
+    def actions_of(self, units: np.ndarray) -> np.ndarray:
+        """Converts numbers in [-1, 1], [..., A], to the env's units."""
+        actions = self.statistics.from_unit(units)
+        actions[..., -1] = statistics.GRIPPERS[self.config.gripper](actions[..., -1])
+        return actions.astype(np.float32)
+
+    def units_of(self, actions: Array) -> np.ndarray:
+        """Converts demonstrated actions [..., A] to numbers in [-1, 1]."""
+        stored = host(actions).astype(np.float64)
+        stored[..., -1] = statistics.STORED_GRIPPERS[self.config.gripper](stored[..., -1])
+        return self.statistics.to_unit(stored)
+
+    def tokens_of(self, inputs: dict[str, Any]) -> Tensor:
+        """The generated tokens [B, C, A], or the tokens of demonstrated actions."""
+        if "tokens" in inputs:
+            return tensor_of(inputs["tokens"], self.device)
+        return tensor_of(self.codes.encode(self.units_of(inputs["actions"])), self.device)
+
+    # Prompts and images
+
+    def _words(self, obs: Observation, count: int) -> tuple[np.ndarray, np.ndarray]:
+        """Ids of the prompts [N, L], and their mask."""
+        prompts = [self.settings.template.format(text.lower()) for text in self.instructions(obs, count)]
+        return padded([self.encode(text) for text in prompts], self.settings.pad_id, in_front=True)
+
+    def encode(self, text: str) -> list[int]:
+        if self.fast is None:  # 0, 1 and 2 are unknown, begin and end
+            return [tokens.BOS, *(3 + number for number in hashed_words(text, self.settings.first_action_id - 3))]
+        ids = self.fast.encode(text).ids
+        ids = ids if ids[:1] == [tokens.BOS] else [tokens.BOS, *ids]
+        return ids if ids[-1] == tokens.SPACE else [*ids, tokens.SPACE]
+
+    def _sequence(
+        self, words: Tensor, present: Tensor, patches: Tensor, numbers: int = 0, after: int = 0
+    ) -> tuple[Tensor, Tensor]:
+        """Embeddings [N, L, D] of begin, images, text, `numbers` empty tokens and the last `after` words, and their
+        mask."""
+        text, blank = words.shape[1] - after, words.new_zeros(len(words), numbers, words.shape[2])
+        x = torch.cat([words[:, :1], patches.to(words.dtype), words[:, 1:text], blank, words[:, text:]], dim=1)
+        known = present.new_ones(1, 1).expand(len(words), -1)
+        parts = (present[:, :1], known.expand(-1, patches.shape[1]), present[:, 1:text], known.expand(-1, numbers))
+        return x, torch.cat([*parts, present[:, text:]], dim=1)
+
+    def _pixels(self, obs: Observation) -> list[Tensor]:
+        """Processed pixels of each camera [N, 3 * towers, size, size]."""
+        frames = [tensor_of(obs["images"][camera], self.device) for camera in self.cameras]
+        return [self.images(part).to(self.dtype) for part in frames]
+
+    def _see(self, *seen: Tensor) -> Tensor:
+        return for_acting(self.config, network.VisionBackbone.forward, self.device)(self.vision_backbone, *seen)
+
+    def frozen_features(self, obs: Observation) -> dict[str, Tensor]:
+        """Features of frozen towers [B, cameras, patches, dim]."""
+        if any(p.requires_grad for p in self.vision_backbone.parameters()):
+            return {}
+        return {PATCHES: torch.stack([self.vision_backbone(pixels) for pixels in self._pixels(obs)], dim=1)}
+
+    def _logits(self, hidden: Tensor) -> Tensor:
+        """Logits of the action tokens, divided by `policy.temperature`."""
+        first, words = self.settings.first_action_id, self.language_model.lm_head
+        rows = slice(first, first + self.settings.bins)
+        if layers.is_scaled(words):
+            logits = words(hidden)[..., rows]
+        else:
+            logits = layers.with_adapter(nn.functional.linear(hidden, words.weight[rows]), words, hidden, rows)
+        return logits.to(self.exact) / self.config.temperature
+
+    def _word_losses(self, hidden: Tensor, chosen: Tensor) -> Tensor:
+        """Cross entropy [B, K] of these tokens [B, K] over the whole vocabulary, from hidden states [B, K, D]; with one
+        more hidden state, of the stop token, too."""
+        ids = chosen + self.settings.first_action_id
+        ids = nn.functional.pad(ids, (0, hidden.shape[1] - ids.shape[1]), value=tokens.STOP)
+        logits = self.language_model.lm_head(hidden).to(self.exact)
+        return nn.functional.cross_entropy(logits.flatten(0, 1), ids.flatten(), reduction="none").view(ids.shape)
+
+    def _value(self, hidden: Tensor) -> Tensor:
+        return self.value_head(hidden).squeeze(-1).to(self.exact)
+
+    # For learners
+
+    def blocks(self) -> list[nn.Module]:
+        towers = [block for tower in self.vision_backbone.towers() for block in tower.blocks[:-1]]
+        return [*towers, *self.language_model.model.layers]
+
+    # On disk
+
+    def description(self) -> dict[str, Any]:
+        """The published config plus our settings, so that the folder can be `policy.pretrained` again."""
+        ours = super().description()
+        ours["policy"] |= {"pretrained": "." if self.origin else None, "statistics": self.origin and self.data_set}
+        return self.published_config() | ours
+
+    def published_config(self) -> dict[str, Any]:
+        return self.settings.published | {"norm_stats": self.norm_stats}
+
+    def stored_names(self) -> dict[str, str]:
+        return {name: name for name in files.read_blobs(self.origin)}
+
+    def save_published(self, folder: Path | str, shard_bytes: int = 5 * 10**9) -> None:
+        """Write the layout that other programs read: without value head, adapters merged, large weights in shards."""
+        folder, weights = Path(folder), self.published_weights()
+        inside = {published.unwrapped(name): tensor for name, tensor in weights.items() if not self.is_extra(name)}
+        self.write_published(folder, self.published_config(), inside, shard_bytes)
+        for kind in self.components():
+            path = self.source.components.get(kind) if self.source else None
+            known = 0 if kind == "vision_backbone" else len(f"{kind}.")
+            part = {name[known:]: tensor for name, tensor in weights.items() if name.startswith(f"{kind}.")}
+            name = path.stem if path else f"{kind}--0_checkpoint"
+            files.write_tensors(folder / f"{name}.safetensors", as_stored(path, part))
+
+    def components(self) -> tuple[str, ...]:
+        """Parts that upstream stores in separate files."""
+        return ()
+
+
+def spread(name: str, shape: torch.Size) -> float:
+    """The deviation of initial weights, which keeps the scale of activations. Values begin near zero."""
+    if name.startswith(VALUE):
+        return 0.02
+    return 1.0 if name.endswith("embed_tokens.weight") else shape[1:].numel() ** -0.5
 
 
 class OpenVLAPolicy(PrismaticPolicy):
@@ -57,7 +302,7 @@ class OpenVLAPolicy(PrismaticPolicy):
     def build(self) -> None:
         super().build()
         self.adapt()
-        self.cache = Cache()
+        self.cache = network.Cache()
 
     def cache_tensors(self) -> list[Tensor]:
         return self.cache.tensors()
@@ -73,8 +318,8 @@ class OpenVLAPolicy(PrismaticPolicy):
     @torch.inference_mode()
     def act(self, obs: Observation, noise: np.ndarray, temperature: float = 1.0) -> PolicyOutput:
         uniform = torch.as_tensor(noise).to(self.device)
-        tokens, logprobs, values = self.write(*self._prefix(obs), uniform, temperature)
-        chosen = tokens.cpu().numpy()
+        written, logprobs, values = self.write(*self._prefix(obs), uniform, temperature)
+        chosen = written.cpu().numpy()
         return PolicyOutput(
             self.actions_of(self.codes.decode(chosen))[:, None],
             logprobs[:, None].cpu().numpy(),
@@ -88,299 +333,53 @@ class OpenVLAPolicy(PrismaticPolicy):
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Action tokens and their log-probs [N, A], and values [N], from embeddings of image and prompt."""
         stack, numbers = self.language_model.model, uniform.shape[1]
-        way = CompiledDecoder if self.config.compile else FastDecoder if is_plain(stack) else Decoder
-        text = way(stack, self.cache, present, padded, numbers - 1)
+        decoder = network.CompiledDecoder if self.config.compile else network.fastest_decoder(stack)
+        text = decoder(stack, self.cache, present, padded, numbers - 1)
         hidden = text.read(x)
         values = self._value(hidden)
-        tokens, logits = [], [self._logits(hidden)]
+        written, logits = [], [self._logits(hidden)]
         for column in uniform.T:
-            tokens.append(pick(logits[-1], column, temperature))
-            if len(tokens) < numbers:
-                logits.append(self._logits(text.go_on(self._embed(tokens[-1]))))
-        chosen = torch.stack(tokens, 1)
-        return chosen, action_scores(torch.stack(logits, 1), chosen)[0], values
+            written.append(tokens.pick(logits[-1], column, temperature))
+            if len(written) < numbers:
+                logits.append(self._logits(text.go_on(self._embed(written[-1]))))
+        chosen = torch.stack(written, 1)
+        return chosen, tokens.action_scores(torch.stack(logits, 1), chosen)[0], values
 
     @torch.inference_mode()
     def value(self, obs: Observation) -> np.ndarray:
         x, present, padded = self._prefix(obs)
-        return self._value(self.language_model.model(x, present, padded=padded, read=LAST)[:, -1]).cpu().numpy()
+        return self._value(self.language_model.model(x, present, padded=padded, read=network.LAST)[:, -1]).cpu().numpy()
 
     def forward(self, inputs: dict[str, Any]) -> Scores:
-        tokens = self.tokens_of(inputs)[:, 0]
-        x, present, padded = self._prefix(inputs["obs"], inputs.get(PATCHES))
-        x = torch.cat([x, self._embed(tokens[:, :-1])], dim=1)
-        present = nn.functional.pad(present, (0, tokens.shape[1] - 1), value=True)
-        written = slice(-tokens.shape[1], None)
-        hidden = self.language_model.model(x, present, padded=padded, read=written)
-        logprobs, entropy = action_scores(self._logits(hidden), tokens)
+        chosen = self.tokens_of(inputs)[:, 0]
+        hidden = self._states(inputs, chosen[:, :-1])
+        logprobs, entropy = tokens.action_scores(self._logits(hidden), chosen)
         return Scores(logprobs[:, None], entropy[:, None], self._value(hidden[:, 0]))
 
     def imitate_actions(self, inputs: dict[str, Any], noise: np.ndarray | None) -> Tensor:
         if self.config.sft_loss == "actions":
             return super().imitate_actions(inputs, noise)
-        tokens = self.tokens_of(inputs)[:, 0]
+        chosen = self.tokens_of(inputs)[:, 0]
+        return self._word_losses(self._states(inputs, chosen), chosen)[:, None]
+
+    def _states(self, inputs: dict[str, Any], written: Tensor) -> Tensor:
+        """Hidden states [B, K + 1, D] at the end of the prompt and of each written token [B, K]."""
         x, present, padded = self._prefix(inputs["obs"], inputs.get(PATCHES))
-        x = torch.cat([x, self._embed(tokens)], dim=1)
-        present = nn.functional.pad(present, (0, tokens.shape[1]), value=True)
-        written = slice(-tokens.shape[1] - 1, None)
-        hidden = self.language_model.model(x, present, padded=padded, read=written)
-        return self._word_losses(hidden, tokens)[:, None]
+        x = torch.cat([x, self._embed(written)], dim=1)
+        present = nn.functional.pad(present, (0, written.shape[1]), value=True)
+        return self.language_model.model(x, present, padded=padded, read=slice(-written.shape[1] - 1, None))
 
     def _prefix(self, obs: Observation, patches: Tensor | None = None) -> tuple[Tensor, Tensor, bool]:
         """Returns embeddings [N, L, D] of begin, image and text, their mask [N, L], and True if there is padding.
         `patches` [N, 1, P, D] are features of frozen towers."""
         seen = self._see(*self._pixels(obs)) if patches is None else tensor_of(patches, self.device)[:, 0]
         ids, mask = self._words(obs, len(seen))
-        patches = self.projector(seen)
         words = self.language_model.model.embed_tokens(tensor_of(ids, self.device))
-        x = torch.cat([words[:, :1], patches.to(words.dtype), words[:, 1:]], dim=1)
-        shown = np.ones((len(ids), patches.shape[1]), bool)
-        present = np.concatenate([mask[:, :1], shown, mask[:, 1:]], axis=1)
-        return x, tensor_of(present, self.device), not present.all()
+        x, present = self._sequence(words, tensor_of(mask, self.device), self.projector(seen))
+        return x, present, not mask.all()
 
-    def _embed(self, tokens: Tensor) -> Tensor:
-        return self.language_model.model.embed_tokens(tokens + self.settings.first_action_id)
-
-
-# Decoding of action tokens after a prompt. Acting needs no gradients, and small batches are limited by the number of
-# operations, so `FastDecoder` computes the same as `LlamaStack` in far fewer operations, in place and on flat rows. It
-# supports plain layers only. With adapters, autocast or half precision, whose rounding must equal the learner's,
-# `Decoder` runs the stack itself.
-
-
-class Decoder:
-    """A batch of prompts; `present` [N, L] is False for padding, `more` tokens will follow."""
-
-    def __init__(self, stack: LlamaStack, cache: Cache, present: Tensor, padded: bool, more: int) -> None:
-        self.stack, self.cache, self.padded = stack, cache, padded
-        self.present = F.pad(present, (0, more), value=True)
-        cache.begin(*self.present.shape)
-
-    def read(self, x: Tensor) -> Tensor:
-        """The last hidden states [N, D] of prompts with embeddings [N, L, D]."""
-        return self._run(x)
-
-    def go_on(self, x: Tensor) -> Tensor:
-        """Hidden states [N, D] of one more token with embeddings [N, D]."""
-        return self._run(x[:, None])
-
-    def _run(self, x: Tensor) -> Tensor:
-        so_far = self.present[:, : self.cache.length + x.shape[1]]
-        return self.stack(x, so_far, self.cache, padded=self.padded, read=LAST)[:, -1]
-
-
-class FastDecoder(Decoder):
-    def __init__(self, stack: LlamaStack, cache: Cache, present: Tensor, padded: bool, more: int) -> None:
-        super().__init__(stack, cache, present, padded, more)
-        settings = stack.settings
-        self.rows = len(self.present)
-        self.heads, self.kv_heads = settings.heads, settings.kv_heads
-        self.head_dim = settings.dim // settings.heads
-        weight = stack.norm.weight
-        self.eps = weight.new_tensor(settings.eps)
-        rows = self.present if padded else self.present[:1]  # without padding all rows have the same positions
-        position = (rows.long().cumsum(1) - 1).clamp(min=0)
-        cos, sin = turns(position, self.head_dim, settings.rope_theta, weight.dtype)
-        left, right = sin.chunk(2, dim=-1)
-        self.cos, self.sin = cos.transpose(1, 2), torch.cat([-left, right], dim=-1).transpose(1, 2)  # [N, W, 1, d]
-        self.seen = as_bias(self.present[:, None, None], weight.dtype) if padded else None  # [N, 1, 1, W]
-
-    def _run(self, x: Tensor) -> Tensor:
-        begin, new = self.cache.length, x.shape[1]
-        end = begin + new
-        mask = None
-        if self.padded:
-            first = as_bias(visible(self.present[:, :end], new, False), x.dtype) if new > 1 else None
-            mask = self.seen[..., :end] if first is None else first
-        turn = self.cos[:, begin:end], self.sin[:, begin:end]
-        x = x.reshape(self.rows * new, -1).clone()
-        *layers, last = self.stack.layers
-        for layer in layers:
-            x = self._layer(layer, x, turn, mask, begin, new)
-        x = self._layer(last, x, turn, mask, begin, new, read_last=new > 1)
-        self.cache.length = end
-        return self._norm(self.stack.norm, x)
-
-    def _layer(
-        self,
-        layer: LlamaLayer,
-        x: Tensor,
-        turn: tuple[Tensor, Tensor],
-        mask: Tensor | None,
-        begin: int,
-        new: int,
-        read_last: bool = False,
-    ) -> Tensor:
-        """Runs a layer on embeddings [N * new, D], overwriting them; returns its outputs, on request only of the last
-        tokens."""
-        attention, mlp, (cos, sin) = layer.self_attn, layer.mlp, turn
-        normed = self._norm(layer.input_layernorm, x)
-        k = self._turned(normed @ attention.k_proj.weight.t(), cos, sin)
-        v = normed @ attention.v_proj.weight.t()
-        causal = mask is None and new > 1
-        if read_last:
-            x, normed = x.view(self.rows, new, -1)[:, -1].contiguous(), normed.view(self.rows, new, -1)[:, -1]
-            cos, sin, causal = cos[:, -1:], sin[:, -1:], False
-            mask = None if mask is None else mask[:, :, -1:]
-        q = self._turned(normed @ attention.q_proj.weight.t(), cos, sin).transpose(1, 2)
-        k, v = self.cache.add(attention.layer, k.transpose(1, 2), v.view(k.shape).transpose(1, 2))
-        grouped = self.heads != self.kv_heads
-        out = F.scaled_dot_product_attention(q, k, v, mask, is_causal=causal, enable_gqa=grouped)
-        x.addmm_(out.transpose(1, 2).reshape(len(x), -1), attention.o_proj.weight.t())
-        normed = self._norm(layer.post_attention_layernorm, x)
-        gate = F.silu(normed @ mlp.gate_proj.weight.t(), inplace=True)
-        return x.addmm_(gate.mul_(normed @ mlp.up_proj.weight.t()), mlp.down_proj.weight.t())
-
-    def _turned(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        """[N * L, heads * d] -> [N, L, heads, d], by the places of its tokens."""
-        x = x.view(self.rows, -1, x.shape[-1] // self.head_dim, self.head_dim)
-        return (x * cos).addcmul_(x.roll(self.head_dim // 2, -1), sin)
-
-    def _norm(self, norm: RMSNorm, x: Tensor) -> Tensor:
-        size = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
-        return (x * torch.addcmul(self.eps, size, size, value=1 / x.shape[-1]).rsqrt_()).mul_(norm.weight)
-
-
-def as_bias(seen: Tensor, dtype: torch.dtype) -> Tensor:
-    """A bias for attention scores: 0 for visible tokens."""
-    return torch.zeros(seen.shape, dtype=dtype, device=seen.device).masked_fill_(~seen, -torch.inf)
-
-
-def is_plain(stack: LlamaStack) -> bool:
-    weight = stack.norm.weight
-    exact = weight.dtype in (torch.float32, torch.float64) and not torch.is_autocast_enabled(weight.device.type)
-    return exact and all(type(module) in PLAIN for module in stack.modules())
-
-
-# With torch.compile: one program for prompts and one for a single token, from the stack's own layers. A program needs
-# memory of a fixed size, so each token attends to all of it, with a mask for empty places.
-
-
-class CompiledDecoder(Decoder):
-    def __init__(self, stack: LlamaStack, cache: Cache, present: Tensor, padded: bool, more: int) -> None:
-        super().__init__(stack, cache, present, padded, more)
-        self.shown = self.present if padded else self.present[:1]  # without padding all rows are equal
-        weight = stack.norm.weight
-        half = torch.is_autocast_enabled(weight.device.type)
-        dtype = torch.get_autocast_dtype(weight.device.type) if half else weight.dtype
-        self.memory = [cache.room(layer, self._one_token(dtype)) for layer in range(stack.settings.depth)]
-        for memory in (memory for pair in self.memory for memory in pair):
-            torch._dynamo.mark_static_address(memory)  # a CUDA graph may write to it
-            memory[:, :, present.shape[1] :] = 0  # masked values must be finite
-
-    def _one_token(self, dtype: torch.dtype) -> Tensor:
-        settings = self.stack.settings
-        shape = len(self.present), settings.kv_heads, 1, settings.dim // settings.heads
-        return self.stack.norm.weight.new_empty(shape, dtype=dtype)
-
-    def _run(self, x: Tensor) -> Tensor:
-        begin = self.cache.length
-        self.cache.length += x.shape[1]
-        place = torch.arange(begin, self.cache.length, device=x.device)
-        return compiled(step, x.device.type)(self.stack, x, place, self.shown, self.memory)
-
-
-class Slots:
-    """A cache for layers; new tokens are written to these places."""
-
-    def __init__(self, memory: Memory, place: Tensor) -> None:
-        self.memory, self.place = memory, place
-
-    def add(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        keys, values = self.memory[layer]
-        keys.index_copy_(2, self.place, k)
-        values.index_copy_(2, self.place, v)
-        return keys, values
-
-
-def step(stack: LlamaStack, x: Tensor, place: Tensor, present: Tensor, memory: Memory) -> Tensor:
-    """The last hidden states [N, D] of tokens x [N, L, D] at places [L]."""
-    head_dim = stack.settings.dim // stack.settings.heads
-    position = (present.long().cumsum(1) - 1).clamp(min=0)[:, place]
-    turn = turns(position, head_dim, stack.settings.rope_theta, x.dtype)
-    here = torch.arange(present.shape[1], device=x.device)
-    mask = (((here <= place[:, None]) & present[:, None]) | (here == place[:, None]))[:, None]
-    slots, (*first, last) = Slots(memory, place), stack.layers
-    for layer in first:
-        x = layer(x, turn, mask, False, slots)
-    return stack.norm(last(x, turn, mask[:, :, LAST], False, slots, LAST))[:, -1]
-
-
-# The networks that OFT adds: a regression head, a projector for the state, FiLM in vision blocks. Key names are
-# upstream's.
-
-
-class ResidualBlock(nn.Module):
-    def __init__(self, dim: int) -> None:
-        super().__init__()
-        self.ffn = nn.Sequential(nn.LayerNorm(dim), nn.Linear(dim, dim), nn.ReLU())
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.ffn(x)
-
-
-class ResidualMLP(nn.Module):
-    def __init__(self, inputs: int, dim: int, outputs: int) -> None:
-        super().__init__()
-        self.layer_norm1 = nn.LayerNorm(inputs)
-        self.fc1 = nn.Linear(inputs, dim)
-        self.mlp_resnet_blocks = nn.ModuleList(ResidualBlock(dim) for _ in range(2))
-        self.layer_norm2 = nn.LayerNorm(dim)
-        self.fc2 = nn.Linear(dim, outputs)
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.fc1(self.layer_norm1(x)).relu()
-        for block in self.mlp_resnet_blocks:
-            x = block(x)
-        return self.fc2(self.layer_norm2(x))
-
-
-class L1Head(nn.Module):
-    """Maps the hidden states of an action's numbers [N, C, A * D] to the action [N, C, A]."""
-
-    def __init__(self, dim: int, actions: int) -> None:
-        super().__init__()
-        self.model = ResidualMLP(actions * dim, dim, actions)
-
-    def forward(self, hidden: Tensor) -> Tensor:
-        return self.model(hidden)
-
-
-class ProprioProjector(nn.Module):
-    def __init__(self, inputs: int, dim: int) -> None:
-        super().__init__()
-        self.fc1 = nn.Linear(inputs, dim)
-        self.fc2 = nn.Linear(dim, dim)
-
-    def forward(self, state: Tensor) -> Tensor:
-        return self.fc2(nn.functional.gelu(self.fc1(state)))
-
-
-class FiLM(nn.Module):
-    """A vision block whose features are scaled and shifted by the mean word embedding."""
-
-    def __init__(self, block: VisionBlock, words: int, dim: int) -> None:
-        super().__init__()
-        self.block = block
-        self.scale = nn.Linear(words, dim)
-        self.shift = nn.Linear(words, dim)
-
-    def forward(self, x: Tensor, words: Tensor) -> Tensor:
-        x = self.block.attend(x)
-        x = x * (1 + self.scale(words)[:, None]) + self.shift(words)[:, None]
-        return self.block.think(x)
-
-
-def laplace(center: Tensor, log_scale: Tensor, numbers: Tensor) -> tuple[Tensor, Tensor]:
-    """Log-density of numbers around a center, and its entropy. Its maximum is the L1 regression."""
-    log_width = log_scale + torch.log(torch.tensor(2.0, dtype=center.dtype))
-    return -(numbers - center).abs() * (-log_scale).exp() - log_width, (1 + log_width).expand_as(center)
-
-
-def laplace_noise(uniform: Tensor) -> Tensor:
-    """Converts uniform to standard Laplace numbers, by the inverse distribution function."""
-    side = (uniform.double() - 0.5).clamp(-0.5 + 1e-12, 0.5 - 1e-12)
-    return -side.sign() * torch.log1p(-2 * side.abs())
+    def _embed(self, chosen: Tensor) -> Tensor:
+        return self.language_model.model.embed_tokens(chosen + self.settings.first_action_id)
 
 
 SLACK = 1e-8  # upstream widens every range by this
@@ -396,15 +395,15 @@ class OpenVLAOFTPolicy(PrismaticPolicy):
     def choices(cls, config: OpenVLAOFTConfig, task: str) -> dict[str, Any]:
         """Folders without components are RLinf's models, which use the first camera and no stop token; folders with
         components are upstream's."""
-        alone = not read_published(config.pretrained).components
+        alone = not cls.folder_of(config).components
         more = {"cameras": config.cameras[:1], "stop_token": False} if alone else {}
         return super().choices(config, task) | more
 
     @classmethod
     def numbers(cls, config: OpenVLAOFTConfig) -> tuple[int, int | None]:
-        published = read_published(config.pretrained)
-        feels = first(config.proprio, published.oft.get("proprio"), "proprio_projector" in published.components)
-        felt = statistics_of(published.norm_stats, config.statistics, config.pretrained, "proprio") if feels else None
+        source, felt = cls.folder_of(config), None
+        if first(config.proprio, source.oft.get("proprio"), "proprio_projector" in source.components):
+            felt = statistics.statistics_of(source.norm_stats, config.statistics, config.pretrained, "proprio")
         return super().numbers(config)[0], felt and len(felt.low)
 
     def choose_cameras(self) -> tuple[str, ...]:
@@ -413,8 +412,7 @@ class OpenVLAOFTPolicy(PrismaticPolicy):
 
     def build(self) -> None:
         config, dim, numbers = self.config, self.settings.llama.dim, self.spec.action.dim
-        has = self.published.components if self.published else {}
-        says = self.published.oft if self.published else {}
+        has, says = (self.source.components, self.source.oft) if self.source else ({}, {})
         self.head = config.head or says.get("head") or ("l1" if "action_head" in has else "discrete")
         self.proprio = first(config.proprio, says.get("proprio"), "proprio_projector" in has)
         self.film = first(config.film, says.get("film"), "vision_backbone" in has)
@@ -425,15 +423,15 @@ class OpenVLAOFTPolicy(PrismaticPolicy):
             if config.temperature != 1.0:
                 raise ConfigError("policy.temperature is of tokens, but policy.head=l1 writes none; leave it at 1")
             self.language_model.lm_head.requires_grad_(False)  # the l1 head does not use its logits
-            self.action_head = L1Head(dim, numbers)
+            self.action_head = layers.NamedParts(model=network.ResidualMLP(numbers * dim, dim, numbers))
             self.log_scale = nn.Parameter(torch.empty(numbers))
         if self.proprio:
             self._check_state()
-            self.proprio_projector = ProprioProjector(self.spec.state_dim, dim)
+            self.proprio_projector = network.Projector(self.spec.state_dim, dim)
         self.adapt(self._wrap_blocks() if self.film else ())
 
     @property
-    def felt(self) -> Statistics:
+    def felt(self) -> statistics.Statistics:
         return self._statistics("proprio")
 
     def _check_state(self) -> None:
@@ -448,7 +446,7 @@ class OpenVLAOFTPolicy(PrismaticPolicy):
         """Wrap all vision blocks in FiLM; returns its layers."""
         layers: list[nn.Module] = []
         for tower, settings in zip(self.vision_backbone.towers(), self.settings.towers, strict=True):
-            wrapped = [FiLM(block, self.settings.llama.dim, settings.dim) for block in tower.blocks]
+            wrapped = [network.FiLM(block, self.settings.llama.dim, settings.dim) for block in tower.blocks]
             wrapped[-1].requires_grad_(False)
             tower.blocks = nn.ModuleList(wrapped)
             layers += [layer for film in wrapped for layer in (film.scale, film.shift)]
@@ -470,14 +468,14 @@ class OpenVLAOFTPolicy(PrismaticPolicy):
         uniform = tensor_of(noise, self.device).view(hidden.shape[:3])
         if self.head == "l1":
             center = self._center(hidden)
-            units = center + temperature * self._log_scale().exp() * laplace_noise(uniform).to(self.exact)
-            logprobs, _ = laplace(center, self._log_scale(), units)
+            units = center + temperature * self._log_scale().exp() * tokens.laplace_noise(uniform).to(self.exact)
+            logprobs, _ = tokens.laplace(center, self._log_scale(), units)
             chosen, replay = host(units), {"units": host(units)}
         else:
             logits = self._logits(hidden)
-            tokens = pick(logits, uniform, temperature)
-            logprobs, _ = action_scores(logits, tokens)
-            chosen, replay = self.codes.decode(host(tokens)), {"tokens": host(tokens)}
+            written = tokens.pick(logits, uniform, temperature)
+            logprobs, _ = tokens.action_scores(logits, written)
+            chosen, replay = self.codes.decode(host(written)), {"tokens": host(written)}
         return PolicyOutput(self.actions_of(chosen), host(logprobs), host(self._value(hidden[:, 0, 0])), replay)
 
     @torch.inference_mode()
@@ -488,9 +486,10 @@ class OpenVLAOFTPolicy(PrismaticPolicy):
         hidden = self._hidden(inputs["obs"], inputs.get(PATCHES))
         if self.head == "l1":
             units = inputs["units"] if "units" in inputs else self.units_of(inputs["actions"])
-            scores = laplace(self._center(hidden), self._log_scale(), tensor_of(units, self.device).to(self.exact))
+            units = tensor_of(units, self.device).to(self.exact)
+            scores = tokens.laplace(self._center(hidden), self._log_scale(), units)
         else:
-            scores = action_scores(self._logits(hidden), self.tokens_of(inputs))
+            scores = tokens.action_scores(self._logits(hidden), self.tokens_of(inputs))
         return Scores(*scores, self._value(hidden[:, 0, 0]))
 
     def imitate_actions(self, inputs: dict[str, Any], noise: np.ndarray | None) -> Tensor:
@@ -502,14 +501,14 @@ class OpenVLAOFTPolicy(PrismaticPolicy):
             return super().imitate_actions(inputs, noise)
         center = self._center(self._hidden(inputs["obs"], inputs.get(PATCHES)))
         units = tensor_of(self.units_of(inputs["actions"]), self.device).to(self.exact)
-        logprobs, _ = laplace(center.detach(), self._log_scale(), units)
+        logprobs, _ = tokens.laplace(center.detach(), self._log_scale(), units)
         return (units - center).abs() - logprobs
 
     def _word_losses_of_items(self, inputs: dict[str, Any]) -> Tensor:
         """Losses [B]: the mean over the demonstrated numbers and the stop token, if any."""
-        tokens, more = self.tokens_of(inputs), int(self.config.stop_token)
-        losses = self._word_losses(self._states(inputs["obs"], inputs.get(PATCHES), more), tokens.flatten(1))
-        counts = inputs["mask"].to(losses.device)[:, :, None].expand_as(tokens).flatten(1)
+        chosen, more = self.tokens_of(inputs), int(self.config.stop_token)
+        losses = self._word_losses(self._states(inputs["obs"], inputs.get(PATCHES), more), chosen.flatten(1))
+        counts = inputs["mask"].to(losses.device)[:, :, None].expand_as(chosen).flatten(1)
         counts = nn.functional.pad(counts, (0, more), value=True)
         return torch.where(counts, losses, 0.0).sum(1) / counts.sum(1)
 
@@ -528,8 +527,9 @@ class OpenVLAOFTPolicy(PrismaticPolicy):
         """Hidden states [N, C * A + more, D] from which the action numbers, and `more` tokens after them, are read."""
         count, numbers = len(obs["images"][self.cameras[0]]), self.config.chunk * self.spec.action.dim
         ids, there = self._words(obs, count)
-        if self.config.stop_token:
-            ids, there = (np.pad(part, ((0, 0), (0, 1)), constant_values=c) for part, c in ((ids, STOP), (there, True)))
+        after = int(self.config.stop_token)  # it follows the actions
+        ids = np.pad(ids, ((0, 0), (0, after)), constant_values=tokens.STOP)
+        there = np.pad(there, ((0, 0), (0, after)), constant_values=True)
         present = tensor_of(there, self.device)
         words = self.language_model.model.embed_tokens(tensor_of(ids, self.device))
         seen = self._seen(obs, words, present) if patches is None else tensor_of(patches, self.device).flatten(1, 2)
@@ -537,15 +537,10 @@ class OpenVLAOFTPolicy(PrismaticPolicy):
         if self.proprio:
             state = self.felt.to_unit(host(obs["state"]).astype(np.float64))
             seen = torch.cat([seen, self.proprio_projector(tensor_of(state, self.device).to(self.dtype))[:, None]], 1)
-        text = words.shape[1] - self.config.stop_token  # the stop token follows the actions
-        blank = words.new_zeros(count, numbers, words.shape[2])
-        x = torch.cat([words[:, :1], seen.to(words.dtype), words[:, 1:text], blank, words[:, text:]], dim=1)
-        known = present.new_ones(1, 1).expand(count, -1)
-        parts = (present[:, :1], known.expand(-1, seen.shape[1]), present[:, 1:text], known.expand(-1, numbers))
-        mask = torch.cat([*parts, present[:, text:]], dim=1)
-        begin, both = seen.shape[1] + text - 1, self.config.bidirectional
+        x, mask = self._sequence(words, present, seen, numbers, after)
+        begin, both = x.shape[1] - numbers - after - 1, self.config.bidirectional
         read = slice(begin, begin + numbers + more)
-        stack = for_acting(self.config, LlamaStack.forward, self.device)
+        stack = for_acting(self.config, network.LlamaStack.forward, self.device)
         return stack(self.language_model.model, x, mask, bidirectional=both, padded=not there.all(), read=read)
 
     def _seen(self, obs: Observation, words: Tensor, present: Tensor) -> Tensor:
@@ -559,24 +554,25 @@ class OpenVLAOFTPolicy(PrismaticPolicy):
         return torch.cat(patches.chunk(len(images)), dim=1)
 
     def _center(self, hidden: Tensor) -> Tensor:
-        return self.action_head(hidden.flatten(2)).to(self.exact)
+        return self.action_head.model(hidden.flatten(2)).to(self.exact)
 
     def _log_scale(self) -> Tensor:
         return self.log_scale.to(self.exact)
 
-    def _statistics(self, part: str) -> Statistics:
-        return statistics_of(self.norm_stats, self.data_set, self.where, part, self.config.bounds, SLACK)
+    def _statistics(self, part: str) -> statistics.Statistics:
+        return statistics.statistics_of(self.norm_stats, self.data_set, self.where, part, self.config.bounds, SLACK)
 
     # On disk
 
     def stored_name(self, stored: dict[str, Blob], name: str) -> str:
-        return name if name in stored else unwrapped(name)
+        return name if name in stored else published.unwrapped(name)
 
     def is_extra(self, name: str) -> bool:
         return super().is_extra(name) or (self.film and name.endswith(FILM))
 
     def published_config(self) -> dict[str, Any]:
-        return super().published_config() | {OFT: {"head": self.head, "proprio": self.proprio, "film": self.film}}
+        ours = {"head": self.head, "proprio": self.proprio, "film": self.film}
+        return super().published_config() | {published.OFT: ours}
 
     def left_out(self) -> dict[str, str]:
         """Stores towers with FiLM in full: the folder's shards and its file of the towers differ."""
@@ -585,11 +581,6 @@ class OpenVLAOFTPolicy(PrismaticPolicy):
     def components(self) -> tuple[str, ...]:
         flags = {"action_head": self.head == "l1", "proprio_projector": self.proprio, "vision_backbone": self.film}
         return tuple(kind for kind, present in flags.items() if present)
-
-    def component(self, kind: str, weights: dict[str, Tensor]) -> dict[str, Tensor]:
-        if kind == "vision_backbone":
-            return {name: tensor for name, tensor in weights.items() if name.startswith("vision_backbone.")}
-        return {n.removeprefix(f"{kind}."): tensor for n, tensor in weights.items() if n.startswith(f"{kind}.")}
 
 
 def first(*answers: bool | None) -> bool:

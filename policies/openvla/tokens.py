@@ -1,72 +1,16 @@
-"""Input and output tokens: the prompt with its tokenizers, and actions as 256 bins of [-1, 1] on the last ids of the
-vocabulary. `actions_of` in `network.py` turns [-1, 1] into the robot's units.
+"""Actions as tokens, 256 bins of [-1, 1] on the last ids of the vocabulary, or as numbers with Laplace noise.
 
 256 ids share 255 bin centres (the two lowest ids mean the same), and ids fall as actions grow.
 """
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import numpy as np
 import torch
 from torch import Tensor
 
-from embodied.core.errors import CheckpointError
-from embodied.policies.openvla.settings import OpenVLASettings
-from embodied.policies.vla.policy import fast_tokenizer, hashed_words
-
 BOS, STOP = 1, 2
 SPACE = 29871  # Llama's "▁", which precedes the first action token in training
-PURE = "In: What action should the robot take to {}?\nOut:"
-VICUNA = (
-    "A chat between a curious user and an artificial intelligence assistant. The assistant gives helpful, detailed, "
-    "and polite answers to the user's questions. USER: What action should the robot take to {}? ASSISTANT:"
-)
-
-
-def template_of(settings: OpenVLASettings, where: str) -> str:
-    """The prompt template of a model, by its language model: OpenVLA v0.1 uses a chat."""
-    backbone = str(settings.published.get("llm_backbone_id", "llama2-7b-pure"))
-    if backbone.startswith("vicuna"):
-        return VICUNA
-    if backbone.endswith(("-pure", "-words")):
-        return PURE
-    raise CheckpointError(
-        f"{where}: llm_backbone_id={backbone!r} uses an unsupported prompt format; supported are "
-        "llama2-7b-pure (OpenVLA) and vicuna-v15-7b (OpenVLA v0.1)"
-    )
-
-
-def prompt(instruction: str, template: str = PURE) -> str:
-    return template.format(instruction.lower())
-
-
-class LlamaTokenizer:
-    """The tokenizer of a published folder."""
-
-    def __init__(self, folder: Path | None) -> None:
-        self._fast = fast_tokenizer(
-            folder,
-            "a published OpenVLA",
-            "a folder with only tokenizer.model needs one: "
-            "transformers.AutoTokenizer.from_pretrained(folder).save_pretrained(folder) writes it",
-        )
-
-    def encode(self, text: str) -> list[int]:
-        ids = self._fast.encode(text).ids
-        ids = ids if ids[:1] == [BOS] else [BOS, *ids]
-        return ids if ids[-1] == SPACE else [*ids, SPACE]
-
-
-class LlamaWords:
-    """Tokenizer of small models without a vocabulary file: a word's id is its hash."""
-
-    def __init__(self, settings: OpenVLASettings) -> None:
-        self.words = settings.first_action_id - 3  # 0, 1 and 2 are unknown, begin and end
-
-    def encode(self, text: str) -> list[int]:
-        return [BOS, *(3 + number for number in hashed_words(text, self.words))]
 
 
 class ActionTokens:
@@ -99,3 +43,15 @@ def action_scores(logits: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor]:
     """Log-probs of these tokens, and entropies, [...] of logits [..., bins]."""
     log_p = logits.log_softmax(-1)
     return log_p.gather(-1, tokens[..., None]).squeeze(-1), -(log_p.exp() * log_p).sum(-1)
+
+
+def laplace(center: Tensor, log_scale: Tensor, numbers: Tensor) -> tuple[Tensor, Tensor]:
+    """Log-density of numbers around a center, and its entropy. Its maximum is the L1 regression."""
+    log_width = log_scale + torch.log(torch.tensor(2.0, dtype=center.dtype))
+    return -(numbers - center).abs() * (-log_scale).exp() - log_width, (1 + log_width).expand_as(center)
+
+
+def laplace_noise(uniform: Tensor) -> Tensor:
+    """Converts uniform to standard Laplace numbers, by the inverse distribution function."""
+    side = (uniform.double() - 0.5).clamp(-0.5 + 1e-12, 0.5 - 1e-12)
+    return -side.sign() * torch.log1p(-2 * side.abs())

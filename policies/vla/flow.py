@@ -4,16 +4,12 @@ A family reads an observation once and computes the velocity of noisy actions at
 noise is always random, also at temperature 0: `temperature` scales only the noise that RL adds in the steps. Only
 played actions have log-probs. The value does not depend on noise or time.
 
-Published folders of flow-matching policies: converts openpi's and lerobot's names of weights to ours, and writes
-them back byte by byte.
-
-Published files have unused weights, such as output layers for words. They are kept in a file beside our weights, not in
-memory.
+Published folders come from openpi or lerobot. Their weights get our names, and are written back byte by byte. Unused
+weights, such as output layers for words, are kept in a file beside ours, not in memory.
 """
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
@@ -27,43 +23,24 @@ from torch.nn import functional as F
 
 from embodied.core.arrays import tensor_of
 from embodied.core.errors import CheckpointError, ConfigError
+from embodied.core.files import reading
 from embodied.core.types import EnvSpec, NoiseSpec, Observation, PolicyOutput
+from embodied.policies import policy_folder as files
 from embodied.policies.base import Scores
-from embodied.policies.policy_folder import (
-    CONFIG,
-    OURS,
-    TOKENIZER_FILES,
-    copy_files,
-    read_blobs,
-    read_json,
-    write_shards,
-)
+from embodied.policies.vla import flow_network as networks
+from embodied.policies.vla import statistics
 from embodied.policies.vla.config import FlowConfig
-from embodied.policies.vla.layers import initial_weight
-from embodied.policies.vla.lora import add_lora, initial_adapter, is_adapter, with_adapter_options
-from embodied.policies.vla.policy import VLAPolicy
-from embodied.policies.vla.statistics import (
-    GRIPPERS,
-    MEAN_STD,
-    NORM_STATS,
-    QUANTILES,
-    SCALED,
-    SCALES,
-    STATS_FILES,
-    STORED_GRIPPERS,
-    Moments,
-    Scale,
-    choose_key,
-    figures_of,
-    read_figures,
-    width_of,
-)
+from embodied.policies.vla.flow_network import Prefix
+from embodied.policies.vla.image_processor import with_bars
+from embodied.policies.vla.lora import add_lora, is_adapter
+from embodied.policies.vla.policy import VLAPolicy, check_sizes, for_acting
 from embodied.runtime.published_weights import Blob, read_safetensors, write_safetensors
 from embodied.runtime.published_weights import tensor_of as tensor_of_blob
 
 UNUSED = "unused.safetensors"
 LAYOUT = "published_weights"  # key of our config.json: names and precisions of the original weights
-COMPANIONS = (*TOKENIZER_FILES, "policy_*.json", "policy_*.safetensors", *STATS_FILES)
+HALF_LOG_2PI = 0.5 * math.log(2 * math.pi)
+MODEL = "model."  # prefix of the names of a published model's weights, here and in lerobot
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,34 +54,40 @@ class FlowSettings:
     state_dim: int
     max_tokens: int
     normalization: str
+    vision: networks.VisionSettings
+    language: networks.StackSettings
+    expert: networks.StackSettings
+    vocab: int
     tokenizer: str = "folder"  # "folder": tokenizer.json; "words": words hashed to ids, for small models
     published: dict[str, Any] = field(default_factory=dict)  # the original config.json
+
+    @property
+    def image_tokens(self) -> int:
+        """The number of tokens of an image."""
+        return self.vision.patches
 
     @property
     def periods(self) -> tuple[float, float]:
         """The shortest and the longest period of the time's sines."""
         return self.published.get("min_period", 4e-3), self.published.get("max_period", 4.0)
 
-    def check(self, where: str, *more: int) -> None:
-        """Refuse adapters, and invalid sizes, including `more`."""
+    def check(self) -> None:
+        """Refuse adapters, and invalid sizes."""
         if self.published.get("use_peft"):
-            raise CheckpointError(f"{where} says use_peft=true: merge the adapters into the weights first")
+            raise ValueError("use_peft=true: merge the adapters into the weights first")
         if not all(type(each) in (int, float) and 0 < each < math.inf for each in self.periods):
-            raise CheckpointError(f"{where}: min_period and max_period should be positive numbers, not {self.periods}")
-        counts = (self.horizon, self.action_dim, self.state_dim, self.max_tokens, *more)
-        if odd := [number for number in counts if type(number) is not int or number < 1]:
-            raise CheckpointError(f"{where}: its sizes should be whole numbers, one is {odd[0]!r}")
+            raise ValueError(f"min_period and max_period should be positive numbers, not {self.periods}")
+        check_sizes(self.horizon, self.action_dim, self.state_dim, self.max_tokens, self.language.depth)
 
 
-def normalization_of(config: dict[str, Any], usual: str, where: str) -> str:
+def normalization_of(config: dict[str, Any], usual: str) -> str:
     """The normalisation in lerobot's config.json, or `usual`."""
     asked = config.get("normalization_mapping")
-    if not asked:
-        return usual
-    mapping = asked if isinstance(asked, dict) else {}
-    modes = {str(mapping.get(part)).lower() for part in ("STATE", "ACTION")}
-    if modes not in ({MEAN_STD}, {QUANTILES}):
-        raise CheckpointError(f"{where} normalises by {', '.join(sorted(modes))}; known: {MEAN_STD}, {QUANTILES}")
+    modes = {str(asked.get(part)).lower() for part in ("STATE", "ACTION")} if asked else {usual}
+    if modes not in ({statistics.MEAN_STD}, {statistics.QUANTILES}):
+        raise ValueError(
+            f"it normalises by {', '.join(sorted(modes))}; known: {statistics.MEAN_STD}, {statistics.QUANTILES}"
+        )
     return modes.pop()
 
 
@@ -114,12 +97,11 @@ class FlowFolder:
 
     path: Path
     settings: Any
-    figures: dict[str, Moments]
+    figures: dict[str, statistics.Moments]
     layout: dict[str, str]  # published name -> precision; empty for unpublished models
     weights: dict[str, Blob]  # our names
     unused: dict[str, Blob]  # published names
     names: dict[str, str]  # our name -> name in the folder
-    own_name: Callable[[str], str | None]
 
     def __deepcopy__(self, _: dict) -> FlowFolder:
         """Copies of a policy share it: bytes in files are not copied into memory."""
@@ -127,123 +109,87 @@ class FlowFolder:
 
     @classmethod
     def read(
-        cls, path: Path | str, kind: str, settings_of: Callable[..., Any], own_name: Callable[[str], str | None]
+        cls, path: Path, kind: str, settings_of: Callable[..., Any], own_name: Callable[[str], str | None]
     ) -> FlowFolder:
         """`kind` is the recipe's policy.name."""
-        path = Path(path)
-        if not (path / CONFIG).is_file():
-            raise CheckpointError(f"{path} is not a folder of {kind}: {CONFIG} is missing")
-        config, stored = read_json(path / CONFIG), read_blobs(path)
+        if not (path / files.CONFIG).is_file():
+            raise CheckpointError(f"{path} is not a folder of {kind}: {files.CONFIG} is missing")
+        config, stored = files.read_json(path / files.CONFIG), files.read_blobs(path)
         layout = config.get(LAYOUT)
         if layout is None and "policy" not in config:
             layout = {name: blob.spec.dtype for name, blob in stored.items()}
             unused = {name: blob for name, blob in stored.items() if own_name(name) is None}
             names = {own_name(name): name for name in stored if name not in unused}
-            weights = {own: stored[name] for own, name in names.items()}
         else:
             layout = layout or {}  # {} for fresh weights
             base = config.get("base")  # a folder of adapters has its unused weights in the base folder
-            below = cls.read(base, kind, settings_of, own_name).unused if base else {}
-            unused = below or (read_safetensors(path / UNUSED) if (path / UNUSED).is_file() else {})
-            weights, names = dict(stored), {name: name for name in stored}
-        config = {key: value for key, value in config.items() if key not in (LAYOUT, *OURS)}
-        settings = settings_of(config, layout or stored, str(path / CONFIG))
+            unused = cls.read(Path(base), kind, settings_of, own_name).unused if base else {}
+            if not unused and (path / UNUSED).is_file():
+                unused = read_safetensors(path / UNUSED)
+            names = {name: name for name in stored}
+        config = {key: value for key, value in config.items() if key not in (LAYOUT, *files.OURS)}
+        with reading(path / files.CONFIG, CheckpointError):
+            settings = settings_of(config, layout or stored)
+            settings.check()
         if settings.kind != kind:
             raise CheckpointError(f"{path} holds a {settings.kind}, not a {kind}: policy.name={settings.kind}")
-        figures = read_figures(path)
-        if not figures and SCALED not in weights:
+        figures = statistics.read_figures(path)
+        if not figures and statistics.SCALED not in names:
             raise CheckpointError(
-                f"{path} has no statistics, without which states and actions have no units: assets/NAME/{NORM_STATS} "
-                "(openpi) or the normalising step of policy_preprocessor.json (lerobot) is missing; copy it from where "
-                "the model was trained"
+                f"{path} has no statistics, without which states and actions have no units: "
+                f"assets/NAME/{statistics.NORM_STATS} (openpi) or the normalising step of policy_preprocessor.json "
+                "(lerobot) is missing; copy it from where the model was trained"
             )
-        return cls(path, settings, figures, layout, weights, unused, names, own_name)
-
-
-def write_back(path: Path, source: FlowFolder, own: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Write the files that belong to the weights; returns the weights with published names and precisions."""
-    path.mkdir(parents=True, exist_ok=True)
-    (path / CONFIG).write_text(json.dumps(source.settings.published, indent=2) + "\n", encoding="utf-8")
-    copy_files(source.path, path, COMPANIONS)
-    weights = {name: tensor_of_blob(blob) for name, blob in source.unused.items()}
-    weights |= {name: own[source.own_name(name)] for name in source.layout if name not in weights}
-    return {name: weights[name].to(getattr(torch, dtype)) for name, dtype in source.layout.items()}
-
-
-def save_beside(path: Path, source: FlowFolder, whole: bool) -> None:
-    """Write a checkpoint's other files besides config.json and weights; `whole`: the checkpoint has all weights, not
-    only trained ones."""
-    copy_files(source.path, path, COMPANIONS)
-    if whole and source.unused and source.path.resolve() != path.resolve():
-        specs = {name: blob.spec for name, blob in source.unused.items()}
-        write_safetensors(path / UNUSED, specs, source.unused.items())
-
-
-def layout_of(settings: FlowSettings, published: FlowFolder | None) -> dict[str, Any]:
-    """The part of our config.json that describes the published model."""
-    return settings.published | ({LAYOUT: published.layout} if published else {})
-
-
-HALF_LOG_2PI = 0.5 * math.log(2 * math.pi)
-MODEL = "model."  # prefix of the names of a published model's weights, here and in lerobot
+        weights = {own: stored[name] for own, name in names.items()}
+        return cls(path, settings, figures, layout, weights, unused, names)
 
 
 class FlowPolicy(VLAPolicy):
-    """Families implement `build`, `read`, `denoise` and `judged`, and describe their folders."""
+    """Families implement `read`, `suffix` and `judged`, and describe their folders and networks."""
 
-    own_scales = SCALES
+    own_scales = statistics.SCALES
+    companions = (*files.TOKENIZER_FILES, "policy_*.json", "policy_*.safetensors", *statistics.STATS_FILES)
     settings: Any
-    settings_of: ClassVar[Callable[..., FlowSettings]]  # arguments: config.json, the weights' names, where, kind
+    settings_of: ClassVar[Callable[..., FlowSettings]]  # arguments: config.json, the weights' names, policy.name
     own_name: ClassVar[Callable[[str], str | None]]  # our name of a published weight; None if it is unused
     presets: ClassVar[Mapping[str, dict[str, Any]]]
-    model: nn.Module
+    network: ClassVar[type[networks.FlowNetwork]]
+    padding: ClassVar[Mapping[str, bool]] = {}  # how images become square (`with_bars`)
+    critic: ClassVar[tuple[int, ...]] = (512, 256, 128)  # hidden layers of the value head
+    model: Any
 
     def __init__(self, config: FlowConfig, spec: EnvSpec) -> None:
         super().__init__(config, spec)
         config = self.config
-        self.source = self.folder_of(config) if config.pretrained else None
-        self.origin = self.source and self.source.path
-        preset, kind = self.presets[config.preset], config.name
-        self.settings = self.source.settings if self.source else self.settings_of(preset, (), "policy.preset", kind)
+        self.settings = (
+            self.source.settings if self.source else self.settings_of(self.presets[config.preset], (), config.name)
+        )
         if config.horizon:
             self.settings = replace(self.settings, horizon=config.horizon)
         self.check_cameras(config.cameras)
         self.views = list(config.cameras or spec.images)
         self.check_env()
-        self.tokenizer = self.choose_tokenizer()
+        self.choose_tokenizer()
         self.exact = torch.float64 if config.dtype == "float64" else torch.float32
-        self.action_scale, self.state_scale = Scale(spec.action.dim), Scale(spec.state_dim or 0)
+        self.action_scale, self.state_scale = statistics.Scale(spec.action.dim), statistics.Scale(spec.state_dim or 0)
         self.adopt_figures()
         with torch.device("meta"):
             self.build()
         if config.dtype == "bfloat16":
             self.halve()
         for name, child in self.named_children():
-            if f"{name}." not in SCALES:
+            if f"{name}." not in statistics.SCALES:
                 child.to_empty(device="cpu")
 
     # Implemented by families
 
-    def build(self) -> None:
-        """Create `model` and `value_head`, freeze untrained weights, and call `add_parts`."""
-        raise NotImplementedError
-
-    def halve(self) -> None:
-        """Convert the model's weights to half precision."""
-        self.model.to(torch.bfloat16)
-
-    def read(self, obs: Observation, known: dict[str, Any] | None = None, draws: Tensor | None = None) -> Any:
-        """Computes the inputs shared by all steps: images and words, unless `frozen_features` are `known`, and the
+    def read(self, obs: Observation, known: dict[str, Any] | None = None, draws: Tensor | None = None) -> Prefix:
+        """Computes what all steps share: images and words, unless `frozen_features` are `known`, and the
         state. `draws` are random numbers for image augmentation."""
         raise NotImplementedError
 
-    def denoise(self, seen: Any, x: Tensor, time: Tensor) -> tuple[Tensor, Tensor]:
-        """Returns the expert's hidden states, with the H actions last, and the velocity [N, H, D] of points x at times
-        [N]."""
-        raise NotImplementedError
-
-    def judged(self, seen: Any, hidden: Tensor | None) -> Tensor:
-        """The features [N, D] of the value head, from the prefix and a step's hidden states, if any."""
+    def judged(self, seen: Prefix, hidden: Tensor | None) -> Tensor:
+        """The features [N, D] of the value head, from a step's hidden states, if any."""
         raise NotImplementedError
 
     def num_draws(self) -> int:
@@ -251,32 +197,40 @@ class FlowPolicy(VLAPolicy):
         return 0
 
     def start(self, name: str, shape: torch.Size, draw: torch.Generator) -> Tensor:
-        if is_adapter(name):
-            return initial_adapter(name, shape, draw, self.config.lora_init)
-        return initial_weight(name, shape, draw)
+        return networks.initial_weight(name, shape, draw)
 
     # Construction
 
-    def add_parts(self, hidden_dim: int, image_tokens: int, token_dim: int, adapted: str) -> None:
-        """Create the noise head, the keyframe head, and the adapters of the model's part `adapted`."""
-        config = self.config
+    def build(self) -> None:
+        """Create the network, its heads and adapters, and freeze untrained weights."""
+        config, settings = self.config, self.settings
+        self.model = self.network(settings).to(self.exact)
+        self.value_head = networks.value_head(self.judged_dim(), self.critic).to(self.exact)
+        if config.train == "expert":
+            self.model.vlm.requires_grad_(False)
         if self._joint:
-            self.noise_head = NoiseHead(hidden_dim, self.settings.action_dim, *config.noise_range).to(self.exact)
-        self.add_keyframe_head(len(self.views) * image_tokens, token_dim)
+            head = networks.NoiseHead(settings.expert.dim, settings.action_dim, *config.noise_range)
+            self.noise_head = head.to(self.exact)
+        self.add_keyframe_head(len(self.views) * settings.image_tokens, settings.language.dim)
         if config.lora_rank:
-            add_lora({f"{MODEL}{adapted}": getattr(self.model, adapted)}, config)
+            add_lora({f"{MODEL}{self.model.part}": getattr(self.model, self.model.part)}, config)
             self.model.to(self.exact)
+
+    def judged_dim(self) -> int:
+        """The width of the value head's input."""
+        return self.settings.language.dim
+
+    def halve(self) -> None:
+        """Convert the model's weights to half precision."""
+        self.model.to(torch.bfloat16)
 
     @classmethod
     def folder_of(cls, config: FlowConfig) -> FlowFolder:
-        return FlowFolder.read(config.pretrained, config.name, cls.settings_of, cls.own_name)
+        return FlowFolder.read(Path(config.pretrained), config.name, cls.settings_of, cls.own_name)
 
     @classmethod
-    def check_folder(cls, config: FlowConfig) -> None:
-        published = cls.folder_of(config)
-        if published.settings.tokenizer != "words":
-            cls.tokenizers[0](published.path)
-        figures_of(published.figures, config.pretrained, config.statistics)
+    def check_statistics(cls, folder: FlowFolder, config: FlowConfig) -> None:
+        statistics.figures_of(folder.figures, config.pretrained, config.statistics)
 
     @classmethod
     def choices(cls, config: FlowConfig, task: str) -> dict[str, Any]:
@@ -306,19 +260,14 @@ class FlowPolicy(VLAPolicy):
     def numbers(cls, config: FlowConfig) -> tuple[int, int | None]:
         """The numbers of action and state dimensions of a published folder's model (state None: not used)."""
         published = cls.folder_of(config)
-        figures = published.figures[choose_key(published.figures, config.statistics, config.pretrained)]
+        figures = published.figures[statistics.choose_key(published.figures, config.statistics, config.pretrained)]
         felt = config.relative_actions or cls.reads_state(config, published.settings)
-        return width_of(figures["actions"]), width_of(figures["state"]) if felt else None
-
-    @classmethod
-    def for_memory_estimate(cls, config: FlowConfig, spec: EnvSpec) -> FlowPolicy:
-        without = with_adapter_options(config).model_copy(update={"pretrained": None, "statistics": None})
-        return type(cls.__name__, (CountedFlow, cls), {})(without, spec)
+        return statistics.width_of(figures["actions"]), statistics.width_of(figures["state"]) if felt else None
 
     def read_folder(self) -> dict[str, Blob]:
         stored = self.source.weights if self.source else {}
         if self.config.statistics:  # statistics that replace our folder's
-            stored = {name: blob for name, blob in stored.items() if not name.startswith(SCALES)}
+            stored = {name: blob for name, blob in stored.items() if not name.startswith(statistics.SCALES)}
         return stored
 
     def is_extra(self, name: str) -> bool:
@@ -354,9 +303,9 @@ class FlowPolicy(VLAPolicy):
     def adopt_figures(self) -> None:
         """Read the statistics that normalise states and actions."""
         source, name = self.source, self.config.statistics
-        if source and name is None and SCALED in source.weights:
+        if source and name is None and statistics.SCALED in source.weights:
             return  # our folders have them among the weights
-        figures, where = figures_of(source.figures if source else {}, str(source and source.path), name)
+        figures, where = statistics.figures_of(source.figures if source else {}, str(source and source.path), name)
         mode = self.settings.normalization
         eps = 1e-8 if "type" in self.settings.published else 1e-6  # lerobot's, openpi's
         for scale, part, kind in ((self.action_scale, "actions", "action"), (self.state_scale, "state", "state")):
@@ -370,6 +319,18 @@ class FlowPolicy(VLAPolicy):
     def noise_spec(self) -> NoiseSpec:
         points = self.horizon * self.settings.action_dim
         return NoiseSpec("normal", points * (1 + self._noisy_steps()) + 1)
+
+    def vision_encoder(self) -> nn.Module:
+        return self.model.to_words
+
+    def blocks(self) -> list[nn.Module]:
+        return self.model.blocks()
+
+    def denoise(self, seen: Prefix, x: Tensor, time: Tensor) -> tuple[Tensor, Tensor]:
+        """Returns the expert's hidden states, with the H actions last, and the velocity [N, H, D] of points x at times
+        [N]."""
+        hidden = for_acting(self.config, self.network.suffix, self.device)(self.model, seen, x, time)
+        return hidden, self.model.velocity(hidden).to(self.exact)
 
     @torch.inference_mode()
     def act(self, obs: Observation, noise: np.ndarray, temperature: float = 1.0) -> PolicyOutput:
@@ -400,6 +361,9 @@ class FlowPolicy(VLAPolicy):
         return self._value(self.read(obs), None).cpu().numpy()
 
     def forward(self, inputs: dict[str, Any]) -> Scores:
+        if self.is_counted:
+            shape = (len(inputs["actions"]), self._noisy_steps() + 1, self.horizon, self.settings.action_dim)
+            inputs = {"chain": torch.empty(shape), "first": torch.empty(shape[:1])} | inputs
         chain = tensor_of(inputs["chain"], self.device).to(self.exact)
         first = tensor_of(inputs["first"], self.device)
         seen = self.read(inputs["obs"], inputs)
@@ -450,19 +414,27 @@ class FlowPolicy(VLAPolicy):
             ours["policy"]["pretrained"] = "."
         if not self.source or self.config.statistics not in self.source.figures:
             ours["policy"]["statistics"] = None  # they are among the weights
-        return layout_of(self.settings, self.source) | ours
+        return self.settings.published | ({LAYOUT: self.source.layout} if self.source else {}) | ours
 
     def write_folder(self, folder: Path, tensors=None, specs=None) -> None:
         super().write_folder(folder, tensors, specs)
-        if self.source:
-            save_beside(folder, self.source, whole=not self.left_out())
+        if not self.source:
+            return
+        unused = self.source.unused
+        if unused and not self.left_out() and self.source.path.resolve() != folder.resolve():
+            specs = {name: blob.spec for name, blob in unused.items()}
+            write_safetensors(folder / UNUSED, specs, unused.items())
 
     def save_published(self, folder: Path | str, shard_bytes: int = 5 * 10**9) -> None:
         """Write the original layout, for other programs: without value head, adapters merged."""
-        if not (self.source and self.source.layout):
+        source = self.source
+        if not (source and source.layout):
             raise ConfigError("only a policy from a published folder can be saved as one; policy.pretrained is unset")
-        weights = write_back(Path(folder), self.source, self.published_weights())
-        write_shards(Path(folder), weights, shard_bytes)
+        own, weights = self.published_weights(), {}
+        for name, dtype in source.layout.items():
+            tensor = tensor_of_blob(source.unused[name]) if name in source.unused else own[self.own_name(name)]
+            weights[name] = tensor.to(getattr(torch, dtype))
+        self.write_published(Path(folder), source.settings.published, weights, shard_bytes)
 
     # Inside
 
@@ -481,6 +453,12 @@ class FlowPolicy(VLAPolicy):
         steps = self.config.steps
         first = (uniform_of(noise[:, -1]) * steps).long().clamp(max=steps - 1)
         return points[:, 0], points[:, 1:], first * 0 if self._joint else first
+
+    def _pixels(self, obs: Observation) -> Tensor:
+        """Pixels of all cameras [N, cameras, 3, S, S], from -1 to 1."""
+        frames = [tensor_of(obs["images"][view], self.device) for view in self.views]
+        grey = [with_bars(frame, self.settings.vision.image_size, **self.padding) for frame in frames]
+        return torch.stack([view / 255 * 2 - 1 for view in grey], dim=1)
 
     def _unit_state(self, obs: Observation) -> Tensor:
         if not self.spec.state_dim:
@@ -509,7 +487,7 @@ class FlowPolicy(VLAPolicy):
         """[N, H, D] -> [N, C, A]: the played actions."""
         return numbers[:, : self.config.chunk, : self.spec.action.dim]
 
-    def _value(self, seen: Any, hidden: Tensor | None) -> Tensor:
+    def _value(self, seen: Prefix, hidden: Tensor | None) -> Tensor:
         features = self.judged(seen, hidden).to(self.exact)
         return self.value_head(features.detach() if self.config.detach_value else features).squeeze(-1).to(self.exact)
 
@@ -527,29 +505,17 @@ class FlowPolicy(VLAPolicy):
         if count := self.config.relative_actions:
             actions[..., :count] += tensor_of(obs["state"], self.device)[:, None, :count]
         played = actions.cpu().numpy()
-        played[..., -1] = GRIPPERS[self.config.gripper](played[..., -1])
+        played[..., -1] = statistics.GRIPPERS[self.config.gripper](played[..., -1])
         return played.astype(np.float32)
 
     def _unit_actions(self, actions: Tensor, obs: Observation) -> Tensor:
         """The reverse conversion [B, H, action_dim], padded with zeros."""
         actions = actions.to(torch.float64, copy=True)
-        actions[..., -1] = STORED_GRIPPERS[self.config.gripper](actions[..., -1])
+        actions[..., -1] = statistics.STORED_GRIPPERS[self.config.gripper](actions[..., -1])
         if count := self.config.relative_actions:
             actions[..., :count] -= tensor_of(obs["state"], self.device)[:, None, :count]
         unit = self.action_scale.to_unit(actions).to(self.exact)
         return F.pad(unit, (0, self.settings.action_dim - unit.shape[-1]))
-
-
-class CountedFlow(FlowPolicy):
-    """A policy without files, for counting memory by shapes."""
-
-    hashes_words = True
-
-    def forward(self, inputs: dict[str, Any]) -> Scores:
-        """Scores of a chain of the right shape."""
-        rows, points = len(inputs["actions"]), self._noisy_steps() + 1
-        chain = torch.empty(rows, points, self.horizon, self.settings.action_dim, device=self.device)
-        return super().forward({**inputs, "chain": chain, "first": torch.empty(rows, device=self.device)})
 
 
 # From noise (time 1) to actions (time 0) in steps of d = 1 / steps. With the velocity v = noise - actions, a point x at
@@ -576,19 +542,6 @@ def sde_step(x: Tensor, v: Tensor, step: Tensor, steps: int, level: float) -> tu
     sigma, d = level * (t / below).sqrt(), 1 / steps
     mean = x - d * v - sigma**2 * d / (2 * t) * (x + v * (1 - t))
     return mean, (math.sqrt(d) * sigma).expand_as(x)
-
-
-class NoiseHead(nn.Module):
-    """flow_noise's learned deviation between `low` and `high`, on a logarithmic scale."""
-
-    def __init__(self, dim: int, actions: int, low: float, high: float) -> None:
-        super().__init__()
-        self.range = (math.log(low), math.log(high))
-        self.mlp = nn.Sequential(nn.Linear(dim, 128), nn.Tanh(), nn.Linear(128, 64), nn.Tanh(), nn.Linear(64, actions))
-
-    def forward(self, hidden: Tensor) -> Tensor:
-        low, high = self.range
-        return (low + (high - low) * (self.mlp(hidden).tanh() + 1) / 2).exp()
 
 
 def log_density(x: Tensor, mean: Tensor, deviation: Tensor) -> Tensor:

@@ -13,7 +13,6 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from embodied.core.arrays import host
-from embodied.core.errors import CheckpointError, ConfigError
 
 # Resizing with exactly the grey levels of the libraries with which published models were trained.
 #
@@ -109,7 +108,6 @@ IMAGENET = ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
 HALVES = ((0.5, 0.5, 0.5), (0.5, 0.5, 0.5))
 STRATEGIES = ("resize-naive", "letterbox", "resize-crop")
 FILTERS = {2: "bilinear", 3: "bicubic"}  # by Pillow's numbers
-FILE = "preprocessor_config.json"
 
 Moments = tuple[tuple[float, ...], tuple[float, ...]]
 
@@ -125,10 +123,6 @@ class ImageProcessor:
     bars: tuple[int, ...] = (127, 127, 127)
     rlds: bool = False  # True: frames are first processed as in RLDS data sets
     filter: str = "bicubic"  # the filter for resizing
-
-    def __post_init__(self) -> None:
-        if self.strategy not in STRATEGIES:
-            raise ConfigError(f"image_resize_strategy={self.strategy!r} is unknown; known: {', '.join(STRATEGIES)}")
 
     def __call__(self, frames: Tensor) -> Tensor:
         """uint8 [N, H, W, 3] -> float32 [N, 3 * towers, size, size]."""
@@ -157,18 +151,19 @@ class ImageProcessor:
 def processor_of(
     published: dict, kinds: list[str], size: int, strategy: str, crop_area: float, rlds: bool = False
 ) -> ImageProcessor:
-    """`published` is preprocessor_config.json (or empty); its normalisation replaces the default one."""
+    """`published` is preprocessor_config.json (or empty); its normalisation replaces the default one. Raises ValueError
+    and the like for a file that is damaged or asks for something else."""
     usual = {"dinov2": IMAGENET, "siglip": HALVES}
     stored = published.get("tvf_normalize_params")
-    if stored is None:
-        moments = tuple(usual[kind] for kind in kinds)
-    else:
-        moments = read_moments(stored)
+    moments = tuple(usual[kind] for kind in kinds) if stored is None else read_moments(stored)
     if len(moments) != len(kinds):
-        raise CheckpointError(f"{FILE} normalises {len(moments)} images for {len(kinds)} towers")
+        raise ValueError(f"it normalises {len(moments)} images for {len(kinds)} towers")
     strategy = published.get("image_resize_strategy", strategy)
-    bars, kernel = bars_of(published, moments), filter_of(published, size, strategy)
-    return ImageProcessor(size, strategy, moments, crop_area, bars, rlds, kernel)
+    if strategy not in STRATEGIES:
+        raise ValueError(f"image_resize_strategy={strategy!r} is unknown; known: {', '.join(STRATEGIES)}")
+    fill = published.get("tvf_letterbox_fill")
+    bars = tuple(int(255 * value) for value in moments[-1][0]) if fill is None else tuple(map(int, fill))
+    return ImageProcessor(size, strategy, moments, crop_area, bars, rlds, filter_of(published, size, strategy))
 
 
 def filter_of(published: dict, size: int, strategy: str) -> str:
@@ -176,43 +171,24 @@ def filter_of(published: dict, size: int, strategy: str) -> str:
     steps differ from their strategy are refused."""
     square = [size, size]
     resized, cut = (published.get(key) or [] for key in ("tvf_resize_params", "tvf_crop_params"))
-    try:
-        kernels = {FILTERS.get(step.get("interpolation", 3)) for step in resized} or {"bicubic"}
-        sizes = [step["size"] for step in resized] + [step["output_size"] for step in cut]
-    except (AttributeError, KeyError, TypeError) as err:
-        raise CheckpointError(f"{FILE} is damaged: its tvf_resize_params or tvf_crop_params ({err!r})") from None
+    kernels = {FILTERS.get(step.get("interpolation", 3)) for step in resized} or {"bicubic"}
+    sizes = [step["size"] for step in resized] + [step["output_size"] for step in cut]
     whole = square if strategy == "resize-naive" else size
     boxed = published.get("tvf_do_letterbox", strategy == "letterbox")
     if sizes != [whole] * len(resized) + [square] * len(cut) or boxed != (strategy == "letterbox"):
-        raise CheckpointError(
-            f"{FILE} resizes and cuts images to {sizes} (tvf_do_letterbox={boxed}), which is not its "
+        raise ValueError(
+            f"it resizes and cuts images to {sizes} (tvf_do_letterbox={boxed}), which is not its "
             f"image_resize_strategy={strategy} for {size} pixels; such a processor is not supported"
         )
     if len(kernels) > 1 or None in kernels:
-        raise CheckpointError(f"{FILE}: tvf_resize_params should name one filter, 2 (bilinear) or 3 (bicubic)")
+        raise ValueError("tvf_resize_params should name one filter, 2 (bilinear) or 3 (bicubic)")
     return kernels.pop()
 
 
-def bars_of(published: dict, moments: tuple[Moments, ...]) -> tuple[int, ...]:
-    """The colour of a letterbox: the file's, else the last tower's mean."""
-    fill = published.get("tvf_letterbox_fill")
-    if fill is None:
-        return tuple(int(255 * value) for value in moments[-1][0])
-    if not isinstance(fill, list) or len(fill) != 3 or any(type(n) is not int or not 0 <= n <= 255 for n in fill):
-        raise CheckpointError(f"{FILE} is damaged: tvf_letterbox_fill should be a colour of three numbers, not {fill}")
-    return tuple(fill)
-
-
 def read_moments(stored: list[dict]) -> tuple[Moments, ...]:
-    try:
-        moments = tuple((tuple(map(float, part["mean"])), tuple(map(float, part["std"]))) for part in stored)
-    except (KeyError, TypeError, ValueError):
-        moments = ()
-    if not moments or any(len(mean) != 3 or len(std) != 3 or min(std) <= 0 for mean, std in moments):
-        raise CheckpointError(
-            f"{FILE} is damaged: tvf_normalize_params should hold mean and std of three colours for "
-            f"each tower, and is {stored}"
-        )
+    moments = tuple((tuple(map(float, part["mean"])), tuple(map(float, part["std"]))) for part in stored)
+    if any(len(mean) != 3 or len(std) != 3 or min(std) <= 0 for mean, std in moments):
+        raise ValueError(f"tvf_normalize_params should hold mean and std of three colours for each tower, not {stored}")
     return moments
 
 

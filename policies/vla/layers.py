@@ -1,14 +1,8 @@
-"""Layers shared by the transformers of several families; weights keep the names that each family publishes.
-
-SigLIP with transformers' key names, the vision tower of Pi0 and SmolVLA: all blocks and the last norm are used, and
-the activation is the approximate GELU, unlike in OpenVLA's tower.
-"""
+"""Layers shared by the transformers of several families; weights keep the names that each family publishes."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
@@ -125,106 +119,3 @@ def smooth_filters(shape: torch.Size, draw: torch.Generator) -> Tensor:
     filters = F.interpolate(coarse, size=shape[2:], mode="bilinear")
     filters = filters - filters.mean((2, 3), keepdim=True)
     return filters / filters.std() * shape[1:].numel() ** -0.5
-
-
-def sines(time: Tensor, dim: int, periods: tuple[float, float]) -> Tensor:
-    """Sines and cosines [N, dim] of a time from 0 to 1, in float64; `periods`: the shortest and the longest."""
-    share = torch.linspace(0, 1, dim // 2, dtype=torch.float64, device=time.device)
-    shortest, longest = periods
-    angle = 2 * math.pi * time.double()[:, None] / (shortest * (longest / shortest) ** share)
-    return torch.cat([angle.sin(), angle.cos()], dim=1)
-
-
-def value_head(width: int, sizes: tuple[int, ...]) -> nn.Sequential:
-    """A network from features of this width to a value."""
-    layers: list[nn.Module] = []
-    for size in sizes:
-        layers += [nn.Linear(width, size), nn.ReLU()]
-        width = size
-    return nn.Sequential(*layers, nn.Linear(width, 1))
-
-
-def initial_weight(name: str, shape: torch.Size, draw: torch.Generator) -> Tensor:
-    """The initial numbers of a transformer's weight, which keep the scale of activations."""
-    if name.endswith("patch_embedding.weight"):
-        return smooth_filters(shape, draw)
-    if name.endswith("position_embedding.weight"):
-        return torch.empty(shape).normal_(generator=draw)
-    if name.endswith("bias"):
-        return torch.zeros(shape)
-    if len(shape) == 1:
-        return torch.ones(shape)
-    return torch.empty(shape).normal_(0.0, shape[1:].numel() ** -0.5, generator=draw)
-
-
-EPS = 1e-6
-
-
-@dataclass(frozen=True)
-class VisionSettings:
-    dim: int
-    depth: int
-    mlp: int
-    heads: int
-    patch: int
-    image_size: int
-
-    @property
-    def patches(self) -> int:
-        return (self.image_size // self.patch) ** 2
-
-
-class VisionAttention(nn.Module):
-    def __init__(self, dim: int, heads: int) -> None:
-        super().__init__()
-        self.heads = heads
-        self.k_proj = nn.Linear(dim, dim)
-        self.v_proj = nn.Linear(dim, dim)
-        self.q_proj = nn.Linear(dim, dim)
-        self.out_proj = nn.Linear(dim, dim)
-
-    def forward(self, x: Tensor) -> Tensor:
-        q, k, v = (
-            project(x).unflatten(-1, (self.heads, -1)).transpose(1, 2)
-            for project in (self.q_proj, self.k_proj, self.v_proj)
-        )
-        return self.out_proj(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
-
-
-class SiglipBlock(nn.Module):
-    def __init__(self, settings: VisionSettings) -> None:
-        super().__init__()
-        self.layer_norm1 = nn.LayerNorm(settings.dim, eps=EPS)
-        self.self_attn = VisionAttention(settings.dim, settings.heads)
-        self.layer_norm2 = nn.LayerNorm(settings.dim, eps=EPS)
-        self.mlp = MLP(settings.dim, settings.mlp, "tanh")
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = x + self.self_attn(self.layer_norm1(x))
-        return x + self.mlp(self.layer_norm2(x))
-
-
-class VisionEmbeddings(nn.Module):
-    def __init__(self, settings: VisionSettings) -> None:
-        super().__init__()
-        self.patch_embedding = nn.Conv2d(3, settings.dim, settings.patch, stride=settings.patch)
-        self.position_embedding = nn.Embedding(settings.patches, settings.dim)
-
-    def forward(self, pixels: Tensor) -> Tensor:
-        patches = patch_tokens(pixels.to(self.patch_embedding.weight.dtype), self.patch_embedding)
-        return patches + self.position_embedding.weight
-
-
-class VisionModel(nn.Module):
-    def __init__(self, settings: VisionSettings) -> None:
-        super().__init__()
-        self.embeddings = VisionEmbeddings(settings)
-        self.encoder = NamedParts(layers=nn.ModuleList(SiglipBlock(settings) for _ in range(settings.depth)))
-        self.post_layernorm = nn.LayerNorm(settings.dim, eps=EPS)
-
-    def forward(self, pixels: Tensor) -> Tensor:
-        """[N, 3, S, S] -> [N, patches, dim]."""
-        x = self.embeddings(pixels).to(self.post_layernorm.weight.dtype)
-        for block in self.encoder.layers:
-            x = block(x)
-        return self.post_layernorm(x)

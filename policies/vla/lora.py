@@ -21,7 +21,6 @@ from torch import Tensor, nn
 
 from embodied.core.errors import CheckpointError, ConfigError, nearest
 from embodied.core.files import reading
-from embodied.core.options import LARGEST_FLOAT
 from embodied.policies.policy_folder import own_layer, read_json, write_tensors
 from embodied.policies.vla.config import LORA_FIELDS, LoraOptions
 from embodied.policies.vla.layers import ADAPTER
@@ -239,24 +238,18 @@ def with_adapter_options(config: Any) -> Any:
     if config.pretrained is None:
         raise ConfigError("policy.lora_path holds adapters for a published model; give policy.pretrained=FOLDER too")
     described = read_config(folder)
-    rank, alpha, targets = (described.get(key) for key in ("r", "lora_alpha", "target_modules"))
-    damaged = f"{folder / ADAPTER_CONFIG} is damaged:"
-    most = max((size for blob in weights_in(folder).values() for size in blob.spec.shape), default=0)
-    if type(rank) is not int or not 1 <= rank <= most:
-        raise CheckpointError(f"{damaged} its rank r is {rank!r}, but {ADAPTER_WEIGHTS} has no rank above {most}")
-    if type(alpha) not in (int, float) or not 0 < alpha < LARGEST_FLOAT:
-        raise CheckpointError(f"{damaged} its lora_alpha is {alpha!r}")
-    if isinstance(targets, str) or described.get("layers_to_transform") or described.get("exclude_modules"):
-        names = map(own_name, weights_in(folder))  # target_modules is a pattern of peft's
-        targets = sorted({name.removesuffix(DOWN) for name in names if name.endswith(DOWN)})
-    if not isinstance(targets, list) or not targets or not all(isinstance(name, str) for name in targets):
-        raise CheckpointError(
-            f"{damaged} target_modules is {targets!r}, not the names of layers; save it with peft again"
-        )
-    names = tuple(sorted(targets)) if config.lora_targets == "linear" else config.lora_targets
-    extra = {key: described[key] for key in LORA_FIELDS if described.get(key)}
-    more = {"lora_rank": rank, "lora_scale": alpha / rank, "lora_config": extra}
+    weights = weights_in(folder)
     with reading(folder / ADAPTER_CONFIG, CheckpointError):
+        rank, targets = described["r"], described["target_modules"]
+        most = max((size for blob in weights.values() for size in blob.spec.shape), default=0)
+        if rank not in range(1, most + 1):
+            raise ValueError(f"its rank r is {rank!r}, but {ADAPTER_WEIGHTS} has no rank above {most}")
+        if isinstance(targets, str) or described.get("layers_to_transform") or described.get("exclude_modules"):
+            names = map(own_name, weights)  # target_modules is a pattern of peft's
+            targets = sorted({name.removesuffix(DOWN) for name in names if name.endswith(DOWN)})
+        names = tuple(sorted(targets)) if config.lora_targets == "linear" else config.lora_targets
+        extra = {key: described[key] for key in LORA_FIELDS if described.get(key)}
+        more = {"lora_rank": rank, "lora_scale": described["lora_alpha"] / rank, "lora_config": extra}
         options = type(config).model_validate(config.model_dump() | more | {"lora_path": None, "lora_targets": names})
     for key in more:
         asked, stored = getattr(config, key), getattr(options, key)

@@ -1,21 +1,20 @@
-"""Shared by VLA policies: cameras, instructions, compiled acting, the keyframe head of imitation.
+"""Shared by VLA policies: cameras, instructions and their ids, compiled acting, the keyframe head of imitation.
 
 Actions teach small vision encoders little about the positions of objects. With `policy.keyframes` imitation also trains
 image tokens to predict the robot's state at the next opening or closing of its gripper, and at the end: near the
 objects.
-
-Words to ids: the tokenizer of a folder, hashed words for small models, and padding.
 """
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import zlib
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
@@ -24,16 +23,10 @@ from torch import Tensor, nn
 from embodied.core.arrays import tensor_of
 from embodied.core.errors import CheckpointError, ConfigError
 from embodied.core.types import EnvSpec, Observation
-from embodied.policies.policy_folder import TOKENIZER
+from embodied.policies.policy_folder import CONFIG, TOKENIZER, copy_files, write_shards
 from embodied.policies.published import PublishedPolicy
 from embodied.policies.vla.lora import is_adapter, read_adapters, with_adapter_options
 from embodied.runtime.published_weights import Blob
-
-
-class Tokenizer(Protocol):
-    def encode(self, text: str) -> list[int]:
-        """The ids of a text, after the begin token."""
-        ...
 
 
 def fast_tokenizer(folder: Path | None, model: str, advice: str):
@@ -56,6 +49,11 @@ def fast_tokenizer(folder: Path | None, model: str, advice: str):
     tokenizer.no_padding()  # a saved tokenizer may still pad or truncate as in training
     tokenizer.no_truncation()
     return tokenizer
+
+
+def check_sizes(*sizes: Any) -> None:
+    if odd := [size for size in sizes if type(size) is not int or size < 1]:
+        raise ValueError(f"its sizes should be whole numbers, one is {odd[0]!r}")
 
 
 def hashed_words(text: str, count: int) -> list[int]:
@@ -84,18 +82,28 @@ COMPILERS = ("g++", "clang++", "c++")
 
 
 class VLAPolicy(PublishedPolicy):
-    """A published policy with images and an instruction. Families implement `read_folder`, `imitate_actions`,
-    `vision_encoder` and `unit_state`."""
+    """A published policy with images and an instruction. Families implement the methods that raise."""
 
     takes_device_noise = True
     any_image_size = True
     value_names = ("value_head.",)
-    tokenizers: tuple[Callable[..., Tokenizer], Callable[..., Tokenizer]]  # of published folders, of small models
-    hashes_words = False  # True: always the tokenizer of small models
+    vocabulary: tuple[str, str]  # for `fast_tokenizer`: the model's name, and where to get its vocabulary
+    companions: tuple[str, ...]  # patterns of files that are copied unchanged beside the weights
+    is_counted = False  # True: its memory is counted by shapes, without files
+    settings: Any
+    fast: Any  # the folder's tokenizer; None: words are hashed
 
     def __init__(self, config: Any, spec: EnvSpec) -> None:
         super().__init__(with_adapter_options(config), spec)
         self.adapters = config.lora_path and Path(config.lora_path)
+        self.source = self.folder_of(self.config) if self.config.pretrained else None
+        self.origin = self.source and self.source.path
+
+    @classmethod
+    def for_memory_estimate(cls, config: Any, spec: EnvSpec) -> VLAPolicy:
+        options = with_adapter_options(config)
+        unset = dict.fromkeys({"pretrained", "statistics", "rlds_images"} & type(options).model_fields.keys())
+        return type(cls.__name__, (cls,), {"is_counted": True})(options.model_copy(update=unset), spec)
 
     def read_folder(self) -> dict[str, Blob]:
         """The published folder's weights by our names; {} without a folder."""
@@ -110,10 +118,30 @@ class VLAPolicy(PublishedPolicy):
         below = {name: blob for name, blob in stored.items() if not is_adapter(name)}
         return below | read_adapters(self.adapters, own, stored, self.config)
 
-    def choose_tokenizer(self) -> Tokenizer:
-        of_folder, of_words = self.tokenizers
-        small = self.hashes_words or self.settings.tokenizer == "words"
-        return of_words(self.settings) if small else of_folder(self.origin)
+    @classmethod
+    def folder_of(cls, config: Any) -> Any:
+        """The published folder, without its weights."""
+        raise NotImplementedError
+
+    @classmethod
+    def check_statistics(cls, folder: Any, config: Any) -> None:
+        """Refuse a folder without the statistics of `policy.statistics`."""
+        raise NotImplementedError
+
+    @classmethod
+    def check_folder(cls, config: Any) -> None:
+        folder = cls.folder_of(config)
+        if folder.settings.tokenizer != "words":
+            fast_tokenizer(folder.path, *cls.vocabulary)
+        cls.check_statistics(folder, config)
+
+    def choose_tokenizer(self) -> None:
+        small = self.is_counted or self.settings.tokenizer == "words"
+        self.fast = None if small else fast_tokenizer(self.origin, *self.vocabulary)
+
+    def encode(self, text: str) -> list[int]:
+        """The ids of a prompt, after the begin token, if any."""
+        raise NotImplementedError
 
     def vision_encoder(self) -> nn.Module:
         """The module that returns image tokens, camera by camera."""
@@ -188,6 +216,21 @@ class VLAPolicy(PublishedPolicy):
     def instructions(self, obs: Observation, count: int) -> list[str]:
         """The instruction of each of `count` rows."""
         return obs["instruction"] if self.spec.instruction else [self.config.instruction] * count
+
+    def write_folder(self, folder: Path, tensors=None, specs=None) -> None:
+        super().write_folder(folder, tensors, specs)
+        if self.origin:
+            copy_files(self.origin, folder, self.companions)
+
+    def write_published(
+        self, folder: Path, config: dict[str, Any], weights: dict[str, Tensor], shard_bytes: int
+    ) -> None:
+        """Write config.json, weights in shards of at most `shard_bytes`, and the files beside the weights."""
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+        if self.origin:
+            copy_files(self.origin, folder, self.companions)
+        write_shards(folder, weights, shard_bytes)
 
     def description(self) -> dict[str, Any]:
         ours = super().description()

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from embodied.core.arrays import host
 from embodied.core.errors import CheckpointError, ConfigError
+from embodied.core.files import reading
 from embodied.core.types import EnvSpec
 from embodied.policies.policy_folder import read_json
 from embodied.runtime.published_weights import array_of, read_safetensors
@@ -32,6 +33,7 @@ GRIPPERS = {
 }
 STORED_GRIPPERS = {"as_is": lambda x: x, "libero": lambda x: (1 - x) / 2, "bridge": lambda x: (1 + x) / 2}  # and back
 DATA_SET = Path("meta", "stats.json")  # in LeRobot's layout
+COUNT = "python -m embodied.datasets.quantiles"
 FEATURES = {"action": "action", "proprio": "observation.state"}
 FIGURES = ("q01", "q99", "min", "max")
 OWN = "own"
@@ -85,20 +87,15 @@ def statistics_of(
 ) -> Statistics:
     """The ranges of the actions (or of another `part`) of the data set `key`."""
     data_set = choose_key(norm_stats, key, where)
-    what = f"{where}: the statistics of {data_set}"
-    try:
+    with reading(Path(f"{where}: the {part} statistics of {data_set}"), CheckpointError):
         numbers = norm_stats[data_set][part]
         low, high = (np.array(numbers[name], np.float64) for name in BOUNDS[bounds])
         mask = np.array(numbers.get("mask") or [True] * len(low), bool)
-    except KeyError as err:
-        raise CheckpointError(f"{what} lack {err} of {part}") from None
-    except (TypeError, ValueError, AttributeError) as err:
-        raise CheckpointError(f"{what} are damaged at {part}: {err}") from None
-    if not low.shape == high.shape == mask.shape == (len(low),):
-        sizes = f"{low.shape}, {high.shape} and {mask.shape}"
-        raise CheckpointError(f"{what} are damaged: {' and '.join(BOUNDS[bounds])} and mask of {part} are {sizes}")
-    if not (np.isfinite(low) & np.isfinite(high) & (low <= high))[mask].all():
-        raise CheckpointError(f"{what} are damaged: {part} has a range that is none, {low.tolist()} to {high.tolist()}")
+        if not low.shape == high.shape == mask.shape == (len(low),):
+            sizes = f"{low.shape}, {high.shape} and {mask.shape}"
+            raise ValueError(f"{' and '.join(BOUNDS[bounds])} and mask are of the sizes {sizes}")
+        if not (np.isfinite(low) & np.isfinite(high) & (low <= high))[mask].all():
+            raise ValueError(f"{low.tolist()} to {high.tolist()} is no range")
     return Statistics(low, high, mask, slack)
 
 
@@ -141,36 +138,27 @@ def default_ranges(spec: EnvSpec) -> Figures:
 
 def dataset_ranges(folder: Path, spec: EnvSpec) -> Figures:
     """The statistics of a dataset's actions and states."""
-    counted = f"python -m embodied.datasets.quantiles {quote(str(folder))} writes it"
     if not (folder / DATA_SET).is_file():
-        if (folder / "meta" / "info.json").is_file():
-            raise ConfigError(
-                f"policy.statistics={folder} has no {DATA_SET} (LeRobot 2.1 stores no quantiles); {counted}"
-            )
-        raise ConfigError(
-            f"policy.statistics={folder} is neither a data set that the model knows (give policy.pretrained=FOLDER, a "
-            f"model trained on it) nor the folder of one in LeRobot's layout, with {DATA_SET} (python -m "
-            "embodied.collect writes some)"
-        )
-    stats, wanted = read_json(folder / DATA_SET), {"action": spec.action.dim, "proprio": spec.state_dim or 0}
-    figures = default_ranges(spec)
-    for part, count in wanted.items():
-        numbers = stats.get(FEATURES[part], {})
-        if not count:
-            continue
-        if lost := [name for name in FIGURES if name not in numbers]:
-            lacks = f"{folder / DATA_SET} has no {' and no '.join(lost)} of {FEATURES[part]}"
-            raise ConfigError(f"{lacks}; {counted.replace(' it', ' them')}")
-        if odd := [name for name in FIGURES if not are_finite(numbers[name])]:
-            raise ConfigError(f"{folder / DATA_SET} is damaged: {odd[0]} of {FEATURES[part]} is {numbers[odd[0]]}")
-        if len(numbers["min"]) != count:
-            raise ConfigError(f"policy.statistics={folder}: {part} has {len(numbers['min'])} numbers, the env {count}")
-        figures[part] = {name: list(numbers[name]) for name in FIGURES}
+        raise ConfigError(no_statistics(folder))
+    figures, wanted = default_ranges(spec), {"action": spec.action.dim, "proprio": spec.state_dim or 0}
+    with reading(folder / DATA_SET, ConfigError, f"{COUNT} {quote(str(folder))} writes it"):
+        stats = read_json(folder / DATA_SET)
+        for part, count in ((part, count) for part, count in wanted.items() if count):
+            figures[part] = {name: stats[FEATURES[part]][name] for name in FIGURES}
+            for name, numbers in figures[part].items():
+                if not np.isfinite(np.array(numbers, np.float64)).all():
+                    raise ValueError(f"{name} of {FEATURES[part]} is {numbers}")
+                if len(numbers) != count:
+                    raise ValueError(f"{FEATURES[part]} has {len(numbers)} numbers, the env {count}")
     return figures
 
 
-def are_finite(numbers: Any) -> bool:
-    return isinstance(numbers, list) and all(type(n) in (int, float) and np.isfinite(n) for n in numbers)
+def no_statistics(folder: Path) -> str:
+    return (
+        f"policy.statistics={folder} is neither a data set that the model knows (give policy.pretrained=FOLDER, a "
+        f"model trained on it) nor a folder with {DATA_SET} (of LeRobot 2.1's datasets {COUNT} "
+        f"{quote(str(folder))} writes it, and python -m embodied.collect makes datasets) or with {NORM_STATS}"
+    )
 
 
 # Flow matching normalises by affine scales: by mean and deviation, or from quantile to quantile, without clipping. The
@@ -234,15 +222,10 @@ def read_figures(path: Path) -> dict[str, Moments]:
 def figures_of(known: dict[str, Moments], where: str, name: str | None) -> tuple[Moments | None, str]:
     """Returns the statistics `name` among those `known` at `where`, or in a dataset's folder of this name, and their
     origin."""
-    if name and name not in known and Path(name).is_dir():
+    if name and name not in known and (not known or Path(name).is_dir()):
         known, where, name = read_figures(Path(name)), name, None
         if not known:
-            raise CheckpointError(
-                f"policy.statistics={where} holds neither meta/stats.json nor norm_stats.json; of LeRobot 2.1's "
-                f"datasets python -m embodied.datasets.quantiles {quote(str(where))} writes the former"
-            )
-    if not known and name:
-        raise ConfigError(f"policy.statistics={name}: there is no such folder")
+            raise ConfigError(no_statistics(Path(where)))
     return (known[choose_key(known, name, where)] if known else None), where
 
 
@@ -254,17 +237,13 @@ def width_of(figures: dict[str, list[float]]) -> int:
 
 def _state_files(path: Path) -> list[Path]:
     """The files of normalisation steps."""
-    try:
+    with reading(path, CheckpointError):
         steps = read_json(path).get("steps", [])
         files = [step.get("state_file") for step in steps if step.get("registry_name") == "normalizer_processor"]
         return [path.with_name(Path(file).name) for file in files if file]
-    except (TypeError, AttributeError):
-        raise CheckpointError(f"{path} is damaged: it holds no list of steps") from None
 
 
 def _from_step(path: Path) -> Moments:
-    if not path.is_file():
-        raise CheckpointError(f"{path} is missing, which holds the figures that {STEPS} normalises by")
     nested: dict[str, dict[str, Any]] = {}
     for key, blob in read_safetensors(path).items():
         feature, _, figure = key.rpartition(".")
@@ -274,16 +253,13 @@ def _from_step(path: Path) -> Moments:
 
 def _chosen(figures: dict[str, Any], where: Path) -> Moments:
     chosen = {}
-    for ours, names in WANTED.items():
-        name = next((name for name in names if name in figures), None)
-        if name is None:
-            raise CheckpointError(f"{where} has no figures of {' or '.join(names)}")
-        try:
+    with reading(where, CheckpointError):
+        for ours, names in WANTED.items():
+            found = figures[next((name for name in names if name in figures), names[0])]
+            wanted = {key: found.get(key) for key in ("mean", "std", "q01", "q99")}
             chosen[ours] = {
                 key: np.array(value, np.float64).flatten().tolist()
-                for key, value in figures[name].items()
-                if key in ("mean", "std", "q01", "q99") and value is not None
+                for key, value in wanted.items()
+                if value is not None
             }
-        except (TypeError, ValueError, AttributeError) as err:
-            raise CheckpointError(f"{where} is damaged: its figures of {name} cannot be read ({err})") from None
     return chosen

@@ -11,10 +11,9 @@ from embodied.core.errors import CheckpointError, ConfigError
 from embodied.core.types import ActionSpec, EnvSpec
 from embodied.policies import load_policy, make_policy
 from embodied.policies.config import OpenVLAConfig
-from embodied.policies.openvla.folder import read_published
-from embodied.policies.openvla.settings import TINY
-from embodied.policies.openvla.tokens import ActionTokens, LlamaTokenizer, pick, prompt, template_of
-from embodied.policies.vla.policy import padded
+from embodied.policies.openvla.folder import TINY, read_published
+from embodied.policies.openvla.tokens import ActionTokens, pick
+from embodied.policies.vla.policy import fast_tokenizer, padded
 from embodied.policies.vla.statistics import Statistics, statistics_of
 
 SPEC = EnvSpec(ActionSpec(7), images={"top": (48, 48, 3)}, instruction=True)
@@ -103,7 +102,6 @@ def test_statistics_scale_what_the_mask_says():
 def test_prompts_are_aligned_behind_the_first_token():
     ids, there = padded([[1, 5, 6], [1, 7]], in_front=True)
     assert ids.tolist() == [[1, 5, 6], [1, 0, 7]] and there.tolist() == [[True] * 3, [True, False, True]]
-    assert prompt("Lift the CUP") == "In: What action should the robot take to lift the cup?\nOut:"
 
 
 @pytest.mark.parametrize(
@@ -120,8 +118,7 @@ def test_a_model_that_grew_from_a_chat_is_told_in_one(published, tmp_path, folde
     config = json.loads((published / "config.json").read_text()) | {"llm_backbone_id": backbone}
     place = shutil.copytree(published, tmp_path / folder)
     (place / "config.json").write_text(json.dumps({key: value for key, value in config.items() if value is not None}))
-    settings = read_published(place).settings
-    said = prompt("Lift the CUP", template_of(settings, str(place)))
+    said = read_published(place).settings.template.format("lift the cup")
     assert said.startswith(begins) and "robot take to lift the cup?" in said
     assert said.endswith("ASSISTANT:" if begins.startswith("A chat") else "\nOut:")
 
@@ -139,7 +136,9 @@ def test_a_published_tokenizer_begins_with_1_and_ends_with_the_space(tmp_path):
     made = tokenizers.Tokenizer(tokenizers.models.WordLevel({"?": 0, "lift": 7, "it": 8}, unk_token="?"))
     made.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
     made.save(str(tmp_path / "tokenizer.json"))
-    assert LlamaTokenizer(tmp_path).encode("lift it") == [1, 7, 8, 29871]
+    policy = build()
+    policy.fast = fast_tokenizer(tmp_path, "", "")
+    assert policy.encode("lift it") == [1, 7, 8, 29871]
 
 
 def test_a_published_folder_comes_back_byte_by_byte(published, tmp_path):

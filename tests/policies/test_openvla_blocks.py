@@ -3,9 +3,8 @@
 import pytest
 import torch
 
-from embodied.policies.openvla.network import Cache, LanguageModel, Tower
-from embodied.policies.openvla.policy import FastDecoder, is_plain
-from embodied.policies.openvla.settings import LlamaSettings, TowerSettings
+from embodied.policies.openvla.folder import LlamaSettings, TowerSettings
+from embodied.policies.openvla.network import Cache, Decoder, FastDecoder, LanguageModel, Tower, fastest_decoder
 
 transformers = pytest.importorskip("transformers")
 
@@ -75,7 +74,7 @@ def test_token_by_token_equals_all_at_once(llamas, padded):
 @pytest.mark.parametrize("padded", [False, True])
 def test_quick_writing_equals_the_stack(llamas, padded):
     stack, cache = llamas[0].model, Cache()
-    assert is_plain(stack)
+    assert fastest_decoder(stack) is FastDecoder
     x = torch.randn(3, 8, 32, generator=torch.Generator().manual_seed(3))
     there = torch.ones(3, 8, dtype=torch.bool)
     there[0, 1:3] = not padded
@@ -91,12 +90,12 @@ def test_quick_writing_equals_the_stack(llamas, padded):
 
 def test_writing_is_quick_only_where_rounding_is_the_learners():
     model = LanguageModel(LlamaSettings(50, 32, 2, 4, 2, 48))
-    assert is_plain(model.model) and not is_plain(model.bfloat16().model)
+    assert fastest_decoder(model.model) is FastDecoder and fastest_decoder(model.bfloat16().model) is Decoder
     model = model.float()
     with torch.autocast("cpu", torch.bfloat16):
-        assert not is_plain(model.model)
+        assert fastest_decoder(model.model) is Decoder
     model.model.layers[1].mlp.up_proj = torch.nn.Sequential(model.model.layers[1].mlp.up_proj)
-    assert not is_plain(model.model)
+    assert fastest_decoder(model.model) is Decoder
 
 
 def test_bidirectional_attention_lets_the_first_token_see_the_last(llamas):

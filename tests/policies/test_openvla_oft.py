@@ -14,8 +14,8 @@ from embodied.core.types import ActionSpec, EnvSpec
 from embodied.policies import load_policy, make_policy
 from embodied.policies.config import OpenVLAOFTConfig
 from embodied.policies.openvla.components import main as convert
-from embodied.policies.openvla.policy import laplace, laplace_noise
-from embodied.policies.openvla.settings import TINY
+from embodied.policies.openvla.folder import TINY
+from embodied.policies.openvla.tokens import laplace, laplace_noise
 
 SPEC = EnvSpec(ActionSpec(3), state_dim=4, images={"top": (16, 16, 3), "wrist": (16, 16, 3)}, instruction=True)
 TEXTS = ["pick up the red cup", "go"]  # of two lengths, so there is padding
@@ -116,7 +116,7 @@ def test_the_best_chunk_of_the_l1_head_is_what_it_regresses():
     assert np.array_equal(one.actions, two.actions)
     with torch.no_grad():
         hidden = policy._hidden(observe())
-        np.testing.assert_allclose(one.actions, policy.action_head(hidden.flatten(2)), atol=1e-6)
+        np.testing.assert_allclose(one.actions, policy.action_head.model(hidden.flatten(2)), atol=1e-6)
 
 
 def test_laplace_numbers_by_hand():
@@ -283,7 +283,7 @@ def test_a_saved_policy_is_loaded_as_it_was(official, tmp_path):
     ("name", "content", "reason"),
     [
         ("dataset_statistics.json", None, "no action statistics"),
-        ("dataset_statistics.json", {"shelf": {"action": {"q01": [0] * 3, "q99": [1] * 3}}}, "lack 'proprio'"),
+        ("dataset_statistics.json", {"shelf": {"action": {"q01": [0] * 3, "q99": [1] * 3}}}, "has no 'proprio'"),
         ("action_head--150_checkpoint.pt", b"nonsense", "cannot be read as tensors"),
         ("action_head--7_checkpoint.pt", b"", "holds both action_head--"),
         ("noisy_action_projector--150_checkpoint.pt", b"", "diffusion head"),

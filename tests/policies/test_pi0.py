@@ -16,8 +16,17 @@ from embodied.core.types import ActionSpec, EnvSpec
 from embodied.learners.memory_estimate import estimate
 from embodied.policies import hub, load_policy, make_policy
 from embodied.policies.config import Pi0Config
-from embodied.policies.pi0.policy import Pi0Network, in_half
-from embodied.policies.pi0.settings import EXPERT_HEAD, FULL, TIED, TINY, WORDS, own_name, settings_of
+from embodied.policies.pi0.policy import (
+    EXPERT_HEAD,
+    FULL,
+    TIED,
+    TINY,
+    WORDS,
+    Pi0Network,
+    in_half,
+    own_name,
+    settings_of,
+)
 
 SPEC = EnvSpec(ActionSpec(3), state_dim=4, images={"top": (48, 64, 3), "near": (32, 32, 3)}, instruction=True)
 ARM = {"state": 8, "actions": 7}
@@ -184,7 +193,7 @@ def test_statistics_give_states_and_actions_their_units(tmp_path):
         ("model-00002-of-00002.safetensors", None, "incomplete: model-00002"),
         ("config.json", None, "config.json is missing"),
         ("config.json", {"type": "act"}, "type='act'"),
-        ("config.json", {"type": "pi0"}, "'paligemma_variant' is missing"),
+        ("config.json", {"type": "pi0"}, "has no 'paligemma_variant'"),
         ("config.json", TINY | {"paligemma_variant": "gemma_2b"}, "no tokenizer.json.*paligemma-3b-pt-224"),
         ("config.json", TINY | {"action_expert_variant": "dummy"}, "this policy has"),
     ],
@@ -213,7 +222,7 @@ def test_an_incomplete_folder_is_refused_and_says_what_is_missing(tmp_path, name
         ({"action": ActionSpec(1, 4)}, {}, "takes a choice"),
         ({}, {"chunk": 9}, "try policy.chunk=8"),
         ({}, {"cameras": ("wrist",)}, r"policy\.cameras='wrist' is none of this env's cameras: top, near"),
-        ({}, {"statistics": "nowhere"}, "no such folder"),
+        ({}, {"statistics": "nowhere"}, "neither a data set that the model knows"),
     ],
 )
 def test_an_env_it_cannot_act_in_is_refused_with_a_way_out(change, options, reason):
@@ -231,8 +240,8 @@ def test_names_of_both_layouts_become_ours():
 @pytest.mark.parametrize(("name", "title"), [("pi0", "Pi0"), ("pi05", "Pi0.5")])
 def test_the_page_tells_the_memory_of_full_size(name, title):
     with torch.device("meta"):
-        network = Pi0Network(settings_of(FULL, (), "here", name))
-    in_half(network, torch.bfloat16)
+        network = Pi0Network(settings_of(FULL, (), name))
+    in_half(network)
     weights = list(network.named_parameters())
 
     def learner_gb(trained):

@@ -1,18 +1,19 @@
 """Our Pi0 against transformers' with the same small random weights: prefix, velocity and whole denoising."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import nn
 
-from embodied.policies.pi0.policy import Pi0Network
-from embodied.policies.pi0.settings import GemmaSettings, Pi0Settings
+from embodied.policies.pi0.policy import Pi0Network, Pi0Settings
 from embodied.policies.vla.flow import plain_step, time_of
-from embodied.policies.vla.layers import VisionSettings
+from embodied.policies.vla.flow_network import StackSettings, VisionSettings
 
 transformers = pytest.importorskip("transformers")
 
-LANGUAGE = GemmaSettings(32, 3, 48, 4, 1, 16)
-EXPERT = GemmaSettings(24, 3, 40, 4, 1, 16)
+LANGUAGE = StackSettings(32, 3, 48, 4, 1, 16)
+EXPERT = StackSettings(24, 3, 40, 4, 1, 16)
 VISION = VisionSettings(32, 2, 40, 4, 8, 16)
 STEPS = 4
 
@@ -108,9 +109,10 @@ def observe():
 
 
 def denoise(network, prefix, state, x):
+    prefix = replace(prefix, state=state)
     for step in range(STEPS):
         time = time_of(torch.full((len(x),), step), STEPS)
-        x = plain_step(x, network.velocity(network.suffix(prefix, state, x, time)), STEPS)
+        x = plain_step(x, network.velocity(network.suffix(prefix, x, time)), STEPS)
     return x
 
 
@@ -193,7 +195,7 @@ def test_pi05_equals_one_long_sequence_with_adaptive_norms():
     time = torch.tensor([1.0, 0.25])
     with torch.no_grad():
         prefix = network.prefix(pixels, ids, torch.ones_like(there))
-        found = network.velocity(network.suffix(prefix, None, noise, time))
+        found = network.velocity(network.suffix(prefix, noise, time))
     torch.testing.assert_close(found, plain_pi05(network, pixels, ids, noise, time), atol=1e-5, rtol=1e-5)
 
 
@@ -210,10 +212,8 @@ def test_the_states_token_sees_neither_actions_nor_time():
     network = build()
     pixels, ids, there, state, noise = observe()
     with torch.no_grad():
-        prefix = network.prefix(pixels, ids, there)
-        tokens = [
-            network.suffix(prefix, state, x, torch.full((2,), t))[:, 0] for x, t in ((noise, 1.0), (noise + 1, 0.3))
-        ]
-        tokens.append(network.suffix(prefix, state, None, torch.ones(2))[:, 0])
+        prefix = replace(network.prefix(pixels, ids, there), state=state)
+        told = ((noise, 1.0), (noise + 1, 0.3), (None, 1.0))
+        tokens = [network.suffix(prefix, x, torch.full((2,), t))[:, 0] for x, t in told]
     torch.testing.assert_close(tokens[0], tokens[1], atol=1e-6, rtol=1e-6)
     torch.testing.assert_close(tokens[0], tokens[2], atol=1e-6, rtol=1e-6)

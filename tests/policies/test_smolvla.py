@@ -133,7 +133,7 @@ class Reference:
 @pytest.mark.parametrize("periods", [(), (0.05, 9.0)])
 def test_actions_and_what_the_value_reads_are_those_of_an_independent_reference(periods):
     policy, draw = build(), torch.Generator().manual_seed(2)
-    policy.model.settings = settings_of(TINY | dict(zip(("min_period", "max_period"), periods)), (), "here")
+    policy.model.settings = settings_of(TINY | dict(zip(("min_period", "max_period"), periods)))
     for parameter in policy.model.parameters():
         parameter.add_(0.05 * torch.empty_like(parameter).normal_(generator=draw))
     obs, draws = observe(), noise(policy)
@@ -142,9 +142,9 @@ def test_actions_and_what_the_value_reads_are_those_of_an_independent_reference(
     for row in range(2):
         frames = [obs["images"][name][row] for name in SPEC.images]
         text = obs["instruction"][row]
-        ids = policy.tokenizer.encode(text if text.endswith("\n") else f"{text}\n")
+        ids = policy.encode(text)
         layers, felt = reference.prefix(frames, ids, F.pad(torch.from_numpy(obs["state"][row]), (0, 28)))
-        torch.testing.assert_close(seen.state[row], felt, atol=1e-4, rtol=1e-4)
+        torch.testing.assert_close(seen.hidden[row], felt, atol=1e-4, rtol=1e-4)
         x = torch.from_numpy(draws[row, : 8 * 8]).float().view(8, 8)
         for step in range(10):
             x = x - reference.velocity(layers, x, 1 - step / 10, *(periods or (4e-3, 4.0))) / 10

@@ -12,7 +12,7 @@ from embodied.core.errors import ConfigError
 from embodied.core.types import ActionSpec, EnvSpec
 from embodied.policies import make_policy
 from embodied.policies.config import OpenVLAConfig, OpenVLAOFTConfig, Pi0Config
-from embodied.policies.pi0.settings import TIED, TINY, WORDS
+from embodied.policies.pi0.policy import TIED, TINY, WORDS
 from embodied.policies.policy_folder import CONFIG, WEIGHTS
 from embodied.serving.config import ServeConfig
 

@@ -1,0 +1,310 @@
+"""The networks of flow-matching policies: SigLIP sees images, a stack of transformer layers reads images and words,
+and a narrower stack (the action expert) turns noise into actions. Weights have transformers' key names.
+
+Images and words are computed once (the prefix). In each denoising step the expert's tokens attend to the prefix's keys
+and values, layer by layer.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from embodied.policies.vla.layers import (
+    MLP,
+    GatedMLP,
+    GroupedAttention,
+    NamedParts,
+    RotaryTables,
+    normed,
+    patch_tokens,
+    rotate,
+    smooth_filters,
+    turns,
+)
+
+EPS, THETA = 1e-6, 10_000.0
+KeysValues = tuple[Tensor, Tensor]  # [N, kv_heads, tokens, head_dim] each
+
+
+# SigLIP. All blocks and the last norm are used, and the GELU is the approximate one, unlike in OpenVLA's tower.
+
+
+@dataclass(frozen=True)
+class VisionSettings:
+    dim: int
+    depth: int
+    mlp: int
+    heads: int
+    patch: int
+    image_size: int
+
+    @property
+    def patches(self) -> int:
+        return (self.image_size // self.patch) ** 2
+
+
+class VisionAttention(nn.Module):
+    def __init__(self, dim: int, heads: int) -> None:
+        super().__init__()
+        self.heads = heads
+        self.k_proj = nn.Linear(dim, dim)
+        self.v_proj = nn.Linear(dim, dim)
+        self.q_proj = nn.Linear(dim, dim)
+        self.out_proj = nn.Linear(dim, dim)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (
+            project(x).unflatten(-1, (self.heads, -1)).transpose(1, 2)
+            for project in (self.q_proj, self.k_proj, self.v_proj)
+        )
+        return self.out_proj(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
+
+
+class SiglipBlock(nn.Module):
+    def __init__(self, settings: VisionSettings) -> None:
+        super().__init__()
+        self.layer_norm1 = nn.LayerNorm(settings.dim, eps=EPS)
+        self.self_attn = VisionAttention(settings.dim, settings.heads)
+        self.layer_norm2 = nn.LayerNorm(settings.dim, eps=EPS)
+        self.mlp = MLP(settings.dim, settings.mlp, "tanh")
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.self_attn(self.layer_norm1(x))
+        return x + self.mlp(self.layer_norm2(x))
+
+
+class VisionModel(nn.Module):
+    def __init__(self, settings: VisionSettings) -> None:
+        super().__init__()
+        self.embeddings = NamedParts(
+            patch_embedding=nn.Conv2d(3, settings.dim, settings.patch, stride=settings.patch),
+            position_embedding=nn.Embedding(settings.patches, settings.dim),
+        )
+        self.encoder = NamedParts(layers=nn.ModuleList(SiglipBlock(settings) for _ in range(settings.depth)))
+        self.post_layernorm = nn.LayerNorm(settings.dim, eps=EPS)
+
+    def forward(self, pixels: Tensor) -> Tensor:
+        """[N, 3, S, S] -> [N, patches, dim]."""
+        filters, places = self.embeddings.patch_embedding, self.embeddings.position_embedding
+        x = patch_tokens(pixels.to(filters.weight.dtype), filters) + places.weight
+        x = x.to(self.post_layernorm.weight.dtype)
+        for block in self.encoder.layers:
+            x = block(x)
+        return self.post_layernorm(x)
+
+
+# The stacks of language model and expert
+
+
+@dataclass(frozen=True)
+class StackSettings:
+    dim: int
+    depth: int
+    mlp: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+
+
+class Norm(nn.Module):
+    """Divides tokens by the root of their mean square and scales them by `offset` + weight. With `condition_dim` a
+    condition scales and shifts them instead, and gates the residual."""
+
+    def __init__(self, dim: int, eps: float, offset: int = 0, condition_dim: int = 0) -> None:
+        super().__init__()
+        self.eps, self.offset = eps, offset
+        if condition_dim:
+            self.dense = nn.Linear(condition_dim, 3 * dim)
+        else:
+            self.weight = nn.Parameter(torch.empty(dim))
+
+    def forward(self, x: Tensor, condition: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
+        """Returns the normed tokens and the gate of the residual, if any."""
+        exact = normed(x, self.eps)
+        if condition is None:
+            weight = self.weight.to(exact.dtype)
+            return (exact * (self.offset + weight if self.offset else weight)).to(x.dtype), None
+        scale, shift, gate = self.dense(condition.to(self.dense.weight.dtype))[:, None].chunk(3, dim=-1)
+        return (exact * (1 + scale.to(exact.dtype)) + shift.to(exact.dtype)).to(x.dtype), gate.to(x.dtype)
+
+
+class StackLayer(nn.Module):
+    """With `across` its tokens attend to the prefix alone, through projections of the prefix's keys and values."""
+
+    def __init__(self, sizes: StackSettings, norm: Callable[[], Norm], activation: Callable, across: bool) -> None:
+        super().__init__()
+        self.across = across
+        self.self_attn = GroupedAttention(sizes.dim, sizes.heads, sizes.kv_heads, sizes.head_dim)
+        if across:
+            wide = sizes.kv_heads * sizes.head_dim
+            self.self_attn.k_proj, self.self_attn.v_proj = (nn.Linear(wide, wide, bias=False) for _ in range(2))
+        self.mlp = GatedMLP(sizes.dim, sizes.mlp, activation)
+        self.input_layernorm, self.post_attention_layernorm = norm(), norm()
+
+    def forward(
+        self, x: Tensor, turn: RotaryTables, mask: Tensor, past: KeysValues | None, condition: Tensor | None
+    ) -> tuple[Tensor, KeysValues]:
+        attention, (ready, gate) = self.self_attn, self.input_layernorm(x, condition)
+        q = rotate(attention.split(attention.q_proj(ready)), *turn)
+        sources = [part.transpose(1, 2).flatten(2) for part in past] if self.across else [ready, ready]
+        projections = (attention.k_proj, attention.v_proj)
+        k, v = (attention.split(project(source)) for project, source in zip(projections, sources, strict=True))
+        if not self.across:
+            k = rotate(k, *turn)
+            if past is not None:
+                k, v = (torch.cat([before, new], dim=2) for before, new in zip(past, (k, v), strict=True))
+        x = added(x, attention.attend(q, k, v, mask), gate)
+        ready, gate = self.post_attention_layernorm(x, condition)
+        return added(x, self.mlp(ready), gate), (k, v)
+
+
+def added(x: Tensor, change: Tensor, gate: Tensor | None) -> Tensor:
+    return x + (change if gate is None else change * gate)
+
+
+class Stack(nn.Module):
+    """Transformer layers with embeddings of `vocab` words, if any. If `self_every` is set, only every `self_every`-th
+    layer attends to its own tokens, too (with 0 none does); the other layers attend to the prefix alone."""
+
+    def __init__(
+        self,
+        sizes: StackSettings,
+        norm: Callable[[], Norm],
+        activation: Callable,
+        vocab: int = 0,
+        self_every: int | None = None,
+    ) -> None:
+        super().__init__()
+        self.sizes = sizes
+        if vocab:
+            self.embed_tokens = nn.Embedding(vocab, sizes.dim)
+        across = (self_every is not None and (self_every < 1 or n % self_every > 0) for n in range(sizes.depth))
+        self.layers = nn.ModuleList(StackLayer(sizes, norm, activation, each) for each in across)
+        self.norm = norm()
+
+    def forward(
+        self,
+        x: Tensor,
+        positions: list[Tensor],
+        masks: list[Tensor],
+        past: list[KeysValues] | None = None,
+        condition: Tensor | None = None,
+    ) -> tuple[Tensor, list[KeysValues]]:
+        """Returns hidden states before the last norm, and each layer's keys and values, for embeddings [N, L, D].
+        `positions` [N, L] and attention masks [N, 1, L, all tokens, `past` first] are those of layers that attend to
+        their own tokens, then, if there are some, those of layers that attend to the prefix alone."""
+        tables = [turns(position, self.sizes.head_dim, THETA, x.dtype) for position in positions]
+        seen = []
+        for number, layer in enumerate(self.layers):
+            x, new = layer(x, tables[layer.across], masks[layer.across], past and past[number], condition)
+            seen.append(new)
+        return x, seen
+
+
+@dataclass(frozen=True)
+class Prefix:
+    seen: list[KeysValues]  # of each layer
+    present: Tensor  # bool [N, L]
+    hidden: Tensor | None = None  # hidden states [N, L, dim] or of the last token [N, dim]
+    state: Tensor | None = None  # the robot's state [N, state_dim], where the expert reads it
+
+    def stacked(self) -> Tensor:
+        """Keys and values of all layers [N, depth, 2, kv_heads, L, head_dim]."""
+        return torch.stack([torch.stack(pair, dim=1) for pair in self.seen], dim=1)
+
+    @classmethod
+    def unstacked(cls, seen: Tensor, present: Tensor, hidden: Tensor | None = None) -> Prefix:
+        return cls([(layer[:, 0], layer[:, 1]) for layer in seen.unbind(1)], present, hidden)
+
+
+class FlowNetwork(nn.Module):
+    """Families create the weights, and implement `prefix`, and `suffix`: the hidden states of the expert's tokens for
+    noisy actions x [N, H, D] at `time` [N]. In `part` are the language model and the expert together."""
+
+    part: str
+    settings: Any
+    vlm: nn.Module  # sees and reads
+    tower: nn.Module
+    to_words: nn.Module  # maps patches to the language model's width
+    language: Stack
+    expert: Stack
+
+    def read_patches(self, pixels: Tensor) -> Tensor:
+        """Image tokens [N, cameras * tokens, dim] of pixels [N, cameras, 3, S, S]."""
+        patches = self.to_words(self.arranged(self.tower(pixels.flatten(0, 1))))
+        return patches.view(len(pixels), -1, patches.shape[-1])
+
+    def arranged(self, patches: Tensor) -> Tensor:
+        return patches
+
+    def mixed_with_time(self, actions: Tensor, waves: Tensor) -> Tensor:
+        """The expert's tokens [N, H, D] from embedded actions and the waves of their time [N, D]."""
+        both = torch.cat([actions, waves[:, None].expand_as(actions).to(actions.dtype)], dim=2)
+        return self.action_time_mlp_out(F.silu(self.action_time_mlp_in(both)))
+
+    def waves(self, time: Tensor) -> Tensor:
+        """Sines and cosines [N, D] of times [N] from 0 to 1, computed in float64."""
+        wide = self.action_in_proj.weight
+        share = torch.linspace(0, 1, wide.shape[0] // 2, dtype=torch.float64, device=time.device)
+        shortest, longest = self.settings.periods
+        angle = 2 * math.pi * time.double()[:, None] / (shortest * (longest / shortest) ** share)
+        return torch.cat([angle.sin(), angle.cos()], dim=1).to(wide.dtype)
+
+    def velocity(self, hidden: Tensor) -> Tensor:
+        """The velocity of the noisy actions [N, H, D], from the suffix's hidden states."""
+        return self.action_out_proj(hidden[:, -self.settings.horizon :])
+
+    def blocks(self) -> list[nn.Module]:
+        return [*self.tower.encoder.layers, *self.language.layers, *self.expert.layers]
+
+
+def places_in(present: Tensor) -> Tensor:
+    """The positions [N, L] of tokens among the present ones."""
+    return (present.long().cumsum(1) - 1).clamp(min=0)
+
+
+def with_itself(mask: Tensor) -> Tensor:
+    """A mask [N, 1, L, L] in which padding attends to itself, which keeps its rows finite."""
+    return (mask | torch.eye(mask.shape[-1], dtype=torch.bool, device=mask.device))[:, None]
+
+
+def value_head(width: int, sizes: tuple[int, ...]) -> nn.Sequential:
+    """A network from features of this width to a value."""
+    layers: list[nn.Module] = []
+    for size in sizes:
+        layers += [nn.Linear(width, size), nn.ReLU()]
+        width = size
+    return nn.Sequential(*layers, nn.Linear(width, 1))
+
+
+def initial_weight(name: str, shape: torch.Size, draw: torch.Generator) -> Tensor:
+    """The initial numbers of a transformer's weight, which keep the scale of activations."""
+    if name.endswith("patch_embedding.weight"):
+        return smooth_filters(shape, draw)
+    if name.endswith("position_embedding.weight"):
+        return torch.empty(shape).normal_(generator=draw)
+    if name.endswith("bias"):
+        return torch.zeros(shape)
+    if len(shape) == 1:
+        return torch.ones(shape)
+    return torch.empty(shape).normal_(0.0, shape[1:].numel() ** -0.5, generator=draw)
+
+
+class NoiseHead(nn.Module):
+    """flow_noise's learned deviation between `low` and `high`, on a logarithmic scale."""
+
+    def __init__(self, dim: int, actions: int, low: float, high: float) -> None:
+        super().__init__()
+        self.range = (math.log(low), math.log(high))
+        self.mlp = nn.Sequential(nn.Linear(dim, 128), nn.Tanh(), nn.Linear(128, 64), nn.Tanh(), nn.Linear(64, actions))
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        low, high = self.range
+        return (low + (high - low) * (self.mlp(hidden).tanh() + 1) / 2).exp()
