@@ -5,23 +5,17 @@ import shutil
 
 import numpy as np
 import pytest
-import torch
-from pydantic import TypeAdapter
+from tiny_vla import TEXTS, build, noise, observe, scored
 
 from embodied.config.recipe import load
 from embodied.core.errors import ConfigError
-from embodied.core.types import ActionSpec, EnvSpec
-from embodied.policies import make_policy
-from embodied.policies.config import PolicyConfig
 from embodied.policies.vla import policy as vla_policy
 from embodied.run.policy_source import differing
 
-SPEC = EnvSpec(ActionSpec(3), state_dim=4, images={"top": (48, 48, 3)}, instruction=True)
-TEXTS = ("pick up the red cup", "go")
 LORA = {"lora_rank": 2}
 CASES = {
-    "openvla": {"name": "openvla"},
-    "adapters": {"name": "openvla"} | LORA,
+    "openvla": {"name": "openvla", "camera": "top"},
+    "adapters": {"name": "openvla", "camera": "top"} | LORA,
     "oft": {"name": "openvla_oft", "chunk": 2, "head": "l1", "proprio": True, "film": True},
     "pi0": {"name": "pi0"},
     "pi05": {"name": "pi05"} | LORA,
@@ -31,38 +25,26 @@ CASES = {
 pytestmark = pytest.mark.filterwarnings("ignore:.*torch.jit.script_method:DeprecationWarning")
 
 
-def build(options):
-    return make_policy(TypeAdapter(PolicyConfig).validate_python(options), SPEC, 0).eval()
-
-
-def observe(rows, texts):
-    draw = np.random.default_rng(0)
-    frames, state = draw.integers(0, 256, (rows, 48, 48, 3), np.uint8), draw.normal(size=(rows, 4)).astype(np.float32)
-    return {"images": {"top": frames}, "state": state, "instruction": [texts[i % len(texts)] for i in range(rows)]}
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("case", CASES)
 def test_compiled_networks_decide_as_others_do(case):
-    plain, fused = build(CASES[case]), build(CASES[case] | {"compile": True})
+    plain, fused = build(**CASES[case]), build(**CASES[case], compile=True)
     fused.load_weights(plain.state_dict())
-    spec = plain.noise_spec()
     for rows, texts in ((4, TEXTS[:1]), (2, TEXTS), (4, TEXTS)):  # with and without padding; memory is used again
-        obs, draw = observe(rows, texts), np.random.default_rng(rows)
-        noise = draw.normal(size=(rows, spec.width)) if spec.kind == "normal" else draw.random((rows, spec.width))
-        one, two = plain.act(obs, noise), fused.act(obs, noise)
+        obs, draws = observe(rows, texts=texts), noise(plain, rows, seed=rows)
+        one, two = plain.act(obs, draws), fused.act(obs, draws)
         for name in ("actions", "logprobs", "values"):
             np.testing.assert_allclose(getattr(one, name), getattr(two, name), atol=1e-4, err_msg=name)
-        scores = fused({"obs": obs, "actions": two.actions} | {k: torch.tensor(v) for k, v in two.replay.items()})
+        scores = scored(fused, obs, two)
         np.testing.assert_allclose(scores.logprobs.detach().numpy(), two.logprobs, atol=1e-4)
 
 
 @pytest.mark.slow
 def test_compiled_networks_take_new_weights():
-    policy, obs, noise = build(CASES["openvla"] | {"compile": True}), observe(2, TEXTS), np.full((2, 3), 0.4)
-    before = policy.act(obs, noise).values
+    policy, obs, draws = build(**CASES["openvla"], compile=True), observe(2), np.full((2, 3), 0.4)
+    before = policy.act(obs, draws).values
     policy.use_weights({n: 2 * w if n.startswith("value_head.") else w for n, w in policy.state_dict().items()})
-    after = policy.act(obs, noise).values
+    after = policy.act(obs, draws).values
     assert not np.allclose(before, after)
     np.testing.assert_allclose(policy.value(obs), after, atol=1e-5)
 
@@ -74,7 +56,7 @@ def test_without_a_compiler_it_says_what_to_do(monkeypatch):
 
 
 def test_a_saved_policy_does_not_keep_it(tmp_path):
-    fused = build(CASES["pi0"] | {"compile": True})
+    fused = build("pi0", compile=True)
     fused.save_pretrained(tmp_path)
     assert json.loads((tmp_path / "config.json").read_text())["policy"]["compile"] is False
     here = load(["recipe=pointmass_ppo_pi0_tiny", "policy.compile=true"]).config.policy

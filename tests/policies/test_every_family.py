@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 import torch
+from tiny_vla import ROBOT, noise, observe, scored
 
 from embodied.core.errors import CheckpointError
 from embodied.core.types import ActionSpec, EnvSpec
@@ -16,13 +17,11 @@ from embodied.policies.config import (
     SmolVLAConfig,
 )
 
-CAMERAS = {"top": (48, 48, 3), "wrist": (32, 32, 3)}
-ROBOT = EnvSpec(ActionSpec(3), state_dim=4, images=CAMERAS, instruction=True)
 STATES, CHOICES = EnvSpec(ActionSpec(3), state_dim=4), EnvSpec(ActionSpec(1, num_choices=4), state_dim=4)
 EYES = {"name": "cnn", "channels": (4, 4), "kernels": (4, 3), "strides": (2, 1), "hidden": (16,), "chunk": 2}
 OFT = {"name": "openvla_oft", "chunk": 2, "proprio": True, "film": True}
 FAMILIES = {
-    "mlp": (MLPConfig(hidden=(16, 16), chunk=3), STATES),
+    "mlp": (MLPConfig(hidden=(16, 16), chunk=3, normalize_observations=True), STATES),
     "mlp that chooses": (MLPConfig(hidden=(16, 16), chunk=3), CHOICES),
     "cnn": (CNNConfig(**EYES, features=6), ROBOT),
     "cnn of keypoints": (CNNConfig(**EYES, features=128, keypoints=True), ROBOT),
@@ -37,27 +36,12 @@ FAMILIES = {
 }
 
 
-def observe(rows=4):
-    """With two lengths of text, so there is padding."""
-    draw = np.random.default_rng(0)
-    images = {name: draw.integers(0, 256, (rows, *size), np.uint8) for name, size in CAMERAS.items()}
-    state = draw.normal(size=(rows, 4)).astype(np.float32)
-    return {
-        "images": images,
-        "state": state,
-        "instruction": [("pick up the red cup", "go")[row % 2] for row in range(rows)],
-    }
-
-
-def noise(policy, rows=4, seed=1):
-    draw, spec = np.random.default_rng(seed), policy.noise_spec()
-    return draw.random((rows, spec.width)) if spec.kind == "uniform" else draw.normal(size=(rows, spec.width))
-
-
 @pytest.fixture(scope="module", params=FAMILIES)
 def family(request):
     config, spec = FAMILIES[request.param]
     policy = make_policy(config, spec, 0).eval()
+    if getattr(policy, "normalizer", None):
+        policy.normalizer.merge(np.array([[10.0, *[0.5] * 4, *[40.0] * 4]]))
     with torch.no_grad():
         for name, module in policy.named_modules():
             if hasattr(module, "dense"):
@@ -72,10 +56,9 @@ def test_the_learner_scores_a_decision_as_the_actor_did_whatever_its_company(fam
     obs, draws = observe(), noise(policy)
     output = policy.act(obs, draws)
     assert output.actions.shape == output.logprobs.shape == (4, policy.config.chunk, policy.spec.action.dim)
-    replay = {name: torch.from_numpy(array) for name, array in output.replay.items()}
     tensors = {"images": {name: torch.from_numpy(frames) for name, frames in obs["images"].items()}}
     seen = obs | tensors | {"state": torch.from_numpy(obs["state"])}
-    scores = policy({"obs": seen, "actions": torch.from_numpy(output.actions)} | replay)
+    scores = scored(policy, seen, output)
     np.testing.assert_allclose(scores.logprobs.detach().numpy(), output.logprobs, atol=1e-5)
     np.testing.assert_allclose(scores.values.detach().numpy(), output.values, atol=1e-5)
     np.testing.assert_allclose(policy.value(obs), output.values, atol=1e-5)
@@ -89,8 +72,7 @@ def test_the_learner_scores_a_decision_as_the_actor_did_whatever_its_company(fam
 def test_gradients_reach_every_weight_that_is_trained(family):
     name, policy = family
     output = policy.act(observe(2), noise(policy, 2))
-    replay = {name: torch.from_numpy(array) for name, array in output.replay.items()}
-    scores = policy({"obs": observe(2), "actions": torch.from_numpy(output.actions)} | replay)
+    scores = scored(policy, observe(2), output)
     (scores.logprobs.sum() + scores.values.sum()).backward()
     assert not [name for name, p in policy.named_parameters() if p.requires_grad and p.grad is None]
     frozen = [name for name, p in policy.named_parameters() if not p.requires_grad]

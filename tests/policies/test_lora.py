@@ -2,21 +2,22 @@
 
 import json
 
+import numpy as np
 import pytest
+import tiny_vla
 import torch
 from safetensors.torch import load_file, save_file
-from tiny_vla import NOISE, OBS, build
+from tiny_vla import ONE, noise, observe, scored
 
 from embodied.core.errors import CheckpointError
 from embodied.policies import load_policy
 
 pytest.importorskip("peft")
+OBS = observe(2, ONE, ("go", "a b"))
 
 
-def test_frozen_towers_have_no_adapters():
-    made = build(lora_rank=4, train="language")
-    trained = {name for name, p in made.named_parameters() if p.requires_grad and "lora_" in name}
-    assert trained and not any(name.startswith("vision_backbone.") for name in trained)
+def build(**options):
+    return tiny_vla.build(spec=ONE, **options)
 
 
 def logprobs(policy):
@@ -33,13 +34,16 @@ def base(tmp_path_factory):
 @pytest.fixture
 def adapted(base):
     """As after some training."""
-    made = build(pretrained=str(base), lora_rank=4, lora_scale=0.5)
+    return move(build(pretrained=str(base), lora_rank=4, lora_scale=0.5))
+
+
+@torch.no_grad()
+def move(policy):
     draw = torch.Generator().manual_seed(1)
-    with torch.no_grad():
-        for name, p in made.named_parameters():
-            if "lora_B" in name:
-                p.normal_(0, 0.05, generator=draw)
-    return made
+    for name, p in policy.named_parameters():
+        if "lora_B" in name:
+            p.normal_(0, 0.05, generator=draw)
+    return policy
 
 
 @pytest.mark.parametrize("extra", [{}, {"use_dora": True, "rank_pattern": {"q_proj": 2}}], ids=["lora", "dora"])
@@ -48,8 +52,7 @@ def test_adapters_begin_without_effect_and_are_all_that_trains(base, extra):
     torch.testing.assert_close(logprobs(plain), logprobs(made), atol=1e-6, rtol=0)
     trained = {name for name, p in made.named_parameters() if p.requires_grad}
     assert all("lora_" in name or name.startswith("value_head.") for name in trained)
-    output = made.act(OBS, NOISE)
-    scores = made({"obs": OBS, "tokens": torch.from_numpy(output.replay["tokens"])})
+    scores = scored(made, OBS, made.act(OBS, noise(made, 2)))
     (scores.logprobs.sum() + scores.values.sum()).backward()
     assert all(p.grad is not None for p in made.parameters() if p.requires_grad)
 
@@ -104,3 +107,29 @@ def test_a_reference_copies_only_what_trains(adapted):
                 p.add_(0.1)
     torch.testing.assert_close(logprobs(reference), before, atol=1e-6, rtol=0)  # its copies may be aligned otherwise
     assert (logprobs(adapted) - before).abs().max() > 1e-3
+
+
+def test_frozen_towers_have_no_adapters():
+    made = build(lora_rank=4, train="language")
+    trained = {name for name, p in made.named_parameters() if p.requires_grad and "lora_" in name}
+    assert trained and not any(name.startswith("vision_backbone.") for name in trained)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["pi0", "pi05"])
+def test_adapters_of_a_flow_are_saved_alone_and_merged_for_others(family, tmp_path):
+    folder = tiny_vla.publish(tmp_path / "there", family)
+    given = {"pretrained": str(folder), "lora_rank": 2, "lora_scale": 0.5}
+    made, obs = tiny_vla.build(family, **given), observe(2)
+    assert made.reference().source is made.source, "its files are not copied into memory"
+    frozen = {n for n, p in made.named_parameters() if not p.requires_grad}
+    assert all(".paligemma_with_expert." in n and "lora" not in n for n in frozen)
+    move(made)
+    played = made.act(obs, noise(made, 2)).actions
+    made.save_pretrained(tmp_path / "ours")
+    begun = tiny_vla.build(family, 9, **given | {"pretrained": str(tmp_path / "ours")})
+    begun.save_pretrained(tmp_path / "next")
+    for policy in (load_policy(tmp_path / "ours"), begun, load_policy(tmp_path / "next")):
+        assert np.array_equal(policy.act(obs, noise(policy, 2)).actions, played)
+    made.save_published(tmp_path / "back")
+    assert tiny_vla.weights_of(tmp_path / "back").keys() == tiny_vla.weights_of(folder).keys()

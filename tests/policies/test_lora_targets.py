@@ -7,9 +7,10 @@ from dataclasses import replace
 from importlib.util import find_spec
 
 import pytest
+import tiny_vla
 import torch
 from safetensors.torch import load_file, save_file
-from tiny_vla import OBS, SPEC, build
+from tiny_vla import ONE, observe
 from torch import nn
 
 from embodied.config.recipe import load
@@ -21,6 +22,11 @@ from embodied.policies.config import OpenVLAConfig
 from embodied.train import main as train
 
 peft = pytest.importorskip("peft")
+OBS = observe(2, ONE, ("go", "a b"))
+
+
+def build(**options):
+    return tiny_vla.build(spec=ONE, **options)
 
 
 def logprobs(policy):
@@ -42,7 +48,7 @@ def test_the_reference_adapts_71_layers_of_a_tiny_model_and_linear_55():
 @pytest.mark.parametrize(("targets", "expected"), [("reference", 110_828_288), ("linear", 107_862_016)])
 def test_a_model_of_7b_gets_as_many_weights_as_the_reference(targets, expected):
     config = OpenVLAConfig(name="openvla", preset="full", dtype="bfloat16", lora_rank=32, lora_targets=targets)
-    spec = replace(SPEC, action=ActionSpec(7))
+    spec = replace(ONE, action=ActionSpec(7))
     shapes = policy_class("openvla").for_memory_estimate(config, spec)  # no weight is touched
     assert counts(shapes)[1] == expected
 
@@ -130,7 +136,7 @@ def test_a_checkpoint_of_such_a_policy_is_loaded_as_it_was(official, base, tmp_p
     made = build(pretrained=str(base), lora_path=str(official))
     made.save_pretrained(tmp_path / "saved")
     assert torch.equal(logprobs(load_policy(tmp_path / "saved")), logprobs(made))
-    acting = make_policy(made.config.model_copy(update={"lora_path": str(official)}), SPEC)
+    acting = make_policy(made.config.model_copy(update={"lora_path": str(official)}), ONE)
     assert acting.stored_weights().keys() == made.state_dict().keys()
 
 
@@ -208,7 +214,7 @@ def test_a_folder_of_adapters_alone_says_what_it_is(official, tmp_path):
 
 def test_adapters_are_counted_and_evaluated_with_their_model(official, base, tmp_path, capsys):
     config = OpenVLAConfig(name="openvla", pretrained=str(base), lora_path=str(official))
-    assert counts(policy_class("openvla").for_memory_estimate(config, SPEC))[0] == 71
+    assert counts(policy_class("openvla").for_memory_estimate(config, ONE))[0] == 71
     if find_spec("libero"):
         place = shutil.copytree(base, tmp_path / "base")
         figures = {"q01": [-1.0] * 7, "q99": [1.0] * 7}

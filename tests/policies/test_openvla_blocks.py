@@ -56,25 +56,10 @@ def test_padding_is_invisible_as_in_transformers_llama(llamas):
         torch.testing.assert_close(ours.lm_head(hidden)[1, there[1]], alone[0], atol=1e-5, rtol=1e-5)
 
 
+@pytest.mark.parametrize("decoder", [Decoder, FastDecoder])
 @pytest.mark.parametrize("padded", [False, True])
-def test_token_by_token_equals_all_at_once(llamas, padded):
-    ours, _ = llamas
-    x = torch.randn(2, 8, 32, generator=torch.Generator().manual_seed(3))
-    there = torch.ones(2, 8, dtype=torch.bool)
-    there[0, 1:3] = not padded
-    with torch.no_grad():
-        whole = ours.model(x, there, padded=padded)
-        cache = Cache()
-        cache.begin(2, 8)
-        parts = [ours.model(x[:, :5], there[:, :5], cache, padded=padded)]
-        parts += [ours.model(x[:, i : i + 1], there[:, : i + 1], cache, padded=padded) for i in (5, 6, 7)]
-    torch.testing.assert_close(torch.cat(parts, 1)[there], whole[there], atol=1e-5, rtol=1e-5)
-
-
-@pytest.mark.parametrize("padded", [False, True])
-def test_quick_writing_equals_the_stack(llamas, padded):
+def test_token_by_token_equals_all_at_once(llamas, padded, decoder):
     stack, cache = llamas[0].model, Cache()
-    assert fastest_decoder(stack) is FastDecoder
     x = torch.randn(3, 8, 32, generator=torch.Generator().manual_seed(3))
     there = torch.ones(3, 8, dtype=torch.bool)
     there[0, 1:3] = not padded
@@ -82,7 +67,7 @@ def test_quick_writing_equals_the_stack(llamas, padded):
         for rows in (3, 2):  # the second batch finds the memory of the first
             whole = stack(x[:rows], there[:rows], padded=padded)
             before = x.clone()
-            text = FastDecoder(stack, cache, there[:rows, :5], padded, more=3)
+            text = decoder(stack, cache, there[:rows, :5], padded, more=3)
             found = [text.read(x[:rows, :5]), *(text.go_on(x[:rows, i]) for i in (5, 6, 7))]
             torch.testing.assert_close(torch.stack(found, 1), whole[:, 4:], atol=1e-5, rtol=1e-5)
             assert torch.equal(x, before) and all(len(kept) == 3 for kept in cache.tensors())

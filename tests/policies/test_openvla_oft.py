@@ -1,40 +1,34 @@
 """OpenVLA-OFT: chunks in one pass, both heads, the robot's state, several images, FiLM, and its folders."""
 
-import json
-import shutil
+from dataclasses import replace
 
 import numpy as np
 import pytest
+import tiny_vla as tiny
 import torch
 from safetensors.torch import load_file
+from tiny_vla import ROBOT
 from torch import nn
 
-from embodied.core.errors import CheckpointError, ConfigError
-from embodied.core.types import ActionSpec, EnvSpec
-from embodied.policies import load_policy, make_policy
-from embodied.policies.config import OpenVLAOFTConfig
+from embodied.core.errors import CheckpointError
 from embodied.policies.openvla.components import main as convert
 from embodied.policies.openvla.folder import TINY
 from embodied.policies.openvla.tokens import laplace, laplace_noise
 
-SPEC = EnvSpec(ActionSpec(3), state_dim=4, images={"top": (16, 16, 3), "wrist": (16, 16, 3)}, instruction=True)
-TEXTS = ["pick up the red cup", "go"]  # of two lengths, so there is padding
+SPEC = replace(ROBOT, images={"top": (16, 16, 3), "wrist": (16, 16, 3)})
 CHUNK = 2
 
 
-def build(seed=0, spec=SPEC, chunk=CHUNK, **options):
-    return make_policy(OpenVLAOFTConfig(name="openvla_oft", chunk=chunk, **options), spec, seed)
+def build(**options):
+    return tiny.build("openvla_oft", spec=SPEC, **{"chunk": CHUNK} | options)
 
 
 def observe(rows=2):
-    draw = np.random.default_rng(0)
-    frames = {camera: draw.integers(0, 256, (rows, 16, 16, 3), np.uint8) for camera in SPEC.images}
-    state = draw.normal(size=(rows, 4)).astype(np.float32)
-    return {"images": frames, "state": state, "instruction": [TEXTS[row % 2] for row in range(rows)]}
+    return tiny.observe(rows, SPEC)
 
 
-def uniform(rows=2, seed=1):
-    return np.random.default_rng(seed).random((rows, CHUNK * 3))
+def uniform(rows=2):
+    return np.random.default_rng(1).random((rows, CHUNK * 3))
 
 
 def lively(policy, scale=5):
@@ -80,7 +74,7 @@ def test_it_reads_what_transformers_llama_gives_for_the_published_sequence(stop)
     ours = policy({"obs": obs, "tokens": tokens}).logprobs.detach()
     stack, numbers = policy.language_model.model, CHUNK * 3
     for row in range(2):
-        (ids,) = policy._words({"instruction": [TEXTS[row]]}, 1)[0]
+        (ids,) = policy._words({"instruction": [tiny.TEXTS[row]]}, 1)[0]
         frames = [policy.images(torch.from_numpy(obs["images"][c][row : row + 1])) for c in ("top", "wrist")]
         with torch.no_grad():
             words = stack.embed_tokens(torch.tensor([[*ids, 2]]))
@@ -110,15 +104,6 @@ def test_film_of_a_block_by_hand():
         torch.testing.assert_close(film(x, words), wanted)
 
 
-def test_the_best_chunk_of_the_l1_head_is_what_it_regresses():
-    policy = build(head="l1")
-    one, two = (policy.act(observe(), uniform(seed=seed), temperature=0.0) for seed in (1, 2))
-    assert np.array_equal(one.actions, two.actions)
-    with torch.no_grad():
-        hidden = policy._hidden(observe())
-        np.testing.assert_allclose(one.actions, policy.action_head.model(hidden.flatten(2)), atol=1e-6)
-
-
 def test_laplace_numbers_by_hand():
     # density exp(-|x| / 2) / 4 with scale 2: at x = 1, -0.5 - ln 4; entropy 1 + ln 4
     logprob, entropy = laplace(torch.zeros(1), torch.tensor([2.0]).log(), torch.ones(1))
@@ -138,55 +123,10 @@ def test_a_demonstration_is_scored_through_the_units_of_the_statistics():
     assert torch.equal(one, two)
 
 
-@pytest.fixture(scope="module")
-def official(tmp_path_factory):
-    """A folder as others publish it: shards, statistics apart, brain floats, parts in .pt files."""
-    folder = tmp_path_factory.mktemp("official")
-    made = build(head="l1", proprio=True, film=True, dtype="bfloat16")
-    made.save_published(folder, shard_bytes=4_000_000)
-    for kind in ("action_head", "proprio_projector", "vision_backbone"):
-        path = folder / f"{kind}--0_checkpoint.safetensors"
-        prefix = "module." if kind == "action_head" else ""  # trained on several devices
-        torch.save({prefix + n: t for n, t in load_file(path).items()}, folder / f"{kind}--150_checkpoint.pt")
-        path.unlink()
-    config = json.loads((folder / "config.json").read_text())
-    del config["openvla_oft"], config["norm_stats"]
-    (folder / "config.json").write_text(json.dumps(config))
-    action = {"q01": [-0.1] * 3, "q99": [0.3] * 3, "mask": [True, True, False]}
-    proprio = {"q01": [-2.0] * 4, "q99": [2.0] * 4}
-    (folder / "dataset_statistics.json").write_text(
-        json.dumps({"shelf_no_noops": {"action": action, "proprio": proprio}})
-    )
-    return folder
-
-
-def everything(folder):
-    found = {}
-    for path in folder.glob("*.safetensors"):
-        found |= {
-            f"{path.name.partition('--')[0] if '--' in path.name else ''}/{n}": t for n, t in load_file(path).items()
-        }
-    return found
-
-
-def test_an_official_folder_says_what_it_is_and_is_saved_as_it_was_read(official, tmp_path):
-    made = build(seed=5, pretrained=str(official), dtype="bfloat16", statistics="shelf")
-    assert (made.head, made.proprio, made.film) == ("l1", True, True)
-    assert made.statistics.low[0] == -0.1 and made.felt.high[0] == 2.0
-    made.save_published(tmp_path, shard_bytes=4_000_000)
-    assert (tmp_path / "action_head--150_checkpoint.safetensors").is_file()
-    assert convert([str(official)]) == 0
-    before, after = everything(official), everything(tmp_path)
-    assert before.keys() == after.keys() and len(list(tmp_path.glob("model-*"))) > 1
-    assert all(before[n].dtype == after[n].dtype and torch.equal(before[n], after[n]) for n in before)
-    again = build(seed=6, pretrained=str(tmp_path), dtype="bfloat16")
-    assert np.array_equal(*(p.act(observe(), uniform(), 0.0).actions for p in (made, again)))
-
-
 @pytest.fixture
-def adapted_towers(official, tmp_path):
+def adapted_towers(tmp_path):
     """The same folder as upstream's LoRA leaves it: adapters inside the file of the towers, in convolutions too."""
-    shutil.copytree(official, tmp_path / "folder")
+    tiny.publish(tmp_path / "folder", "oft", SPEC)
     path = tmp_path / "folder" / "vision_backbone--150_checkpoint.pt"
     draw, found = torch.Generator().manual_seed(1), {}
     for name, tensor in torch.load(path, weights_only=True).items():
@@ -199,7 +139,6 @@ def adapted_towers(official, tmp_path):
             drawn = torch.empty(shape).normal_(0.0, 0.1, generator=draw)
             found[f"{layer}.lora_{part}.default.weight"] = drawn.bfloat16()
     torch.save(found, path)
-    path.with_suffix(".safetensors").unlink(missing_ok=True)  # if it was converted meanwhile
     return tmp_path / "folder"
 
 
@@ -271,57 +210,11 @@ def test_an_adapter_that_does_not_fit_its_layer_is_refused(adapted_towers):
         build(pretrained=str(adapted_towers))
 
 
-def test_a_saved_policy_is_loaded_as_it_was(official, tmp_path):
-    made = build(pretrained=str(official), lora_rank=None)
-    made.save_pretrained(tmp_path / "saved")
-    again = load_policy((tmp_path / "saved").rename(tmp_path / "moved"))
-    assert (again.head, again.proprio, again.film) == ("l1", True, True)
-    assert np.array_equal(*(p.act(observe(), uniform()).actions for p in (made, again)))
-
-
-@pytest.mark.parametrize(
-    ("name", "content", "reason"),
-    [
-        ("dataset_statistics.json", None, "no action statistics"),
-        ("dataset_statistics.json", {"shelf": {"action": {"q01": [0] * 3, "q99": [1] * 3}}}, "has no 'proprio'"),
-        ("action_head--150_checkpoint.pt", b"nonsense", "cannot be read as tensors"),
-        ("action_head--7_checkpoint.pt", b"", "holds both action_head--"),
-        ("noisy_action_projector--150_checkpoint.pt", b"", "diffusion head"),
-    ],
-)
-def test_an_incomplete_folder_is_refused_and_says_what_is_missing(official, tmp_path, name, content, reason):
-    for file in official.iterdir():
-        if file.name != name and not (file.suffix == ".safetensors" and "--" in file.name):
-            (tmp_path / file.name).symlink_to(file)
-    if content is not None:
-        data = content if isinstance(content, bytes) else json.dumps(content).encode()
-        (tmp_path / name).write_bytes(data)
-    with pytest.raises(CheckpointError, match=reason):
-        build(pretrained=str(tmp_path))
-
-
-def test_code_in_a_component_is_not_run(official, tmp_path):
-    class Trap:
-        def __reduce__(self):
-            return print, ("run",)
-
-    for file in official.iterdir():
-        (tmp_path / file.name).symlink_to(file)
-    (tmp_path / "action_head--150_checkpoint.pt").unlink()
-    (tmp_path / "action_head--150_checkpoint.safetensors").unlink(missing_ok=True)
-    torch.save({"a": Trap()}, tmp_path / "action_head--150_checkpoint.pt")
-    with pytest.raises(CheckpointError, match="cannot be read as tensors: it holds other things too"):
-        build(pretrained=str(tmp_path))
-
-
-@pytest.mark.parametrize(
-    ("options", "reason"),
-    [
-        ({"cameras": ("front",)}, r"policy\.cameras='front' is none of this env's cameras: top, wrist"),
-        ({"head": "l1", "temperature": 1.6}, "writes none"),
-        ({"proprio": True, "spec": EnvSpec(ActionSpec(3), images=SPEC.images, instruction=True)}, "env.state=proprio"),
-    ],
-)
-def test_what_cannot_be_is_refused_with_a_way_out(options, reason):
-    with pytest.raises(ConfigError, match=reason):
-        build(**options)
+def test_components_become_safetensors_with_the_same_names_and_bytes(tmp_path):
+    folder = tiny.publish(tmp_path / "folder", "oft", SPEC)
+    before = tiny.weights_of(folder)
+    assert convert([str(folder)]) == 0
+    for path in folder.glob("*.pt"):
+        path.unlink()
+    after = tiny.weights_of(folder)
+    assert before.keys() == after.keys() and all(torch.equal(before[name], after[name]) for name in before)

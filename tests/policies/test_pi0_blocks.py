@@ -197,23 +197,3 @@ def test_pi05_equals_one_long_sequence_with_adaptive_norms():
         prefix = network.prefix(pixels, ids, torch.ones_like(there))
         found = network.velocity(network.suffix(prefix, noise, time))
     torch.testing.assert_close(found, plain_pi05(network, pixels, ids, noise, time), atol=1e-5, rtol=1e-5)
-
-
-def test_padding_and_company_change_nothing():
-    network = build("pi05")
-    pixels, ids, there, _, noise = observe()
-    with torch.no_grad():
-        together = denoise(network, network.prefix(pixels, ids, there), None, noise)[1:]
-        alone = denoise(network, network.prefix(pixels[1:], ids[1:, :3], there[1:, :3]), None, noise[1:])
-    torch.testing.assert_close(together, alone, atol=1e-5, rtol=1e-5)
-
-
-def test_the_states_token_sees_neither_actions_nor_time():
-    network = build()
-    pixels, ids, there, state, noise = observe()
-    with torch.no_grad():
-        prefix = replace(network.prefix(pixels, ids, there), state=state)
-        told = ((noise, 1.0), (noise + 1, 0.3), (None, 1.0))
-        tokens = [network.suffix(prefix, x, torch.full((2,), t))[:, 0] for x, t in told]
-    torch.testing.assert_close(tokens[0], tokens[1], atol=1e-6, rtol=1e-6)
-    torch.testing.assert_close(tokens[0], tokens[2], atol=1e-6, rtol=1e-6)

@@ -1,46 +1,20 @@
-"""SmolVLA: numbers as of transformers' SmolVLM with an expert written here, lerobot's folders, and what learns."""
+"""SmolVLA computes the numbers of transformers' SmolVLM with an expert that is written here."""
 
-import json
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from tiny_vla import ROBOT, build, noise, observe
 from torch.nn import functional as F
 from transformers import LlamaConfig, LlamaModel, SmolVLMConfig
 from transformers.models.smolvlm.modeling_smolvlm import SmolVLMConnector, SmolVLMVisionTransformer
 
-from embodied import collect, sft, train
-from embodied.core.errors import CheckpointError
-from embodied.core.types import ActionSpec, EnvSpec
-from embodied.policies import load_policy, make_policy
-from embodied.policies.config import SmolVLAConfig
-from embodied.policies.policy_folder import published_family
 from embodied.policies.smolvla.policy import TINY, settings_of
 
-SPEC = EnvSpec(ActionSpec(3), state_dim=4, images={"top": (48, 64, 3), "near": (32, 32, 3)}, instruction=True)
+SPEC = replace(ROBOT, images={"top": (48, 64, 3), "near": (32, 32, 3)})
 HEADS, KV_HEADS, HEAD, DIM = 4, 2, 32, 128
-
-
-def build(seed=0, **options):
-    return make_policy(SmolVLAConfig(name="smolvla", **options), SPEC, seed).eval()
-
-
-def observe(rows=2):
-    draw = np.random.default_rng(0)
-    images = {name: draw.integers(0, 256, (rows, *size), np.uint8) for name, size in SPEC.images.items()}
-    texts = ["pick up the red cup", "go\n"]
-    return {
-        "images": images,
-        "state": draw.normal(size=(rows, 4)).astype(np.float32),
-        "instruction": [texts[row % 2] for row in range(rows)],
-    }
-
-
-def noise(policy, rows=2):
-    return np.random.default_rng(1).normal(size=(rows, policy.noise_spec().width))
-
 
 # The reference: one row at a time, without padding and without a cache of its own.
 
@@ -132,11 +106,11 @@ class Reference:
 @torch.no_grad()
 @pytest.mark.parametrize("periods", [(), (0.05, 9.0)])
 def test_actions_and_what_the_value_reads_are_those_of_an_independent_reference(periods):
-    policy, draw = build(), torch.Generator().manual_seed(2)
+    policy, draw = build("smolvla", spec=SPEC), torch.Generator().manual_seed(2)
     policy.model.settings = settings_of(TINY | dict(zip(("min_period", "max_period"), periods)))
     for parameter in policy.model.parameters():
         parameter.add_(0.05 * torch.empty_like(parameter).normal_(generator=draw))
-    obs, draws = observe(), noise(policy)
+    obs, draws = observe(2, SPEC, ("pick up the red cup", "go\n")), noise(policy, 2)
     reference = Reference(policy.model.state_dict())
     seen, actions = policy.read(obs), policy.act(obs, draws, temperature=0.0).actions
     for row in range(2):
@@ -149,92 +123,3 @@ def test_actions_and_what_the_value_reads_are_those_of_an_independent_reference(
         for step in range(10):
             x = x - reference.velocity(layers, x, 1 - step / 10, *(periods or (4e-3, 4.0))) / 10
         np.testing.assert_allclose(actions[row], x[:5, :3].numpy(), atol=1e-3, rtol=1e-3)
-
-
-def publish(folder):
-    """A folder as lerobot writes it, with an output layer that nobody uses."""
-    folder.mkdir()
-    weights = {f"model.{name}": t.bfloat16() for name, t in build().model.state_dict().items()}
-    save_file(weights | {"model.vlm_with_expert.vlm.lm_head.weight": torch.ones(3, 2)}, folder / "model.safetensors")
-    (folder / "config.json").write_text(json.dumps(TINY | {"n_action_steps": 8, "attention_mode": "cross_attn"}))
-    step = {"registry_name": "normalizer_processor", "state_file": "policy_preprocessor_step_5.safetensors"}
-    (folder / "policy_preprocessor.json").write_text(json.dumps({"steps": [step]}))
-    figures = {"observation.state.mean": [0.5] * 4, "observation.state.std": [0.25] * 4}
-    figures |= {"action.mean": [1.0, 0, 0], "action.std": [0.1, 1, 1]}
-    save_file({name: torch.tensor(value) for name, value in figures.items()}, folder / step["state_file"])
-    return folder
-
-
-def test_a_folder_of_lerobots_comes_back_byte_by_byte(tmp_path):
-    folder = publish(tmp_path / "there")
-    assert published_family(folder) == "smolvla"
-    policy = build(seed=3, pretrained=str(folder), dtype="bfloat16")
-    assert policy.action_scale.shift.tolist() == [1, 0, 0]
-    policy.save_pretrained(tmp_path / "ours")
-    again = load_policy((tmp_path / "ours").rename(tmp_path / "moved"))
-    one, two = (each.act(observe(), noise(each)) for each in (policy, again))
-    assert np.array_equal(one.actions, two.actions)
-    again.save_published(tmp_path / "back")
-    before, after = (load_file(each / "model.safetensors") for each in (folder, tmp_path / "back"))
-    assert before.keys() == after.keys() and all(torch.equal(before[name], after[name]) for name in before)
-    assert json.loads((folder / "config.json").read_text()) == json.loads((tmp_path / "back/config.json").read_text())
-
-
-@pytest.mark.parametrize(
-    ("change", "reason"),
-    [
-        ({"attention_mode": "self_attn"}, "attention_mode='self_attn', which is not supported"),
-        ({"vlm_model_name": "other/vlm"}, "built on 'other/vlm'; known: "),
-        ({"use_peft": True}, "merge the adapters into the weights first"),
-        ({"empty_cameras": 2}, "empty_cameras=2, which is not supported"),
-        ({"min_period": 0}, "min_period and max_period should be positive numbers, not \\(0, 4.0\\)"),
-        ({"max_period": "4"}, "min_period and max_period should be positive"),
-        ({"chunk_size": 0}, "its sizes should be whole numbers"),
-        ({"num_vlm_layers": None}, "its sizes should be whole numbers"),
-    ],
-)
-def test_folders_of_other_networks_are_refused(tmp_path, change, reason):
-    folder = publish(tmp_path / "there")
-    (folder / "config.json").write_text(json.dumps(json.loads((folder / "config.json").read_text()) | change))
-    with pytest.raises(CheckpointError, match=reason):
-        build(pretrained=str(folder))
-
-
-RECIPE = ["recipe=pointmass_ppo_pi0_tiny"]
-RECIPE += ["env.num_envs=4", "cluster.backend=inline", "placement=collocated", "eval.episodes=2", "eval.videos=0"]
-RECIPE += ["env.max_episode_steps=8", "policy.name=smolvla", "policy.chunk=4", "policy.steps=2"]
-
-
-def rows_of(folder):
-    (run,) = (folder / "runs").iterdir()
-    return run, [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-
-
-@pytest.fixture(scope="module")
-def taught(tmp_path_factory):
-    """A run that has learned from demonstrations, and its rows."""
-    pytest.importorskip("pyarrow")
-    few = ["sft.data=demos", "sft.epochs=6", "sft.minibatch_size=8", "sft.lr=1e-3", "policy.statistics=demos"]
-    folder = tmp_path_factory.mktemp("taught")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.chdir(folder)
-        assert collect.main([*RECIPE[:6], "out=demos", "collect.episodes=3"]) == 0
-        assert sft.main([*RECIPE, *few]) == 0
-    return rows_of(folder)
-
-
-def test_it_learns_from_demonstrations(taught):
-    _, rows = taught
-    assert rows[-1]["train/loss"] < 0.8 * rows[0]["train/loss"]
-
-
-@pytest.mark.parametrize("algorithm", ["ppo", "grpo"])
-def test_it_goes_on_by_reinforcement(taught, tmp_path, monkeypatch, algorithm):
-    monkeypatch.chdir(tmp_path)
-    more = ["algo.rollout_decisions=3", "algo.minibatch_size=6"]
-    if algorithm == "grpo":
-        more = ["algo={name: grpo, groups: 2, group_size: 2, minibatch_size: 4}"]
-    assert train.main([*RECIPE, *more, "run.iterations=2", f"run.start_from={taught[0]}"]) == 0
-    _, rows = rows_of(tmp_path)
-    assert max(row["train/logprob_gap"] for row in rows) < 1e-4
-    assert all(np.isfinite(row["train/grad_norm"]) for row in rows)
