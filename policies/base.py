@@ -207,10 +207,7 @@ class Policy(nn.Module):
             self.write_folder(folder, tensors, specs)
 
     def write_folder(
-        self,
-        folder: Path,
-        tensors: Iterable[tuple[str, Tensor]] | None = None,
-        specs: Mapping[str, Spec] | None = None,
+        self, folder: Path, tensors: Iterable[tuple[str, Tensor]] | None = None, specs: Mapping[str, Spec] | None = None
     ) -> None:
         """The files of `save_pretrained`; families add theirs."""
         own, saved = self.state_dict(), self.saved()

@@ -80,12 +80,7 @@ class PassTable:
     """Decides, equally on all ranks, which passes several ranks run together."""
 
     def __init__(
-        self,
-        groups: dict[int, RankGroup],
-        config: LearnerConfig,
-        collective: Collective,
-        rank: int,
-        policy: Policy,
+        self, groups: dict[int, RankGroup], config: LearnerConfig, collective: Collective, rank: int, policy: Policy
     ) -> None:
         """`groups`: this rank's groups, by degree."""
         self.groups, self.collective, self.rank = groups, collective, rank

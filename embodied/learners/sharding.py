@@ -47,12 +47,7 @@ def shard(policy: nn.Module) -> None:
     """Keep this rank's part of every parameter. Gradients are sums over ranks, not means."""
     import torch.distributed as dist
     from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import (
-        FSDPModule,
-        MixedPrecisionPolicy,
-        fully_shard,
-        register_fsdp_forward_method,
-    )
+    from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
 
     mesh = init_device_mesh(next(policy.parameters()).device.type, (dist.get_world_size(),))
     half = next((p.dtype for p in policy.parameters() if p.dtype in HALVES), None)

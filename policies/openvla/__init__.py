@@ -1,7 +1,7 @@
-"""OpenVLA: two vision towers, a projector and a Llama that generates actions as tokens, with upstream's key names.
+"""OpenVLA and OpenVLA-OFT: two vision towers, a projector and a Llama that reads actions, with upstream's key names.
 
-`policy` and `oft` are the entry points, built on `prismatic`. `vision` and `llama` are the networks, `tokens` the
-prompt and action tokens, `settings` the sizes, `folder` and `components` the published layout.
+`policy` is the entry point and `network` has the networks. `folder` and `components` read and write the published
+layout.
 """
 
-__all__ = ["config", "policy", "settings"]
+__all__ = ["components", "config", "folder", "network", "policy"]

@@ -71,8 +71,7 @@ class OpenVLAOFTConfig(PrismaticConfig):
         "Laplace noise in RL; null: as the folder says, else discrete.",
     )
     proprio: bool | None = Field(
-        None,
-        description="Whether it reads the robot's state (env.state=proprio); null: as the folder says, else no.",
+        None, description="Whether it reads the robot's state (env.state=proprio); null: as the folder says, else no."
     )
     film: bool | None = Field(
         None, description="Whether the instruction modulates the vision towers; null: as the folder says, else no."

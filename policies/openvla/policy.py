@@ -25,7 +25,7 @@ from embodied.core.types import Array, EnvSpec, NoiseSpec, Observation, PolicyOu
 from embodied.policies import policy_folder as files
 from embodied.policies.base import Scores
 from embodied.policies.openvla import folder as published
-from embodied.policies.openvla import network, tokens
+from embodied.policies.openvla import network
 from embodied.policies.openvla.components import as_stored
 from embodied.policies.openvla.config import OpenVLAOFTConfig, PrismaticConfig
 from embodied.policies.vla import layers, statistics
@@ -67,7 +67,7 @@ class PrismaticPolicy(VLAPolicy):
             usual = (settings.image_size, settings.resize, config.crop_area, config.rlds_images)
             self.images = processor_of(numbers, kinds, *usual)
         self.choose_tokenizer()
-        self.codes = tokens.ActionTokens(settings.bins)
+        self.codes = network.ActionTokens(settings.bins)
         self.dtype = getattr(torch, config.dtype)
         self.exact = torch.promote_types(self.dtype, torch.float32)
         with torch.device("meta"):
@@ -196,10 +196,10 @@ class PrismaticPolicy(VLAPolicy):
 
     def encode(self, text: str) -> list[int]:
         if self.fast is None:  # 0, 1 and 2 are unknown, begin and end
-            return [tokens.BOS, *(3 + number for number in hashed_words(text, self.settings.first_action_id - 3))]
+            return [network.BOS, *(3 + number for number in hashed_words(text, self.settings.first_action_id - 3))]
         ids = self.fast.encode(text).ids
-        ids = ids if ids[:1] == [tokens.BOS] else [tokens.BOS, *ids]
-        return ids if ids[-1] == tokens.SPACE else [*ids, tokens.SPACE]
+        ids = ids if ids[:1] == [network.BOS] else [network.BOS, *ids]
+        return ids if ids[-1] == network.SPACE else [*ids, network.SPACE]
 
     def _sequence(
         self, words: Tensor, present: Tensor, patches: Tensor, numbers: int = 0, after: int = 0
@@ -240,7 +240,7 @@ class PrismaticPolicy(VLAPolicy):
         """Cross entropy [B, K] of these tokens [B, K] over the whole vocabulary, from hidden states [B, K, D]; with one
         more hidden state, of the stop token, too."""
         ids = chosen + self.settings.first_action_id
-        ids = nn.functional.pad(ids, (0, hidden.shape[1] - ids.shape[1]), value=tokens.STOP)
+        ids = nn.functional.pad(ids, (0, hidden.shape[1] - ids.shape[1]), value=network.STOP)
         logits = self.language_model.lm_head(hidden).to(self.exact)
         return nn.functional.cross_entropy(logits.flatten(0, 1), ids.flatten(), reduction="none").view(ids.shape)
 
@@ -339,11 +339,11 @@ class OpenVLAPolicy(PrismaticPolicy):
         values = self._value(hidden)
         written, logits = [], [self._logits(hidden)]
         for column in uniform.T:
-            written.append(tokens.pick(logits[-1], column, temperature))
+            written.append(network.pick(logits[-1], column, temperature))
             if len(written) < numbers:
                 logits.append(self._logits(text.go_on(self._embed(written[-1]))))
         chosen = torch.stack(written, 1)
-        return chosen, tokens.action_scores(torch.stack(logits, 1), chosen)[0], values
+        return chosen, network.action_scores(torch.stack(logits, 1), chosen)[0], values
 
     @torch.inference_mode()
     def value(self, obs: Observation) -> np.ndarray:
@@ -353,7 +353,7 @@ class OpenVLAPolicy(PrismaticPolicy):
     def forward(self, inputs: dict[str, Any]) -> Scores:
         chosen = self.tokens_of(inputs)[:, 0]
         hidden = self._states(inputs, chosen[:, :-1])
-        logprobs, entropy = tokens.action_scores(self._logits(hidden), chosen)
+        logprobs, entropy = network.action_scores(self._logits(hidden), chosen)
         return Scores(logprobs[:, None], entropy[:, None], self._value(hidden[:, 0]))
 
     def imitate_actions(self, inputs: dict[str, Any], noise: np.ndarray | None) -> Tensor:
@@ -468,13 +468,13 @@ class OpenVLAOFTPolicy(PrismaticPolicy):
         uniform = tensor_of(noise, self.device).view(hidden.shape[:3])
         if self.head == "l1":
             center = self._center(hidden)
-            units = center + temperature * self._log_scale().exp() * tokens.laplace_noise(uniform).to(self.exact)
-            logprobs, _ = tokens.laplace(center, self._log_scale(), units)
+            units = center + temperature * self._log_scale().exp() * network.laplace_noise(uniform).to(self.exact)
+            logprobs, _ = network.laplace(center, self._log_scale(), units)
             chosen, replay = host(units), {"units": host(units)}
         else:
             logits = self._logits(hidden)
-            written = tokens.pick(logits, uniform, temperature)
-            logprobs, _ = tokens.action_scores(logits, written)
+            written = network.pick(logits, uniform, temperature)
+            logprobs, _ = network.action_scores(logits, written)
             chosen, replay = self.codes.decode(host(written)), {"tokens": host(written)}
         return PolicyOutput(self.actions_of(chosen), host(logprobs), host(self._value(hidden[:, 0, 0])), replay)
 
@@ -487,9 +487,9 @@ class OpenVLAOFTPolicy(PrismaticPolicy):
         if self.head == "l1":
             units = inputs["units"] if "units" in inputs else self.units_of(inputs["actions"])
             units = tensor_of(units, self.device).to(self.exact)
-            scores = tokens.laplace(self._center(hidden), self._log_scale(), units)
+            scores = network.laplace(self._center(hidden), self._log_scale(), units)
         else:
-            scores = tokens.action_scores(self._logits(hidden), self.tokens_of(inputs))
+            scores = network.action_scores(self._logits(hidden), self.tokens_of(inputs))
         return Scores(*scores, self._value(hidden[:, 0, 0]))
 
     def imitate_actions(self, inputs: dict[str, Any], noise: np.ndarray | None) -> Tensor:
@@ -501,7 +501,7 @@ class OpenVLAOFTPolicy(PrismaticPolicy):
             return super().imitate_actions(inputs, noise)
         center = self._center(self._hidden(inputs["obs"], inputs.get(PATCHES)))
         units = tensor_of(self.units_of(inputs["actions"]), self.device).to(self.exact)
-        logprobs, _ = tokens.laplace(center.detach(), self._log_scale(), units)
+        logprobs, _ = network.laplace(center.detach(), self._log_scale(), units)
         return (units - center).abs() - logprobs
 
     def _word_losses_of_items(self, inputs: dict[str, Any]) -> Tensor:
@@ -528,7 +528,7 @@ class OpenVLAOFTPolicy(PrismaticPolicy):
         count, numbers = len(obs["images"][self.cameras[0]]), self.config.chunk * self.spec.action.dim
         ids, there = self._words(obs, count)
         after = int(self.config.stop_token)  # it follows the actions
-        ids = np.pad(ids, ((0, 0), (0, after)), constant_values=tokens.STOP)
+        ids = np.pad(ids, ((0, 0), (0, after)), constant_values=network.STOP)
         there = np.pad(there, ((0, 0), (0, after)), constant_values=True)
         present = tensor_of(there, self.device)
         words = self.language_model.model.embed_tokens(tensor_of(ids, self.device))

@@ -20,8 +20,7 @@ class Pi0Config(FlowConfig):
         True, description="Pi0.5 reads the state in its prompt; false for models that were tuned without it."
     )
     augment: bool = Field(
-        False,
-        description="Imitation crops, rotates and recolours images at random, as openpi's training does.",
+        False, description="Imitation crops, rotates and recolours images at random, as openpi's training does."
     )
 
     @classmethod

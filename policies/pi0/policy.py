@@ -222,25 +222,11 @@ class Pi0Network(networks.FlowNetwork):
             self.action_time_mlp_out = nn.Linear(dim, dim)
             self._freeze_unused()
 
-    @property
-    def vlm(self) -> nn.Module:
-        return self.paligemma_with_expert.paligemma.model
-
-    @property
-    def tower(self) -> nn.Module:
-        return self.vlm.vision_tower.vision_model
-
-    @property
-    def to_words(self) -> nn.Module:
-        return self.vlm.multi_modal_projector.linear
-
-    @property
-    def language(self) -> networks.Stack:
-        return self.vlm.language_model
-
-    @property
-    def expert(self) -> networks.Stack:
-        return self.paligemma_with_expert.gemma_expert.model
+    vlm = property(lambda self: self.paligemma_with_expert.paligemma.model)
+    tower = property(lambda self: self.vlm.vision_tower.vision_model)
+    to_words = property(lambda self: self.vlm.multi_modal_projector.linear)
+    language = property(lambda self: self.vlm.language_model)
+    expert = property(lambda self: self.paligemma_with_expert.gemma_expert.model)
 
     def prefix(self, pixels: Tensor, ids: Tensor, is_word: Tensor) -> networks.Prefix:
         """`pixels` [N, cameras, 3, S, S], word ids [N, L] and their mask [N, L]."""

@@ -79,10 +79,7 @@ def settings_of(config: dict[str, Any], names: Collection[str] = (), kind: str =
     if model not in MODELS:
         raise ValueError(f"it is built on {model!r}; known: {', '.join(MODELS)}")
     vision, shuffle, language, vocab = MODELS[model]
-    allowed = UNLIKE | {
-        "num_expert_layers": (-1, 0, depth),
-        "resize_imgs_with_padding": ([vision.image_size] * 2,),
-    }
+    allowed = UNLIKE | {"num_expert_layers": (-1, 0, depth), "resize_imgs_with_padding": ([vision.image_size] * 2,)}
     if odd := [key for key, values in allowed.items() if config.get(key, values[0]) not in values]:
         raise ValueError(f"it asks for {odd[0]}={config[odd[0]]!r}, which is not supported")
     language = replace(language, depth=depth)
@@ -136,25 +133,11 @@ class SmolVLANetwork(networks.FlowNetwork):
         self.action_time_mlp_in = nn.Linear(2 * expert.dim, expert.dim)
         self.action_time_mlp_out = nn.Linear(expert.dim, expert.dim)
 
-    @property
-    def vlm(self) -> nn.Module:
-        return self.vlm_with_expert.vlm.model
-
-    @property
-    def tower(self) -> nn.Module:
-        return self.vlm.vision_model
-
-    @property
-    def to_words(self) -> nn.Module:
-        return self.vlm.connector.modality_projection.proj
-
-    @property
-    def language(self) -> networks.Stack:
-        return self.vlm.text_model
-
-    @property
-    def expert(self) -> networks.Stack:
-        return self.vlm_with_expert.lm_expert
+    vlm = property(lambda self: self.vlm_with_expert.vlm.model)
+    tower = property(lambda self: self.vlm.vision_model)
+    to_words = property(lambda self: self.vlm.connector.modality_projection.proj)
+    language = property(lambda self: self.vlm.text_model)
+    expert = property(lambda self: self.vlm_with_expert.lm_expert)
 
     def arranged(self, patches: Tensor) -> Tensor:
         """[N, P, D] -> [N, P / side^2, D * side^2]: the patches of a square become one token, row by row."""
@@ -193,10 +176,7 @@ def llama(sizes: networks.StackSettings, vocab: int = 0, self_every: int | None 
 
 
 class SmolVLAPolicy(FlowPolicy):
-    vocabulary = (
-        "SmolVLA",
-        "copy it from HuggingFaceTB/SmolVLM2-500M-Video-Instruct, on which the model is built",
-    )
+    vocabulary = ("SmolVLA", "copy it from HuggingFaceTB/SmolVLM2-500M-Video-Instruct, on which the model is built")
     presets: ClassVar = {"tiny": TINY, "full": FULL}
     settings_of = staticmethod(settings_of)
     own_name = staticmethod(own_name)

@@ -1,3 +1,3 @@
-"""Shared by vision-language-action families: image processing, units of actions, tokenizers, LoRA, flow matching."""
+"""Shared by vision-language-action families: image processing, units of actions, LoRA, and flow matching."""
 
-__all__ = ["config", "flow", "image_processor", "layers", "lora", "policy", "statistics"]
+__all__ = ["config", "flow", "flow_network", "image_processor", "layers", "lora", "policy", "statistics"]

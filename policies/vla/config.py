@@ -150,9 +150,7 @@ class FlowConfig(VLAConfig):
     )
     steps: int = Field(4, gt=0, description="Steps from noise to actions; more are finer and slower.")
     relative_actions: int = Field(
-        0,
-        ge=0,
-        description="Leading action numbers that are relative to the state's: 6 for openpi's pi0_libero.",
+        0, ge=0, description="Leading action numbers that are relative to the state's: 6 for openpi's pi0_libero."
     )
     exploration: Literal["flow_sde", "flow_noise"] = Field(
         "flow_sde",

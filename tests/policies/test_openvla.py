@@ -6,7 +6,7 @@ import torch
 from tiny_vla import build
 
 from embodied.core.errors import CheckpointError, ConfigError
-from embodied.policies.openvla.tokens import ActionTokens, pick
+from embodied.policies.openvla.network import ActionTokens, pick
 from embodied.policies.vla.policy import padded
 from embodied.policies.vla.statistics import Statistics, statistics_of
 

@@ -13,7 +13,7 @@ from torch import nn
 from embodied.core.errors import CheckpointError
 from embodied.policies.openvla.components import main as convert
 from embodied.policies.openvla.folder import TINY
-from embodied.policies.openvla.tokens import laplace, laplace_noise
+from embodied.policies.openvla.network import laplace, laplace_noise
 
 SPEC = replace(ROBOT, images={"top": (16, 16, 3), "wrist": (16, 16, 3)})
 CHUNK = 2
