@@ -503,8 +503,8 @@ class FiLM(nn.Module):
         return self.block.think(x)
 
 
-# Actions as tokens, 256 bins of [-1, 1] on the last ids of the vocabulary, or as numbers with Laplace noise. 256 ids share
-# 255 bin centres (the two lowest ids mean the same), and ids fall as actions grow.
+# Actions as tokens, 256 bins of [-1, 1] on the last ids of the vocabulary, or as numbers with Laplace noise. 256 ids
+# share 255 bin centres (the two lowest ids mean the same), and ids fall as actions grow.
 
 
 class ActionTokens:

@@ -118,6 +118,7 @@ def publish(folder, name):
 )
 def test_recipes_at_full_size_train_a_small_model_that_is_published_alike(recipe, name, few, tmp_path, monkeypatch):
     told = [f"policy.pretrained={publish(tmp_path / 'published', name)}", "policy.dtype=float32", "env.image_size=64"]
+    told.append("policy.preset=tiny")  # else its memory is planned for a model of full size
     monkeypatch.chdir(tmp_path)
     short = ["run.iterations=1", "run.env_steps=null", "env.num_envs=1", "env.max_episode_steps=8", "eval.episodes=1"]
     short += ["algo.minibatch_size=2", "cluster.backend=inline", "eval.videos=0"]
