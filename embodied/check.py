@@ -29,6 +29,7 @@ from embodied.envs.common_config import played_task
 from embodied.envs.own_modules import file_name
 from embodied.run import launch
 from embodied.run.devices import check_simulator, machines
+from embodied.run.own_objects import names_own_objects, try_own_objects
 
 ROWS = 4
 STEPS = 8  # random steps between two images
@@ -141,6 +142,9 @@ def check(config: RunConfig, stage: CheckStage, images: bool = False) -> None:
     kind.check(config.env)
     task = played_task(config.env.name, config.env.task)
     stage.show("task", task)
+    if names_own_objects(config, ()):
+        stage.doing = f"making {task} once, in a process of its own"
+        try_own_objects(config, config.env, ())
     if speaks(kind):
         stage.doing = f"holding conversations with {task}"
         return converse(kind, config.env, launch.proofs(config), stage)

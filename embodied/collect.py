@@ -30,6 +30,7 @@ from embodied.evaluate import players
 from embodied.records.results import describe_results, describe_tasks
 from embodied.records.success_stats import summarize
 from embodied.run import launch
+from embodied.run.ending import Interruption
 from embodied.run.policy_source import PolicySource, find, stored
 from embodied.run.provenance import provenance
 from embodied.run.rehearsal import rehearse
@@ -154,7 +155,8 @@ def collect(loaded: Loaded, out: Path, checkpoint: str | None) -> None:
     out.parent.mkdir(parents=True, exist_ok=True)
     buffers = Path(tempfile.mkdtemp(prefix=f".{out.name}-", dir=out.parent))
     try:
-        spec, episodes = play(config, plan, source, buffers, expert)
+        with Interruption(at_once=True):
+            spec, episodes = play(config, plan, source, buffers, expert)
     except KeyboardInterrupt:
         shutil.rmtree(buffers)
         raise

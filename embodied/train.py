@@ -18,13 +18,13 @@ from embodied import let_call
 from embodied.config.command_line import ON_COMMAND_LINE, SEVERAL, from_python
 from embodied.config.read import COMMAND_LINE
 from embodied.config.recipe import Loaded, RunConfig, commands_of_recipe, load
-from embodied.core.errors import CheckpointError, ConfigError, EmbodiedError, NothingToLearn, WorkerFailed
+from embodied.core.errors import CheckpointError, ConfigError, EmbodiedError, NothingToLearn, StepGivenUp, WorkerFailed
 from embodied.core.files import read_arrays, reading
 from embodied.placement import PlacementPlan
 from embodied.records.progress import RECENT_EPISODES, Console
 from embodied.run import launch
 from embodied.run.checkpoints import SIMS, STATE, SaveClock, name_of, newest, prune, read_counters
-from embodied.run.ending import Interruption, closing
+from embodied.run.ending import Interruption, closing, what_next
 from embodied.run.launch import command_of, program_of, without_success
 from embodied.run.run_folder import RunFolder
 from embodied.runtime import Budget
@@ -126,7 +126,7 @@ def follow(
         return 0
     # From here on the folder exists and records how the run ends.
     command = command_of(program)
-    with Interruption() as interruption:
+    with Interruption(stop_s=config.run.stop_s) as interruption:
         folder = open_folder(loaded, command, run, checkpoint)
         opened(folder.path)
         with closing(folder, interruption):
@@ -143,6 +143,9 @@ def follow(
             while True:
                 try:
                     train(program, config, plan, origin, folder, checkpoint, console, interruption, clock)
+                    break
+                except StepGivenUp as err:
+                    console.say("\n".join([f"stopped     {err}", *what_next(folder, err)]))
                     break
                 except WorkerFailed as err:
                     if not err.lost_state or interruption.requested or lives.died("run", time.monotonic()) is not None:
@@ -287,6 +290,7 @@ def train(
     if checkpoint and config.run.start_from and not origin:
         start = checkpoint / "policy"  # a run with a start keeps the start's statistics of observations
     with launch.cluster(config, plan, folder.logs, folder.record_process, program) as cluster:
+        cluster.interrupt = partial(interruption.check, "the start", grace=False)  # nothing is lost yet
         loop = program(config, cluster, notify=partial(noted, folder, console), start_folder=start)
         if checkpoint or origin:
             check_origins(loop, checkpoint, origin, folder)
@@ -294,6 +298,7 @@ def train(
         total = loop.total_iterations()
         if state["iteration"] >= total:
             console.nothing_left(state["iteration"], total)
+        cluster.interrupt = interruption.check
         # Each iteration is followed by saving and evaluating, if they are due. The run stops between iterations.
         saves = SaveClock(config.run.save_every, config.run.save_minutes)
         if checkpoint:
@@ -407,17 +412,19 @@ def save(loop: EmbodiedLoop, state: dict, saves: SaveClock, folder: RunFolder, c
 def saving_what_is_learned(
     loop: EmbodiedLoop, state: dict, saves: SaveClock, folder: RunFolder, console: Console
 ) -> Iterator[None]:
-    """If a sim or policy worker fails for good inside, save the learners' state before the run ends."""
+    """If a sim or policy worker fails for good inside, or a rollout is given up, save the learners' state before the
+    run ends."""
     try:
         yield
-    except WorkerFailed as err:
-        is_player = err.worker.startswith(("sim-", "policy-"))
-        if is_player and (loop.updating or saves.version != state["version"]):
-            save_what_is_learned(loop, state, err.worker, folder, console)
+    except (WorkerFailed, StepGivenUp) as err:
+        failed = f"{err.worker} failed" if isinstance(err, WorkerFailed) else "then"
+        is_learner = isinstance(err, WorkerFailed) and not err.worker.startswith(("sim-", "policy-"))
+        if not is_learner and (loop.updating or saves.version != state["version"]):
+            save_what_is_learned(loop, state, failed, folder, console)
         raise
 
 
-def save_what_is_learned(loop: EmbodiedLoop, state: dict, failed: str, folder: RunFolder, console: Console) -> None:
+def save_what_is_learned(loop: EmbodiedLoop, state: dict, until: str, folder: RunFolder, console: Console) -> None:
     try:
         recent = {RECENT_EPISODES: list(console.recent)}
         checkpoint = loop.save_what_is_learned(folder.checkpoints, state | recent)
@@ -425,7 +432,7 @@ def save_what_is_learned(loop: EmbodiedLoop, state: dict, failed: str, folder: R
         console.say(f"{WARNING}the training since the last checkpoint is lost: {problem}")
     else:
         if checkpoint:
-            console.say(f"saved       {checkpoint}, what was learned until {failed} failed")
+            console.say(f"saved       {checkpoint}, what was learned until {until}")
 
 
 def evaluate(loop: EmbodiedLoop, folder: RunFolder, console: Console, interruption, beside: bool = False) -> None:

@@ -221,23 +221,6 @@ def test_ctrl_c_saves_and_exits_130(tmp_path):
     assert (only_run(tmp_path) / "checkpoints" / "latest").is_file()
 
 
-@pytest.mark.slow
-def test_a_second_ctrl_c_stops_at_once(tmp_path):
-    long_steps = tiny(
-        "algo.rollout_decisions=1000", "algo.minibatch_size=500", "run.iterations=100", "run.save_every=9"
-    )
-    process = start("train", *long_steps, cwd=tmp_path, start_new_session=True)
-    read_until(process, "iteration 1/")
-    ctrl_c(process)
-    read_until(process, "Ctrl-C again")
-    ctrl_c(process)
-    output, _ = process.communicate(timeout=20)
-    assert process.returncode == 130, output
-    assert "stopped at once" in output and "Traceback" not in output
-    assert not (only_run(tmp_path) / "checkpoints").exists()
-    assert json.loads((only_run(tmp_path) / "run.json").read_text())["state"] == "stopped"
-
-
 @pytest.mark.parametrize(("before", "code"), [(signal.SIG_DFL, 129), (signal.SIG_IGN, 0)])
 def test_a_closed_terminal_asks_to_stop_unless_nohup_said_not_to(before, code):
     of_the_tests = signal.signal(signal.SIGHUP, before)

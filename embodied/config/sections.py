@@ -122,6 +122,12 @@ class RunSection(Strict):
         "is longer; more rarely if saving would take over 5% of the time. null: by save_every only. "
         "Evaluations and the end of the run always save.",
     )
+    stop_s: float = Field(
+        20,
+        ge=0,
+        description="Seconds after Ctrl-C or SIGTERM for a run to finish its rollout, before it is given up. What "
+        "learners have learned is saved all the same.",
+    )
     keep: int | None = Field(
         3,
         gt=0,

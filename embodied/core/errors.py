@@ -61,6 +61,10 @@ class NothingToLearn(EmbodiedError):
     """Training ended early: several batches in a row had no gradient."""
 
 
+class StepGivenUp(EmbodiedError):
+    """The run was asked to stop, and its step did not end in time."""
+
+
 class EvaluationStopped(EmbodiedError):
     """An evaluation was stopped before all its episodes had ended."""
 

@@ -7,27 +7,37 @@ import os
 import signal
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from math import inf
 from shlex import quote
 from typing import Any
 
-from embodied.core.errors import DeadlineExceeded, EmbodiedError, NothingToLearn, WorkerFailed
+from embodied.core.errors import DeadlineExceeded, EmbodiedError, NothingToLearn, StepGivenUp, WorkerFailed
+from embodied.run.provenance import STOPPED_AT_ONCE
 from embodied.run.run_folder import RunFolder
+
+AGAIN_S = 1.0  # launchers often send the same signal twice within milliseconds: that is one request
 
 
 class Interrupted(KeyboardInterrupt):
-    def __init__(self, signal: int) -> None:
-        self.exit_code = 128 + signal
+    """A signal that stops at once."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__(name_of(number))
+        self.exit_code = 128 + number
 
 
 class Interruption:
-    """SIGTERM, Ctrl-C and a closed terminal ask the run to finish its step, save and stop; a second Ctrl-C stops at
-    once. With `at_once` the first one does, too."""
+    """SIGTERM, Ctrl-C and a closed terminal ask the run to finish its step, save and stop. `check` gives up a step that
+    is not over after `stop_s` seconds. A second Ctrl-C stops at once, and so does any signal that comes a second after
+    the first. With `at_once` the first signal does, too."""
 
-    def __init__(self, at_once: bool = False) -> None:
-        self.at_once = at_once
+    def __init__(self, at_once: bool = False, stop_s: float = inf) -> None:
+        self.at_once, self.stop_s = at_once, stop_s
         self.signal: int | None = None
+        self.since = 0.0  # time of the first signal
 
     @property
     def requested(self) -> bool:
@@ -36,6 +46,12 @@ class Interruption:
     @property
     def exit_code(self) -> int:
         return 0 if self.signal is None else 128 + self.signal
+
+    def check(self, what: str = "the step in progress", grace: bool = True) -> None:
+        """Raise StepGivenUp if a requested stop has waited long enough, or without `grace` at all."""
+        if self.signal is not None and time.monotonic() - self.since >= (self.stop_s if grace else 0.0):
+            after = f" {self.stop_s:g} s after {name_of(self.signal)} (run.stop_s)" if grace else ""
+            raise StepGivenUp(f"{what} was given up{after}")
 
     def __enter__(self) -> Interruption:
         self._before: dict[int, Any] = {}
@@ -52,14 +68,19 @@ class Interruption:
             signal.signal(sig, handler)
 
     def _handle(self, sig: int, _frame: object) -> None:
-        if self.requested and sig == signal.SIGINT:
-            raise KeyboardInterrupt
-        if not self.requested:
-            self.signal = sig
+        if self.signal is None:
+            self.signal, self.since = sig, time.monotonic()
             if self.at_once:
                 raise Interrupted(sig)
+            latest = f", or after {self.stop_s:g} s" if self.stop_s < inf else ""
             with suppress(OSError):  # the terminal may be closed
-                os.write(2, b"\nstopping after this step; Ctrl-C again stops at once\n")
+                os.write(2, f"\nstopping after this step{latest}; a second Ctrl-C or SIGTERM stops at once\n".encode())
+        elif sig == signal.SIGINT or time.monotonic() - self.since >= AGAIN_S:
+            raise Interrupted(sig)
+
+
+def name_of(number: int) -> str:
+    return "Ctrl-C" if number == signal.SIGINT else signal.Signals(number).name
 
 
 @contextmanager
@@ -67,8 +88,8 @@ def closing(folder: RunFolder, interruption: Interruption) -> Iterator[None]:
     """Write into run.json how the run ended. The error of a failed worker then also says how to resume."""
     try:
         yield
-    except KeyboardInterrupt:
-        record_end(folder, "stopped", "second Ctrl-C")
+    except KeyboardInterrupt as err:
+        record_end(folder, "stopped", f"{STOPPED_AT_ONCE}{err or name_of(signal.SIGINT)}")
         raise
     except NothingToLearn as err:
         record_end(folder, "stopped", str(err))
@@ -87,14 +108,14 @@ def closing(folder: RunFolder, interruption: Interruption) -> Iterator[None]:
 
 
 def what_next(folder: RunFolder, error: Exception) -> list[str]:
-    """Lines of advice after a worker's final failure."""
+    """Lines of advice after a worker's final failure, or after a step was given up."""
     saved = any(folder.checkpoints.glob("v[0-9]*"))
     crashed = "its process" in str(error) or "hung" in str(error)
     goes_on = "continue from the last checkpoint" if saved else "nothing was saved yet; begin it again"
     command = folder.info().get("command", "train")
     resume = f"  {goes_on}: python -m embodied.{command} {quote(f'resume={folder.path}')}"
     doctor = "  if this repeats: python -m embodied.doctor"
-    return [resume] * (saved or crashed) + [doctor] * crashed
+    return [resume] * (saved or crashed or isinstance(error, StepGivenUp)) + [doctor] * crashed
 
 
 def record_end(folder: RunFolder, state: str, cause: str) -> None:

@@ -51,7 +51,7 @@ def run(
     body: Callable[[list[str]], int | None], argv: list[str] | None = None, usage: str | None = "", lost: str = ""
 ) -> int:
     """Run a command with its arguments, and return its body's exit code; user errors become a few lines and exit code 1
-    or 2. `usage` answers --help, unless the recipe's keys do; `lost` names the cost of a second Ctrl-C."""
+    or 2. `usage` answers --help, unless the recipe's keys do; `lost` names the cost of stopping at once."""
     arguments = sys.argv[1:] if argv is None else argv
     if signal.getsignal(signal.SIGINT) is _stop_at_once:  # from now on Ctrl-C must close the run
         signal.signal(signal.SIGINT, signal.default_int_handler)

@@ -29,11 +29,13 @@ from embodied.envs.own_modules import explained, names_a_class, own_modules, try
 from embodied.policies import make_policy
 from embodied.policies.config import PolicyConfig
 
+GYM = "gym:"  # begins the name of a registered Gymnasium env
 MISTAKE = "error: "  # begins the last line of the child's file
 
 
 def names_own_objects(config: RunConfig, policies: Sequence[Any]) -> bool:
-    return bool(own_modules(config.env) or own_policies(policies))
+    """True if code that is not ours makes the env or a policy: the user's, or of any registered Gymnasium env."""
+    return bool(config.env.name.startswith(GYM) or own_modules(config.env) or own_policies(policies))
 
 
 def own_policies(policies: Sequence[Any]) -> list[Any]:
@@ -42,7 +44,9 @@ def own_policies(policies: Sequence[Any]) -> list[Any]:
 
 def try_own_objects(config: RunConfig, env: Any, policies: Sequence[Any]) -> None:
     """Raise ConfigError with the first mistake in the user's objects; `env` is the env's section, resolved."""
-    if names_a_class(env.name) and not any(policy.speaks for policy in policies):  # ours may not fit its observations
+    if (names_a_class(env.name) or env.name.startswith(GYM)) and not any(
+        policy.speaks for policy in policies
+    ):  # ours may not fit its observations
         made = [policy for policy in policies if policy.few_weights < np.inf]
     else:
         made = own_policies(policies)

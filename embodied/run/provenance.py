@@ -19,6 +19,7 @@ from embodied.system import version_of
 SIMULATORS = ("mani_skill", "sapien", "mujoco", "robosuite")
 
 
+STOPPED_AT_ONCE = "second "  # begins the cause in run.json of a run that a second signal has ended
 PACKAGES = ("embodied-loop", "torch", "numpy", "gymnasium", *SIMULATORS, "transformers", "ray")
 
 

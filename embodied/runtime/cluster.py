@@ -15,7 +15,8 @@ import secrets
 import sys
 import threading
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import fields, is_dataclass
 from functools import partial
 from pathlib import Path
@@ -76,6 +77,8 @@ class Cluster:
         self._built_s: dict[str, float] = {}  # host -> its longest call before supervision began
         self._clock = AwakeClock()
         self._closed = False
+        self._given_up: set[str] = set()  # hosts that were ended on purpose
+        self.interrupt: Callable[[], object] = lambda: None  # called in every wait; an exception ends the wait
         events = Events(self._on_report, on_start, self._on_death)
         self._log_dir = Path(log_dir) if log_dir is not None else None
         options = (self._log_dir, timeout_s, events, address, modules, start_s)
@@ -243,6 +246,24 @@ class Cluster:
             for failure in (*self._failures, *self._dead_hosts.values()):
                 failure.accept()
 
+    def give_up(self, groups: Sequence[WorkerGroup]) -> None:
+        """Kills the hosts that run only these groups, whatever their workers do. Waits for other workers go on."""
+        roles = {group.role for group in groups}
+        hosts = [plan.name for plan in self.hosts if self._backend.isolates and roles.issuperset(plan.roles)]
+        with self._changed:
+            self._given_up.update(hosts)
+            for host in [host for host in hosts if host not in self._dead_hosts]:
+                self._backend.kill(host)
+
+    @contextmanager
+    def uninterrupted(self) -> Iterator[None]:
+        """Inside, waits do not end by `interrupt`."""
+        interrupt, self.interrupt = self.interrupt, lambda: None
+        try:
+            yield
+        finally:
+            self.interrupt = interrupt
+
     def close(self, seconds: float = CLOSE_S) -> None:
         """Ends everything: blocked workers get ChannelClosed, idle ones close, the rest is killed after `seconds`."""
         if self._closed:
@@ -282,6 +303,7 @@ class Cluster:
 
     def _wait(self, handles: Sequence[Handle], started: float, timeout_s: float | None) -> None:
         """Called with the lock: waits for an event, or until the next check for hung hosts."""
+        self.interrupt()
         allowed = self.timeout_s if timeout_s is None else timeout_s
         left = started + allowed - self._clock()
         if left <= 0 and timeout_s is None:
@@ -377,6 +399,11 @@ class Cluster:
             guess = f"out of memory? It held {readable(self._backend.pulse(host).resident_bytes)}"
             hint = f" ({guess})" if cause.endswith("SIGKILL") else ""
             failure = Failure(worker, f"its process {cause}{hint}{doing} [{self._backend.where(host)}]")
+            if host in self._given_up:
+                failure.accept()
+                self._dead_hosts[host] = failure
+                self._mark(calls.values(), failure)
+                return
             failure, again = self._watchdog.died(host, failure) if self._watchdog else (failure.final(""), False)
             failure.lost_state = self._watchdog is not None and not self._watchdog.supervisor.replaces(host)
             self._dead_hosts[host] = failure

@@ -58,17 +58,18 @@ class DeviceSharing:
         parts: Mapping[str, Sequence[str]] | None = None,
         timeout_s: float = 600.0,
         wake: Callable[[], object] = lambda: None,
+        interrupt: Callable[[], object] = lambda: None,
     ) -> None:
         """`growing`: by phase, a function that returns its workers' claims after it, without given workers; claims may
         have grown. `parts`: by phase, its preemptible gangs. A phase waits `timeout_s` for its devices. `wake` is
-        called when workers can join or should leave."""
+        called when workers can join or should leave, `interrupt` in every wait, which an exception ends."""
         self.coordinator: Coordinator | SharedLeases = coordinator
         self.growing = growing or {}
         self.parts = parts or {}
         self.part_of = {c.worker: part for parts in self.parts.values() for part in parts for c in self._claims(part)}
         self.workers = {name: group[i] for group in groups for i, name in enumerate(group.workers)}
         self.timers = timers
-        self.timeout_s, self.wake = timeout_s, wake
+        self.timeout_s, self.wake, self.interrupt = timeout_s, wake, interrupt
         self.moves: list[Action] = []  # all executed actions
         self.changes = 0  # counts events that may let workers join or leave
         self.unbuilt: set[str] = set()  # restarted workers without their devices
@@ -195,6 +196,7 @@ class DeviceSharing:
 
     def _wait_for_others(self, gang: str, until: float) -> None:
         """Wait until something changes. Phases of this thread only change by the calls that end them."""
+        self.interrupt()
         holders = self.coordinator.in_the_way(gang)
         phases = {n: p for n, p in self._phases.items() if holders.intersection((n, *self.parts.get(n, ())))}
         of_thread = {name: phase for name, phase in phases.items() if phase.thread == threading.get_ident()}
@@ -275,7 +277,7 @@ def share_devices(
     }
     coordinator = Coordinator(limits, left | late, everyone, dict.fromkeys(late, 1), preemptible=late)
     parts_by_phase = {phase: tuple(found) for phase, found in parts.items()}
-    waking = (parts_by_phase, cluster.timeout_s, cluster.wake)
+    waking = (parts_by_phase, cluster.timeout_s, cluster.wake, lambda: cluster.interrupt())
     device_sharing = DeviceSharing(coordinator, list(groups.values()), timers, growing, *waking)
     if other_runs:
         tiers = {gang: TRAIN if gang in training else GENERATE for gang in coordinator.gangs}

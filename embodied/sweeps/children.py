@@ -37,7 +37,7 @@ from embodied.sweeps.run_group import ENDED, FINISHED, LOG, MISSING, OVER, Membe
 
 POLL_S = 0.2
 REPORT_S = 60.0  # between two lines about the runs in progress, off a terminal
-CLOSE_S = 30.0  # for a run that is stopped at once
+CLOSE_S = 60.0  # for a run to give up its step (run.stop_s), save and end
 GRACE_S = 10.0  # in addition to faults.hang_s, after which a run ends its own hung workers
 TRAIN = ("-m", "embodied.train")
 STOPPED = (143, 130, -signal.SIGTERM, -signal.SIGINT)  # exit codes of a run that was asked to stop

@@ -20,7 +20,7 @@ from embodied.config.read import write_yaml
 from embodied.config.recipe import RunConfig
 from embodied.core.errors import ConfigError, EmbodiedError
 from embodied.core.files import read_object, reading, replace_text
-from embodied.run.provenance import is_held, lost, provenance, taken
+from embodied.run.provenance import STOPPED_AT_ONCE, is_held, lost, provenance, taken
 
 GROUP, LOG = "group.json", "logs/group.log"
 FORMAT = "embodied-group/1"
@@ -98,7 +98,7 @@ def state_of(run: Path) -> str:
     state, cause = info.get("state"), info.get("cause", "")
     if state == "finished":
         return FINISHED
-    if state == "stopped" and cause not in ("", "second Ctrl-C"):  # ended by NothingToLearn
+    if state == "stopped" and cause and not cause.startswith(STOPPED_AT_ONCE):  # ended by NothingToLearn
         return ENDED
     return UNFINISHED if state != "running" or lost(run, info) or not is_held(run) else GOING_ON
 

@@ -199,7 +199,7 @@ class Evaluator:
         def begin(sim: int, share: list[EpisodeSpec], route: Route, alone: frozenset[int]) -> Handle:
             return workers.sims[sim].evaluate(share, route, recording, workers.notes, alone, expert)
 
-        with workers.device_sharing.phase(ROLLOUT):
+        with workers.device_sharing.phase(ROLLOUT), workers.ended_if_given_up():
             options = (rule_of(self.config.eval), bool(expert), heard, stop)
             return play_fixed(workers.rollouts, episodes, begin, workers.notes, *options)
 

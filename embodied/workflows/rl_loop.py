@@ -173,7 +173,8 @@ class EmbodiedLoop:
     def collect(self) -> Batch:
         """Collect a batch with the current version: sims step envs, policies answer with its weights, and trajectories
         go to the learners' channels."""
-        with self.timers.measure("rollout"), self.device_sharing.phase(ROLLOUT):
+        measured, workers = self.timers.measure("rollout"), self.workers
+        with measured, self.device_sharing.phase(ROLLOUT), workers.ended_if_given_up():
             if self.lagging:
                 self.lagging.choose_version()
             return self.source.collect(self.weight_sync.version)
@@ -213,9 +214,11 @@ class EmbodiedLoop:
         self.rollouts.settle(*loading)
 
     def settled(self, handle: Handle) -> list[Any]:
-        """Wait for the learners' results. Sim and policy workers that die meanwhile are replaced."""
-        self.rollouts.settle(handle)
-        return handle.wait()
+        """Wait for the learners' results. Sim and policy workers that die meanwhile are replaced. A stop waits for
+        these."""
+        with self.workers.cluster.uninterrupted():
+            self.rollouts.settle(handle)
+            return handle.wait()
 
     # The state of a run
 
@@ -267,13 +270,17 @@ class EmbodiedLoop:
 
     def save(self, checkpoints: Path, state: dict[str, Any]) -> Path:
         """Write a checkpoint of this version into the folder of checkpoints, with the run's counters."""
-        with self.timers.measure("save"):
+        with self.timers.measure("save"), self.workers.cluster.uninterrupted():
             return self._write(checkpoints, state, self.source.save())
 
     def save_what_is_learned(self, checkpoints: Path, state: dict[str, Any]) -> Path | None:
-        """Write a checkpoint after a final failure of sim or policy workers; None before the first update. A current
-        update is finished and counted in `state`."""
+        """Write a checkpoint after a final failure of sim or policy workers, or after a rollout was given up; None
+        before the first update. A current update is finished and counted in `state`."""
         self.workers.cluster.accept_failures()
+        with self.workers.cluster.uninterrupted():
+            return self._save_what_is_learned(checkpoints, state)
+
+    def _save_what_is_learned(self, checkpoints: Path, state: dict[str, Any]) -> Path | None:
         if self.updating and self._has_learned(self.updating[1]):
             self.weight_sync.learned = state["version"] = self.version + 1
             state["iteration"] += 1

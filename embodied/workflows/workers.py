@@ -6,12 +6,14 @@ declared by the workflow.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
 
+from embodied.core.errors import StepGivenUp
 from embodied.core.types import EnvSpec
 from embodied.envs import env_class
 from embodied.run import devices
@@ -153,6 +155,18 @@ class Workers:
                 group.set_state.each([(part,) for part in parts]).wait()
             state = {name: array for name, array in state.items() if not name.startswith(f"{role.name}-")}
         return state
+
+    @contextmanager
+    def ended_if_given_up(self) -> Iterator[None]:
+        """If a rollout inside is given up, end the processes of its workers, which may not end their calls: learners
+        need their devices, to save."""
+        try:
+            yield
+        except StepGivenUp:
+            for requests in self.rollouts.requests:  # of policy workers that share a learner's process
+                requests.put(None)
+            self.cluster.give_up([self.groups[r.name] for r in self.roles if not r.saved and r.name != "learner"])
+            raise
 
     def adopt(self, weights: Weights | None) -> None:
         """Act with weights from a checkpoint instead of a learner; None: with the run's initial weights."""

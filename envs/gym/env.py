@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import inspect
 import math
+from collections.abc import Iterator
 from typing import Any
 
 import gymnasium
@@ -67,8 +68,10 @@ class GymEnv(VectorEnv):
 
     @classmethod
     def check(cls, config: Any) -> None:
-        with cls.explained(config):
-            cls(config, 1).close()
+        """Find the env's class. Making an env may crash, so workers do it, and the child process of a dry run."""
+        if isinstance(config, GymConfig):
+            with explained_names(config):
+                creator(gymnasium.spec(config.name.removeprefix("gym:")))
 
     @classmethod
     def protocols(cls, config: Any) -> tuple[EvaluationProtocol, ...]:
@@ -180,10 +183,18 @@ def make_single(config: GymConfig | ExternalEnvConfig) -> gymnasium.Env:
         rendered = renders(cls) and ("render_mode" in takes or open_ended) and "render_mode" not in config.kwargs
         return cls(**config.kwargs, **({"render_mode": "rgb_array"} if rendered else {}))
     name = config.name.removeprefix("gym:")
-    try:
+    with explained_names(config):
         spec = gymnasium.spec(name)
         mode = {"render_mode": "rgb_array"} if "render_mode" not in config.kwargs and renders(creator(spec)) else {}
         return gymnasium.make(name, max_episode_steps=-1, disable_env_checker=True, **config.kwargs, **mode)
+
+
+@contextlib.contextmanager
+def explained_names(config: GymConfig) -> Iterator[None]:
+    """Turns what Gymnasium raises while an env is looked up and made into one line."""
+    name = config.name.removeprefix("gym:")
+    try:
+        yield
     except gymnasium.error.UnregisteredEnv:
         hint = nearest(name, gymnasium.registry)
         raise ConfigError(f"env.name={config.name!r}: Gymnasium knows no env {name!r}{hint}") from None

@@ -9,6 +9,7 @@ import torch
 from needed import without_files
 from safetensors.torch import save_file
 
+from embodied.check import main as check
 from embodied.core.types import ActionSpec, EnvSpec
 from embodied.evaluate import main as evaluate
 from embodied.policies import make_policy
@@ -82,6 +83,27 @@ class Speck(gymnasium.Env):
 
     def step(self, action):
         return self.observation_space.sample(), 0.0, False, False, {}
+
+
+class Killer(Speck):
+    def __init__(self, at):
+        self.at = at
+        self.strike("make")
+
+    def strike(self, at):
+        if at == self.at:
+            os.kill(os.getpid(), signal.SIGSEGV)
+
+    def reset(self, seed=None, options=None):
+        self.strike("reset")
+        return super().reset()
+
+    def step(self, action):
+        self.strike("step")
+        return super().step(action)
+
+
+gymnasium.register("Killer-v0", Killer, max_episode_steps=9)
 """
 
 
@@ -106,6 +128,8 @@ def folders(tmp_path_factory):
 
 OFT = "recipe=libero_grpo_openvla_oft policy.pretrained={} cluster.machines=8xH100"
 SPECK = "recipe=pointmass_ppo env.name=my_former:Speck env.max_episode_steps=9"
+KILLER = "env.name=gym:Killer-v0 env.modules=[my_former] env.kwargs.at="
+KILLED = "the process died with SIGSEGV while building and stepping"
 REFUSED = {
     OFT.format("empty"): "policy.pretrained=empty: config.json is missing",
     OFT.format("bert"): "bert/config.json .*openvla",
@@ -118,7 +142,10 @@ REFUSED = {
     "recipe=pointmass_ppo policy.name=my_former:Crooked": r"Crooked cannot .*actions are \[1, 1, 3\], this env takes",
     "recipe=pointmass_ppo env.reward=my_former:broken": r"cannot be called: IndexError: .*my_former.py, line",
     "recipe=sums_grpo env.name=my_former:Muddled run.start_from=null": r"KeyError: 'question' \(.*my_former.py, line",
-    "recipe=pointmass_ppo env.name=my_former:Crash": "the process died with SIGSEGV while building and stepping",
+    "recipe=pointmass_ppo env.name=my_former:Crash": KILLED,
+    **{f"recipe=pointmass_ppo {KILLER}{at}": KILLED for at in ("make", "reset", "step")},
+    f"check {KILLER}step": KILLED,
+    "check env.name=my_former:Crash": KILLED,
     SPECK: "policy.name=mlp needs state observations",
     "recipe=pointmass_ppo policy.name=cnn": "policy.name=cnn needs images, .*set env.cameras",
     "recipe=pointmass_ppo policy.name=cnn env.cameras=[top]": "images of 36x36 .*'top' are 32x32; .*env.image_size=36",
@@ -136,8 +163,8 @@ REFUSED = {
 def test_a_dry_run_refuses_what_a_run_would_end_with(words, folders, monkeypatch, capsys):
     monkeypatch.chdir(folders)
     monkeypatch.setattr("sys.path", [str(folders), *sys.path])
-    *command, told = words.partition("evaluate ") if words.startswith("evaluate ") else ("", words)
-    assert (evaluate if command[-1] else train)([*told.split(), "--dry-run"]) != 0
+    command = {"evaluate": evaluate, "check": check}.get(words.split()[0])
+    assert (command or train)([*words.split()[bool(command) :], *["--dry-run"] * (command is not check)]) != 0
     error = capsys.readouterr().err
     assert error.count("\n") == 1
     assert re.search(REFUSED[words], error), error

@@ -4,6 +4,7 @@ the server ends."""
 import asyncio
 import contextlib
 import json
+import os
 import re
 import signal
 import subprocess
@@ -166,6 +167,27 @@ def test_engines_are_chosen_for_language_models_alone(begun, tmp_path, capsys, m
     assert "policy.max_running" in capsys.readouterr().err
     assert evaluate.main([f"checkpoint={begun}", "policy.max_tokens=3"]) == 2
     assert "policy.max_tokens has no effect in evaluate" in capsys.readouterr().err
+
+
+def test_a_run_is_stopped_and_goes_on_although_its_server_holds_every_request(begun, tmp_path, capsys):
+    policy = max(begun.glob("checkpoints/v*/policy"))
+    words = ["recipe=sums_grpo", *DIGITS, *FEW[:-2], f"run.start_from={begun}", f"run.dir={tmp_path}", "run.name=held"]
+    with served(load_policy(policy), policy) as server:
+        generation = server.generation
+
+        def strike():
+            until(lambda: any(file.read_text() for file in tmp_path.glob("held-*/metrics.jsonl")))
+            generation.pause("keep").result(60)
+            until(lambda: generation.waiting or generation.writing)
+            os.kill(os.getpid(), signal.SIGTERM)
+
+        threading.Thread(target=strike, daemon=True).start()
+        assert train.main([*words, "run.iterations=4", "run.stop_s=0.5", *at(server, tmp_path)]) == 143
+        assert "the step in progress was given up" in capsys.readouterr().out
+        generation.resume().result(60)
+        (run,) = tmp_path.glob("held-*")
+        assert train.main([f"resume={run}"]) == 0
+        assert generation.version == 4
 
 
 @pytest.mark.slow

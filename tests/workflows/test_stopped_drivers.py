@@ -1,11 +1,12 @@
-"""Commands under every schedule whose driver is stopped, killed or paused: nothing is lost that was saved. These are
-processes of their own; those that they are compared with, and that go on with their runs, are not."""
+"""Commands under every schedule whose driver is stopped, killed or paused: nothing is lost that was saved. They run in
+processes of their own, unless the test itself holds the simulator that the driver waits for."""
 
 import json
 import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -14,6 +15,7 @@ import pytest
 
 from embodied import train
 from embodied.policies.policy_folder import read_weights
+from embodied.run import ending
 
 ITERATIONS, STRUCK = 6, 3
 GRPO = ["recipe=pointmass_grpo", "algo.epochs=1", "algo.minibatch_size=null"]
@@ -106,6 +108,70 @@ def test_a_run_whose_driver_was_stopped_or_killed_goes_on_from_its_newest_checkp
             assert np.array_equal(ended[name], expected[name])
         else:  # float32, added up in the order in which groups come
             np.testing.assert_allclose(ended[name], expected[name], rtol=0, atol=2e-3)
+
+
+def train_held(folder, signals, *words):
+    """Train, hold the simulator in the third rollout, and then send these signals to the driver. Returns the exit code
+    and the run; the simulator is still held when the run ends."""
+    hold = folder / "hold"
+    held = ["env.name=held:HeldPoint", "env.task=reach", f"env.kwargs={{hold: {hold}}}", "run.save_minutes=null"]
+
+    def strike():
+        wait_until(lambda: any(rows_of(run)[1:] for run in folder.glob("runs/held-*")))
+        hold.touch()
+        wait_until(hold.with_suffix(".waits").exists)
+        for number in signals:
+            os.kill(os.getpid(), number)
+            time.sleep(0.1)  # two signals that come together are one
+
+    threading.Thread(target=strike, daemon=True).start()
+    words = [*held, "run.name=held", "run.iterations=5", "eval.episodes=4", "eval.videos=0", *words]
+    code = train.main(["recipe=pointmass_ppo", *words])
+    assert hold.exists()
+    hold.unlink()
+    (run,) = folder.glob("runs/held-*")
+    return code, run
+
+
+def wait_until(true):
+    until = time.monotonic() + 300
+    while not true():
+        assert time.monotonic() < until
+        time.sleep(0.01)
+
+
+def rows_of(run):
+    file = run / "metrics.jsonl"
+    return [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
+
+
+@pytest.mark.parametrize("schedule", ["sync", "async"])
+def test_a_rollout_that_does_not_end_after_a_signal_is_given_up_and_what_is_learned_is_saved(
+    schedule, tmp_path, monkeypatch, capsys
+):
+    monkeypatch.chdir(tmp_path)
+    asked = [f"pipeline.schedule={schedule}", "run.stop_s=0.5"]
+    code, run = train_held(tmp_path, [signal.SIGTERM, signal.SIGTERM], *asked)
+    told = capsys.readouterr().out
+    assert code == 143 and json.loads((run / "run.json").read_text())["state"] == "stopped"
+    (saved,) = (run / "checkpoints").glob("v*")
+    learned = rows_of(run)[-1]["iteration"] + (schedule == "async")  # with the update in progress
+    assert saved.name == f"v{learned:06d}" and learned >= 2
+    assert "the step in progress was given up 0.5 s after SIGTERM (run.stop_s)" in told
+    assert f"python -m embodied.train resume=runs/{run.name}" in told
+    assert train.main([f"resume={run}"]) == 0
+    assert [row["iteration"] for row in rows_of(run)][-1] == 5
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
+def test_a_second_signal_stops_at_once(number, code, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(ending, "AGAIN_S", 0.05)
+    ended, run = train_held(tmp_path, [signal.SIGTERM, number], "run.stop_s=600")
+    assert ended == code and "stopped at once; the training after the last" in capsys.readouterr().err
+    info = json.loads((run / "run.json").read_text())
+    assert info["state"] == "stopped" and info["cause"].startswith("second ")
+    assert not (run / "checkpoints").exists()
 
 
 def await_the_end_of(pids):
