@@ -36,6 +36,7 @@ from embodied.workflows.shipped_roles import roles_of_run
 if TYPE_CHECKING:
     from embodied.reporting.runs import Run
     from embodied.run.policy_source import FirstRun, PolicySource
+
 BY_RL = ("algo.", "run.start_from", "resume")  # keys that ask for RL with a recipe that imitates
 
 
