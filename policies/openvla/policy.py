@@ -108,7 +108,8 @@ class PrismaticPolicy(VLAPolicy):
             )
 
     def choose_cameras(self) -> tuple[str, ...]:
-        raise NotImplementedError
+        self.check_cameras(self.config.cameras)
+        return self.config.cameras or tuple(sorted(self.spec.images))
 
     def build(self) -> None:
         """The networks."""
@@ -405,10 +406,6 @@ class OpenVLAOFTPolicy(PrismaticPolicy):
         if first(config.proprio, source.oft.get("proprio"), "proprio_projector" in source.components):
             felt = statistics.statistics_of(source.norm_stats, config.statistics, config.pretrained, "proprio")
         return super().numbers(config)[0], felt and len(felt.low)
-
-    def choose_cameras(self) -> tuple[str, ...]:
-        self.check_cameras(self.config.cameras)
-        return self.config.cameras or tuple(sorted(self.spec.images))
 
     def build(self) -> None:
         config, dim, numbers = self.config, self.settings.llama.dim, self.spec.action.dim

@@ -10,8 +10,7 @@ import pytest
 import tiny_vla
 import torch
 from safetensors.torch import load_file, save_file
-from tiny_vla import ONE, observe
-from torch import nn
+from tiny_vla import ONE, Whole, change_json, observe
 
 from embodied.config.recipe import load
 from embodied.core.errors import CheckpointError, ConfigError
@@ -96,23 +95,7 @@ def base(tmp_path_factory):
     return folder
 
 
-class Whole(nn.Module):
-    """The networks under the names of the published class, and nothing else."""
-
-    def __init__(self, policy):
-        super().__init__()
-        for name in ("vision_backbone", "projector", "language_model"):
-            setattr(self, name, getattr(policy, name))
-
-    def get_input_embeddings(self):
-        return self.language_model.model.embed_tokens
-
-    def get_output_embeddings(self):
-        return self.language_model.lm_head
-
-
-LINEAR = [name for name, layer in Whole(build()).named_modules() if isinstance(layer, nn.Linear)]
-ALL = sorted({name.rpartition(".")[2] for name in LINEAR})
+ALL = sorted(Whole(build()).linear_layers())
 
 
 @pytest.fixture(scope="module")
@@ -218,8 +201,7 @@ def test_adapters_are_counted_and_evaluated_with_their_model(official, base, tmp
     if find_spec("libero"):
         place = shutil.copytree(base, tmp_path / "base")
         figures = {"q01": [-1.0] * 7, "q99": [1.0] * 7}
-        content = json.loads((place / "config.json").read_text()) | {"norm_stats": {"libero_goal": {"action": figures}}}
-        (place / "config.json").write_text(json.dumps(content))
+        change_json(place / "config.json", norm_stats={"libero_goal": {"action": figures}})
         told = [f"checkpoint={place}", f"policy.lora_path={official}", "env.name=libero", "env.task=libero_goal"]
         assert evaluate([*told, "--dry-run"]) == 0
         assert f"policy.lora_path={official}" in capsys.readouterr().out

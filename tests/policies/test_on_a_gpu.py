@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 from fake_cuda import WHERE, Card
+from tiny_vla import noise, observe
 
 from embodied.algorithms.config import PPOConfig
 from embodied.core import arrays
@@ -79,16 +80,9 @@ def shallow(policy):
     return policy
 
 
-def seen(spec, rows=ROWS):
-    draw = np.random.default_rng(0)
-    obs = {"state": draw.normal(size=(rows, spec.state_dim)).astype(np.float32)}
-    if spec.images:
-        obs["images"] = {"top": draw.integers(0, 256, (rows, SIDE, SIDE, 3), np.uint8)}
-    return obs | ({"instruction": ["push the red cube", "go"][:rows]} if spec.instruction else {})
-
-
-def numbers(wanted, rows=ROWS):
-    return np.random.default_rng(1).random((rows, wanted.width))
+def seen(spec):
+    obs = observe(ROWS, spec)
+    return obs if spec.instruction else {key: part for key, part in obs.items() if key != "instruction"}
 
 
 def on_card(obs):
@@ -98,7 +92,7 @@ def on_card(obs):
 
 def rollout(policy):
     """DECISIONS decisions, as a learner gets them."""
-    output = policy.act(seen(policy.spec), numbers(policy.noise_spec()))
+    output = policy.act(seen(policy.spec), noise(policy, ROWS))
     many = lambda array: np.repeat(arrays.host(array), DECISIONS, axis=0)  # noqa: E731
     count, chunk = DECISIONS * ROWS, output.actions.shape[1]
     flags = np.zeros((count, chunk), bool)
@@ -158,7 +152,7 @@ def imitate(policy):
 
 
 WAYS = {
-    "act": lambda policy, _: policy.act(seen(policy.spec), numbers(policy.noise_spec())),
+    "act": lambda policy, _: policy.act(seen(policy.spec), noise(policy, ROWS)),
     "value": lambda policy, _: policy.value(seen(policy.spec)),
     "update": learn,
     "imitate": lambda policy, _: imitate(policy),
@@ -171,7 +165,7 @@ def test_acting_and_valuing(family):
     card, policy = on_the_card(family, truth=False)  # the normaliser has counted something
     with card:
         obs = on_card(seen(policy.spec))  # others come in the update
-        output, values = policy.act(obs, numbers(policy.noise_spec())), policy.value(obs)
+        output, values = policy.act(obs, noise(policy, ROWS)), policy.value(obs)
     assert len(output.actions) == len(output.logprobs) == len(values) == ROWS
     assert isinstance(values, np.ndarray) or values.device.type == output.actions.device.type == WHERE
 

@@ -8,7 +8,6 @@ import tiny_vla as tiny
 import torch
 from safetensors.torch import load_file
 from tiny_vla import ROBOT
-from torch import nn
 
 from embodied.core.errors import CheckpointError
 from embodied.policies.openvla.components import main as convert
@@ -162,24 +161,14 @@ def test_towers_with_adapters_are_saved_as_they_were_read(adapted_towers, tmp_pa
     torch.testing.assert_close(weight, layer.weight, atol=1e-5, rtol=0)
 
 
-class Whole(nn.Module):
-    """The networks that upstream gives to peft."""
-
-    def __init__(self, policy):
-        super().__init__()
-        self.vision_backbone, self.projector = policy.vision_backbone, policy.projector
-        self.language_model = policy.language_model
-
-
 @pytest.mark.parametrize(("rank", "dtype"), [(8, "float32"), (32, "bfloat16")])
 def test_a_folder_of_the_official_recipe_acts_as_peft_merges_it(tmp_path, rank, dtype):
     """finetune.py with FiLM: adapters on all that is called as a linear layer is, but FiLM's own; the language model is
     saved merged, the towers as they are."""
     peft = pytest.importorskip("peft")
     merged = build(head="l1", proprio=True, film=True, dtype=dtype)
-    whole = Whole(merged)
-    layers = {name for name, layer in whole.named_modules() if isinstance(layer, nn.Linear)}
-    ends = {name.rpartition(".")[2] for name in layers} - {"scale", "shift"}
+    whole = tiny.Whole(merged)
+    ends = whole.linear_layers() - {"scale", "shift"}
     config = peft.LoraConfig(r=rank, lora_alpha=min(rank, 16), target_modules=sorted(ends), init_lora_weights=False)
     model = peft.get_peft_model(whole, config)
     towers = {f"vision_backbone.{n}": t.clone() for n, t in merged.vision_backbone.state_dict().items()}

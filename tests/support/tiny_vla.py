@@ -45,6 +45,26 @@ def scored(policy, obs, output):
     return policy({"obs": obs, "actions": torch.from_numpy(output.actions)} | replay)
 
 
+class Whole(torch.nn.Module):
+    """OpenVLA's networks under the names of the published class, as upstream gives them to peft."""
+
+    def __init__(self, policy):
+        super().__init__()
+        for name in ("vision_backbone", "projector", "language_model"):
+            setattr(self, name, getattr(policy, name))
+
+    def get_input_embeddings(self):
+        return self.language_model.model.embed_tokens
+
+    def get_output_embeddings(self):
+        return self.language_model.lm_head
+
+    def linear_layers(self):
+        """Last names of the layers that peft 0.11.1's all-linear adapts."""
+        linear = [name for name, layer in self.named_modules() if isinstance(layer, torch.nn.Linear)]
+        return {name.rpartition(".")[2] for name in linear}
+
+
 def change_json(path, **changes):
     content = json.loads(path.read_text()) | changes
     path.write_text(json.dumps({key: value for key, value in content.items() if value is not None}))
