@@ -5,6 +5,7 @@ import ctypes
 import gc
 import os
 import sys
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -20,6 +21,9 @@ BESIDE = Path(__file__).parents[2] / "shared" / "assets"  # other people's files
 if (BESIDE / "data").is_dir():
     os.environ.setdefault("MS_ASSET_DIR", str(BESIDE))
 
+
+if kernels := os.environ.get("ATEN_CPU_CAPABILITY"):  # torch's compiler keeps code for one processor only
+    os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(Path(tempfile.gettempdir()) / f"compiled-for-{kernels}"))
 
 LIBC = ctypes.CDLL(None)
 if hasattr(LIBC, "mallopt"):  # glibc

