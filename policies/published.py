@@ -48,7 +48,7 @@ class PublishedPolicy(Policy):
 
     def start(self, name: str, shape: torch.Size, draw: torch.Generator) -> Tensor:
         """The initial numbers of a weight. They keep the scale of activations; position embeddings are as large as
-        patch embeddings; adapters have no effect at first."""
+        patch embeddings."""
         raise NotImplementedError
 
     @torch.no_grad()
@@ -58,7 +58,7 @@ class PublishedPolicy(Policy):
         stored, own = self.read_stored(), self.state_dict(keep_vars=True)
         where = {name: self.stored_name(stored, name) for name in own}
         fresh = {name for name in own if where[name] not in stored}
-        lost = {where[name] for name in fresh if stored and not self.is_extra(name)}
+        lost = {where[name] for name in fresh if stored and not (self.is_extra(name) or is_adapter(name))}
         if odd := sorted(lost | (stored.keys() - set(where.values()))):
             adapters = "; it holds adapters: set policy.lora_rank as it was" if any(map(is_adapter, odd)) else ""
             raise CheckpointError(
@@ -68,9 +68,13 @@ class PublishedPolicy(Policy):
             if name not in fresh:
                 self.use_weights({name: tensor_of(stored[where[name]]).clone()})
             elif not name.startswith(self.own_scales):
-                way = (name, parameter.shape, draw)
-                parameter.copy_(initial_adapter(*way, self.config.lora_init) if is_adapter(name) else self.start(*way))
+                parameter.copy_(self._drawn(name, parameter.shape, draw))
         set_magnitudes(own, fresh)
+
+    def _drawn(self, name: str, shape: torch.Size, draw: torch.Generator) -> Tensor:
+        if is_adapter(name):  # without effect at first
+            return initial_adapter(name, shape, draw, self.config.lora_init)
+        return self.start(name, shape, draw)
 
     def stored_weights(self) -> dict[str, Blob]:
         """Weights of the published folder for acting only; missing weights are zero."""

@@ -86,9 +86,8 @@ def as_stored(path: Path | None, weights: dict[str, Tensor]) -> dict[str, Tensor
         tensors[name] = weights[own]
         if name.endswith(LAYER):
             up, down = (stored[name.removesuffix(LAYER) + end].float() for end in (UP, DOWN))
-            tensors[name] = (weights[own].float() - scale * product(up, down, weights[own], name)).to(
-                weights[own].dtype
-            )
+            exact = weights[own].float() - scale * product(up, down, weights[own], name)
+            tensors[name] = exact.to(weights[own].dtype)
     return tensors
 
 

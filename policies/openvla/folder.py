@@ -1,6 +1,6 @@
 """A published OpenVLA folder: config.json with the networks' sizes, statistics, tokenizer, image processor and weights.
 
-Reading first checks that all files exist; writing reproduces the same keys and bytes.
+Reading it checks that all files exist, and reads weights last.
 """
 
 from __future__ import annotations

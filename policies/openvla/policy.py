@@ -30,7 +30,7 @@ from embodied.policies.openvla.components import as_stored
 from embodied.policies.openvla.config import OpenVLAOFTConfig, PrismaticConfig
 from embodied.policies.vla import layers, statistics
 from embodied.policies.vla.image_processor import processor_of
-from embodied.policies.vla.lora import add_lora, is_adapter
+from embodied.policies.vla.lora import add_lora
 from embodied.policies.vla.policy import KEYFRAMES, VLAPolicy, for_acting, hashed_words, padded
 from embodied.runtime.published_weights import Blob
 
@@ -154,7 +154,7 @@ class PrismaticPolicy(VLAPolicy):
         return published.read_stored(self.source, self.components()) if self.source else {}
 
     def is_extra(self, name: str) -> bool:
-        return name.startswith(self.extras) or is_adapter(name)
+        return name.startswith(self.extras)
 
     # Conversion between actions and the networks' outputs
 
@@ -275,8 +275,8 @@ class PrismaticPolicy(VLAPolicy):
         self.write_published(folder, self.published_config(), inside, shard_bytes)
         for kind in self.components():
             path = self.source.components.get(kind) if self.source else None
-            known = 0 if kind == "vision_backbone" else len(f"{kind}.")
-            part = {name[known:]: tensor for name, tensor in weights.items() if name.startswith(f"{kind}.")}
+            prefix = "" if kind == "vision_backbone" else f"{kind}."
+            part = {name.removeprefix(prefix): w for name, w in weights.items() if name.startswith(f"{kind}.")}
             name = path.stem if path else f"{kind}--0_checkpoint"
             files.write_tensors(folder / f"{name}.safetensors", as_stored(path, part))
 

@@ -32,7 +32,7 @@ from embodied.policies.vla import statistics
 from embodied.policies.vla.config import FlowConfig
 from embodied.policies.vla.flow_network import Prefix
 from embodied.policies.vla.image_processor import with_bars
-from embodied.policies.vla.lora import add_lora, is_adapter
+from embodied.policies.vla.lora import add_lora
 from embodied.policies.vla.policy import VLAPolicy, check_sizes, for_acting
 from embodied.runtime.published_weights import Blob, read_safetensors, write_safetensors
 from embodied.runtime.published_weights import tensor_of as tensor_of_blob
@@ -184,8 +184,8 @@ class FlowPolicy(VLAPolicy):
     # Implemented by families
 
     def read(self, obs: Observation, known: dict[str, Any] | None = None, draws: Tensor | None = None) -> Prefix:
-        """Computes what all steps share: images and words, unless `frozen_features` are `known`, and the
-        state. `draws` are random numbers for image augmentation."""
+        """Computes what all steps share: images and words, unless `frozen_features` are `known`, and the state. `draws`
+        are random numbers for image augmentation."""
         raise NotImplementedError
 
     def judged(self, seen: Prefix, hidden: Tensor | None) -> Tensor:
@@ -271,7 +271,7 @@ class FlowPolicy(VLAPolicy):
         return stored
 
     def is_extra(self, name: str) -> bool:
-        return not name.startswith(MODEL) or is_adapter(name)
+        return not name.startswith(MODEL)
 
     def check_env(self) -> None:
         """Refuse an env with more action or state numbers than the model supports."""
