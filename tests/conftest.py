@@ -83,7 +83,7 @@ TOGETHER = {  # files that one worker runs, since what they share takes seconds 
 }
 LONG = (  # few tests that take long: what is begun last keeps one worker at work while the other has ended
     "workflows/test_stopped_drivers workflows/test_recovery workflows/test_partial_overlap workflows/test_async "
-    "workflows/test_language_runs workflows/test_served_runs policies/language/test_vllm policies/test_openvla_runs "
+    "workflows/test_language_runs workflows/test_served_runs policies/language/test_vllm policies/test_robot_runs "
     "test_pages test_interrupted_evaluations test_train_command test_workflows_page test_invariance "
     "config/test_packaging"
 )
@@ -182,7 +182,8 @@ def started_as_users_do(request, monkeypatch):
 NUMBERS = (  # tests marked `numbers`: they compare what other widths, precisions or processes compute
     "test_invariance.py test_train_command.py::test_which_ test_train_command.py::test_acting_ "
     "learners/test_features.py learners/test_update.py policies/test_every_family.py policies/test_lora "
-    "policies/test_openvla policies/test_pi0.py policies/test_smolvla.py policies/test_request_batching.py "
+    "policies/test_openvla policies/test_pi0 policies/test_smolvla.py policies/test_request_batching.py "
+    "policies/test_robot_runs.py "
     "policies/language/test_kinds.py policies/language/test_language_policy.py "
     "policies/language/test_shared_prompts.py"
 )
