@@ -83,18 +83,6 @@ def test_writing_is_quick_only_where_rounding_is_the_learners():
     assert fastest_decoder(model.model) is Decoder
 
 
-def test_bidirectional_attention_lets_the_first_token_see_the_last(llamas):
-    ours, _ = llamas
-    x = torch.randn(1, 6, 32, generator=torch.Generator().manual_seed(4))
-    other = x.clone()
-    other[:, -1] += 1
-    there = torch.ones(1, 6, dtype=torch.bool)
-    with torch.no_grad():
-        for bidirectional, padded in ((True, False), (True, True), (False, False), (False, True)):
-            one, two = (ours.model(y, there, bidirectional=bidirectional, padded=padded)[:, 0] for y in (x, other))
-            assert torch.equal(one, two) is not bidirectional
-
-
 def test_siglip_features_equal_transformers():
     tower = fill(Tower(TowerSettings("siglip", 32, 3, 4, 40, 8), 32))
     config = transformers.SiglipVisionConfig(

@@ -113,15 +113,6 @@ def test_laplace_numbers_by_hand():
     assert torch.isfinite(laplace_noise(torch.tensor([0.0, 1.0]))).all()
 
 
-def test_a_demonstration_is_scored_through_the_units_of_the_statistics():
-    policy = build()
-    actions = torch.tensor([[[0.5, -0.9, 0.9], [0.0, 0.21, -0.3]]])
-    tokens = torch.from_numpy(policy.codes.encode(actions.numpy()))
-    obs = observe(1)
-    one, two = (policy({"obs": obs} | more).logprobs for more in ({"actions": actions}, {"tokens": tokens}))
-    assert torch.equal(one, two)
-
-
 @pytest.fixture
 def adapted_towers(tmp_path):
     """The same folder as upstream's LoRA leaves it: adapters inside the file of the towers, in convolutions too."""
