@@ -1,25 +1,24 @@
-"""Plays episodes in the rows of a vector env, and records them.
+"""A player: plays jobs in the rows of an env, records them, asks policy workers, and reports to the driver.
 
-`EpisodePlayer` is the common part of rollouts and evaluations (`sim_worker.py`): rows without an episode stay frozen,
-and no policy sees them. Episodes and their outcomes do not depend on the number of rows.
+`PlayerWorker.play` plays the jobs of a round in turns, decision by decision: `play_horizon` for rollouts of a fixed
+length, `play_episodes` for whole episodes of training and of evaluations (`envs/text/worker.py`: conversations). The
+cycle of a decision is ask -> take -> ask: `ask` sends the current observations to the policy, `take` receives the
+actions, plays and records them, and episodes begin on the rows that are done. While the policy answers one stage of a
+sim worker, another stage is simulated.
 
-`Stage` plays rollouts for training. The cycle of a decision is ask -> take -> ask: `ask` sends the current observation
-to the policy, `take` receives its actions, plays and records them, and begins new episodes on the rows that are done.
-With two stages the policy answers one while the other is simulated (`step_stages`).
-
-Sends a player's requests to policy workers, and takes the answers of any of them (`core/request_queue.py`).
-
-Whole episodes, the parts of groups: the sim worker that played them keeps them until learners want them, hands them
-over or forgets them, and writes them into checkpoints.
+Rows without an episode stay frozen, and no policy sees them: episodes and their outcomes do not depend on the number of
+rows. Requests wait in the player (`RequestClient`), and any policy worker may answer them (`core/request_queue.py`).
+Whole episodes stay with the player until learners want them (`EpisodeKeeper`).
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack
 from dataclasses import replace
 from functools import cached_property, partial
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -45,6 +44,7 @@ from embodied.core.arrays import (
 )
 from embodied.core.errors import ConfigError
 from embodied.core.request_queue import RequestQueue, Waiting
+from embodied.core.rng import normal
 from embodied.core.types import (
     ActReply,
     ActRequest,
@@ -53,8 +53,12 @@ from embodied.core.types import (
     EpisodeList,
     EpisodeResult,
     EpisodeSpec,
-    Note,
+    Job,
+    Played,
     PolicyOutput,
+    Recording,
+    Report,
+    Route,
     Servers,
     Trajectory,
     choose,
@@ -66,7 +70,7 @@ from embodied.core.types import (
 from embodied.envs.vector_env import VectorEnv
 from embodied.runtime import Channel, Timers, Worker, served_while_busy
 
-Refill = Callable[[np.ndarray, ChunkResult], None]  # begins episodes on rows that are done
+OVER = object()  # the end of an iterator
 
 
 class EpisodeTracker:
@@ -187,6 +191,46 @@ class EpisodePlayer:
         at = np.flatnonzero(self.playing)
         return at, self.obs if self.playing.all() else take_rows(self.obs, at)
 
+    def ask(self, source: PolicyClient, **what: Any) -> None:
+        """Request the decisions of the playing rows."""
+        self.at, self.shown = self.seen()
+        source.ask(self.shown, *self.rows.noise_keys(self.at, self.shown), **what)
+
+    def receive(self, source: PolicyClient) -> ActReply:
+        with self.timers.measure("wait"):
+            return source.answer()
+
+    def take(
+        self,
+        source: PolicyClient,
+        tally: Tally,
+        record: Record | None = None,
+        recorders: Sequence[Recorder] = (),
+    ) -> tuple[np.ndarray, ChunkResult]:
+        """Play and record the answer to the last `ask`; returns the rows whose episodes ended, which stop playing."""
+        reply, episodes = self.receive(source), self.rows.episode[self.at]
+        actions = spread(reply.output.actions, self.at, self.env.num_envs)
+        for recorder in recorders:
+            recorder.decided(self.obs, actions, self.at, reply.values)
+
+        def on_frame(moved: np.ndarray) -> None:
+            for recorder in recorders:
+                recorder.on_frame(moved)
+
+        result = self.play(disturbed(actions, self.rows, tally.job.recording), on_frame if recorders else None)
+        tally.env_steps += int(of_rows(result.mask, self.at).sum())
+        for recorder in recorders:
+            recorder.played(result)
+        if record is not None:
+            record.decision(self, episodes, reply, result)
+        done, outcomes = self.end(result)
+        if record is not None:
+            record.end(outcomes)
+        for recorder in recorders if len(done) else ():
+            recorder.finish(done, outcomes)
+        tally.ended(outcomes)
+        return done, result
+
     def play(self, actions: Array, on_frame: Callable[[np.ndarray], None] | None = None) -> ChunkResult:
         """Play one decision of every row, actions [N, C, A]."""
         with self.timers.measure("step"):
@@ -217,32 +261,29 @@ def spread(actions: Array, at: np.ndarray, num_rows: int) -> Array:
 
 
 class Stage(EpisodePlayer):
+    """Env rows of the run, whose episodes go on from rollout to rollout."""
+
     def __init__(
         self,
         env: VectorEnv,
-        name: str,
         env_ids: np.ndarray,
         num_envs_total: int,
         timers: Timers,
-        journal: Channel | None = None,
+        began: Callable[[Sequence[int]], None] = lambda episodes: None,
     ) -> None:
+        """`began` is called with the indices of episodes before they begin."""
         super().__init__(env, timers)
-        self.name = name
         self.env_ids = env_ids
         self.num_envs_total = num_envs_total
-        self.journal = journal
+        self.began = began
         self.initial = np.full(env.num_envs, -1, np.int64)  # the episode from whose initial state a row began
         if env.config.retries and not env.env_spec.has_success:
             raise ConfigError(
                 f"env.retries={env.config.retries} plays episodes that end without success again, but "
                 f"{env.config.name} {env.config.task} reports no success; leave it out"
             )
-        self.client: PolicyClient | None = None
-        self.checked_later = False  # numbers on a device are checked at the end of a rollout
         self.final_obs: Observation | None = None  # of the rows `final_rows`, truncated in the last decision
         self.final_rows = np.empty(0, np.int64)
-
-    # In rollouts of a fixed number of decisions, every row continues with its own next episode
 
     def reset(
         self,
@@ -255,8 +296,7 @@ class Stage(EpisodePlayer):
         [len(rows)], begin in the initial state of their last episode."""
         next_index = self.env_ids[rows] + self.rows.started[rows] * self.num_envs_total
         self.initial[rows] = np.where(retried, self.initial[rows], next_index)
-        if self.journal is not None:
-            self.journal.put(Note(self.name, begun=tuple(next_index.tolist())))
+        self.began(next_index.tolist())
         self.begin(rows, episodes.at(self.initial[rows], next_index), elapsed)
 
     def reset_all(self, episodes: EpisodeList) -> None:
@@ -265,6 +305,11 @@ class Stage(EpisodePlayer):
         end at once."""
         elapsed = head_start(self.env_ids, self.env.env_spec.max_episode_steps) if self.env.config.stagger else None
         self.reset(np.arange(self.env.num_envs), episodes, elapsed)
+
+    def ask_all(self, source: PolicyClient, value_only: bool = False) -> None:
+        """Request the next decision of every row, or only values at the end of a rollout."""
+        final = {"final_obs": self.final_obs, "final_rows": self.final_rows}
+        self.ask(source, value_only=value_only, checked_later=True, **final)
 
     def go_on(self, done: np.ndarray, result: ChunkResult, episodes: EpisodeList) -> None:
         """Keep the last observations of truncated episodes, whose values are requested next, and begin the next
@@ -281,71 +326,105 @@ class Stage(EpisodePlayer):
         tried = (self.rows.episode[done] - self.initial[done]) // self.num_envs_total
         return ~host(self.rows.success_once)[done] & (tried < self.env.config.retries)
 
-    # With whole episodes, a free row takes the next waiting episode
 
-    def refill(self, free: np.ndarray, _: ChunkResult | None = None, *, waiting: deque[EpisodeSpec]) -> None:
-        """Begin waiting episodes on free rows."""
-        if len(free) and waiting:
-            specs = [waiting.popleft() for _ in free[: len(waiting)]]
-            self.begin(free[: len(specs)], specs)
-
-    # Both
-
-    def play_for(self, client: PolicyClient, horizon: int) -> None:
-        """Begin a rollout of `horizon` decisions, or of whole episodes, with actions from this client."""
-        self.client, self.checked_later = client, bool(horizon)
-        self.env.checks = FiniteChecks() if horizon else None
-
-    def ask(self, value_only: bool = False) -> None:
-        """Send the policy the observations of the playing rows."""
-        self.at, self.shown = self.seen()
-        self.client.ask(
-            self.shown,
-            *self.rows.noise_keys(self.at, self.shown),
-            final_obs=self.final_obs,
-            final_rows=self.final_rows,
-            value_only=value_only,
-            checked_later=self.checked_later,
-        )
-
-    def receive(self) -> ActReply:
-        with self.timers.measure("wait"):
-            return self.client.answer()
-
-    def take(self, record: Record, refill: Refill) -> None:
-        """Play and record the policy's answer to the last `ask`; `refill` begins episodes on the rows that are done."""
-        reply = self.receive()
-        episodes = self.rows.episode[self.at]
-        result = self.play(spread(reply.output.actions, self.at, self.env.num_envs))
-        record.decision(self, episodes, reply, result)
-        done, outcomes = self.end(result)
-        record.end(outcomes)
-        refill(done, result)
-
-    def close(self, record: Record) -> None:
-        """Receive the values that the end of a rollout needs; the last request was `ask(value_only=True)`."""
-        record.value(self, self.receive())
-        self.env.check_noted()
-        self.final_obs, self.final_rows = None, np.empty(0, np.int64)
+def play_horizon(
+    stage: Stage, tally: Tally, source: PolicyClient, record: Record, hand_on: Callable[[int], None]
+) -> Iterator[None]:
+    """Play a job's horizon: every row continues its episode and then plays its own next ones. Yields when the next
+    decision is requested. `hand_on(number)` hands on the decisions before this one."""
+    job = tally.job
+    stage.env.checks = FiniteChecks()  # numbers on a device are checked at the end
+    if stage.obs is None:
+        stage.reset_all(job.episodes)
+    stage.ask_all(source)
+    yield
+    for decision in range(1, job.horizon + 1):
+        stage.go_on(*stage.take(source, tally, record), job.episodes)
+        stage.ask_all(source, value_only=decision == job.horizon)
+        if job.pieces and decision > 1 and (decision - 1) % job.pieces == 0:
+            hand_on(decision - 1)  # the observation after the last decision is not valued yet
+        yield
+    record.value(stage, stage.receive(source))
+    stage.env.check_noted()
+    stage.final_obs, stage.final_rows = None, np.empty(0, np.int64)
+    hand_on(job.horizon)
 
 
-def step_stages(
-    stages: Sequence[Stage], records: Sequence[Record], refills: Sequence[Refill], horizon: int = 0
-) -> Iterator[int]:
-    """Play `horizon` decisions, or until all rows are done. Stages take turns, so the policy answers one while another
-    is simulated. Yields the number of decisions after each round."""
-    for stage in stages:
-        if stage.playing.any():
-            stage.ask()
-    decisions = 0
-    while any(stage.playing.any() for stage in stages) and (not horizon or decisions < horizon):
-        decisions += 1
-        for stage, record, refill in zip(stages, records, refills, strict=True):
-            if stage.playing.any():
-                stage.take(record, refill)
-                if stage.playing.any():
-                    stage.ask(value_only=decisions == horizon)
-        yield decisions
+def play_episodes(
+    player: EpisodePlayer,
+    tally: Tally,
+    episodes: Sequence[EpisodeSpec],
+    source: PolicyClient,
+    record: Record | None = None,
+    stop: Callable[[], bool] = lambda: False,
+) -> Iterator[None]:
+    """Play these episodes of a job to their ends; a free row takes the next one. Yields when the next decisions are
+    requested. When `stop()` is true, the decision in progress is the last one, and open episodes are given up."""
+    job, waiting = tally.job, deque(episodes)
+    player.env.checks, player.playing[:] = None, False
+    with ExitStack() as stack:
+        kinds = job.recording.recorders
+        recorders = [stack.enter_context(kind(player.env, job.recording, tally.warn)) for kind in kinds]
+
+        def refill(free: np.ndarray) -> None:
+            """Begin waiting episodes on free rows."""
+            free = free[: num_startable(waiting, player.playing, job.alone)]
+            if not len(free):
+                return
+            specs = [waiting.popleft() for _ in free]
+            tally.began(specs)
+            player.begin(free, specs)
+            source.begin(free)
+            for recorder in recorders:
+                recorder.begin(free, specs, player.obs.get("instruction"))
+
+        refill(np.arange(player.env.num_envs))
+        while player.playing.any() and not stop():
+            player.ask(source, rule=job.rule)
+            yield
+            done, _ = player.take(source, tally, record, recorders)
+            refill(np.flatnonzero(~player.playing) if waiting and waiting[0].index in job.alone else done)
+
+
+def num_startable(waiting: deque[EpisodeSpec], playing: np.ndarray, alone: frozenset[int]) -> int:
+    """The number of waiting episodes that may begin now."""
+    if waiting and waiting[0].index in alone:
+        return int(not playing.any())
+    return sum(spec.index not in alone for spec in waiting)
+
+
+def disturbed(actions: Array, rows: EpisodeTracker, recording: Recording) -> Array:
+    """The actions [N, C, A] with the requested noise, which follows from episode and decision."""
+    if not recording.noise:
+        return actions
+    width = actions[0].size
+    noise = normal(recording.seed, "disturbance", rows.episode, rows.decision, width).reshape(actions.shape)
+    return (actions + recording.noise * noise).astype(actions.dtype)
+
+
+class Recorder(Protocol):
+    """Records the episodes of env rows in an evaluation. A context manager that discards unfinished episodes at the
+    end. It is constructed with the env, the recording, and a function that shows the user a line, for a recorder that
+    gives up."""
+
+    def begin(self, rows: np.ndarray, specs: list[EpisodeSpec], instructions: np.ndarray | None) -> None:
+        """Episodes begin on these rows."""
+
+    def decided(self, obs: Observation, actions: np.ndarray, at: np.ndarray, values: np.ndarray) -> None:
+        """The next decision of all rows, which observe `obs`; `values` are of the rows `at`, empty if unknown."""
+
+    def on_frame(self, active: np.ndarray) -> None:
+        """These rows, a mask, have taken an env step."""
+
+    def played(self, result: ChunkResult) -> None:
+        """Record the result of the decision."""
+
+    def finish(self, rows: np.ndarray, outcomes: list[EpisodeResult]) -> None:
+        """The episodes of these rows are over."""
+
+    def __enter__(self) -> Recorder: ...
+
+    def __exit__(self, *raised: object) -> None: ...
 
 
 class Record:
@@ -355,16 +434,14 @@ class Record:
         """Holds `horizon` decisions of every env row, with values; without a horizon whole episodes, without values."""
         self.source, self.horizon = source, horizon
         self.handed = 0  # decisions that have been handed on
-        self.env_steps = 0
-        self.finished: list[EpisodeResult] = []
         self.decisions: list[tuple[np.ndarray, Observation]] = []  # ids of the sequences, and arrays of their decisions
 
-    def decision(self, stage: Stage, episodes: np.ndarray, reply: ActReply, result: ChunkResult) -> None:
-        at, output = stage.at, map_obs(owned, vars(reply.output))
+    def decision(self, player: EpisodePlayer, episodes: np.ndarray, reply: ActReply, result: ChunkResult) -> None:
+        at, output = player.at, map_obs(owned, vars(reply.output))
         if self.horizon:
-            self.value(stage, reply)
+            self.value(player, reply)
         arrays = {
-            "obs": stage.shown,
+            "obs": player.shown,
             "replay": output["replay"],
             "actions": output["actions"],
             "logprobs": output["logprobs"],
@@ -377,8 +454,7 @@ class Record:
         }
         if self.horizon:
             arrays |= {"values": output["values"], "next_values": room_for(output["values"], len(at))}
-        self.add(stage.env_ids[at] if self.horizon else episodes, arrays)
-        self.env_steps += int(arrays["mask"].sum())
+        self.add(player.env_ids[at] if self.horizon else episodes, arrays)
 
     def add(self, ids: np.ndarray, arrays: Observation) -> None:
         """A decision of these sequences."""
@@ -386,7 +462,6 @@ class Record:
 
     def end(self, outcomes: Sequence[EpisodeResult]) -> None:
         """These episodes ended in the last decision."""
-        self.finished += outcomes
 
     def value(self, stage: Stage, reply: ActReply) -> None:
         """Record the values of the observations after the last decision."""
@@ -458,6 +533,9 @@ class PolicyClient(RequestClient):
         self.number = 0
         self.rows = 0  # of the last request
 
+    def begin(self, rows: np.ndarray) -> None:
+        """Do nothing when episodes begin: a policy has no memory."""
+
     def ask(self, obs: Observation, episodes: Any, decisions: Any, **what: Any) -> None:
         self.number, self.rows = self.number + 1, len(episodes)
         request = ActRequest(self.source, self.number, obs, episodes, decisions, **what)
@@ -526,6 +604,36 @@ class EpisodeKeeper(Worker):
         return [*self.kept_episodes]
 
 
+class Tally:
+    """The results of a player's job. Ends are reported immediately if the driver wants them at once, and beginnings
+    and ends of an evaluation's episodes always."""
+
+    def __init__(self, job: Job, report: Callable[[Report], None] = lambda report: None) -> None:
+        self.job, self.report = job, report
+        self.env_steps = 0
+        self.finished: list[EpisodeResult] = []
+        self.problems: list[str] = []
+        self.samples: list[dict[str, Any]] = []
+        self.ends: list[tuple[int, float]] = []
+
+    def began(self, specs: Sequence[EpisodeSpec]) -> None:
+        if self.job.evaluation:
+            self.report(Report(self.job.evaluation, begun=tuple(spec.index for spec in specs)))
+
+    def ended(self, results: Sequence[EpisodeResult]) -> None:
+        self.finished += results
+        if results and (self.job.evaluation or self.job.at_once):
+            self.report(Report(self.job.evaluation, finished=tuple(results)))
+
+    def warn(self, text: str) -> None:
+        self.report(Report(self.job.evaluation, warning=text))
+
+    def played(self, *seconds: float) -> Played:
+        """The results, with the seconds of stepping, resetting and waiting."""
+        lists = (self.problems, self.samples, self.ends)
+        return Played(self.env_steps, tuple(self.finished), *seconds, *map(tuple, lists))
+
+
 class PlayerWorker(EpisodeKeeper):
     """A sim worker of any kind."""
 
@@ -533,18 +641,37 @@ class PlayerWorker(EpisodeKeeper):
         self,
         config,
         stages: int = 1,
-        journal: Channel | None = None,
+        inbox: Channel | None = None,
         eval_config=None,
         eval_rows: int = 1,
         whole_episodes: bool = False,
     ) -> None:
-        """`journal` records every training episode, or its end. Evaluations use `eval_rows` separate envs of
-        `eval_config`; with no stages there are no training envs. With `whole_episodes` no episode is open between
-        rollouts."""
-        self.config, self.num_stages, self.journal = config, stages, journal
+        """`inbox` gets the reports. Evaluations use `eval_rows` separate envs of `eval_config`; with no stages there
+        are no training envs. With `whole_episodes` no episode is open between rollouts."""
+        self.config, self.num_stages, self.inbox = config, stages, inbox
         self.eval_config, self.eval_rows = eval_config or config, eval_rows
         self.whole_episodes = whole_episodes
         self.stopped = False
+
+    def play(self, jobs: Sequence[Job], route: Route) -> list[Played]:
+        """Play these jobs at the same time; returns the results of each."""
+        before, tallies = self.timers.totals(), [Tally(job, self.report) for job in jobs]
+        playing = deque(self.turns(tallies, route))
+        while playing:
+            turn = playing.popleft()
+            if next(turn, OVER) is not OVER:
+                playing.append(turn)
+        spent = self.timers.seconds_since(before, "step", "reset", "wait")
+        return [tally.played(*spent) for tally in tallies]
+
+    def turns(self, tallies: Sequence[Tally], route: Route) -> Iterable[Iterator[Any]]:
+        """Iterators that play the jobs of these tallies, each one decision further at a time. Every stage, and every
+        evaluation, asks by its own place of the route."""
+        raise NotImplementedError
+
+    def report(self, report: Report) -> None:
+        if self.inbox is not None:
+            self.inbox.put(report)
 
     @served_while_busy
     def stop_playing(self) -> None:
@@ -559,11 +686,11 @@ def parts_of(kept: dict[int, Trajectory]) -> list[Trajectory]:
 
 
 class EpisodeStream(Record):
-    """Puts each whole episode into `store` when it ends, and then notes it in the journal."""
+    """Puts each whole episode into `store` when it ends."""
 
-    def __init__(self, source: str, store: dict[int, Trajectory], journal: Channel) -> None:
+    def __init__(self, source: str, store: dict[int, Trajectory]) -> None:
         super().__init__(source)
-        self.store, self.journal = store, journal
+        self.store = store
         # By episode, its decisions: the arrays of a joint step, and the episode's row in them.
         self.open: dict[int, list[tuple[Observation, int]]] = {}
 
@@ -572,14 +699,11 @@ class EpisodeStream(Record):
             self.open.setdefault(episode, []).append((arrays, row))
 
     def end(self, outcomes: Sequence[EpisodeResult]) -> None:
-        super().end(outcomes)
         for result in outcomes:
             decisions, rows = zip(*self.open.pop(result.index), strict=True)
             whole = map_obs(partial(rows_of, rows), *decisions)
             ids, lengths = np.array([result.index]), np.array([len(rows)])
             self.store[result.index] = Trajectory(ids=ids, lengths=lengths, **whole)
-        if outcomes:
-            self.journal.put(Note(self.source, finished=tuple(outcomes)))
 
 
 def rows_of(rows: Sequence[int], *arrays: Array) -> Array:

@@ -128,7 +128,7 @@ def test_a_run_says_what_it_does_and_leaves_a_whole_folder(finished):
         assert row["time/first_backward_s"] == pytest.approx(first.start_s - rollout.start_s, abs=0.2)
     names = {(span.worker.partition("-")[0], span.name) for span in spans}
     assert names >= {("driver", "rollout"), ("driver", "save"), ("learner", "learn"), ("learner", "publish")}
-    assert names >= {("sim", "collect"), ("sim", "step"), ("sim", "wait"), ("sim", "evaluate"), ("policy", "act")}
+    assert names >= {("sim", "play"), ("sim", "step"), ("sim", "wait"), ("policy", "act")}
     (line,) = (line for line in output.splitlines() if line.startswith("  time "))
     assert all(f"{role}: " in line for role in ("sim", "policy", "learner")) and "idle" in line
     results = json.loads((path / "eval" / "v000006" / "results.json").read_text())

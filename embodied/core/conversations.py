@@ -19,8 +19,6 @@ from typing import Any
 
 import numpy as np
 
-from embodied.core.types import EpisodeSpec, Recording
-
 Message = dict[str, Any]
 """{"role": "user", "content": "..."}, or with pictures a list of parts as content: {"type": "image", "image": NAME} and
 {"type": "text", "text": "..."}."""
@@ -147,13 +145,3 @@ class Vacancy:
     room: int  # largest number of conversations at a time
     answered: tuple[tuple[str, int], ...] = ()  # source and number of answered prompts
     unfinished: tuple[tuple[tuple[str, int], WrittenTokens], ...] = ()  # the answers that it had begun when it stopped
-
-
-@dataclass(frozen=True)
-class EvaluationShare:
-    """Evaluation episodes that a sim worker plays beside its rollout."""
-
-    episodes: tuple[EpisodeSpec, ...]
-    rule: SamplingRule
-    recording: Recording
-    notes: Any  # the Channel for reports of ended episodes

@@ -350,16 +350,6 @@ class Merging:
 
 
 @dataclass(frozen=True)
-class Note:
-    """A sim worker's immediate report to the driver, which survives the worker's death."""
-
-    source: str
-    begun: tuple[int, ...] = ()  # indices of beginning episodes
-    finished: tuple[EpisodeResult, ...] = ()
-    warning: str = ""  # for the user
-
-
-@dataclass(frozen=True)
 class Recording:
     """The videos and buffers recorded of an evaluation's episodes."""
 
@@ -375,14 +365,48 @@ class Recording:
 
 
 @dataclass(frozen=True)
-class RolloutStats:
-    """One sim worker's seconds in one rollout, by activity, and its counts."""
+class Job:
+    """What a player plays in a round: episodes to their ends, or a `horizon` of decisions of every env row.
+
+    With a horizon every row continues its open episode and then plays its own next ones, and learners get the decisions
+    during the round. Whole episodes stay with the player until the driver asks for them. The episodes of an evaluation
+    are played in separate envs and recorded. A player plays its jobs of a round at the same time.
+    """
+
+    episodes: EpisodeList | Sequence[EpisodeSpec]
+    horizon: int = 0  # decisions; 0: whole episodes
+    outlets: tuple[Any, ...] = ()  # with a horizon: by learner rank, the Channel for the decisions of its env rows
+    batch: int = 0  # key in these channels
+    pieces: int = 0  # decisions of a piece that is sent during the rollout; 0: the whole horizon is sent at the end
+    at_once: bool = False  # whole episodes are reported, and may be handed in, as soon as they end
+    samples: frozenset[int] = frozenset()  # conversations that are returned as samples
+    # Of an evaluation
+    evaluation: str = ""  # its name, unique among the rounds of all evaluations; empty: training
+    recording: Recording = Recording()
+    rule: SamplingRule | None = None  # how actions are sampled; None: the round's rule
+    alone: frozenset[int] = frozenset()  # the last episodes, if each is played alone
+    expert: str | None = None  # its actions are played; None: policy workers'
+
+
+@dataclass(frozen=True)
+class Report:
+    """A player's immediate report to the driver, which survives the player's death."""
+
+    evaluation: str = ""  # name of the evaluation; empty: training
+    begun: tuple[int, ...] = ()  # indices of beginning episodes
+    finished: tuple[EpisodeResult, ...] = ()
+    warning: str = ""  # for the user
+
+
+@dataclass(frozen=True)
+class Played:
+    """The results of a player's job, and the seconds of its round by activity."""
 
     env_steps: int
-    finished: tuple[EpisodeResult, ...]  # episodes that ended in this rollout
-    step_s: float
-    reset_s: float
-    wait_s: float  # seconds of waiting for the policy's answers
+    finished: tuple[EpisodeResult, ...]  # episodes that ended in this job
+    step_s: float = 0.0
+    reset_s: float = 0.0
+    wait_s: float = 0.0  # seconds of waiting for the policy's answers
     problems: tuple[str, ...] = ()  # reason for each discarded episode
     samples: tuple[dict[str, Any], ...] = ()  # conversations for samples.jsonl
     ends: tuple[tuple[int, float], ...] = ()  # of conversations: sampled tokens, and seconds since the rollout began

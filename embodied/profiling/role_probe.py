@@ -29,6 +29,7 @@ from embodied.core.types import (
     ActRequest,
     BatchEnd,
     EpisodeList,
+    Job,
     PolicyOutput,
     Route,
     Servers,
@@ -241,12 +242,12 @@ class ProbeWorker(Worker):
         tasks = env_class(self.config.env).tasks(self.config.env)
         episodes = EpisodeList(self.config.seed + self.rank, "profile", tasks, group_size=alike)
         if not self.grouped:
-            part.sim.collect(episodes, route, decisions, (part.kept,))
+            part.sim.play([Job(episodes, horizon=decisions, outlets=(part.kept,))], route)
             return 0.0
         part.sim.forget_all_but(())
-        stats = part.sim.collect([episodes[i] for i in range(num_envs)], route)
+        (played,) = part.sim.play([Job(episodes.first(num_envs))], route)
         part.sim.hand_in([*part.sim.kept_episodes], "probe", part.kept, 0)
-        return stats.reset_s
+        return played.reset_s
 
     def _learn(self, learner: LearnerWorker, part: ProbedPart) -> None:
         played = part.kept.get()

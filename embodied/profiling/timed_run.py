@@ -35,7 +35,7 @@ from embodied.workflows.shipped_roles import roles_of_run
 MANY = 1_000_000  # iterations, so that the learning-rate schedule is flat
 PHASES = ("rollout", "update", "publish")
 # The work of an iteration by role; other roles are measured as a whole.
-OUTER = {"sim": ("collect",), "policy": ("serve",), "learner": ("learn",)}
+OUTER = {"sim": ("play",), "policy": ("serve",), "learner": ("learn",)}
 WAITING = ("wait", "sync")
 
 
@@ -90,8 +90,8 @@ class TimedRun:
         phases = seconds_between(before["driver"], after["driver"], *PHASES)
         learners = self.loop.learners.workers
         synced = sum(sum(seconds_between(before[w], after[w], "sync")) for w in learners) / len(learners)
-        collected = [sum(seconds_between(before[w], after[w], "collect")) for w in self.loop.workers.sims.workers]
-        barrier_s = max(collected) - sum(collected) / len(collected)
+        played = [sum(seconds_between(before[w], after[w], "play")) for w in self.loop.workers.sims.workers]
+        barrier_s = max(played) - sum(played) / len(played)
         first = numbers.get("time/first_backward_s")
         return Round(seconds, *phases, synced, barrier_s, first, int(numbers["env_steps"]), busy)
 

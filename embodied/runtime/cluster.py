@@ -193,9 +193,9 @@ class Cluster:
                     return {}
                 self._wait(handles, started, None)
 
-    def watch(self, channel: Channel) -> None:
-        """Makes `settle` react to items in a channel whose home is the driver."""
-        channel.end.heard = self.wake  # type: ignore[union-attr]  # a Queue, since its home is here
+    def watch(self, channel: Channel, watched: bool = True) -> None:
+        """Makes `settle` react to items in a channel whose home is the driver, or no longer."""
+        channel.end.heard = self.wake if watched else lambda: None  # type: ignore[union-attr]  # a Queue: it is here
 
     def wake(self) -> None:
         """Makes waits check their condition again. Thread-safe."""

@@ -11,16 +11,15 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
-from functools import partial
 from time import perf_counter
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from embodied.algorithms.config import PPOConfig
-from embodied.core.conversations import EvaluationShare, SamplingRule
+from embodied.core.conversations import SamplingRule
 from embodied.core.errors import ConfigError
-from embodied.core.types import BatchEnd, EpisodeList, EpisodeResult, RolloutStats, Route, Servers, Unit, env_blocks
+from embodied.core.types import BatchEnd, EpisodeList, EpisodeResult, Job, Played, Report, Servers, Unit, env_blocks
 from embodied.placement.balance import balance_ratio
 from embodied.runtime import Channel, Handle, WorkerGroup
 from embodied.workflows.contract import BatchSource
@@ -175,13 +174,59 @@ class Collector(BatchSource):
             channel.close("the run ends")
 
 
+class EpisodeCounter:
+    """Counts the begun training episodes of each env row, and the episodes with a known outcome.
+
+    Sim workers record every episode before it begins, so a replacement begins the next one: no episode is played twice,
+    and lost episodes are counted.
+    """
+
+    def __init__(self, num_envs: int) -> None:
+        self.begun = np.zeros(num_envs, np.int64)  # episodes that each env row has begun
+        self.settled = np.zeros(num_envs, np.int64)  # begun episodes that ended or were abandoned
+
+    def begin(self, indices: Iterable[int]) -> None:
+        """Env row e plays episodes e, e + E, e + 2E, ..."""
+        for index in indices:
+            count, env = divmod(index, len(self.begun))
+            self.begun[env] = max(self.begun[env], count + 1)
+
+    def finish(self, results: Iterable[EpisodeResult]) -> None:
+        """Count these episodes as settled."""
+        for result in results:
+            self.settled[result.index % len(self.begun)] += 1
+
+    def abandon(self, rows: Sequence[int] | np.ndarray) -> int:
+        """Give up the open episodes of these rows; returns their number."""
+        lost = int((self.begun[rows] - self.settled[rows]).sum())
+        self.settled[rows] = self.begun[rows]
+        return lost
+
+    def abandoned(self) -> dict[str, np.ndarray]:
+        """The state of all env rows without their open episodes; no simulator is needed."""
+        from embodied.envs.player import EpisodeTracker  # imports a simulator's packages
+
+        rows = len(self.begun)
+        state = {f"rows.{name}": np.zeros(rows, np.int64) for name in (*EpisodeTracker.ARRAYS, "initial")}
+        state |= {"rows.started": self.settled + (self.begun > self.settled), "rows.length": np.ones(rows, np.int64)}
+        return {"env_ids": np.arange(rows), **state}
+
+    def restore(self, state: dict[str, np.ndarray]) -> None:
+        """Continue from the state of all env rows: each has one open episode, a new one if the old one was
+        abandoned."""
+        envs, started = state["env_ids"], state["rows.started"]
+        goes_on = any(name.startswith("env.") for name in state)
+        self.begun[envs] = started if goes_on else started + (state["rows.length"] > 0)
+        self.settled[envs] = self.begun[envs] - 1
+
+
 @dataclass
 class RolloutParts:
     """A collected rollout: the env rows of each sim, and the times."""
 
     number: int  # number of the batch in its channels
     version: int
-    stats: dict[int, RolloutStats] = field(default_factory=dict)  # by sim
+    stats: dict[int, Played] = field(default_factory=dict)  # by sim
     sources: dict[str, np.ndarray] = field(default_factory=dict)  # source -> its env rows
     seconds: float = 0.0
     relayed: dict[str, float] = field(default_factory=dict)  # metrics of relaying roles
@@ -209,7 +254,9 @@ class HorizonCollector(Collector):
         config = workers.config
         assert isinstance(config.algo, PPOConfig)
         self.horizon = config.algo.rollout_decisions
-        self.episodes = self.rollouts.episodes = EpisodeList(config.seed, "train", workers.tasks)
+        self.episodes = EpisodeList(config.seed, "train", workers.tasks)
+        self.counter = EpisodeCounter(config.env.num_envs)
+        self.rollouts.training = self
         self.inlets = self.relays.inlets(self.trajectories)
         if (pieces := config.pipeline.granularity) and self.relays.groups:
             role = self.relays.groups[0].role
@@ -234,20 +281,18 @@ class HorizonCollector(Collector):
         batch, missing = RolloutParts(self.batches, version), list(range(len(rollouts.sims)))
         if self.config.pipeline.granularity:
             self.begin_early(batch.number)
+        pieces, evaluation = self.config.pipeline.granularity or 0, rollouts.take_beside()
+        job = Job(self.episodes, horizon=self.horizon, outlets=tuple(self.inlets), batch=batch.number, pieces=pieces)
         while missing:
-            begin = partial(self._collect, batch.number, beside := rollouts.take_beside())
-            stages = self.config.pipeline.stages
-            calls, routes = rollouts.play(missing, begin, stages, SamplingRule(), beside=bool(beside))
-            for sim, call in calls.items():
-                if call.succeeded():
-                    batch.stats[sim] = call.wait()[0]
-                    batch.sources |= self._parts(sim, routes[sim][:stages])
-            batch.seconds += max((call.seconds() for call in calls.values() if call.succeeded()), default=0.0)
-            missing = [sim for sim in missing if sim not in batch.stats]
+            played = rollouts.play(dict.fromkeys(missing, job), SamplingRule(), evaluation)
+            batch.stats |= played.played
+            for sim in played.played:
+                batch.sources |= self._parts(sim, played.sources[sim])
+            batch.seconds += played.seconds
+            missing, evaluation = [sim for sim in missing if sim not in batch.stats], None
             if not self._too_little(batch, missing):
                 break
-        rollouts.read_journal()
-        rollouts.episode_counter.finish(result for stats in batch.stats.values() for result in stats.finished)
+        self.counter.finish(result for stats in batch.stats.values() for result in stats.finished)
         sources = [batch.sources_of(block) for block in self.blocks]
         batch.relayed = self.relays.pass_rollouts(batch.number, sources, self.trajectories)
         return batch
@@ -264,7 +309,7 @@ class HorizonCollector(Collector):
         return [np.array(block) for block in self.blocks]
 
     def metrics(self, batch: RolloutParts) -> dict[str, float]:
-        def mean(what: Callable[[RolloutStats], float]) -> float:
+        def mean(what: Callable[[Played], float]) -> float:
             return float(np.mean([what(part) for part in batch.stats.values()]))
 
         ids = batch.env_ids
@@ -287,26 +332,29 @@ class HorizonCollector(Collector):
 
     def abandon(self) -> dict[str, np.ndarray]:
         """The number of episodes begun by each row; a resumed run begins the next episodes."""
-        self.rollouts.read_journal()
+        self.rollouts.read_reports()
         self.close_channels()
-        return self.rollouts.episode_counter.abandoned()
+        return self.counter.abandoned()
 
     def restore(self, state: dict[str, np.ndarray]) -> int:
         """Restore the arrays of `save`; returns the number of abandoned open episodes."""
         check_rows(state, self.config.env.num_envs)
-        self.rollouts.episode_counter.restore(state)
+        self.counter.restore(state)
         return sum(self.rollouts.ask(lambda: self.rollouts.sims.set_state(state, self.episodes)))
 
-    def _collect(self, batch: int, beside: dict[int, EvaluationShare], sim: int, route: Route) -> Handle:
-        where = (tuple(self.inlets), batch, self.config.pipeline.granularity or 0)
-        more: dict[str, Any] = {"beside": beside[sim]} if sim in beside else {}
-        return self.rollouts.sims[sim].collect(self.episodes, route, self.horizon, *where, **more)
+    def hear(self, report: Report) -> None:
+        self.counter.begin(report.begun)
 
-    def _parts(self, sim: int, route: Route) -> dict[str, np.ndarray]:
+    def lose(self, sim: int) -> int:
+        """Begin the next episode in every row of a replaced sim; returns the number of lost episodes."""
+        rows = self.rollouts.rows(sim)
+        abandoned = self.counter.abandon(rows)
+        self.rollouts.sims[sim].begin(self.episodes, self.counter.begun[rows])
+        return abandoned
+
+    def _parts(self, sim: int, sources: Sequence[str]) -> dict[str, np.ndarray]:
         """The env rows of each stage of a sim."""
-        rows, stages = self.rollouts.rows(sim), len(route)
-        size = len(rows) // stages
-        return {servers.source: rows[i * size : (i + 1) * size] for i, servers in enumerate(route)}
+        return dict(zip(sources, np.split(self.rollouts.rows(sim), len(sources)), strict=True))
 
     def _too_little(self, batch: RolloutParts, missing: list[int]) -> bool:
         return 2 * len(missing) >= len(self.rollouts.sims) or not all(batch.sources_of(block) for block in self.blocks)

@@ -14,26 +14,25 @@ from collections import Counter
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from embodied.core.conversations import EvaluationShare, SamplingRule
-from embodied.core.errors import ChannelClosed, EvaluationStopped
-from embodied.core.types import EnvSpec, EpisodeList, EpisodeResult, EpisodeSpec, Note, Recording, Route, deal_by_task
+from embodied.core.conversations import SamplingRule
+from embodied.core.errors import EvaluationStopped
+from embodied.core.types import EnvSpec, EpisodeList, EpisodeResult, EpisodeSpec, Job, Recording, Report, deal_by_task
 from embodied.envs import env_class, speaks
 from embodied.envs.capabilities import EvaluationProtocol, choose_protocol
 from embodied.records.results import BUFFERS
 from embodied.records.transcripts import record_transcripts
 from embodied.records.videos import VideoRecorder
-from embodied.runtime import Channel, Handle
 from embodied.workflows.contract import ROLLOUT
+from embodied.workflows.rollout_manager import Evaluation
 
 if TYPE_CHECKING:
     from embodied.config.recipe import RunConfig
     from embodied.config.sections import EvalSection
     from embodied.records.results import PartialEvaluation
-    from embodied.workflows.rollout_manager import RolloutManager
+    from embodied.workflows.rollout_manager import RolloutManager, Round
     from embodied.workflows.workers import Workers
 
 MAX_ATTEMPTS = 2  # of an episode whose worker dies
@@ -111,7 +110,7 @@ class Evaluator:
     ) -> list[EpisodeResult]:
         """Play the fixed evaluation episodes that `kept` lacks with the current version; returns all results in episode
         order. Videos of the first episodes go into `out/videos`, the dataset to its path (None: `out/dataset`); `stop`
-        is as in `play_fixed`."""
+        is as in `play`."""
         results = dict(kept.finished) if kept else {}
         with self.workers.timers.measure("evaluate"):
             self.read_spec()
@@ -171,19 +170,13 @@ class Evaluator:
             recorders=(record_transcripts,) if conversations else (VideoRecorder, EpisodeRecorder),
         )
 
-    def shares(self, kept: PartialEvaluation) -> dict[int, EvaluationShare]:
-        """The missing episodes of an evaluation for each sim worker, to be played beside a rollout."""
+    def beside(self, kept: PartialEvaluation) -> Evaluation:
+        """The missing episodes of an evaluation, to be played beside a rollout."""
         missing = [spec for spec in self.episodes if spec.index not in kept.finished]
-        about = (rule_of(self.config.eval), self.first_recording(kept.folder), self.workers.notes)
+        job = Job((), recording=self.first_recording(kept.folder), rule=rule_of(self.config.eval))
         dealt = deal_to_sims(missing, len(self.workers.sims), self.workers.spec.text)
-        return {sim: EvaluationShare(tuple(specs), *about) for sim, specs in dealt.items() if specs}
-
-    def noted(self) -> list[EpisodeResult]:
-        """Record the results of evaluation episodes that ended beside a rollout."""
-        notes = [self.workers.notes.get() for _ in range(self.workers.notes.qsize())]
-        for note in notes:
-            self.workers.rollouts.warn(note.warning)
-        return [result for note in notes for result in note.finished]
+        jobs = {sim: replace(job, episodes=specs) for sim, specs in dealt.items() if specs}
+        return Evaluation(jobs, lambda report: kept.add(report.finished))
 
     def play(
         self,
@@ -193,63 +186,20 @@ class Evaluator:
         heard: Heard = ignore,
         stop: Callable[[], bool] = never,
     ) -> list[EpisodeResult]:
-        """Play the episodes; returns their outcomes in order. An expert needs no policy worker."""
-        workers = self.workers
-
-        def begin(sim: int, share: list[EpisodeSpec], route: Route, alone: frozenset[int]) -> Handle:
-            return workers.sims[sim].evaluate(share, route, recording, workers.notes, alone, expert)
-
-        with workers.device_sharing.phase(ROLLOUT), workers.ended_if_given_up():
-            options = (rule_of(self.config.eval), bool(expert), heard, stop)
-            return play_fixed(workers.rollouts, episodes, begin, workers.notes, *options)
+        """Play the episodes; returns their outcomes in order. An expert needs no policy worker. `heard` gets finished
+        episodes early, also if a worker fails. Raises EvaluationStopped if `stop()` is true and episodes are
+        missing."""
+        rollouts, rule = self.workers.rollouts, rule_of(self.config.eval)
+        table = EpisodeTable(rollouts, episodes, Job((), recording=recording, expert=expert), heard, stop)
+        with self.workers.device_sharing.phase(ROLLOUT), self.workers.ended_if_given_up():
+            while jobs := table.next():
+                table.add(rollouts.play({}, rule, Evaluation(jobs, table.hear), table, by_expert=bool(expert)))
+        return [table.results[spec.index] for spec in episodes]
 
 
 def rule_of(options: EvalSection) -> SamplingRule:
     """The sampling rule of an evaluation; the log-probs in its transcripts are at temperature 1."""
     return SamplingRule(options.temperature, options.top_p, options.top_k, "eval")
-
-
-def play_fixed(
-    rollouts: RolloutManager,
-    episodes: list[EpisodeSpec],
-    begin: Callable[[int, list[EpisodeSpec], Route, frozenset[int]], Handle],
-    notes: Channel,
-    sampling: SamplingRule,
-    by_expert: bool = False,
-    heard: Heard = ignore,
-    stop: Callable[[], bool] = never,
-) -> list[EpisodeResult]:
-    """Play the episodes; returns their outcomes in order. `begin(sim, its episodes, route, episodes to be played
-    alone)` starts a sim. `heard` gets finished episodes early, also if a worker fails. Raises EvaluationStopped if
-    `stop()` is true and episodes are missing. With experts no policy worker serves."""
-    num_sims = len(rollouts.sims)
-    results: dict[int, EpisodeResult] = {}
-    left = deal_to_sims(episodes, num_sims, rollouts.spec.text)
-    attempts: Counter[int] = Counter()
-    while left := {sim: specs for sim, specs in left.items() if specs}:
-        if stop():
-            raise EvaluationStopped(f"{sum(map(len, left.values()))} of {len(episodes)} episodes were not played")
-        alone = frozenset(attempts)
-        share = partial(begin_share, begin, left, alone)
-        listener = NoteListener(rollouts, notes, heard, stop)
-        calls, routes = rollouts.play(left, share, 1, sampling, asked=not by_expert, background=listener)
-        noted = listener.all_notes()
-        for sim, call in calls.items():
-            of_sim = [note for note in noted if note.source == routes[sim][0].source]
-            results |= {result.index: result for note in of_sim for result in note.finished}
-            if call.succeeded():
-                results |= {result.index: result for result in call.wait()[0]}
-            else:
-                suspects = {index for note in of_sim for index in note.begun} - results.keys()
-                attempts.update(suspects)
-                hopeless = {index for index in suspects if attempts[index] >= MAX_ATTEMPTS}
-                cause = next(iter(call.failed.values())).cause
-                results |= {spec.index: error(spec, cause) for spec in left[sim] if spec.index in hopeless}
-            left[sim] = sorted(
-                (spec for spec in left[sim] if spec.index not in results), key=lambda spec: spec.index in attempts
-            )
-        heard(results.values())
-    return [results[spec.index] for spec in episodes]
 
 
 def deal_to_sims(episodes: list[EpisodeSpec], num_sims: int, text: bool) -> dict[int, list[EpisodeSpec]]:
@@ -261,44 +211,63 @@ def deal_to_sims(episodes: list[EpisodeSpec], num_sims: int, text: bool) -> dict
     return {sim: [episodes[at] for at in places] for sim, places in dealt}
 
 
-class NoteListener:
-    """Collects the notes of the playing sims, passes on finished episodes, and stops the sims on request."""
+class EpisodeTable:
+    """The fixed episodes of an evaluation. Each is played once, and again if its sim died, at most MAX_ATTEMPTS
+    times."""
 
-    def __init__(self, rollouts: RolloutManager, notes: Channel, heard: Heard, stop: Callable[[], bool]) -> None:
-        self.rollouts, self.notes, self.heard, self.stop = rollouts, notes, heard, stop
-        self.noted: list[Note] = []
+    def __init__(
+        self, rollouts: RolloutManager, episodes: list[EpisodeSpec], job: Job, heard: Heard, stop: Callable[[], bool]
+    ) -> None:
+        self.rollouts, self.episodes, self.job, self.heard, self.stop = rollouts, episodes, job, heard, stop
+        self.left = deal_to_sims(episodes, len(rollouts.sims), rollouts.spec.text)  # by sim
+        self.results: dict[int, EpisodeResult] = {}
+        self.begun: set[int] = set()  # in this round
+        self.attempts: Counter[int] = Counter()  # of episodes that were open when their sim died
         self.stopping = False
         self.problem: Exception | None = None
 
+    def next(self) -> dict[int, Job]:
+        """The jobs of the next round, by sim; none if all episodes have results."""
+        self.left = {sim: specs for sim, specs in self.left.items() if specs}
+        if self.left and self.stop():
+            missing = sum(map(len, self.left.values()))
+            raise EvaluationStopped(f"{missing} of {len(self.episodes)} episodes were not played")
+        self.begun, alone = set(), frozenset(self.attempts)
+        return {sim: replace(self.job, episodes=specs, alone=alone) for sim, specs in self.left.items()}
+
     def due(self) -> bool:
-        """True if notes have arrived, or if the sims should be stopped."""
-        return self.notes.qsize() > 0 or (not self.stopping and self.stop())
+        """True if reports have arrived, or if the sims should be stopped."""
+        return self.rollouts.inbox.qsize() > 0 or (not self.stopping and self.stop())
 
     def go_on(self) -> None:
-        """Pass on finished episodes."""
-        new = [self.notes.get() for _ in range(self.notes.qsize())]
-        self.noted += new
-        for note in new:
-            self.rollouts.warn(note.warning)
-        try:
-            self.heard(result for note in new for result in note.finished)
-        except Exception as err:  # a full disk: without stored results the evaluation ends
-            self.problem = self.problem or err
+        self.rollouts.read_reports()
         if not self.stopping and (self.problem or self.stop()):
             self.stopping = True
             self.rollouts.sims.stop_playing()
 
-    def all_notes(self) -> list[Note]:
-        """All notes of a finished round."""
-        with suppress(ChannelClosed):  # closed by a failed worker
-            self.go_on()
+    def hear(self, report: Report) -> None:
+        """Record beginnings and results, and pass on the results."""
+        self.begun.update(report.begun)
+        self.results |= {result.index: result for result in report.finished}
+        try:
+            self.heard(report.finished)
+        except Exception as err:  # a full disk: without stored results the evaluation ends
+            self.problem = self.problem or err
+
+    def add(self, played: Round) -> None:
+        """Record the end of a round; open episodes of a dead sim may have killed it."""
         if self.problem:
             raise self.problem
-        return self.noted
-
-
-def begin_share(begin, left: dict[int, list[EpisodeSpec]], alone: frozenset[int], sim: int, route: Route) -> Handle:
-    return begin(sim, left[sim], route, alone)
+        open_episodes = self.begun - self.results.keys()
+        for sim, cause in played.failures.items():
+            suspects = [spec for spec in self.left[sim] if spec.index in open_episodes]
+            self.attempts.update(spec.index for spec in suspects)
+            hopeless = [spec for spec in suspects if self.attempts[spec.index] >= MAX_ATTEMPTS]
+            self.results |= {spec.index: error(spec, cause) for spec in hopeless}
+        self.heard(self.results.values())
+        for sim, specs in self.left.items():
+            missing = [spec for spec in specs if spec.index not in self.results]
+            self.left[sim] = sorted(missing, key=lambda spec: spec.index in self.attempts)
 
 
 def error(spec: EpisodeSpec, cause: str) -> EpisodeResult:

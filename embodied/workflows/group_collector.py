@@ -32,8 +32,9 @@ from embodied.core.types import (
     EpisodeList,
     EpisodeResult,
     EpisodeSpec,
-    RolloutStats,
-    Route,
+    Job,
+    Played,
+    Report,
     Unit,
     deal_by_task,
     env_blocks,
@@ -56,7 +57,7 @@ class GroupedEpisodes:
 
     number: int  # number of the batch in its channels
     version: int
-    stats: list[RolloutStats] = field(default_factory=list)  # per sim and round
+    stats: list[Played] = field(default_factory=list)  # per sim and round
     rounds: int = 0
     seconds: float = 0.0
     lost: set[int] = field(default_factory=set)  # episodes
@@ -68,7 +69,7 @@ class GroupedEpisodes:
     groups: list[Group] = field(default_factory=list)  # groups sent to learners
     units: list[list[Unit]] = field(default_factory=list)  # units of each learner rank
     balance_ratio: float = 1.0  # of the ranks' costs
-    ends: list[tuple[int, float]] = field(default_factory=list)  # of conversations, as in RolloutStats, over all rounds
+    ends: list[tuple[int, float]] = field(default_factory=list)  # of conversations, as in Played, over all rounds
     reported: dict[str, float] = field(default_factory=dict)  # by relaying roles and engines
 
     @property
@@ -116,7 +117,7 @@ class GroupCollector(Collector):
         self.ends: list[tuple[int, float]] = []  # ends of its conversations
         self.dealer = Dealer(config, self.learners, self.text)
         self.experience = Experience(self.rollouts, config.learner.in_step, self.relays.groups)
-        workers.cluster.watch(workers.journal)
+        self.rollouts.training = self
         if self.algo.filter_metric == "success" and not workers.spec.has_success:
             raise ConfigError(
                 "algo.filter_metric=success bounds the rate of success, but this env has none; try "
@@ -275,36 +276,23 @@ class GroupCollector(Collector):
         num_sims = len(rollouts.sims)
         blocks = deal_by_task([spec.task for spec in specs], num_sims) if by_task else env_blocks(len(specs), num_sims)
         shares = {sim: [specs[at] for at in block] for sim, block in enumerate(blocks) if block}
-        beside = rollouts.take_beside()
-        shares = {sim: [] for sim in beside} | shares
-
         ends_early = self.early and not self.relays.groups  # else no group is certain before the round is over
         shown = sampled([spec.index for spec in specs], self.config.run.samples) if not batch.rounds else frozenset()
-
-        def begin(sim: int, route: Route) -> Handle:
-            more: dict[str, Any] = {"beside": beside[sim]} if sim in beside else {}
-            if self.text:
-                more["shown"] = shown
-            return rollouts.sims[sim].collect(shares[sim], route, noted=ends_early, **more)
-
+        jobs = {sim: Job(share, at_once=ends_early, samples=shown) for sim, share in shares.items()}
         workers = rollouts.sims.workers
         self.experience.keep_at({workers[sim]: [spec.index for spec in share] for sim, share in shares.items()})
-        background = self if ends_early else None
-        options: dict[str, Any] = {"background": background, "beside": bool(beside)}
-        calls, _ = rollouts.play(shares, begin, self.config.pipeline.stages, self.sampling, **options)
-        played = [call for call in calls.values() if call.succeeded()]
-        stats = [call.wait()[0] for call in played]
+        ended = rollouts.play(jobs, self.sampling, rollouts.take_beside(), self if ends_early else None)
+        stats = [*ended.played.values()]
         batch.stats += stats
         batch.ends += [(tokens, batch.seconds + seconds) for part in stats for tokens, seconds in part.ends]
-        batch.seconds += max((call.seconds() for call in played), default=0.0)
+        batch.seconds += ended.seconds
         batch.rounds += 1
         self.add(self._relayed([result for part in stats for result in part.finished], batch), batch)
-        self.lose(sorted(self.pool.playing), batch)
+        self.leave_out(sorted(self.pool.playing), batch)
         self._lose_what_is_gone(batch)
         if self.early:
             self._send_what_is_certain()
-            dead = [sim for sim, call in calls.items() if not call.succeeded()]
-            batch.stats += saved([spec.index for sim in dead for spec in shares[sim]], batch)
+            batch.stats += saved([spec.index for sim in ended.failures for spec in shares.get(sim, ())], batch)
 
     def add(self, results: Iterable[EpisodeResult], batch: GroupedEpisodes) -> None:
         """Add the outcomes of episodes; known outcomes change nothing."""
@@ -330,16 +318,23 @@ class GroupCollector(Collector):
 
     # To the learners
 
+    def hear(self, report: Report) -> None:
+        if self.playing is not None:
+            self.add(report.finished, self.playing)
+
+    def lose(self, sim: int) -> int:
+        """Whole episodes of a dead sim are counted with their groups."""
+        return 0
+
     def due(self) -> bool:
         """With schedule=periodic, during a round: true if episodes have ended or groups were sent."""
-        return self.rollouts.journal.qsize() > 0 or any(batch.done() for batch in self.experience.under_way)
+        return self.rollouts.inbox.qsize() > 0 or any(batch.done() for batch in self.experience.under_way)
 
     def go_on(self) -> None:
         """Add ended episodes, and send the groups that are certain now."""
         assert self.playing is not None
-        batch, journal = self.playing, self.rollouts.journal
-        while journal.qsize():
-            self.add(journal.get().finished, batch)
+        batch = self.playing
+        self.rollouts.read_reports()
         self._accept(self.experience.arrived(), batch)
         for group in self.pool.certain():
             self.pool.hand_on(group)
@@ -387,7 +382,7 @@ class GroupCollector(Collector):
     def _leave_out(self, group: Group, batch: GroupedEpisodes) -> None:
         """Leave out a lost group that the pool has already returned."""
         if self.learning:
-            self.lose(group.episodes, batch)
+            self.leave_out(group.episodes, batch)
         else:
             self.pool.counts.update(kept=-1, incomplete=1)
             batch.lost.update(group.episodes)
@@ -395,9 +390,9 @@ class GroupCollector(Collector):
 
     def _lose_what_is_gone(self, batch: GroupedEpisodes) -> None:
         """Drop the groups of replaced sims; their kept episodes are lost."""
-        self.lose(self.experience.gone(self.pool.held), batch)
+        self.leave_out(self.experience.gone(self.pool.held), batch)
 
-    def lose(self, episodes: Collection[int], batch: GroupedEpisodes) -> None:
+    def leave_out(self, episodes: Collection[int], batch: GroupedEpisodes) -> None:
         """Drop the groups of lost episodes."""
         self.pool.lose(episodes)
         batch.lost.update(episodes)
@@ -429,11 +424,11 @@ def added(parts: Iterable[dict[str, float]]) -> dict[str, float]:
     return total
 
 
-def saved(episodes: Collection[int], batch: GroupedEpisodes) -> list[RolloutStats]:
+def saved(episodes: Collection[int], batch: GroupedEpisodes) -> list[Played]:
     """The known results of these episodes, whose sims died in this round."""
     known = [batch.ended[episode] for episode in episodes if episode in batch.ended]
     results = tuple(result for result in known if result.index not in batch.lost)
-    return [RolloutStats(sum(result.length for result in results), results, 0.0, 0.0, 0.0)] if results else []
+    return [Played(sum(result.length for result in results), results)] if results else []
 
 
 def sampled(episodes: list[int], count: int) -> frozenset[int]:

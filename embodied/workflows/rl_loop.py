@@ -68,7 +68,7 @@ def sim_arguments(workers: Workers) -> tuple:
     config = workers.config
     whole_episodes = not workers.stages or config.algo.whole_episodes
     evaluation = workers.evaluation
-    return config.env, workers.stages, workers.journal, evaluation.env, evaluation.rows, whole_episodes
+    return config.env, workers.stages, workers.inbox, evaluation.env, evaluation.rows, whole_episodes
 
 
 def policy_arguments(workers: Workers) -> tuple:
@@ -128,7 +128,7 @@ class EmbodiedLoop:
         self.ahead: deque[Batch] = deque()  # collected batches that wait for their update
         self.lagging = LaggingVersions(self) if config.pipeline.lag else None
         self.dropped = 0
-        self.beside: tuple[PartialEvaluation, Callable[[], object]] | None = None  # evaluation beside the next rollout
+        self.beside: Callable[[], object] | None = None  # finishes the evaluation beside the next rollout
         self.updating: tuple[Batch, Handle | None] | None = None  # a batch and its unfinished update
 
     @staticmethod
@@ -187,12 +187,11 @@ class EmbodiedLoop:
     def evaluate_beside(self, kept: PartialEvaluation, finish: Callable[[], object]) -> None:
         """Let the next rollout, which uses the same weights, also play this evaluation's episodes. `finish` plays the
         remaining episodes before the next weights are published."""
-        self.rollouts.beside, self.beside = self.evaluator.shares(kept), (kept, finish)
+        self.rollouts.beside, self.beside = self.evaluator.beside(kept), finish
 
     def _end_evaluation(self) -> None:
         if self.beside:
-            (kept, finish), self.beside, self.rollouts.beside = self.beside, None, {}
-            kept.add(self.evaluator.noted())
+            finish, self.beside, self.rollouts.beside = self.beside, None, None
             finish()
 
     def publish(self, version: int) -> float:

@@ -1,7 +1,8 @@
 """Runs the rounds of sim workers and policy workers, and replaces dead workers.
 
-In a round some sims play, and the policy workers serve them until all are done. A host that dies in a round, or during
-an update, is restarted at once. Its workers get:
+In a round sims play jobs, and the policy workers serve them until all are done. Reports of the sims come to one inbox,
+which is read here (`read_reports`). A host that dies in a round, or during an update, is restarted at once. Its workers
+get:
 
     policy worker   its policy and the current weights, or the next ones if they are published while it builds. Its
                     predecessor's unanswered requests wait for it, so nothing is lost. Workers of the same process die
@@ -9,25 +10,21 @@ an update, is restarted at once. Its workers get:
     sim worker      its envs, and the next episode of every row. Data of the dead worker's round are lost, and the
                     caller decides whether to collect them again
 
-`Answering` assigns policy workers to sims. While learners hold a policy worker's devices, other policy workers
-answer its requests.
+`Answering` assigns policy workers to sims; they join, leave, die and are replaced while requests wait. Requests wait
+with the players (`envs/player.py`), and a player only gets the names of its policy workers. With several language
+engines all prompts wait here until an engine has room (`SharedPrompts`), since the length of an answer is not known in
+advance. While learners hold a policy worker's devices, other policy workers answer its requests.
 
-The runtime notices deaths and decides on restarts (`Cluster.settle`, `supervision.py`).
-
-`rl_loop.py` decides how old a rollout's weights may be.
-
-The policy workers of a round: they join, leave, die and are replaced while requests wait.
-
-Requests wait with the players (`envs/player.py`); a player only gets the names of its policy workers. With
-several language engines all prompts wait here until an engine has room (`SharedPrompts`), since the length of an answer
-is not known in advance.
+The runtime notices deaths and decides on restarts (`Cluster.settle`, `supervision.py`); `rl_loop.py` decides how old a
+rollout's weights may be.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Collection, Iterable
+from contextlib import suppress
+from dataclasses import dataclass, replace
 from itertools import count, groupby
 from math import inf
 from time import monotonic
@@ -36,25 +33,53 @@ from typing import TYPE_CHECKING, Any, Protocol, cast
 import numpy as np
 
 from embodied.core.conversations import PromptBatch, SamplingRule, Vacancy
+from embodied.core.errors import ChannelClosed
 from embodied.core.request_queue import RequestQueue, Waiting
-from embodied.core.types import EpisodeList, EpisodeResult, Route, Servers, rows_of_sims
+from embodied.core.types import Job, Played, Report, Route, Servers, rows_of_sims
 from embodied.runtime import Budget, Handle
 from embodied.runtime.supervision import Failure, Repetitions
 from embodied.workflows.contract import WARNING
 
 if TYPE_CHECKING:
-    from embodied.core.conversations import EvaluationShare
     from embodied.workflows.workers import Workers
 
 
 class BackgroundTask(Protocol):
-    """Work of the driver during a round; it may be due when notes of the sims arrive or calls end."""
+    """Work of the driver during a round; it may be due when reports of the sims arrive or calls end."""
 
     def due(self) -> bool:
         """True if it has work now."""
 
     def go_on(self) -> None:
         """Do the work, without waiting."""
+
+
+class Training(Protocol):
+    """The record of training's episodes, which hears of their fates."""
+
+    def hear(self, report: Report) -> None:
+        """A player has begun or ended episodes."""
+
+    def lose(self, sim: int) -> int:
+        """A sim has died and has a successor; returns the number of abandoned open episodes."""
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """An evaluation's episodes of one round."""
+
+    jobs: dict[int, Job]  # by sim
+    hear: Callable[[Report], object]
+
+
+@dataclass(frozen=True)
+class Round:
+    """The results of a round."""
+
+    played: dict[int, Played]  # training's, by sim that has played its job to the end
+    sources: dict[int, tuple[str, ...]]  # by sim, the names of its stages in requests and trajectories
+    failures: dict[int, str]  # by sim that died, the cause
+    seconds: float  # of the slowest sim
 
 
 class RolloutManager:
@@ -64,14 +89,15 @@ class RolloutManager:
         """All workers are built."""
         self.cluster, self.sims, self.policies = workers.cluster, workers.sims, workers.policies
         self.spec, self.weight_sync = workers.spec, workers.weight_sync
-        self.episodes: EpisodeList | None = None  # the episodes that a replaced sim worker continues
-        self.journal, self.notify = workers.journal, workers.notify
+        self.inbox, self.notify = workers.inbox, workers.notify
+        self.training: Training | None = None
+        self.beside: Evaluation | None = None  # evaluation to be played beside the next rollout
+        self.evaluation: Evaluation | None = None  # of the current round
         self.divides = workers.config.merged_rows > 1  # True: a request may be divided among policy workers
         self.num_stages = max(workers.stages, 1)
         self.device_sharing = workers.device_sharing
-        self.episode_counter, self.num_tasks = EpisodeCounter(workers.config.env.num_envs), len(workers.tasks)
+        self.num_envs, self.num_tasks = workers.config.env.num_envs, len(workers.tasks)
         self.background: list[BackgroundTask] = []  # tasks during every round
-        self.beside: dict[int, EvaluationShare] = {}  # by sim, the evaluation episodes of the next rollout round
         self.rounds = 0
         self.restarts = 0
         self.lives: Counter[str] = Counter()  # number of replacements by worker
@@ -98,42 +124,77 @@ class RolloutManager:
 
     def rows(self, sim: int) -> np.ndarray:
         """The env rows of a sim worker."""
-        return rows_of_sims(len(self.episode_counter.begun), len(self.sims), self.num_tasks)[sim]
+        return rows_of_sims(self.num_envs, len(self.sims), self.num_tasks)[sim]
 
     # Work
 
     def play(
         self,
-        sims: Iterable[int],
-        begin: Callable[[int, Route], Handle],
-        stages: int,
+        jobs: dict[int, Job],
         sampling: SamplingRule,
-        asked: bool = True,
+        evaluation: Evaluation | None = None,
         background: BackgroundTask | None = None,
-        beside: bool = False,
-    ) -> tuple[dict[int, Handle], dict[int, Route]]:
-        """Run a round: call `begin` for these sims, and let the policy workers serve `stages` stages of each (if
-        `asked`), and robots' evaluation episodes `beside`. `background` tasks run meanwhile. Returns the finished
-        calls, successful except for dead sims, and their routes."""
+        by_expert: bool = False,
+    ) -> Round:
+        """Run a round: sims play these jobs and an `evaluation`, and policy workers serve them, unless an expert acts.
+        A `background` task runs meanwhile, and may be due when reports arrive."""
         self.settle()
         self.rounds += 1
-        acting, robots = self._acting() if asked else [], not self.spec.text
-        answering = Answering(self, sims := list(sims), stages, acting, sampling, beside and robots)
-        routes = {sim: answering.route(sim) for sim in sims}
-        answering.calls = calls = {sim: begin(sim, route) for sim, route in routes.items()}
+        stages, beside = (self.num_stages, evaluation is not None and not self.spec.text) if jobs else (1, False)
+        of_sims = {sim: [job] for sim, job in jobs.items()}
+        for sim, job in evaluation.jobs.items() if evaluation else ():
+            of_sims.setdefault(sim, []).append(replace(job, evaluation=self._evaluation_name))
+        self.evaluation = evaluation
+        self.cluster.watch(self.inbox, background is not None)
+        answering = Answering(self, of_sims, stages, [] if by_expert else self._acting(), sampling, beside)
+        routes = {sim: answering.route(sim) for sim in of_sims}
+        answering.calls = calls = {sim: self.sims[sim].play(of_sims[sim], routes[sim]) for sim in of_sims}
         tasks = [task for task in (answering, background, *self.background) if task]
         while losses := self._losses(calls.values(), tasks):
-            if sampling.stream != "eval":  # in an evaluation a failing episode loses only itself
+            if jobs:  # in an evaluation a failing episode loses only itself
                 self._refuse_repeated(losses.values())
             answering.begin_again(self._replace(losses))
         ending = answering.end()
         while losses := self._losses(ending, [answering]):
             self._replace(losses)
         self.device_sharing.leave(())
-        lost = {self.sims.hosts[sim] for sim, call in calls.items() if not call.succeeded()}
+        self.read_reports()
+        ended = self._ended(calls, jobs.keys())
+        return replace(ended, sources={sim: tuple(one.source for one in routes[sim][:stages]) for sim in jobs})
+
+    def _ended(self, calls: dict[int, Handle], training: Collection[int]) -> Round:
+        """The results of a round's calls; the evaluation hears of its own."""
+        done = {sim: call for sim, call in calls.items() if call.succeeded()}
+        failures = {sim: next(iter(calls[sim].failed.values())).cause for sim in calls.keys() - done}
+        lost = {self.sims.hosts[sim] for sim in failures}
         workers = [one for group in (self.sims, self.policies) for one in zip(group.workers, group.hosts, strict=True)]
         self.repetitions.came_through(worker for worker, host in workers if host not in lost)
-        return calls, routes
+        results = {sim: call.wait()[0] for sim, call in done.items()}
+        if evaluation := self.evaluation:
+            for sim in results.keys() & evaluation.jobs.keys():
+                evaluation.hear(Report(self._evaluation_name, finished=results[sim][-1].finished))
+        seconds = max((call.seconds() for call in done.values()), default=0.0)
+        return Round({sim: results[sim][0] for sim in results.keys() & training}, {}, failures, seconds)
+
+    @property
+    def _evaluation_name(self) -> str:
+        return f"evaluation#{self.rounds}"
+
+    def read_reports(self) -> None:
+        """Read all reports of the sims. An evaluation's reports from earlier rounds are ignored."""
+        with suppress(ChannelClosed):  # by a failed worker
+            while self.inbox.qsize():
+                report = self.inbox.get()
+                self.warn(report.warning)
+                if not report.evaluation and self.training:
+                    self.training.hear(report)
+                elif report.evaluation == self._evaluation_name and self.evaluation:
+                    self.evaluation.hear(report)
+
+    def take_beside(self) -> Evaluation | None:
+        """The evaluation to be played beside the beginning round."""
+        beside, self.beside = self.beside, None
+        return beside
 
     def _acting(self) -> list[int]:
         """The policy workers that begin a round: every worker with its device, or the first worker to get one."""
@@ -152,11 +213,6 @@ class RolloutManager:
                 return losses
             for one in due:
                 one.go_on()
-
-    def take_beside(self) -> dict[int, EvaluationShare]:
-        """The share of an evaluation for the beginning round, by sim."""
-        beside, self.beside = self.beside, {}
-        return beside
 
     def settle(self, *handles: Handle) -> None:
         """Wait for calls. Workers that die meanwhile are replaced, and their calls count as failed."""
@@ -198,7 +254,8 @@ class RolloutManager:
             present = self.device_sharing.has_memory
             absent = [policy for policy in here if not present(names[policy])]
             loads += [self.policies[policy].offload() for policy in absent]  # after it has loaded weights
-            abandoned = sum(self._begin_anew(sim) for sim in sims) if self.episodes else 0
+            self.read_reports()  # of the dead worker
+            abandoned = sum(self.training.lose(sim) for sim in sims) if self.training else 0
             loads += [self.sims[sim].offload() for sim in sims if not present(self.sims.workers[sim])]
             self.cluster.rebuilt_by(host, built, loads)
             self.restarts += 1
@@ -208,22 +265,10 @@ class RolloutManager:
             replaced += policies
         return replaced
 
-    def _begin_anew(self, sim: int) -> int:
-        """Begin the next episode in every row of a replaced sim; returns the number of lost episodes."""
-        self.read_journal()
-        rows = self.rows(sim)
-        abandoned = self.episode_counter.abandon(rows)
-        self.sims[sim].begin(self.episodes, self.episode_counter.begun[rows])
-        return abandoned
-
     def take_abandoned(self) -> int:
         """Episodes that were abandoned since the last call."""
         count, self.abandoned_episodes = self.abandoned_episodes, 0
         return count
-
-    def read_journal(self) -> None:
-        while self.journal.qsize():
-            self.episode_counter.begin(self.journal.get().begun)
 
     def _report_restart(self, restart: int, failure: Failure, abandoned: int) -> None:
         budget = self.budget
@@ -248,52 +293,6 @@ class RolloutManager:
             return policies[sim * len(policies) // sims : (sim + 1) * len(policies) // sims]
         place, places = sim * stages + stage, sims * stages
         return policies[place * len(policies) // places :][:1]
-
-
-class EpisodeCounter:
-    """Counts the begun training episodes of each env row, and the episodes with a known outcome.
-
-    Sim workers record every episode before it begins, so a replacement begins the next one: no episode is played twice,
-    and lost episodes are counted.
-    """
-
-    def __init__(self, num_envs: int) -> None:
-        self.begun = np.zeros(num_envs, np.int64)  # episodes that each env row has begun
-        self.settled = np.zeros(num_envs, np.int64)  # begun episodes that ended or were abandoned
-
-    def begin(self, indices: Iterable[int]) -> None:
-        """Env row e plays episodes e, e + E, e + 2E, ..."""
-        for index in indices:
-            count, env = divmod(index, len(self.begun))
-            self.begun[env] = max(self.begun[env], count + 1)
-
-    def finish(self, results: Iterable[EpisodeResult]) -> None:
-        """Count these episodes as settled."""
-        for result in results:
-            self.settled[result.index % len(self.begun)] += 1
-
-    def abandon(self, rows: Sequence[int] | np.ndarray) -> int:
-        """Give up the open episodes of these rows; returns their number."""
-        lost = int((self.begun[rows] - self.settled[rows]).sum())
-        self.settled[rows] = self.begun[rows]
-        return lost
-
-    def abandoned(self) -> dict[str, np.ndarray]:
-        """The state of all env rows without their open episodes; no simulator is needed."""
-        from embodied.envs.player import EpisodeTracker  # imports a simulator's packages
-
-        rows = len(self.begun)
-        state = {f"rows.{name}": np.zeros(rows, np.int64) for name in (*EpisodeTracker.ARRAYS, "initial")}
-        state |= {"rows.started": self.settled + (self.begun > self.settled), "rows.length": np.ones(rows, np.int64)}
-        return {"env_ids": np.arange(rows), **state}
-
-    def restore(self, state: dict[str, np.ndarray]) -> None:
-        """Continue from the state of all env rows: each has one open episode, a new one if the old one was
-        abandoned."""
-        envs, started = state["env_ids"], state["rows.started"]
-        goes_on = any(name.startswith("env.") for name in state)
-        self.begun[envs] = started if goes_on else started + (state["rows.length"] > 0)
-        self.settled[envs] = self.begun[envs] - 1
 
 
 SIGN_OF_LIFE_S = 30.0  # after which an engine that waits for prompts gets an empty message

@@ -56,9 +56,7 @@ class Workers:
         self.tasks = env_class(config.env).tasks(config.env)
         num_sims = sum(host.roles.count("sim") for host in cluster.hosts)
         self.evaluation = evaluation_plan(config, self.tasks, eval_tasks or self.tasks, num_sims)
-        self.journal = cluster.channel("journal", capacity=None)  # sims report beginning episodes there
-        self.notes = cluster.channel("evaluation notes", capacity=None)
-        cluster.watch(self.notes)
+        self.inbox = cluster.channel("reports", capacity=None)  # of sims
         self.groups = {
             role.name: cluster.launch(role.worker_for(config), role.name, *role.arguments(self)) for role in roles
         }

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
 from time import perf_counter
@@ -22,30 +22,25 @@ import numpy as np
 from embodied.core.conversations import (
     FIRST_PLACE,
     Completion,
-    EvaluationShare,
     Prompt,
     PromptBatch,
     Said,
-    SamplingRule,
     pictures_in,
 )
-from embodied.core.errors import ConfigError, DeadlineExceeded, EmbodiedError
+from embodied.core.errors import DeadlineExceeded, EmbodiedError
 from embodied.core.request_queue import Waiting
 from embodied.core.types import (
     EnvSpec,
     EpisodeResult,
     EpisodeSpec,
-    Note,
-    Recording,
-    RolloutStats,
     Route,
     Trajectory,
 )
 from embodied.envs import env_class
-from embodied.envs.player import PlayerWorker, RequestClient
+from embodied.envs.player import PlayerWorker, RequestClient, Tally
 from embodied.envs.text.side_by_side import SideBySide
 from embodied.envs.text.text_env import TextEnv, Turn, checked_said
-from embodied.runtime import Channel, Timers
+from embodied.runtime import Timers
 
 LOOK_S = 0.01  # between two checks for answers while env steps run
 LONGEST_PROBLEM = 1_000  # characters in a table of episodes
@@ -74,105 +69,53 @@ class TextWorker(PlayerWorker):
             self.shared[key] = self.kind.load(config)
         return self.kind.env_spec(config)
 
-    def collect(
-        self,
-        episodes: list[EpisodeSpec],
-        route: Route,
-        noted: bool = False,
-        beside: EvaluationShare | None = None,
-        shown: frozenset[int] = frozenset(),
-    ) -> RolloutStats:
-        """Play these conversations to their ends and keep them; if their ends are `noted`, `hand_in` may be called for
-        each from then on. A conversation with an unusable answer does not count. Conversations of an evaluation
-        `beside` are played at the same time, and recorded. `shown` are the episodes whose conversations are returned as
-        samples."""
-        before, results, steps = self.timers.totals(), [], 0
-        started, ends = perf_counter(), []
-        problems: list[str] = []
-        samples: list[dict[str, Any]] = []
-        rows = max(1, self.config.num_envs // self.world_size)
-        part = self._part(self.config, episodes, rows)
-        parts, noting = [part], nullcontext()
-        if beside:
-            parts.append(self._evaluated(beside.episodes, override=beside.rule))
-            noting = self._noting(route, beside.recording, beside.notes)
-        with noting as note:
-            for over in play_conversations(parts, ConversationClient(route, self.timers), self.timers, self.steps):
-                self.tick()
-                ended = [conversation for conversation in over if conversation.part is part]
-                if note and len(ended) < len(over):
-                    note([conversation for conversation in over if conversation.part is not part])
-                before_them = len(results)
-                for conversation in ended:
-                    steps += len(conversation.turns)
-                    ends.append((conversation.num_sampled, perf_counter() - started))
-                    if conversation.spec.index in shown:
-                        samples.append(conversation.sample())
-                    if conversation.problem:
-                        problems.append(conversation.problem)
-                        continue
-                    results.append(conversation.result())
-                    self.kept_episodes[conversation.spec.index] = conversation.trajectory()
-                if noted and (finished := tuple(results[before_them:])):
-                    self.journal.put(Note(route[0].source, finished=finished))
-        spent = self.timers.seconds_since(before, "step", "reset", "wait")
-        return RolloutStats(steps, tuple(results), *spent, tuple(problems), tuple(samples), tuple(ends))
+    def turns(self, tallies: Sequence[Tally], route: Route) -> Iterator[Iterator[None]]:
+        yield self._converse(tallies, route)
 
-    def evaluate(
-        self,
-        episodes: list[EpisodeSpec],
-        route: Route,
-        recording: Recording,
-        notes: Channel,
-        alone: frozenset[int],
-        expert: str | None = None,
-    ) -> list[EpisodeResult]:
-        """Play these conversations to their ends and write them to disk. `notes` gets every beginning and end."""
-        if expert:
-            raise ConfigError(
-                f"there is no expert for env.name={self.config.name}; imitation uses the env's own solutions"
-            )
-        source, results = route[0].source, []
-
-        def begun(specs: list[EpisodeSpec]) -> None:
-            notes.put(Note(source, begun=tuple(spec.index for spec in specs)))
-
-        part = self._evaluated(episodes, begun=begun, alone=alone)
-        talk = ConversationClient(route, self.timers)
-        with self._noting(route, recording, notes) as note:
-            for ended in play_conversations([part], talk, self.timers, self.steps, lambda: self.stopped):
-                self.tick()
-                results += note(ended)
-        return results
-
-    def _part(self, config: Any, episodes: Sequence[EpisodeSpec], rows: int, **more: Any) -> Part:
-        key = config.model_dump_json()
-        free = self.free.setdefault(key, [])
-        return Part(self.kind, config, self.shared[key], episodes, rows, free=free, **more)
-
-    def _evaluated(self, episodes: Sequence[EpisodeSpec], **more: Any) -> Part:
-        self.eval_spec()
-        return self._part(self.eval_config, episodes, self.eval_rows, **more)
-
-    @contextmanager
-    def _noting(
-        self, route: Route, recording: Recording, notes: Channel
-    ) -> Iterator[Callable[[list[Conversation]], list[EpisodeResult]]]:
-        """Returns a function that writes ended conversations of an evaluation to disk, and notes and returns their
-        results."""
+    def _converse(self, tallies: Sequence[Tally], route: Route) -> Iterator[None]:
+        """Play the conversations of all jobs together. Training's are kept, an evaluation's are written to disk."""
+        started, stop = perf_counter(), lambda: self.stopped and all(tally.job.evaluation for tally in tallies)
         with ExitStack() as stack:
-            name = f"sim-{self.rank}"
-            writers = [stack.enter_context(record(recording, name)) for record in recording.recorders]
+            parts = [self._part(tally, stack) for tally in tallies]
+            talk = ConversationClient(route, self.timers)
+            for ended in play_conversations(parts, talk, self.timers, self.steps, stop):
+                self.tick()
+                for part in parts:
+                    over = [conversation for conversation in ended if conversation.part is part]
+                    if part.tally.job.evaluation:
+                        part.tally.ended(written(over, part.writers))
+                    else:
+                        part.tally.ended(self._kept(over, part.tally, perf_counter() - started))
+                yield
 
-            def note(ended: list[Conversation]) -> list[EpisodeResult]:
-                over = [conversation.result() for conversation in ended]
-                for writer in writers:
-                    for conversation, result in zip(ended, over, strict=True):
-                        writer.add(result, conversation.turns)
-                notes.put(Note(route[0].source, finished=tuple(over)))
-                return over
+    def _part(self, tally: Tally, stack: ExitStack) -> Part:
+        """The conversations of a job, with envs that no conversation uses."""
+        job = tally.job
+        if job.evaluation:
+            self.eval_spec()
+            config, rows = self.eval_config, self.eval_rows
+        else:
+            config, rows = self.config, max(1, self.config.num_envs // self.world_size)
+        key, name = config.model_dump_json(), f"sim-{self.rank}"
+        writers = [stack.enter_context(record(job.recording, name)) for record in job.recording.recorders]
+        free = self.free.setdefault(key, [])
+        return Part(self.kind, config, self.shared[key], tally, rows, writers, free)
 
-            yield note
+    def _kept(self, ended: list[Conversation], tally: Tally, seconds: float) -> list[EpisodeResult]:
+        """Keep ended conversations for learners; returns their results. A conversation with an unusable answer does not
+        count."""
+        results = []
+        for conversation in ended:
+            tally.env_steps += len(conversation.turns)
+            tally.ends.append((conversation.num_sampled, seconds))
+            if conversation.spec.index in tally.job.samples:
+                tally.samples.append(conversation.sample())
+            if conversation.problem:
+                tally.problems.append(conversation.problem)
+                continue
+            results.append(conversation.result())
+            self.kept_episodes[conversation.spec.index] = conversation.trajectory()
+        return results
 
     def close(self) -> None:
         self.steps.close()
@@ -180,39 +123,46 @@ class TextWorker(PlayerWorker):
             self.kind.unload(shared)
 
 
+def written(ended: list[Conversation], writers: Sequence[Any]) -> list[EpisodeResult]:
+    """The results of conversations of an evaluation, which get transcripts."""
+    results = [conversation.result() for conversation in ended]
+    for writer in writers:
+        for conversation, result in zip(ended, results, strict=True):
+            writer.add(result, conversation.turns)
+    return results
+
+
 # Conversations, from prompt to trajectory
 
 
 @dataclass
 class Part:
-    """Conversations to be played with envs of one config, at most `rows` at a time."""
+    """The conversations of a job, played with envs of one config, at most `rows` at a time."""
 
     kind: type[TextEnv]
     config: Any
     shared: Any
-    specs: Sequence[EpisodeSpec]
+    tally: Tally
     rows: int
-    begun: Callable[[list[EpisodeSpec]], None] = lambda specs: None
-    alone: frozenset[int] = frozenset()  # the last episodes, which are played one at a time
-    override: SamplingRule | None = None  # rule of their answers; None: the round's rule
+    writers: Sequence[Any] = ()  # of transcripts
     free: list[TextEnv] = field(default_factory=list)  # envs that hold no conversation
 
     def __post_init__(self) -> None:
-        self.waiting, self.open = deque(self.specs), 0
+        self.waiting, self.open = deque(self.tally.job.episodes), 0
         self.spec = self.kind.env_spec(self.config)
         self.turns = self.spec.max_episode_steps
 
     def begin(self, timers: Timers) -> list[Conversation]:
         """Begin as many conversations as have room."""
-        wanted: list[EpisodeSpec] = []
+        wanted, alone = [], self.tally.job.alone
         while self.waiting and self.open + len(wanted) < self.rows:
-            if self.waiting[0].index in self.alone and (self.open or wanted):
+            if self.waiting[0].index in alone and (self.open or wanted):
                 break
             wanted.append(self.waiting.popleft())
-            if wanted[-1].index in self.alone:
+            if wanted[-1].index in alone:
                 break
         if wanted:
-            self.begun(wanted)
+            self.tally.began(wanted)
         self.open += len(wanted)
         with timers.measure("reset"):
             return [self._opened(spec) for spec in wanted]
@@ -410,7 +360,7 @@ class ConversationClient(RequestClient):
         self.open[self.number] = conversation
         tokens = np.concatenate([np.zeros(0, np.int32), *conversation.tokens])
         more = len(conversation.turns) + 1 < conversation.part.turns
-        pictures, override = tuple(conversation.pictures), conversation.part.override
+        pictures, override = tuple(conversation.pictures), conversation.part.tally.job.rule
         return Prompt(self.number, conversation.spec.index, conversation.said, tokens, pictures, None, override, more)
 
     def messages(self, requests: list[Prompt]) -> list[PromptBatch]:

@@ -4,10 +4,10 @@ import numpy as np
 import pytest
 
 from embodied.core.errors import ConfigError
-from embodied.core.types import ActReply, EpisodeList, PolicyOutput, head_start
+from embodied.core.types import ActReply, EpisodeList, Job, PolicyOutput, head_start
 from embodied.envs import make_env
 from embodied.envs.config import GymConfig, PointMassConfig
-from embodied.envs.player import Record, Stage, step_stages
+from embodied.envs.player import Record, Stage, Tally, play_horizon
 from embodied.envs.sim_worker import restore_stage, stage_state
 from embodied.runtime.timers import Timers
 
@@ -15,7 +15,7 @@ SPECS = EpisodeList(0, "train", ("reach",))
 
 
 def staged(config):
-    return Stage(make_env(config, 2), "sim-1/0", np.array([2, 3]), num_envs_total=4, timers=Timers())
+    return Stage(make_env(config, 2), np.array([2, 3]), num_envs_total=4, timers=Timers())
 
 
 def lengths_of_episodes(stagger, episodes=2, state=None):
@@ -118,11 +118,7 @@ def test_a_cut_off_episode_ends_with_its_final_value_and_the_next_ones_noise_beg
         Record("", horizon=8),
         Resting(),
     )
-    stage.reset_all(SPECS)
-    stage.play_for(policy, 8)
-    for _ in step_stages([stage], [record], [lambda done, result: stage.go_on(done, result, SPECS)], 8):
-        pass
-    stage.close(record)
+    list(play_horizon(stage, Tally(Job(SPECS, horizon=8)), policy, record, lambda end: None))
     assert [keys[0] for keys in policy.keys] == [
         (2, 0),
         (2, 1),

@@ -1,28 +1,23 @@
 """Scripted experts: the arm's kinematics, what they solve, and what they refuse."""
 
-from queue import SimpleQueue
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from expert_episodes import played_by_expert
 
 from embodied.core.errors import ConfigError
-from embodied.core.types import EpisodeList, Recording
+from embodied.core.types import EpisodeList
 from embodied.envs.config import GymConfig, LiberoConfig, ManiSkillConfig, PointMassConfig
 from embodied.envs.libero.expert import rims
 from embodied.envs.maniskill import experts
 from embodied.envs.pointmass.env import PointMassEnv
-from embodied.envs.sim_worker import ExpertActions, play_episodes
-from embodied.runtime import Timers
 
 REST = np.array([0, np.pi / 8, 0, -np.pi * 5 / 8, 0, np.pi * 3 / 4, np.pi / 4])
 
 
 def play(env, count):
-    action_source = ExpertActions(env.expert(), "expert")
-    episodes = EpisodeList(0, "demonstrations", (env.config.task,)).first(count)
-    turns = play_episodes(env, episodes, action_source, Recording(), SimpleQueue(), frozenset(), Timers())
-    return [result for ended in turns for result in ended]
+    return played_by_expert(env, EpisodeList(0, "demonstrations", (env.config.task,)).first(count))
 
 
 def test_the_jacobian_tells_how_small_joint_steps_move_the_hand():
@@ -102,9 +97,7 @@ def test_liberos_expert_solves_stored_states_also_where_a_bowl_slips_as_the_epis
 
     env = LiberoEnv(LiberoConfig(name="libero", task=task), 2)
     episodes = EpisodeList(0, "eval", (task,), stored_states=50).first(2)
-    action_source = ExpertActions(env.expert(), "expert")
-    turns = play_episodes(env, episodes, action_source, Recording(), SimpleQueue(), frozenset(), Timers())
-    played = [result for ended in turns for result in ended]
+    played = played_by_expert(env, episodes)
     env.close()
     assert all(result.success_once for result in played)
 

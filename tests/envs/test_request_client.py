@@ -6,8 +6,7 @@ from dataclasses import replace
 import numpy as np
 
 from embodied.core.types import ActReply, EpisodeSpec, PolicyOutput, Servers
-from embodied.envs.player import PolicyClient
-from embodied.envs.sim_worker import num_startable
+from embodied.envs.player import PolicyClient, num_startable
 
 SOURCE = "sim-0/0#2"
 

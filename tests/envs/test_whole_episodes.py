@@ -1,20 +1,18 @@
 """Whole episodes: who plays them, and in which company, changes nothing of what is recorded."""
 
-from collections import deque
 from contextlib import AbstractContextManager
 from functools import partial
-from queue import SimpleQueue
+from itertools import zip_longest
 
 import numpy as np
 import pytest
 from pydantic import TypeAdapter
 
 from embodied.core.rng import uniform
-from embodied.core.types import ActReply, EpisodeList, PolicyOutput, Recording, choose, join
+from embodied.core.types import ActReply, EpisodeList, Job, PolicyOutput, Recording, choose, join
 from embodied.envs import make_env
 from embodied.envs.config import EnvConfig, PointMassConfig
-from embodied.envs.player import Record, Stage, arrays_of, step_stages, trajectory_from
-from embodied.envs.sim_worker import play_episodes
+from embodied.envs.player import EpisodePlayer, Record, Tally, arrays_of, play_episodes, trajectory_from
 from embodied.runtime import Timers
 
 CHUNK = 3
@@ -26,6 +24,9 @@ class Policy:
 
     def __init__(self):
         self.asked = []
+
+    def begin(self, rows):
+        pass
 
     def ask(self, obs, episodes, decisions, **_):
         assert len(obs["state"]) == len(obs["instruction"]) == len(episodes)
@@ -44,19 +45,14 @@ class Policy:
 
 def play(rows, stages=1, episodes=EPISODES):
     config = PointMassConfig(name="pointmass", dtype="float64", max_episode_steps=20, instruction=True)
-    lines = [Policy() for _ in range(stages)]
-    shares = [episodes[i::stages] for i in range(stages)]
-    stages = [Stage(make_env(config, rows), "sim-0", np.arange(rows), rows, Timers()) for _ in lines]
-    for stage, line in zip(stages, lines, strict=True):
-        stage.client = line
-    records, refills = [Record("") for _ in lines], []
-    for stage, share in zip(stages, map(deque, shares), strict=True):
-        stage.refill(np.arange(rows), waiting=share)
-        refills.append(partial(stage.refill, waiting=share))
-    assert list(step_stages(stages, records, refills))
+    lines, records, tally = [Policy() for _ in range(stages)], [Record("") for _ in range(stages)], Tally(Job(episodes))
+    playing = [
+        play_episodes(EpisodePlayer(make_env(config, rows), Timers()), tally, episodes[i::stages], lines[i], records[i])
+        for i in range(stages)
+    ]
+    assert sum(1 for decisions in zip_longest(*playing) for _ in decisions)
     whole = join([record.trajectory() for record in records if record.decisions])
-    finished = [result for record in records for result in record.finished]
-    return whole, finished, [question for line in lines for question in line.asked]
+    return whole, tally.finished, [question for line in lines for question in line.asked]
 
 
 @pytest.fixture(scope="module")
@@ -106,16 +102,15 @@ def test_episodes_are_chosen_joined_and_stored_without_loss(alone):
 class Still:
     """Chunks of two env steps in which nothing moves, worth a half each."""
 
-    source = "still"
-
     def begin(self, rows):
         pass
 
-    def ask(self, obs, rows, at):
-        self.num = len(at)
+    def ask(self, obs, episodes, decisions, **_):
+        still, worth = np.zeros((len(episodes), 2, 2), np.float32), np.full(len(episodes), 0.5)
+        self.reply = ActReply("", (0, 0, len(episodes)), PolicyOutput(still, still, worth), worth, None, 0)
 
     def answer(self):
-        return np.zeros((self.num, 2, 2), np.float32), np.full(self.num, 0.5)
+        return self.reply
 
 
 class Notebook(AbstractContextManager):
@@ -149,7 +144,7 @@ def test_a_recorder_sees_every_episode_and_every_step_of_it():
     env, lines = make_env(config, 2), []
     recording = Recording(recorders=(partial(Notebook, lines),))
     episodes = EpisodeList(0, "eval", ("reach",)).first(3)
-    [*play_episodes(env, episodes, Still(), recording, SimpleQueue(), frozenset(), Timers())]
+    [*play_episodes(EpisodePlayer(env, Timers()), Tally(Job(episodes, recording=recording)), episodes, Still())]
     assert lines == [
         "episode 0 begins",
         "episode 1 begins",

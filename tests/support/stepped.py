@@ -70,21 +70,21 @@ class Run:
 
 
 def strike(run, moment, worker, how=signal.SIGKILL):
-    """SIGKILL at the next moment of this kind: when all were asked to play, learners to update or to publish, or
-    policies to load."""
+    """SIGKILL at the next moment of this kind: before players are asked to play a round, when they were asked, when
+    learners are asked to update or to publish, or policies to load."""
     target, name = {
         "update": (run.loop.source, "update"),
         "publish": (run.loop.learners, "publish"),
         "load": (run.loop.weight_sync, "_load"),
+        "round": (run.loop.rollouts, "_acting"),
         "rollout": (run.loop.rollouts, "_losses"),
     }[moment]
     method = getattr(target, name)
 
     def struck(*args, **kwargs):
         setattr(target, name, method)
-        if moment == "publish":
-            publishing = method(*args, **kwargs)
+        result = method(*args, **kwargs) if moment in ("publish", "round") else None
         os.kill(run.pid(worker), how)
-        return publishing if moment == "publish" else method(*args, **kwargs)
+        return method(*args, **kwargs) if result is None else result
 
     setattr(target, name, struck)

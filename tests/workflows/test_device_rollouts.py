@@ -49,7 +49,7 @@ def trained(folder, recipe, options):
         return call
 
     with pytest.MonkeyPatch.context() as patch, launch.cluster(config, plan, folder) as cluster:
-        for kind, name in ((SimWorker, "collect"), (PolicyWorker, "serve")):
+        for kind, name in ((SimWorker, "play"), (PolicyWorker, "serve")):
             patch.setattr(kind, name, counted(getattr(kind, name)))
         loop = EmbodiedLoop(config, cluster)
         loop.publish(0)

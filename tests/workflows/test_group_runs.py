@@ -1,11 +1,9 @@
 """Training on groups of whole episodes: the same wherever it runs, whole after a stop, honest about what is lost."""
 
-import os
-import signal
-
 import numpy as np
 import pytest
 import stepped
+from stepped import strike
 
 ITERATIONS = 4
 ARGUMENTS = (
@@ -157,19 +155,7 @@ def test_groups_of_a_dead_sim_are_dropped_and_counted_and_played_again_where_hal
     options = ["algo.groups=4", "algo.group_size=2", "algo.filter=none"]
     with Run(tmp_path, placement, *options, backend="local") as run:
         collection = run.loop.source
-        begin, killed = run.loop.rollouts.play, []
-
-        def play(sims, begin_one, *more, **named):
-            def kill_first(sim, route):
-                if sim == 1 and not killed:  # before it is called: on a busy machine it could have played meanwhile
-                    host = run.cluster._host_of("sim-1")
-                    killed.append(int(run.cluster._backend.where(host).split(",")[0].removeprefix("pid ")))
-                    os.kill(killed[0], signal.SIGKILL)
-                return begin_one(sim, route)
-
-            return begin(sims, kill_first, *more, **named)
-
-        run.loop.rollouts.play = play
+        strike(run, "round", "sim-1")
         (episodes, numbers), (_, after) = run.play(0, 2)
         assert numbers["faults/restarts"] == 1 and len(run.lines) == 1
         assert numbers["groups/rounds"] == rounds and numbers["groups/used"] == used

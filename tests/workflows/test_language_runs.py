@@ -425,7 +425,7 @@ def test_an_env_that_raises_is_named_with_its_line(backend, tmp_path, capsys):
     fault = "{fault: exception, place: rollout, worker: sim-0}"
     assert train.main(program(tmp_path, f"env.kwargs={fault}", f"cluster.backend={backend}")) == 1
     (line,) = (line for line in capsys.readouterr().err.splitlines() if line.startswith("error"))
-    assert "sim-0: collect failed: RuntimeError: the gripper fell off (faulty_env.py:" in line
+    assert "sim-0: play failed: RuntimeError: the gripper fell off (faulty_env.py:" in line
 
 
 @pytest.mark.parametrize("schedule", ["sync", *(pytest.param(one, marks=SLOW) for one in ("periodic", "async"))])

@@ -51,8 +51,8 @@ class Run(stepped.Run):
         return self.loop.iterate(number, ITERATIONS)
 
     def begun(self):
-        self.loop.rollouts.read_journal()
-        return self.loop.rollouts.episode_counter.begun
+        self.loop.rollouts.read_reports()
+        return self.loop.source.counter.begun
 
     def has_noted(self, begun, seconds=10):
         """Whether the ledger says so; notes may still be on their way when a call's result is here."""
@@ -121,7 +121,7 @@ def test_a_smaller_slice_is_left_out_and_the_counts_follow(tmp_path):
         _, numbers = run.iterate(0)
         assert numbers["env_steps"] == 6 * DECISIONS
         assert (numbers["faults/restarts"], numbers["faults/lost_decisions"]) == (1, 2 * DECISIONS)
-        assert "collect failed: RuntimeError: the gripper fell off (faulty_env.py:" in run.lines[0]
+        assert "play failed: RuntimeError: the gripper fell off (faulty_env.py:" in run.lines[0]
         _, numbers = run.iterate(1)
         assert numbers["env_steps"] == ENVS * DECISIONS
         assert numbers["faults/lost_decisions"] == 0
@@ -133,19 +133,11 @@ def test_a_policy_that_dies_in_a_rollout_changes_nothing(tmp_path, options):
     with Run(tmp_path / "whole", TWO_SIMS, backend="inline") as run:
         whole = [run.iterate(number) for number in range(2)], run.weights()
     with Run(tmp_path / "broken", TWO_SIMS, *options) as run:
-        killed = []
-
-        def kill_once(batch, beside, sim, route, collect=run.loop.source._collect):
-            call = collect(batch, beside, sim, route)
-            if not killed and sim == 1:
-                killed.append(run.pid("policy-0"))
-                os.kill(killed[0], signal.SIGKILL)
-            return call
-
-        run.loop.source._collect = kill_once
+        killed = run.pid("policy-0")
+        strike(run, "round", "policy-0")
         broken = [run.iterate(number) for number in range(2)], run.weights()
         assert len(run.lines) == 1 and "policy-0 is started again" in run.lines[0]
-        assert run.pid("policy-0") != killed[0]
+        assert run.pid("policy-0") != killed
     for (episodes, numbers), (others, other_numbers) in zip(whole[0], broken[0]):
         assert [(e.index, e.length) for e in episodes] == [(e.index, e.length) for e in others]
         assert numbers["env_steps"] == other_numbers["env_steps"] and other_numbers["faults/lost_decisions"] == 0
@@ -240,7 +232,7 @@ def test_an_episode_that_kills_twice_is_an_error_and_costs_no_other(tmp_path):
         results = run.loop.evaluator.evaluate(tmp_path / "videos")
         assert len(run.lines) == 2
     assert [result.index for result in results] == list(range(6))
-    assert results[2].success_once is None and "exited with code 0 during sim.evaluate" in results[2].error
+    assert results[2].success_once is None and "exited with code 0 during sim.play" in results[2].error
     assert results[:2] + results[3:] == whole[:2] + whole[3:]
 
 
@@ -297,6 +289,6 @@ def read_metrics(run):
 
 
 def test_inline_has_no_second_life(tmp_path):
-    with pytest.raises(WorkerFailed, match="sim-0: collect failed: RuntimeError: the gripper fell off"):
+    with pytest.raises(WorkerFailed, match="sim-0: play failed: RuntimeError: the gripper fell off"):
         with Run(tmp_path, ONE_SIM, *faulty("exception", "rollout", tmp_path), backend="inline") as run:
             run.iterate(0)

@@ -61,9 +61,9 @@ def test_what_passes_through_a_role_unchanged_is_learned_from_as_if_it_had_come_
 
 
 class CountingSim(SimWorker):
-    def collect(self, *args, **kwargs):
+    def play(self, *args, **kwargs):
         self.collected = getattr(self, "collected", 0) + 1
-        return super().collect(*args, **kwargs)
+        return super().play(*args, **kwargs)
 
     def count(self):
         return self.collected

@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from bridge_files import needs
+from expert_episodes import played_by_expert
 from needed import requires, without_files
 
 from embodied.core.errors import ConfigError, MissingAsset
@@ -184,16 +185,7 @@ def test_many_scenes_at_once_begin_where_single_ones_do():
 
 @needs(CARROT)
 def test_the_expert_puts_the_carrot_on_its_plate():
-    from queue import SimpleQueue
-
-    from embodied.core.types import Recording
-    from embodied.envs.sim_worker import ExpertActions, play_episodes
-    from embodied.runtime import Timers
-
     env = build(2, cameras=(), max_episode_steps=40, action_units=(0.05, 0.35))
     episodes = [EpisodeSpec(CARROT, state, state, number) for number, state in enumerate((0, 1, 10, 23))]
-    action_source = ExpertActions(env.expert(), "expert")
-    turns = play_episodes(env, episodes, action_source, Recording(), SimpleQueue(), frozenset(), Timers())
-    played = [result for ended in turns for result in ended]
-    assert all(result.success_once for result in played)
+    assert all(result.success_once for result in played_by_expert(env, episodes))
     env.close()

@@ -1,22 +1,20 @@
 """ManiSkill's motion planner as an expert: how a plan is followed, what it solves, and what is refused."""
 
 import sys
-from queue import SimpleQueue
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from expert_episodes import played_by_expert
 from needed import requires
 
 from embodied.core.errors import ConfigError
-from embodied.core.types import EpisodeList, EpisodeResult, Recording
+from embodied.core.types import EpisodeList, EpisodeResult
 from embodied.envs.config import ManiSkillConfig, PointMassConfig
 from embodied.envs.maniskill import experts
 from embodied.envs.maniskill.env import ManiSkillEnv
 from embodied.envs.maniskill.experts import CONTROLS, SOLVERS, Plan, PlannerExpert, PlanReplay
 from embodied.envs.pointmass.env import PointMassEnv
-from embodied.envs.sim_worker import ExpertActions, play_episodes
-from embodied.runtime import Timers
 
 requires("mani_skill")
 REST = np.array([0, np.pi / 8, 0, -np.pi * 5 / 8, 0, np.pi * 3 / 4, np.pi / 4])
@@ -57,9 +55,7 @@ def test_a_hand_that_does_not_arrive_goes_on_after_a_while():
 def played(task, mode, count, rows, **options):
     env = ManiSkillEnv(ManiSkillConfig(task=task, control_mode=mode, **options), rows)
     episodes = EpisodeList(0, "demonstrations", (task,)).first(count)
-    action_source = ExpertActions(env.expert("planner"), "expert")
-    turns = play_episodes(env, episodes, action_source, Recording(), SimpleQueue(), frozenset(), Timers())
-    results = [result for ended in turns for result in ended]
+    results = played_by_expert(env, episodes, "planner")
     env.close()
     return results
 

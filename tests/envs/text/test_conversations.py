@@ -9,8 +9,9 @@ import pytest
 
 from embodied.core.conversations import Completion, CompletionBatch
 from embodied.core.errors import DeadlineExceeded, EmbodiedError
-from embodied.core.types import EpisodeSpec, Servers
+from embodied.core.types import EpisodeSpec, Job, Servers
 from embodied.envs.config import ExternalEnvConfig
+from embodied.envs.player import Tally
 from embodied.envs.text.side_by_side import SideBySide
 from embodied.envs.text.text_env import TextEnv, Turn
 from embodied.envs.text.worker import ConversationClient, Part, play_conversations
@@ -76,7 +77,7 @@ def held(policy, indices, rows=2, meanwhile=None, kind=None, most=1, **more):
 
     policy.replies.get = answered
     playing = play_conversations(
-        [Part(kind or Counting, CONFIG, None, specs, rows, **more)], talk, Timers(), steps_of(most)
+        [Part(kind or Counting, CONFIG, None, Tally(Job(specs, **more)), rows)], talk, Timers(), steps_of(most)
     )
     return {one.spec.index: one for ended in playing for one in ended}
 
