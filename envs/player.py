@@ -7,8 +7,8 @@ actions, plays and records them, and episodes begin on the rows that are done. W
 sim worker, another stage is simulated.
 
 Rows without an episode stay frozen, and no policy sees them: episodes and their outcomes do not depend on the number of
-rows. Requests wait in the player (`RequestClient`), and any policy worker may answer them (`core/request_queue.py`).
-Whole episodes stay with the player until learners want them (`EpisodeKeeper`).
+rows. Requests wait in the player (`request_client.py`), and any policy worker may answer them.
+Whole episodes stay with the player until learners want them (`kept_episodes.py`).
 """
 
 from __future__ import annotations
@@ -16,8 +16,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack
-from dataclasses import replace
-from functools import cached_property, partial
+from functools import partial
 from typing import Any, Protocol
 
 import numpy as np
@@ -26,15 +25,10 @@ from embodied.core.arrays import (
     FiniteChecks,
     Observation,
     concatenate,
-    flat_dict,
-    gather,
     host,
     is_tensor,
-    is_text,
-    join_rows,
     leaves,
     map_obs,
-    nested_dict,
     on_host,
     room_for,
     take_rows,
@@ -43,11 +37,9 @@ from embodied.core.arrays import (
     with_rows,
 )
 from embodied.core.errors import ConfigError
-from embodied.core.request_queue import RequestQueue, Waiting
 from embodied.core.rng import normal
 from embodied.core.types import (
     ActReply,
-    ActRequest,
     Array,
     ChunkResult,
     EpisodeList,
@@ -55,20 +47,17 @@ from embodied.core.types import (
     EpisodeSpec,
     Job,
     Played,
-    PolicyOutput,
     Recording,
     Report,
     Route,
-    Servers,
     Trajectory,
-    choose,
-    decisions_of,
     head_start,
     in_sequences,
-    join,
 )
+from embodied.envs.kept_episodes import EpisodeKeeper
+from embodied.envs.request_client import PolicyClient
 from embodied.envs.vector_env import VectorEnv
-from embodied.runtime import Channel, Timers, Worker, served_while_busy
+from embodied.runtime import Channel, Timers, served_while_busy
 
 OVER = object()  # the end of an iterator
 
@@ -486,124 +475,6 @@ def owned(array: Array) -> Array:
     return array if is_tensor(array) else np.array(array)
 
 
-class RequestClient:
-    """A player's end of the requests of one round. When a worker dies or leaves, the player gets the remaining workers'
-    names and sends them its requests."""
-
-    def __init__(self, servers: Servers, room: float = float("inf")) -> None:
-        """A worker has at most `room` rows of its requests at a time."""
-        self.source, self.replies, self.room = servers.source, servers.replies, room
-        self.queue = RequestQueue()
-        self._begin_with(servers)
-
-    def put(self, *requests: Waiting) -> None:
-        self.queue.put(*requests)
-        self._send()
-
-    def get(self, timeout_s: float | None = None) -> Any:
-        """The next message to this source, awaited for at most `timeout_s`; None if it was no answer."""
-        reply = self.replies.get(timeout_s=timeout_s)
-        if reply.source != self.source:  # of an earlier round
-            return None
-        if isinstance(reply, Servers):
-            self._begin_with(reply)
-            self._send()
-            return None
-        return reply
-
-    def _begin_with(self, servers: Servers) -> None:
-        self.channels = servers.channels
-        self.queue.workers(dict.fromkeys(servers.channels, self.room), servers.others)
-
-    def _send(self) -> None:
-        for worker, requests in self.queue.take().items():
-            for message in self.messages([one.request for one in requests]):
-                self.channels[worker].put(message)
-
-    def messages(self, requests: list[Any]) -> Sequence[Any]:
-        """The messages for a worker's channel."""
-        return requests
-
-
-class PolicyClient(RequestClient):
-    """Asks about the env rows of a stage, one decision after the other."""
-
-    def __init__(self, servers: Servers) -> None:
-        super().__init__(servers)
-        self.number = 0
-        self.rows = 0  # of the last request
-
-    def begin(self, rows: np.ndarray) -> None:
-        """Do nothing when episodes begin: a policy has no memory."""
-
-    def ask(self, obs: Observation, episodes: Any, decisions: Any, **what: Any) -> None:
-        self.number, self.rows = self.number + 1, len(episodes)
-        request = ActRequest(self.source, self.number, obs, episodes, decisions, **what)
-        self.put(Waiting(request.key, request, request.rows))
-
-    def answer(self) -> ActReply:
-        """The answer to the last request, once all its parts have come."""
-        parts: list[ActReply] = []
-        while sum(len(part.values) for part in parts) < self.rows:
-            reply = self.get()
-            if reply is not None and self.queue.answered(reply.key):
-                parts.append(reply)
-        return joined(parts)
-
-
-def joined(parts: list[ActReply]) -> ActReply:
-    """The answer to a request that several workers answered in parts."""
-    if len(parts) == 1:
-        return parts[0]
-    parts.sort(key=lambda part: part.key[1])
-    outputs = [vars(part.output) for part in parts if part.output is not None]
-    final = [part.final_values for part in parts if part.final_values is not None]
-    values = concatenate([part.values for part in parts])
-    return replace(
-        parts[0],
-        key=(parts[0].key[0], 0, len(values)),
-        output=PolicyOutput(**join_rows(outputs)) if outputs else None,
-        values=values,
-        final_values=concatenate(final) if final else None,
-    )
-
-
-class EpisodeKeeper(Worker):
-    """Keeps whole episodes until learners want them."""
-
-    @cached_property
-    def kept_episodes(self) -> dict[int, Trajectory]:
-        """By episode, the trajectory that contains it, perhaps with other episodes."""
-        return {}
-
-    @served_while_busy
-    def hand_in(self, episodes: list[int], source: str, channel: Channel, batch: int, keep: bool = False) -> bool:
-        """Send these ended episodes, and forget them unless `keep` is true; False if not all are here."""
-        if not self.kept_episodes.keys() >= {*episodes}:
-            return False
-        parts = parts_of(
-            {episode: self.kept_episodes[episode] if keep else self.kept_episodes.pop(episode) for episode in episodes}
-        )
-        channel.put(replace(join(parts), source=source), key=batch)
-        return True
-
-    def forget_all_but(self, episodes: tuple[int, ...]) -> None:
-        """Forget all kept episodes but these."""
-        left = parts_of({episode: part for episode, part in self.kept_episodes.items() if episode in episodes})
-        self.kept_episodes = {episode: part for part in left for episode in part.ids.tolist()}
-
-    def get_kept(self) -> dict[str, np.ndarray]:
-        """The whole episodes that are kept, as arrays for a checkpoint; empty if there are none."""
-        return arrays_of(join(parts_of(self.kept_episodes))) if self.kept_episodes else {}
-
-    def set_kept(self, arrays: dict[str, np.ndarray]) -> list[int]:
-        """Keep this worker's part of the episodes that all workers kept; returns their numbers."""
-        kept = trajectory_from(arrays)
-        self.kept_episodes = dict.fromkeys(kept.ids[self.rank :: self.world_size].tolist(), kept)
-        self.forget_all_but(tuple(self.kept_episodes))
-        return [*self.kept_episodes]
-
-
 class Tally:
     """The results of a player's job. Ends are reported immediately if the driver wants them at once, and beginnings
     and ends of an evaluation's episodes always."""
@@ -679,12 +550,6 @@ class PlayerWorker(EpisodeKeeper):
         self.stopped = True
 
 
-def parts_of(kept: dict[int, Trajectory]) -> list[Trajectory]:
-    """The trajectories of `kept`, with these episodes only."""
-    wanted = gather((id(part), episode) for episode, part in kept.items()).values()
-    return [choose(kept[ids[0]], sorted(ids)) for ids in wanted]
-
-
 class EpisodeStream(Record):
     """Puts each whole episode into `store` when it ends."""
 
@@ -709,15 +574,3 @@ class EpisodeStream(Record):
 def rows_of(rows: Sequence[int], *arrays: Array) -> Array:
     """One row of each of these arrays, as one array."""
     return concatenate([array[row : row + 1] for array, row in zip(arrays, rows, strict=True)])
-
-
-def arrays_of(trajectory: Trajectory) -> dict[str, np.ndarray]:
-    """A trajectory as flat arrays, for a checkpoint."""
-    flat = {"ids": trajectory.ids, "lengths": trajectory.lengths, **flat_dict(decisions_of(trajectory))}
-    return {name: part.astype(str) if is_text(part) else host(part) for name, part in flat.items()}
-
-
-def trajectory_from(arrays: dict[str, np.ndarray]) -> Trajectory:
-    """The trajectory that `arrays_of` was made of."""
-    tree = nested_dict({name: part.astype(object) if part.dtype.kind == "U" else part for name, part in arrays.items()})
-    return Trajectory(**{"replay": {}, **tree})

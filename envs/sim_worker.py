@@ -33,13 +33,13 @@ from embodied.envs.player import (
     EpisodePlayer,
     EpisodeStream,
     PlayerWorker,
-    PolicyClient,
     Record,
     Stage,
     Tally,
     play_episodes,
     play_horizon,
 )
+from embodied.envs.request_client import PolicyClient
 from embodied.runtime import Needs
 from embodied.runtime.device_memory import AllocatedMemory, give_back_unused
 

@@ -38,7 +38,7 @@ from embodied.core.types import (
     join,
 )
 from embodied.envs import env_class
-from embodied.envs.player import arrays_of
+from embodied.envs.kept_episodes import arrays_of
 from embodied.envs.sim_worker import SimWorker
 from embodied.learners.memory_estimate import Memory, whole_gradient
 from embodied.learners.worker import LearnerWorker

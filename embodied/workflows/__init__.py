@@ -1,7 +1,7 @@
 """The training loops: their roles, the data between them, and the steps of an iteration.
 
 `contract` has the declarations of a program, `rl_loop` the RL loop, `imitation` the imitation loop. `collector`
-collects PPO's batches, `group_collector` GRPO's. `evaluator` evaluates. `workers` launches the roles,
+collects batches, of PPO (`horizon`) or GRPO (`groups`). `evaluator` evaluates. `workers` launches the roles,
 `rollout_manager` runs and replaces sim and policy workers, and assigns policy workers to sims. `roles` are the roles
 added by a recipe.
 """

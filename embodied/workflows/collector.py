@@ -1,32 +1,183 @@
-"""Collects batches. `Collector` is the common base for PPO and GRPO: it sends units of a batch to the learner ranks
-under the batch's number. Learners begin when the batch is complete, or early, before the first unit.
+"""Collects batches: plays rounds, and sends a batch's units to the learner ranks under the batch's number. Learners
+begin when the batch is complete, or early, before the first unit.
 
-`HorizonCollector` collects PPO's rollouts: a fixed number of decisions of every env row. Episodes continue in the next
-rollout. Sims put slices of env rows into the channels of the learner ranks that own the rows. `group_collector.py`
-collects whole episodes. `Relays` passes both through a program's own roles.
+`Collector` asks four questions, which `Horizon` (PPO on robots) and `Groups` (GRPO, and all training with
+conversations) answer: what to play next, what is certain, what was lost, what to save. The driver only knows which
+parts exist, and learners get trajectories from the sims. `Relays` passes them through a program's own roles.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from time import perf_counter
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from embodied.algorithms.config import PPOConfig
 from embodied.core.conversations import SamplingRule
-from embodied.core.errors import ConfigError
-from embodied.core.types import BatchEnd, EpisodeList, EpisodeResult, Job, Played, Report, Servers, Unit, env_blocks
-from embodied.placement.balance import balance_ratio
+from embodied.core.types import BatchEnd, EpisodeResult, Job, Played, Report, Servers, Unit
 from embodied.runtime import Channel, Handle, WorkerGroup
 from embodied.workflows.contract import BatchSource
 
 if TYPE_CHECKING:
-    from embodied.workflows.group_collector import Experience
+    from embodied.workflows.groups import Groups
+    from embodied.workflows.rollout_manager import Round
     from embodied.workflows.workers import Workers
+
+
+ACTIVITIES = (("step", "step"), ("reset", "reset"), ("act", "wait"))  # in metrics, and of `Played`
+
+
+@dataclass
+class Batch:
+    """The driver's record of one iteration's data; the learners have the trajectories."""
+
+    number: int  # of the batch in its channels
+    version: int
+    units: list[list[Unit]]  # announced to each learner rank
+    rounds: int = 0
+    seconds: float = 0.0
+    played: list[Played] = field(default_factory=list)  # by sim and round
+    finished: list[EpisodeResult] = field(default_factory=list)
+    ends: list[tuple[int, float]] = field(default_factory=list)  # of conversations, as in `Played`, over all rounds
+    metrics: dict[str, float] = field(default_factory=dict)  # of the collector, roles and engines
+    why_empty: str = ""  # why the batch has no gradient, if it has none
+
+    def add(self, played: Round) -> None:
+        """Add the results of a round."""
+        parts = [*played.played.values()]
+        self.ends += [(tokens, self.seconds + seconds) for part in parts for tokens, seconds in part.ends]
+        self.played += parts
+        self.seconds += played.seconds
+        self.rounds += 1
+
+    @property
+    def samples(self) -> list[dict[str, Any]]:
+        """Conversations for samples.jsonl."""
+        return sorted((sample for part in self.played for sample in part.samples), key=lambda sample: sample["index"])
+
+    @property
+    def problems(self) -> list[str]:
+        """Reasons for discarded episodes."""
+        return [problem for part in self.played for problem in part.problems]
+
+
+class Collector(BatchSource):
+    """Collects batches with sims and policies, and sends their units to the learner ranks."""
+
+    sampling = SamplingRule()
+    rows_of_ranks: Sequence[np.ndarray | None] = ()  # by learner rank, its env rows, if env rows are the units
+    batch: Batch  # the last one, perhaps in collection
+
+    def __init__(self, workers: Workers) -> None:
+        """Make a channel to each learner."""
+        self.config, self.rollouts, self.learners = workers.config, workers.rollouts, workers.learners
+        self.channels, self.relays = workers.trajectory_channels(), Relays(workers)
+        self.early = self.config.pipeline.begins_early
+        self.listens = self.early and not self.relays.groups  # units become certain during rounds, by reports
+        self.rollouts.training = self
+        self.batches = 0  # number of collected batches
+        self.learning: Handle | None = None  # call of learners that began before the batch was complete
+        self.began = 0.0
+
+    def total_iterations(self) -> int:
+        return self.config.run.iterations
+
+    def collect(self, version: int) -> Batch:
+        """Play rounds until the batch needs no more. Parts of dead sims are left out, or collected again if too much is
+        missing."""
+        self.batches += 1
+        batch = self.batch = Batch(self.batches, version, [[] for _ in self.channels])
+        self.begin()
+        if self.early or self.config.pipeline.granularity:
+            self.began, self.learning = perf_counter(), self.begin_learning(batch.number)
+        while jobs := self.next():
+            listener = self if self.listens else None
+            played = self.rollouts.play(jobs, self.sampling, self.rollouts.take_beside(), listener)
+            batch.add(played)
+            self.add(played)
+            self._announce(self.certain(wait=True))
+        self._announce(self.complete())
+        return batch
+
+    # Questions
+
+    def begin(self) -> None:
+        """A batch begins."""
+        raise NotImplementedError
+
+    def next(self) -> dict[int, Job]:
+        """The jobs of the next round, by sim; none if the batch needs no more."""
+        raise NotImplementedError
+
+    def hear(self, report: Report) -> None:
+        """A sim reports during a round."""
+        raise NotImplementedError
+
+    def add(self, played: Round) -> None:
+        """A round has ended with these results."""
+        raise NotImplementedError
+
+    def certain(self, wait: bool) -> Iterator[tuple[int, Unit]]:
+        """Learner ranks, with units that have become certain before the batch is complete and whose data have come to
+        the rank. `wait` at the end of a round for data that are on their way."""
+        return iter(())
+
+    def complete(self) -> Iterator[tuple[int, Unit]]:
+        """The batch has all its rounds: the remaining units, and then the batch's episodes and metrics."""
+        raise NotImplementedError
+
+    def lose(self, sim: int) -> int:
+        """A sim has died and was replaced; returns the number of abandoned open episodes."""
+        raise NotImplementedError
+
+    # To the learners
+
+    def due(self) -> bool:
+        """During a round: true if reports wait."""
+        return self.rollouts.inbox.qsize() > 0
+
+    def go_on(self) -> None:
+        self.rollouts.read_reports()
+        self._announce(self.certain(wait=False))
+
+    def _announce(self, units: Iterable[tuple[int, Unit]]) -> None:
+        """Announce units to their ranks, whose channels get the trajectories from the sims."""
+        for rank, unit in units:
+            self.batch.units[rank].append(unit)
+            self.channels[rank].put(unit, key=self.batch.number)
+
+    def begin_learning(self, batch: int) -> Handle:
+        """Let each learner rank receive its units of a batch, and update when it has all of them."""
+        how = batch, self.rollouts.weight_sync.learned
+        ranks = zip(self.channels, self.rows_of_ranks or [None] * len(self.channels), strict=True)
+        return self.learners.learn.each([(channel, *how, rows, self.early) for channel, rows in ranks])
+
+    def update(self, batch: Batch, iteration: int, total: int) -> Handle | None:
+        """Tell the learners that no more units follow; returns the call in which they learn."""
+        self.samples, self.ends = batch.samples, batch.ends
+        if not (self.learning or any(batch.units)):
+            return None
+        learning, self.learning = self.learning, None
+        end = BatchEnd(iteration, total, perf_counter() - self.began if learning else 0.0)
+        for channel in self.channels:
+            channel.put(end, key=batch.number)
+        return learning or self.begin_learning(batch.number)
+
+    def metrics(self, batch: Batch) -> dict[str, float]:
+        def total(name: str) -> float:
+            return sum(getattr(part, name) for part in batch.played)
+
+        seconds = {f"time/{name}_s": total(f"{part}_s") / len(self.rollouts.sims) for name, part in ACTIVITIES}
+        return {"env_steps": total("env_steps"), "time/rollout_s": batch.seconds, **seconds, **batch.metrics}
+
+    def abandon(self) -> dict[str, np.ndarray]:
+        """End the wait of learners for units."""
+        for channel in self.channels:
+            channel.close("the run ends")
+        return {}
 
 
 class Relays:
@@ -74,7 +225,7 @@ class Relays:
         return metrics
 
     def pass_groups(
-        self, groups: Iterable[tuple[int, ...]], experience: Experience
+        self, groups: Iterable[tuple[int, ...]], experience: Groups
     ) -> tuple[dict[int, float], dict[str, float]]:
         """Let these groups of episodes pass through; the workers of the last role keep them afterwards. Returns each
         episode's total reward, without episodes of sims that died meanwhile, and the metrics."""
@@ -133,245 +284,3 @@ class AskedRole:
                 requests.put(None)
         self.rollouts.settle(serving)
         serving.wait()
-
-
-class Collector(BatchSource):
-    """Collects batches with sims and policies, and sends them to learners."""
-
-    def __init__(self, workers: Workers) -> None:
-        """Make a channel to each learner."""
-        self.config = workers.config
-        self.rollouts, self.learners = workers.rollouts, workers.learners
-        self.trajectories, self.relays = workers.trajectory_channels(), Relays(workers)
-        self.batches = 0  # number of collected batches
-        self.learning: Handle | None = None  # call of learners that began before the batch was complete
-        self.began = 0.0
-
-    def rows_of_ranks(self) -> list[np.ndarray | None]:
-        """The env rows of each learner rank, if env rows are the units."""
-        return [None] * len(self.trajectories)
-
-    def begin_learning(self, batch: int, one_by_one: bool = False) -> Handle:
-        """Let each learner rank receive its units of a batch, and update when it has all of them."""
-        version, ranks = self.rollouts.weight_sync.learned, zip(self.trajectories, self.rows_of_ranks(), strict=True)
-        return self.learners.learn.each([(channel, batch, version, rows, one_by_one) for channel, rows in ranks])
-
-    def begin_early(self, batch: int, one_by_one: bool = False) -> None:
-        """Let learners begin before the batch is complete."""
-        self.began, self.learning = perf_counter(), self.begin_learning(batch, one_by_one)
-
-    def end_batch(self, batch: int, iteration: int, total: int) -> Handle:
-        """Tell the learners that no more units follow; returns the call in which they learn."""
-        learning, self.learning = self.learning, None
-        end = BatchEnd(iteration, total, perf_counter() - self.began if learning else 0.0)
-        for channel in self.trajectories:
-            channel.put(end, key=batch)
-        return learning or self.begin_learning(batch)
-
-    def close_channels(self) -> None:
-        """End the wait of learners for units."""
-        for channel in self.trajectories:
-            channel.close("the run ends")
-
-
-class EpisodeCounter:
-    """Counts the begun training episodes of each env row, and the episodes with a known outcome.
-
-    Sim workers record every episode before it begins, so a replacement begins the next one: no episode is played twice,
-    and lost episodes are counted.
-    """
-
-    def __init__(self, num_envs: int) -> None:
-        self.begun = np.zeros(num_envs, np.int64)  # episodes that each env row has begun
-        self.settled = np.zeros(num_envs, np.int64)  # begun episodes that ended or were abandoned
-
-    def begin(self, indices: Iterable[int]) -> None:
-        """Env row e plays episodes e, e + E, e + 2E, ..."""
-        for index in indices:
-            count, env = divmod(index, len(self.begun))
-            self.begun[env] = max(self.begun[env], count + 1)
-
-    def finish(self, results: Iterable[EpisodeResult]) -> None:
-        """Count these episodes as settled."""
-        for result in results:
-            self.settled[result.index % len(self.begun)] += 1
-
-    def abandon(self, rows: Sequence[int] | np.ndarray) -> int:
-        """Give up the open episodes of these rows; returns their number."""
-        lost = int((self.begun[rows] - self.settled[rows]).sum())
-        self.settled[rows] = self.begun[rows]
-        return lost
-
-    def abandoned(self) -> dict[str, np.ndarray]:
-        """The state of all env rows without their open episodes; no simulator is needed."""
-        from embodied.envs.player import EpisodeTracker  # imports a simulator's packages
-
-        rows = len(self.begun)
-        state = {f"rows.{name}": np.zeros(rows, np.int64) for name in (*EpisodeTracker.ARRAYS, "initial")}
-        state |= {"rows.started": self.settled + (self.begun > self.settled), "rows.length": np.ones(rows, np.int64)}
-        return {"env_ids": np.arange(rows), **state}
-
-    def restore(self, state: dict[str, np.ndarray]) -> None:
-        """Continue from the state of all env rows: each has one open episode, a new one if the old one was
-        abandoned."""
-        envs, started = state["env_ids"], state["rows.started"]
-        goes_on = any(name.startswith("env.") for name in state)
-        self.begun[envs] = started if goes_on else started + (state["rows.length"] > 0)
-        self.settled[envs] = self.begun[envs] - 1
-
-
-@dataclass
-class RolloutParts:
-    """A collected rollout: the env rows of each sim, and the times."""
-
-    number: int  # number of the batch in its channels
-    version: int
-    stats: dict[int, Played] = field(default_factory=dict)  # by sim
-    sources: dict[str, np.ndarray] = field(default_factory=dict)  # source -> its env rows
-    seconds: float = 0.0
-    relayed: dict[str, float] = field(default_factory=dict)  # metrics of relaying roles
-
-    @property
-    def env_ids(self) -> np.ndarray:
-        return np.sort(np.concatenate([*self.sources.values()]))
-
-    def sources_of(self, block: range) -> tuple[str, ...]:
-        """The sources that send rows to the learner rank of this block."""
-        return tuple(source for source, rows in self.sources.items() if within(rows, block).any())
-
-    @property
-    def finished(self) -> list[EpisodeResult]:
-        return [result for _, part in sorted(self.stats.items()) for result in part.finished]
-
-
-class HorizonCollector(Collector):
-    """The source of PPO's batches: a fixed number of decisions of every env row. Episodes continue in the next
-    batch."""
-
-    def __init__(self, workers: Workers) -> None:
-        """Sims put rollouts into `inlets`."""
-        super().__init__(workers)
-        config = workers.config
-        assert isinstance(config.algo, PPOConfig)
-        self.horizon = config.algo.rollout_decisions
-        self.episodes = EpisodeList(config.seed, "train", workers.tasks)
-        self.counter = EpisodeCounter(config.env.num_envs)
-        self.rollouts.training = self
-        self.inlets = self.relays.inlets(self.trajectories)
-        if (pieces := config.pipeline.granularity) and self.relays.groups:
-            role = self.relays.groups[0].role
-            raise ConfigError(f"pipeline.granularity={pieces}: {role} workers take whole rollouts; leave it out")
-        self.blocks = env_blocks(self.config.env.num_envs, len(self.learners))
-
-    def total_iterations(self) -> int:
-        """`run.iterations`, or `run.env_steps` in whole iterations (with action chunks slightly fewer steps may be
-        executed)."""
-        run, config = self.config.run, self.config
-        if run.iterations is not None:
-            return run.iterations
-        assert run.env_steps is not None
-        return max(1, run.env_steps // (config.env.num_envs * self.horizon * config.policy.chunk))
-
-    def collect(self, version: int) -> RolloutParts:
-        """Collect a rollout of all sims. Sims put slices of their rows into the learner ranks' channels (`inlets`); the
-        driver only hears which rows arrived. A dead sim's part is collected again if at least half of the rollout, or
-        all data of a learner rank, is missing; otherwise it is left out."""
-        rollouts = self.rollouts
-        self.batches += 1
-        batch, missing = RolloutParts(self.batches, version), list(range(len(rollouts.sims)))
-        if self.config.pipeline.granularity:
-            self.begin_early(batch.number)
-        pieces, evaluation = self.config.pipeline.granularity or 0, rollouts.take_beside()
-        job = Job(self.episodes, horizon=self.horizon, outlets=tuple(self.inlets), batch=batch.number, pieces=pieces)
-        while missing:
-            played = rollouts.play(dict.fromkeys(missing, job), SamplingRule(), evaluation)
-            batch.stats |= played.played
-            for sim in played.played:
-                batch.sources |= self._parts(sim, played.sources[sim])
-            batch.seconds += played.seconds
-            missing, evaluation = [sim for sim in missing if sim not in batch.stats], None
-            if not self._too_little(batch, missing):
-                break
-        self.counter.finish(result for stats in batch.stats.values() for result in stats.finished)
-        sources = [batch.sources_of(block) for block in self.blocks]
-        batch.relayed = self.relays.pass_rollouts(batch.number, sources, self.trajectories)
-        return batch
-
-    def update(self, batch: RolloutParts, iteration: int, total: int) -> Handle:
-        """Each rank's channel already holds the sims' slices. A `Unit` names the slices that count, a `BatchEnd` says
-        that no unit follows; then `learn` takes all of them."""
-        ids = batch.env_ids
-        for channel, block in zip(self.trajectories, self.blocks, strict=True):
-            channel.put(Unit(batch.sources_of(block), ids[within(ids, block)]), key=batch.number)
-        return self.end_batch(batch.number, iteration, total)
-
-    def rows_of_ranks(self) -> list[np.ndarray | None]:
-        return [np.array(block) for block in self.blocks]
-
-    def metrics(self, batch: RolloutParts) -> dict[str, float]:
-        def mean(what: Callable[[Played], float]) -> float:
-            return float(np.mean([what(part) for part in batch.stats.values()]))
-
-        ids = batch.env_ids
-        loads = [int(within(ids, block).sum()) for block in self.blocks]
-        return {
-            "env_steps": sum(part.env_steps for part in batch.stats.values()),
-            "time/rollout_s": batch.seconds,
-            "time/step_s": mean(lambda part: part.step_s),
-            "time/reset_s": mean(lambda part: part.reset_s),
-            "time/act_s": mean(lambda part: part.wait_s),
-            "faults/lost_decisions": (self.config.env.num_envs - len(ids)) * self.horizon,
-            "train/balance_ratio": balance_ratio(loads, range(len(loads)), len(loads)),
-            **batch.relayed,
-        }
-
-    def save(self) -> dict[str, np.ndarray]:
-        """The state of all env rows, one array row per env id."""
-        parts = [part for part in self.rollouts.ask(self.rollouts.sims.get_state) if part]
-        return {name: np.concatenate([part[name] for part in parts]) for name in parts[0]} if parts else {}
-
-    def abandon(self) -> dict[str, np.ndarray]:
-        """The number of episodes begun by each row; a resumed run begins the next episodes."""
-        self.rollouts.read_reports()
-        self.close_channels()
-        return self.counter.abandoned()
-
-    def restore(self, state: dict[str, np.ndarray]) -> int:
-        """Restore the arrays of `save`; returns the number of abandoned open episodes."""
-        check_rows(state, self.config.env.num_envs)
-        self.counter.restore(state)
-        return sum(self.rollouts.ask(lambda: self.rollouts.sims.set_state(state, self.episodes)))
-
-    def hear(self, report: Report) -> None:
-        self.counter.begin(report.begun)
-
-    def lose(self, sim: int) -> int:
-        """Begin the next episode in every row of a replaced sim; returns the number of lost episodes."""
-        rows = self.rollouts.rows(sim)
-        abandoned = self.counter.abandon(rows)
-        self.rollouts.sims[sim].begin(self.episodes, self.counter.begun[rows])
-        return abandoned
-
-    def _parts(self, sim: int, sources: Sequence[str]) -> dict[str, np.ndarray]:
-        """The env rows of each stage of a sim."""
-        return dict(zip(sources, np.split(self.rollouts.rows(sim), len(sources)), strict=True))
-
-    def _too_little(self, batch: RolloutParts, missing: list[int]) -> bool:
-        return 2 * len(missing) >= len(self.rollouts.sims) or not all(batch.sources_of(block) for block in self.blocks)
-
-
-def within(ids: np.ndarray, block: range) -> np.ndarray:
-    """Bool: True for ids in the block."""
-    return (ids >= block.start) & (ids < block.stop)
-
-
-def check_rows(state: dict[str, np.ndarray], num_envs: int) -> None:
-    """Refuse a state with another number of env rows than `num_envs`."""
-    if sorted(state["env_ids"].tolist()) != list(range(num_envs)):
-        raise ValueError(f"env_ids should belong to {num_envs} env rows")
-    if odd := [name for name, array in state.items() if len(array) != num_envs]:
-        raise ValueError(f"{odd[0]} has {len(state[odd[0]])} rows of {num_envs}")
-    if odd := [name for name in ("rows.started", "rows.length", "rows.episode") if state[name].dtype.kind not in "iu"]:
-        raise ValueError(f"{odd[0]} should hold counts")
-    if (state["rows.episode"] < 0).any():
-        raise ValueError("rows.episode holds a negative number, and episodes are counted from 0")

@@ -7,7 +7,7 @@ learners.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final, Literal, Protocol
 
@@ -86,6 +86,12 @@ class BatchSource:
 
     exhausted = ""
     """Why the run should end here; empty while there is something to learn from."""
+    solved = False
+    """True if there is nothing more to learn, since every episode succeeds."""
+    samples: Sequence[dict[str, Any]] = ()
+    """Conversations of the last updated batch, for samples.jsonl."""
+    ends: Sequence[tuple[int, float]] = ()
+    """The tokens of that batch's conversations, and how long after the rollout's begin each ended."""
 
     def __init__(self, workers: Workers) -> None:
         """Raises ConfigError if the env is unsuitable."""

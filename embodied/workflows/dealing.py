@@ -4,12 +4,11 @@ only knows lengths; the data stay with the workers that collected them.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from functools import cached_property
 from math import inf
 from typing import TYPE_CHECKING
-
-import numpy as np
 
 from embodied.algorithms.groups import Group
 from embodied.core.arrays import gather
@@ -32,27 +31,30 @@ if TYPE_CHECKING:
     from embodied.config.recipe import RunConfig
 
 
+@dataclass
+class EpisodeRow:
+    """What the driver knows of a whole episode, from its beginning until the update on it."""
+
+    keeper: str  # the worker that plays or keeps it
+    is_lost: bool = False  # its keeper has died since
+    result: EpisodeResult | None = None  # when it has ended
+    length: tuple[int, ...] = ()  # the numbers of items, of its prompt's items, and of picture tokens
+
+    def end(self, result: EpisodeResult, chunk: int, text: bool) -> None:
+        """The episode has ended; its items are tokens of `text`, or decisions of `chunk` env steps."""
+        items = result.all_tokens if text else -(-result.length // chunk)
+        self.result, self.length = result, (items, result.prompt_tokens, result.places)
+
+
 class Dealer:
-    """The lengths of episodes, from their end until the update on them."""
+    """Deals the episodes of a table by their lengths."""
 
-    def __init__(self, config: RunConfig, learners: WorkerGroup, text: bool) -> None:
-        self.config, self.learners, self.text = config, learners, text
-        # By episode: the numbers of items, of its prompt's items, and of picture tokens.
-        self.lengths: dict[int, tuple[int, int, int]] = {}
-
-    def add(self, results: Iterable[EpisodeResult]) -> None:
-        """Record the lengths of ended episodes."""
-        for result in results:
-            items = result.all_tokens if self.text else -(-result.length // self.config.policy.chunk)
-            self.lengths[result.index] = items, result.prompt_tokens, result.places
-
-    def forget_all_but(self, episodes: Collection[int]) -> None:
-        """Forget all other episodes."""
-        self.lengths = {episode: self.lengths[episode] for episode in episodes}
+    def __init__(self, config: RunConfig, learners: WorkerGroup, text: bool, table: Mapping[int, EpisodeRow]) -> None:
+        self.config, self.learners, self.text, self.table = config, learners, text, table
 
     def cost(self, episodes: Sequence[int]) -> float:
         """The cost of these episodes of a group on one learner rank."""
-        lengths, prompts, places = zip(*(self.lengths[episode] for episode in episodes), strict=True)
+        lengths, prompts, places = zip(*(self.table[episode].length for episode in episodes), strict=True)
         if not self.config.learner.share_prompts:
             return self.pass_cost.of(lengths, places=sum(places))
         return self.pass_cost.of(lengths, min(prompts), max(places))
@@ -105,7 +107,7 @@ class Dealer:
 
     def items(self, episodes: Sequence[int]) -> int:
         """Tokens or decisions."""
-        return sum(self.lengths[episode][0] for episode in episodes)
+        return sum(self.table[episode].length[0] for episode in episodes)
 
     def steps(self, count: int, iteration: int) -> list[list[int]]:
         """This many groups by gradient steps, if these take whole groups (`RankBatch.order`)."""
@@ -135,11 +137,3 @@ class Dealer:
             loads = [self._divided([units[part] for part in step]).loads for step in steps or [range(len(units))]]
             return sum(map(max, loads)) * len(of_ranks) / sum(map(sum, loads))
         return balance_ratio([self.cost(ids) for ids, _ in units], [rank for _, rank in units], len(of_ranks), steps)
-
-    def state(self) -> np.ndarray:
-        """Int [n, 4] for a checkpoint: episodes with their lengths."""
-        rows = [(episode, *length) for episode, length in self.lengths.items()]
-        return np.array(rows, np.int64).reshape(-1, 4)
-
-    def restore(self, state: np.ndarray) -> None:
-        self.lengths = {episode: tuple(length) for episode, *length in state.tolist()}

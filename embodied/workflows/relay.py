@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from embodied.core.types import Servers, Trajectory, choose, join
-from embodied.envs.player import EpisodeKeeper
+from embodied.envs.kept_episodes import EpisodeKeeper
 from embodied.runtime import Channel
 
 

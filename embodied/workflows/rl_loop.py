@@ -1,9 +1,9 @@
 """The cyclic loop of embodied RL: simulate, act, learn, publish.
 
-`EmbodiedLoop.iterate` is one iteration, and `roles` declares the workers. `workers.py` launches them; `collector.py`
-(PPO) and `group_collector.py` (GRPO) collect batches; `rollout_manager.py` assigns policy workers to sims and replaces
-dead workers; `runtime/weights.py` versions the weights; `evaluator.py` evaluates. The plan decides where each worker
-runs.
+`EmbodiedLoop.iterate` is one iteration, and `roles` declares the workers. `workers.py` launches them; `collector.py`,
+with `horizon.py` (PPO) or `groups.py` (GRPO), collects batches; `rollout_manager.py` runs the rounds of sims and
+policies and replaces dead workers; `runtime/weights.py` versions the weights; `evaluator.py` evaluates. The plan
+decides where each worker runs.
 
 `pipeline.schedule` names two settings (`PipelineSection` in `config/sections.py`): by how many versions rollouts lag,
 and whether learners begin early. They change when the steps of an iteration happen, never their results:
@@ -12,18 +12,6 @@ and whether learners begin early. They change when the steps of an iteration hap
     periodic  the same, but learners process groups of episodes as they end and take one step after the last
     async     rollout n uses version max(0, n - `pipeline.async_level`), so update, publishing and collecting overlap
               (`LaggingVersions`)
-
-The acting version when rollouts lag behind updates (pipeline.schedule=async), so that rollout, update and transfer
-overlap.
-
-With a lag of k, rollout n uses version max(start, n - k). Learners copy a version, and the copy is sent to the policies
-during a rollout with the previous version:
-
-    k = 1   rollout n + 1 with version n beside update n; version n + 1 is copied after update n and travels at once
-    k > 1   rollout n + k - 1 with version n - 1 beside update n, while version n travels
-
-With R, U and P seconds of rollout, update and transfer, an iteration takes max(R, U, P, (R + U + P) / (k + 1)). There
-are two copies of the weights (`WeightStore`): the acting copy and the copy in transfer.
 """
 
 from __future__ import annotations
@@ -43,10 +31,10 @@ from embodied.records.timeline import Timeline
 from embodied.run.checkpoints import write_checkpoint
 from embodied.runtime import Cluster, Handle, WorkerGroup
 from embodied.runtime.published_weights import Publication
-from embodied.workflows.collector import HorizonCollector
 from embodied.workflows.contract import ROLLOUT, UPDATE, Batch, BatchSource, Role
 from embodied.workflows.evaluator import Evaluator
-from embodied.workflows.group_collector import GroupCollector
+from embodied.workflows.groups import Groups
+from embodied.workflows.horizon import Horizon
 from embodied.workflows.shipped_roles import roles_of_run
 from embodied.workflows.workers import Workers
 
@@ -134,7 +122,7 @@ class EmbodiedLoop:
     @staticmethod
     def make_source(workers: Workers) -> BatchSource:
         """The collector of PPO (a fixed horizon), or of GRPO and conversations (whole episodes in groups)."""
-        return (GroupCollector if workers.config.algo.whole_episodes else HorizonCollector)(workers)
+        return (Groups if workers.config.algo.whole_episodes else Horizon)(workers)
 
     # One iteration
 
@@ -234,7 +222,7 @@ class EmbodiedLoop:
     @property
     def solved(self) -> bool:
         """True if the run ends before its last iteration since every episode succeeds."""
-        return bool(self.exhausted) and getattr(self.source, "solved", False)
+        return bool(self.exhausted) and self.source.solved
 
     @property
     def groups(self) -> list[WorkerGroup]:
@@ -250,11 +238,11 @@ class EmbodiedLoop:
 
     def take_samples(self) -> list[dict[str, Any]]:
         """Conversations of the last iteration for samples.jsonl; empty for robot policies."""
-        return self.source.samples if isinstance(self.source, GroupCollector) else []
+        return [*self.source.samples]
 
     def take_ends(self) -> list[tuple[int, float]]:
         """The tokens of the last iteration's conversations, and how long after the rollout's begin each ended."""
-        return self.source.ends if isinstance(self.source, GroupCollector) else []
+        return [*self.source.ends]
 
     def take_dropped(self) -> int:
         """Number of batches collected before the checkpoint and collected again after resuming, since the last call."""
@@ -324,7 +312,17 @@ class EmbodiedLoop:
 
 
 class LaggingVersions:
-    """Decides for an `EmbodiedLoop` when a batch is collected, with which version, and when a version is copied."""
+    """Decides for an `EmbodiedLoop` when a batch is collected, with which version, and when a version is copied.
+
+    With a lag of k, rollout n uses version max(start, n - k). Learners copy a version, and the copy is sent to the
+    policies during a rollout with the previous version:
+
+        k = 1   rollout n + 1 with version n beside update n; version n + 1 is copied after update n, travels at once
+        k > 1   rollout n + k - 1 with version n - 1 beside update n, while version n travels
+
+    With R, U and P seconds of rollout, update and transfer, an iteration takes max(R, U, P, (R + U + P) / (k + 1)).
+    There are two copies of the weights (`WeightStore`): the acting copy and the copy in transfer.
+    """
 
     def __init__(self, loop: EmbodiedLoop) -> None:
         self.loop, self.weight_sync, self.ahead = loop, loop.weight_sync, loop.ahead

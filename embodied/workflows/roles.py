@@ -36,7 +36,7 @@ from embodied.core.files import as_path
 from embodied.core.request_queue import Waiting
 from embodied.core.types import EnvSpec, EpisodeResult, Servers, Trajectory, choose, join
 from embodied.envs import import_class
-from embodied.envs.player import RequestClient
+from embodied.envs.request_client import RequestClient
 from embodied.learners.config import LearnerConfig
 from embodied.learners.model import Model, PolicyOptimizer
 from embodied.learners.train_batch import (

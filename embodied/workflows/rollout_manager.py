@@ -11,7 +11,7 @@ get:
                     caller decides whether to collect them again
 
 `Answering` assigns policy workers to sims; they join, leave, die and are replaced while requests wait. Requests wait
-with the players (`envs/player.py`), and a player only gets the names of its policy workers. With several language
+with the players (`envs/request_client.py`), and a player only gets the names of its policy workers. With several language
 engines all prompts wait here until an engine has room (`SharedPrompts`), since the length of an answer is not known in
 advance. While learners hold a policy worker's devices, other policy workers answer its requests.
 
@@ -21,7 +21,6 @@ rollout's weights may be.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Collection, Iterable
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -100,7 +99,6 @@ class RolloutManager:
         self.background: list[BackgroundTask] = []  # tasks during every round
         self.rounds = 0
         self.restarts = 0
-        self.lives: Counter[str] = Counter()  # number of replacements by worker
         self.abandoned_episodes = 0
         self.repetitions = Repetitions()
         self.warnings: set[str] = set()  # shown warnings
@@ -259,7 +257,6 @@ class RolloutManager:
             loads += [self.sims[sim].offload() for sim in sims if not present(self.sims.workers[sim])]
             self.cluster.rebuilt_by(host, built, loads)
             self.restarts += 1
-            self.lives.update(self.sims.workers[sim] for sim in sims)
             self.abandoned_episodes += abandoned
             self._report_restart(restart, failure, abandoned)
             replaced += policies

@@ -37,7 +37,8 @@ from embodied.core.types import (
     Trajectory,
 )
 from embodied.envs import env_class
-from embodied.envs.player import PlayerWorker, RequestClient, Tally
+from embodied.envs.player import PlayerWorker, Tally
+from embodied.envs.request_client import RequestClient
 from embodied.envs.text.side_by_side import SideBySide
 from embodied.envs.text.text_env import TextEnv, Turn, checked_said
 from embodied.runtime import Timers

@@ -4,12 +4,11 @@ from collections import Counter
 
 import numpy as np
 import pytest
-from idle_collector import idle_collector
+from idle_groups import idle_groups
 
 from embodied.algorithms.groups import PromptPools, pool_of
 from embodied.config.recipe import load
 from embodied.core.types import EpisodeResult
-from embodied.workflows.group_collector import GroupedEpisodes
 
 SIZE = 4
 
@@ -73,15 +72,15 @@ def test_groups_that_never_end_are_forgotten():
 
 
 @pytest.mark.parametrize("size", [4, 16])
-def test_a_collector_plays_drawn_prompts_and_keeps_the_rates_in_its_checkpoint(size):
+def test_drawn_prompts_are_played_and_their_rates_are_in_the_checkpoint(size):
     options = ["recipe=sums_grpo", "env.num_envs=4", "algo.groups=2", "algo.pools=[1e9,1e9,1e9]"]
-    found = idle_collector(load([*options, f"algo.group_size={size}"]).config, ("sums",), text=True)
-    specs = found.specs_of(found.pool.deal(2 * size))
+    found = idle_groups(load([*options, f"algo.group_size={size}"]).config, ("sums",), text=True)
+    specs = found.next()[0].episodes
     assert specs == [found.episodes[index] for index in range(2 * size)]
     results = [
         EpisodeResult(s.index, s.task, -1, s.seed, 1, float(s.index % 2), bool(s.index % 2), True) for s in specs
     ]
-    found.add(results, GroupedEpisodes(1, 0))
+    found.record(results)
     assert found.prompts.rates == {0: 0.5, 1: 0.5}
     again = found.specs_of(found.pool.deal(2 * size))
     assert [spec.index for spec in again] == list(range(2 * size, 4 * size))

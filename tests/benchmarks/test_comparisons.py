@@ -69,13 +69,13 @@ def test_short_successful_episodes_do_not_crowd_out_long_failures():
 
 
 def test_trl_answers_the_prompts_of_our_groups():
-    from idle_collector import idle_collector
+    from idle_groups import idle_groups
 
     config = load([f"recipe={compare_trl.RECIPE}", "seed=3"]).config
     found = compare_trl.prompts(3, 4)
     assert all(str(sum(map(int, each["prompt"][:-1].split("+")))) == each["answer"] for each in found)
-    collector, env = idle_collector(config, ("add2",), text=True), text_env(config.env)
-    ours = [env.reset(collector.episodes[number]) for number in range(4 * config.algo.group_size)]
+    groups, env = idle_groups(config, ("add2",), text=True), text_env(config.env)
+    ours = [env.reset(groups.episodes[number]) for number in range(4 * config.algo.group_size)]
     assert ours == [each["prompt"] for each in found for _ in range(config.algo.group_size)]
 
 

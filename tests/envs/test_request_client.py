@@ -6,7 +6,8 @@ from dataclasses import replace
 import numpy as np
 
 from embodied.core.types import ActReply, EpisodeSpec, PolicyOutput, Servers
-from embodied.envs.player import PolicyClient, num_startable
+from embodied.envs.player import num_startable
+from embodied.envs.request_client import PolicyClient
 
 SOURCE = "sim-0/0#2"
 

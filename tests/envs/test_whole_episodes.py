@@ -12,7 +12,8 @@ from embodied.core.rng import uniform
 from embodied.core.types import ActReply, EpisodeList, Job, PolicyOutput, Recording, choose, join
 from embodied.envs import make_env
 from embodied.envs.config import EnvConfig, PointMassConfig
-from embodied.envs.player import EpisodePlayer, Record, Tally, arrays_of, play_episodes, trajectory_from
+from embodied.envs.kept_episodes import arrays_of, trajectory_from
+from embodied.envs.player import EpisodePlayer, Record, Tally, play_episodes
 from embodied.runtime import Timers
 
 CHUNK = 3

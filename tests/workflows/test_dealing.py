@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from idle_collector import idle_collector
+from idle_groups import idle_groups
 from tiny_language import SEES, build
 
 from embodied.algorithms.groups import Group
@@ -15,8 +15,7 @@ from embodied.core.types import ActionSpec, EnvSpec, EpisodeResult, Unit
 from embodied.learners.train_batch import RankBatch
 from embodied.policies import make_policy
 from embodied.train import main
-from embodied.workflows.dealing import Dealer
-from embodied.workflows.group_collector import GroupedEpisodes
+from embodied.workflows.dealing import Dealer, EpisodeRow
 
 GROUPS, SIZE = 8, 2
 
@@ -24,24 +23,22 @@ GROUPS, SIZE = 8, 2
 def dealer(*options, recipe="sums_grpo", ranks=2, cost=(1.0, 0.0)):
     config = load([f"recipe={recipe}", f"algo.groups={GROUPS}", f"algo.group_size={SIZE}", "env.num_envs=4", *options])
     asked = SimpleNamespace(pass_cost=lambda: SimpleNamespace(wait=lambda: [cost]))
-    return Dealer(config.config, [asked] * ranks, text=recipe == "sums_grpo")
+    return Dealer(config.config, [asked] * ranks, text=recipe == "sums_grpo", table={})
 
 
-def ended(lengths, prompt=2):
-    """Results of episodes of these lengths, and their groups."""
-    about = {"task": "a", "init_state_id": -1, "seed": 0, "total_reward": 0.0}
-    results = [
-        EpisodeResult(i, length=n, all_tokens=n, prompt_tokens=prompt, success_once=None, success_at_end=None, **about)
-        for i, n in enumerate(lengths)
-    ]
+def ended(dealer, lengths, prompt=2, places=0):
+    """The groups of episodes of these lengths, which the dealer gets."""
     episodes = range(len(lengths))
-    return results, [Group((*episodes[i : i + SIZE],), (0.0,) * SIZE) for i in range(0, len(lengths), SIZE)]
+    for i, n in enumerate(lengths):
+        result = EpisodeResult(i, "a", -1, 0, n, 0.0, None, None, prompt_tokens=prompt, all_tokens=n, places=places)
+        dealer.table[i] = EpisodeRow("sim-0")
+        dealer.table[i].end(result, dealer.config.policy.chunk, dealer.text)
+    return [Group((*episodes[i : i + SIZE],), (0.0,) * SIZE) for i in range(0, len(lengths), SIZE)]
 
 
 def test_conversations_are_dealt_in_groups_whose_prompt_costs_once():
     found = dealer(cost=(1.0, 0.5))
-    results, groups = ended([20, 20, 20, 20, 3, 4, 3, 3])
-    found.add(results)
+    groups = ended(found, [20, 20, 20, 20, 3, 4, 3, 3])
     assert found.cost(groups[2].episodes) == (2 + 1 + 2) + 0.5 * (4 + (9 - 4) + (16 - 4))
     rank_of = found.deal(groups, 0)
     assert [rank_of[episode] for episode in range(8)] == [0, 0, 1, 1, 0, 0, 1, 1]
@@ -59,20 +56,18 @@ def test_the_pictures_of_a_group_cost_once_what_its_vision_tower_computes():
     policy = build(SEES, preset="tiny_vl")
     token, pair, place = policy.pass_cost()
     assert place == 4 * sum(p.numel() for p in policy.model.base_model.visual.blocks.parameters())
-    results, groups = ended([20, 20, 20, 20])
     for options, times in (((), 1), (("learner.share_prompts=false",), 2)):
         found = dealer(*options, cost=(token, pair, place))
-        found.add([result._replace(places=2) for result in results])
+        ended(found, [20, 20, 20, 20], places=2)
         plain = dealer(*options, cost=(token, pair, place))
-        plain.add(results)
+        groups = ended(plain, [20, 20, 20, 20])
         more = found.cost(groups[0].episodes) - plain.cost(groups[0].episodes)
         assert more == times * 2 * place > 0
 
 
 def test_episodes_of_robots_are_dealt_one_by_one_by_their_decisions():
     found = dealer("policy.chunk=4", recipe="pointmass_grpo")
-    results, groups = ended([17, 4, 4, 4])  # 5, 1, 1 and 1 decisions
-    found.add(results)
+    groups = ended(found, [17, 4, 4, 4])  # 5, 1, 1 and 1 decisions
     assert found.deal(groups, 0) == {0: 0, 1: 1, 2: 1, 3: 1}
 
 
@@ -86,21 +81,12 @@ def test_minibatches_are_those_that_ranks_take():
 
 
 def test_a_learner_has_no_more_than_it_has_room_for():
-    results, groups = ended([30, 30, 10, 10, 10, 10, 10, 10])
     tight, found = (dealer(f"learner.most_items={most}") for most in (50, 60))
     for one in (tight, found):
-        one.add(results)
+        groups = ended(one, [30, 30, 10, 10, 10, 10, 10, 10])
     with pytest.raises(ConfigError, match=r"120 tokens .* \(learner.most_items\); try 120"):
         tight.deal(groups, 0)
     assert [*found.deal(groups, 0).values()] == [0, 0, 1, 1, 1, 1, 1, 1]
-
-
-def test_lengths_come_back_from_a_checkpoint():
-    found, again = dealer(), dealer()
-    found.add(ended([3, 4, 30, 4])[0])
-    found.forget_all_but([2, 3])
-    again.restore(found.state())
-    assert again.lengths == found.lengths == {2: (30, 2, 0), 3: (4, 2, 0)}
 
 
 def test_a_language_models_cost_is_that_of_its_weights_and_of_attention_over_all_pairs():
@@ -143,8 +129,7 @@ def test_a_group_that_ranks_compute_together_leaves_all_as_much_to_do():
     found = dealer("learner.sequence_degree=auto", ranks=4, cost=(0.0, 1.0))
     found.learners[0].divides = lambda: SimpleNamespace(wait=lambda: [((1, 2, 4), (0.0, 0.0, 1e9))])
     lengths = [length for size in (32, 16, 16, *[8] * 8) for length in (size, 1)]
-    results, groups = ended(lengths, prompt=0)
-    found.add(results)
+    groups = ended(found, lengths, prompt=0)
     rank_of = found.deal(groups, 0)
     units = [[Unit((), np.array(g.episodes)) for g in groups if rank_of[g.episodes[0]] == rank] for rank in range(4)]
     assert found.balance_ratio(units, 0) == pytest.approx(1.0, abs=0.01)
@@ -152,21 +137,12 @@ def test_a_group_that_ranks_compute_together_leaves_all_as_much_to_do():
     assert found.balance_ratio(units, 0) > 1.9
 
 
-# What a collector of groups does for policies that speak
-
-
-def collector(*options):
-    config = load(["recipe=sums_grpo", "env.num_envs=4", *options]).config
-    return idle_collector(config, ("sums",), text=True)
-
-
 def test_scores_that_are_compared_are_those_of_cut_and_long_answers():
-    found = collector("algo.truncated=punish", "algo.overlong=2", "algo.groups=1", "algo.group_size=4")
-    batch = GroupedEpisodes(1, 0)
-    found.pool.deal(4)
+    options = ["algo.truncated=punish", "algo.overlong=2", "algo.groups=1", "algo.group_size=4", "env.num_envs=4"]
+    found = idle_groups(load(["recipe=sums_grpo", *options]).config, ("sums",), text=True)
+    found.next()
     tokens, cut = (2, 4, 5, 5), (False, False, False, True)
-    found.add(
-        [EpisodeResult(i, "sums", -1, 1, 1, 1.0, True, True, truncated=cut[i], tokens=tokens[i]) for i in range(4)],
-        batch,
+    found.record(
+        EpisodeResult(i, "sums", -1, 1, 1, 1.0, True, True, truncated=cut[i], tokens=tokens[i]) for i in range(4)
     )
     assert found.pool.take()[0].scores == (1.0, 0.5, 0.0, -1.0)

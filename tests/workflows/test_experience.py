@@ -1,12 +1,12 @@
 """Which learner rank is sent which episodes of a batch, and what becomes of those whose sim has died."""
 
-from collections import Counter
 from types import SimpleNamespace
 
 import pytest
+from idle_groups import idle_groups
 
 from embodied.algorithms.groups import Group
-from embodied.workflows.group_collector import Experience, units_of
+from embodied.config.recipe import load
 
 SIZE = 4
 
@@ -43,12 +43,12 @@ class Sims:
         return SimpleNamespace(hand_in=hand_in)
 
 
-def experience(ranks, groups, shard=False):
+def experience(ranks, groups, *options, cost=lambda episodes: 1, rank_of=None):
     """Groups of four episodes, every other episode played by the same sim."""
     sims = Sims()
-    rollouts = SimpleNamespace(sims=sims, lives=Counter(), settle=lambda *calls: None)
-    found = Experience(rollouts, shard)
-    found.begin(list(range(ranks)))
+    config = load(["recipe=pointmass_grpo", f"algo.group_size={SIZE}", *options]).config
+    found = idle_groups(config, ("reach",), sims=sims, learners=ranks)
+    found.dealer = SimpleNamespace(cost=cost, deal=lambda groups, iteration: rank_of)
     episodes = range(groups * SIZE)
     found.keep_at({"sim-0": episodes[::2], "sim-1": episodes[1::2]})
     return found, sims, [Group(tuple(episodes[g * SIZE : (g + 1) * SIZE]), (0.0,) * SIZE) for g in range(groups)]
@@ -60,41 +60,55 @@ def had(sims, rank):
 
 @pytest.mark.parametrize("groups", [1, 2, 3, 7])
 def test_every_episode_of_a_batch_is_sent_to_its_rank_and_who_has_none_gets_a_copy(groups):
-    found, sims, all_groups = experience(3, groups)
     rank_of = {episode: episode * groups % 3 if groups > 1 else 2 for episode in range(groups * SIZE)}
-    found.send_all(all_groups, batch=1, rank_of=rank_of)
+    found, sims, all_groups = experience(3, groups, rank_of=rank_of)
     owned = {rank: [] for rank in range(3)}
-    for sent in found.arrived():
-        for rank, unit in units_of(sent).items():
-            owned[rank] += [] if unit.is_padding else unit.ids.tolist()
+    for rank, unit in found._send_all(all_groups):
+        owned[rank] += [] if unit.is_padding else unit.ids.tolist()
     assert {episode: rank for rank in range(3) for episode in owned[rank]} == rank_of
     assert all(had(sims, rank) == (owned[rank] or [0]) for rank in range(3))
 
 
+def certain(found, *groups):
+    """Send these groups, which are certain in this order, during a rollout."""
+    waiting = [*groups]
+    found.pool = SimpleNamespace(certain=lambda: [waiting.pop(0)] if waiting else [], hand_on=lambda group: None)
+    return [*found.certain(wait=True)]
+
+
+PERIODIC = ("pipeline.schedule=periodic", "algo.minibatch_size=null", "algo.epochs=1")
+
+
 def test_what_is_certain_goes_to_the_rank_that_has_least_to_do():
-    found, sims, groups = experience(2, 3)
-    for group, cost in zip(groups, (10, 3, 5), strict=True):
-        found.send(group, batch=1, cost=lambda episodes, cost=cost: cost)
+    found, sims, groups = experience(2, 3, *PERIODIC, cost=lambda episodes: (10, 3, 5)[episodes[0] // SIZE])
+    certain(found, *groups)
     assert (had(sims, 0), had(sims, 1)) == ([0, 1, 2, 3], [4, 5, 6, 7, 8, 9, 10, 11])
     assert not any(keep for _, _, keep in sims.sent)
 
 
 def cost_of(episodes):
-    return {4: 1, 5: 2, 6: 2, 7: 5}[episodes[0]]
+    return {4: 1, 5: 2, 6: 2, 7: 5}.get(episodes[0], 100 - episodes[0])
 
 
 def test_with_shards_every_rank_has_a_part_of_every_group():
-    found, sims, groups = experience(2, 2, shard=True)
-    found.send(groups[1], batch=1, cost=cost_of)
+    found, sims, groups = experience(2, 2, *PERIODIC, "learner.shard=true", cost=cost_of)
+    certain(found, groups[1])
     assert (had(sims, 0), had(sims, 1)) == ([7], [4, 5, 6])
-    found.send(groups[0], batch=1, cost=lambda episodes: 100 - episodes[0])
+    certain(found, groups[0])
     assert sorted(map(len, (had(sims, 0), had(sims, 1)))) == [3, 5]
 
 
 def test_a_group_of_which_a_sim_died_before_it_had_sent_its_part_has_not_arrived():
-    found, sims, groups = experience(1, 2)
+    found, sims, groups = experience(1, 2, rank_of=dict.fromkeys(range(2 * SIZE), 0))
     sims.dead = {1}
-    found.rollouts.lives["sim-1"] += 1
-    assert found.gone([0, 1, 2, 3]) == [1, 3]
-    found.send_all(groups, batch=1, rank_of=dict.fromkeys(range(2 * SIZE), 0))
-    assert [sent.arrived() for sent in found.arrived()] == [False, False] and not found.arrived()
+    assert found._send_all(groups) == [] and found.lost == {*range(2 * SIZE)} and not found.groups
+
+
+def test_groups_of_a_dead_sim_are_not_sent():
+    found, sims, groups = experience(1, 2)
+    found.keep_at({"sim-0": groups[0].episodes, "sim-1": groups[1].episodes})
+    found.dealer.deal = lambda groups, iteration: {episode: 0 for group in groups for episode in group.episodes}
+    found.lose(1)
+    assert found.gone(range(2 * SIZE)) == [*groups[1].episodes]
+    found._send_all(groups)
+    assert found.groups == groups[:1] and had(sims, 0) == [*groups[0].episodes]

@@ -154,7 +154,6 @@ def test_groups_of_a_dead_sim_are_dropped_and_counted_and_played_again_where_hal
     """Groups of one sim worker each; two sims have 2 of 4 groups each, of four sims every one has 1."""
     options = ["algo.groups=4", "algo.group_size=2", "algo.filter=none"]
     with Run(tmp_path, placement, *options, backend="local") as run:
-        collection = run.loop.source
         strike(run, "round", "sim-1")
         (episodes, numbers), (_, after) = run.play(0, 2)
         assert numbers["faults/restarts"] == 1 and len(run.lines) == 1
@@ -164,4 +163,4 @@ def test_groups_of_a_dead_sim_are_dropped_and_counted_and_played_again_where_hal
         assert numbers["groups/dropped_incomplete"] == len({index // 2 for index in lost})
         assert numbers["train/grad_norm"] > 0
         assert after["groups/used"] == 4 and after["faults/lost_episodes"] == 0
-        assert not collection.pool.held
+        assert not run.loop.source.pool.held

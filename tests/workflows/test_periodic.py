@@ -12,7 +12,7 @@ from talking_runs import far
 
 from embodied.core.errors import WorkerFailed
 from embodied.envs.sim_worker import SimWorker
-from embodied.workflows.group_collector import GroupCollector
+from embodied.workflows.groups import Groups
 
 ITERATIONS = 3
 GROUPS, SIZE = 6, 3
@@ -72,14 +72,21 @@ def sync(tmp_path_factory):
 @pytest.fixture
 def arrivals(monkeypatch):
     """The groups that learners were given, by their first episodes, in that order."""
-    given, learn = [], GroupCollector._accept
-
-    def watched(collector, sent, batch):
-        given.extend(one.group.episodes[0] for one in sent)
-        learn(collector, sent, batch)
-
-    monkeypatch.setattr(GroupCollector, "_accept", watched)
+    given = []
+    watch_arrivals(monkeypatch, lambda group: given.append(group.episodes[0]))
     return given
+
+
+def watch_arrivals(monkeypatch, heard):
+    """Let `heard` have every group whose data have come to the learners."""
+    arrived = Groups._arrived
+
+    def watched(groups, *padding):
+        for group, units in arrived(groups, *padding):
+            yield group, units
+            heard(group)
+
+    monkeypatch.setattr(Groups, "_arrived", watched)
 
 
 def test_the_sync_run_learns_from_rewards_that_differ_and_plays_more_than_it_needs(sync):
@@ -185,16 +192,14 @@ def kill(run, worker):
 
 def kill_when(monkeypatch, run, worker, now):
     """Kill a worker once; `now` says when, from the groups that learners were given so far."""
-    given, killed, learn = [], [], GroupCollector._accept
+    given, killed = [], []
 
-    def watched(collector, sent, batch):
-        for one in sent:
-            learn(collector, [one], batch)
-            given.append(one.group.episodes)
-            if now(given) and not killed:
-                killed.append(kill(run, worker))
+    def heard(group):
+        given.append(group.episodes)
+        if now(given) and not killed:
+            killed.append(kill(run, worker))
 
-    monkeypatch.setattr(GroupCollector, "_accept", watched)
+    watch_arrivals(monkeypatch, heard)
 
 
 def test_a_sim_that_dies_takes_along_only_what_was_not_handed_on(tmp_path, monkeypatch):

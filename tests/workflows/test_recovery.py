@@ -278,7 +278,7 @@ def test_an_update_that_has_lost_its_data_leaves_the_weights_before_it_to_be_sav
     with Run(tmp_path, TWO_SIMS) as run:
         run.iterate(0)
         batch, state = run.loop.collect(), dict.fromkeys(COUNTERS, 0) | {"iteration": 1, "version": 1}
-        run.loop.source.close_channels()
+        run.loop.source.abandon()
         run.loop.updating = batch, run.loop.source.begin_learning(batch.number)
         assert run.loop.save_what_is_learned(tmp_path / "checkpoints", state).name == "v000001"
         assert (state["iteration"], state["version"]) == (1, 1)

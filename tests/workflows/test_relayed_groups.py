@@ -99,14 +99,14 @@ def test_a_run_goes_on_with_the_groups_that_a_role_keeps_for_later_batches(tmp_p
 
 def test_groups_of_a_sim_that_dies_on_their_way_to_a_role_are_left_out_and_counted(tmp_path, monkeypatch):
     with Run(tmp_path, *ROBOTS, kind=ONE_JUDGE, placement=PLACES, backend="local") as run:
-        experience, send = run.loop.source.experience, run.loop.source.experience.hand_in
+        groups, send = run.loop.source, run.loop.source.hand_in
 
         def struck(*args, **more):
             monkeypatch.undo()
             os.kill(run.pid("sim-0"), signal.SIGKILL)
             return send(*args, **more)
 
-        monkeypatch.setattr(experience, "hand_in", struck)
+        monkeypatch.setattr(groups, "hand_in", struck)
         _, row = run.loop.iterate(0, 6)
         _, after = run.loop.iterate(1, 6)
     assert row["faults/restarts"] == 1 and row["groups/dropped_incomplete"] > 0 and row["faults/lost_episodes"] > 0

@@ -1,0 +1,465 @@
+"""Whole episodes in groups, for GRPO and all training with conversations.
+
+Sims keep their episodes until the groups of the batch are chosen, and send only these. `algorithms/groups.py` decides
+which groups are played, wanted and carried over. With schedule=periodic a group is sent as soon as the batch is certain
+to contain it, to the rank with the lowest cost so far, and learners accumulate gradients meanwhile. Otherwise groups
+are sent when the batch is complete, distributed by cost (`placement/balance.py`).
+
+Learners use a group when all of it was sent: to one learner rank, or a part of it to each. If an episode is lost with
+its sim before that, its group is lost, too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from embodied.algorithms.advantages import group_advantages
+from embodied.algorithms.config import GRPOConfig, PPOConfig
+from embodied.algorithms.groups import POOLS, Group, GroupPool, PromptPools, score_of
+from embodied.core.arrays import gather
+from embodied.core.conversations import SamplingRule
+from embodied.core.errors import ConfigError
+from embodied.core.types import (
+    EpisodeList,
+    EpisodeResult,
+    EpisodeSpec,
+    Job,
+    Played,
+    Report,
+    Unit,
+    deal_by_task,
+    env_blocks,
+)
+from embodied.envs import env_class
+from embodied.runtime import Channel, Handle
+from embodied.workflows.collector import Batch, Collector
+from embodied.workflows.contract import WARNING
+from embodied.workflows.dealing import Dealer, EpisodeRow
+
+if TYPE_CHECKING:
+    from embodied.config.sections import PipelineSection
+    from embodied.workflows.rollout_manager import Round
+    from embodied.workflows.workers import Workers
+
+
+@dataclass
+class GroupTransfer:
+    """A group on its way from its keepers to learner ranks."""
+
+    group: Group
+    shares: dict[int, list[int]]  # by rank, the places of its episodes in the group; empty: padding
+    calls: dict[int, dict[str, Handle]]  # by rank and source
+
+    @property
+    def handles(self) -> list[Handle]:
+        return [call for calls in self.calls.values() for call in calls.values()]
+
+    def done(self) -> bool:
+        return all(call.done() for call in self.handles)
+
+    def arrived(self) -> bool:
+        """True if the whole group was sent; False if a sim died first."""
+        return all(call.succeeded() and call.wait()[0] for call in self.handles)
+
+    def units(self) -> Iterator[tuple[int, Unit]]:
+        """The unit of each rank, without advantages."""
+        episodes, scores = np.array(self.group.episodes), np.array(self.group.scores)
+        for rank, share in self.shares.items():
+            at = share or [0]
+            yield rank, Unit(tuple(self.calls[rank]), episodes[at], scores=scores[at], is_padding=not share)
+
+
+class Groups(Collector):
+    def __init__(self, workers: Workers) -> None:
+        super().__init__(workers)
+        config = self.config
+        self.algo, self.text = config.algo, workers.spec.text
+        in_epochs = self.algo.prompts == "epochs"
+        self.questions = env_class(config.env).training_questions(config.env) if in_epochs else ()
+        self.episodes = EpisodeList(
+            config.seed, "train", workers.tasks, group_size=self.algo.group_size, questions=self.questions
+        )
+        self.pool = GroupPool(self.algo, discards_surplus(self.algo, config.pipeline))
+        self.prompts = PromptPools(self.algo.pools, config.seed, self.algo.group_size) if self.algo.pools else None
+        # Losses need the log-probs of the distribution that tokens were drawn from.
+        drawn_at = config.policy.temperature if self.text else 1.0
+        self.sampling = SamplingRule(drawn_at, logprob_temperature=drawn_at)
+        self.table: dict[int, EpisodeRow] = {}  # episodes that are played, kept or sent
+        self.dealer = Dealer(config, self.learners, self.text, self.table)
+        self.keepers = [self.rollouts.sims, *self.relays.groups]
+        self.worker = {name: group[rank] for group in self.keepers for rank, name in enumerate(group.workers)}
+        self.sent = 0  # parts of groups, in all
+        self.under_way: list[GroupTransfer] = []
+        self.first = 0  # iteration of the first collected batch
+        self.empty, self.why = 0, ""  # consecutive iterations without gradient, and the reason
+        self.unusable = ""  # reason if all episodes of the last batch were discarded
+        self.warned = False  # True: the user was warned of discarded episodes
+        if self.algo.filter_metric == "success" and not workers.spec.has_success:
+            raise ConfigError(
+                "algo.filter_metric=success bounds the rate of success, but this env has none; try "
+                "algo.filter_metric=return"
+            )
+
+    @property
+    def exhausted(self) -> str:  # type: ignore[override]
+        """The reason to end the run now; empty while batches have a gradient."""
+        if self.unusable:
+            return self.unusable
+        if self.empty < self.algo.max_empty:
+            return ""
+        return (
+            f"nothing to learn from in the last {self.empty} iterations (algo.max_empty): {self.why}. Where all "
+            "episodes succeed, the run is done; where none does, start from a policy that sometimes succeeds, or try "
+            "another env.reward, a larger algo.group_size or algo.filter=resample"
+        )
+
+    # What to play next
+
+    def begin(self) -> None:
+        if self.batch.number == 1:
+            self.first = self.rollouts.weight_sync.learned
+        self.groups: list[Group] = []  # sent to learners
+        self.lost: set[int] = set()  # episodes
+        self.loads = np.zeros(len(self.channels))  # by rank, the cost of the groups sent during the rollout
+        self.dead: list[int] = []  # episodes that were dealt to sims that died
+        for episode in self.table.keys() - {*self.pool.held}:
+            del self.table[episode]
+        self.pool.counts.clear()
+        if self.prompts is not None:
+            self.prompts.counts.clear()
+
+    def next(self) -> dict[int, Job]:
+        """Rounds of whole groups, until the algorithm has enough. Neighbouring episodes go to the same sim, so a dead
+        sim loses few groups. If a batch has equally many groups of every task, a sim plays the same few tasks in each
+        batch."""
+        rollouts, first = self.rollouts, not self.batch.rounds
+        if not (count := self.pool.wanted(self.batch.rounds, self.config.env.num_envs)):
+            return {}
+        specs, num_sims = self.specs_of(self.pool.deal(count)), len(rollouts.sims)
+        by_task = not self.text and self.algo.groups % rollouts.num_tasks == 0 and rollouts.num_tasks > 1
+        blocks = deal_by_task([spec.task for spec in specs], num_sims) if by_task else env_blocks(count, num_sims)
+        samples = sampled([spec.index for spec in specs], self.config.run.samples) if first else frozenset()
+        self.shares = {sim: [specs[at] for at in block] for sim, block in enumerate(blocks) if block}
+        self.keep_at({rollouts.sims.workers[sim]: [spec.index for spec in share] for sim, share in self.shares.items()})
+        return {sim: Job(share, at_once=self.listens, samples=samples) for sim, share in self.shares.items()}
+
+    def specs_of(self, indices: Sequence[int]) -> list[EpisodeSpec]:
+        """The episodes with these numbers, with their groups' prompts."""
+        size, numbers = self.algo.group_size, np.array(indices, np.int64)
+        if self.prompts is None:
+            return self.episodes.at(numbers)
+        return self.episodes.at(np.array([self.prompts.draw(index // size) * size for index in indices]), numbers)
+
+    # What was played
+
+    def hear(self, report: Report) -> None:
+        self.record(report.finished)
+
+    def add(self, played: Round) -> None:
+        results = [result for part in played.played.values() for result in part.finished]
+        self.record(self._relayed(results))
+        self.dead += [spec.index for sim in played.failures for spec in self.shares.get(sim, ())]
+        self._leave_out(sorted(self.pool.playing))
+        self._leave_out(self.gone(self.pool.held))
+
+    def record(self, results: Iterable[EpisodeResult]) -> None:
+        """Record the outcomes of episodes; known outcomes change nothing."""
+        new = {result.index: result for result in results if result.index in self.pool.playing}
+        for episode, result in new.items():
+            self.table[episode].end(result, self.config.policy.chunk, self.text)
+        solved = {index: bool(result.success_once) for index, result in new.items()}
+        if self.prompts is not None:
+            self.prompts.add(solved)
+        longest = self.config.policy.max_tokens if self.algo.overlong else 0
+        self.pool.add({index: score_of(result, self.algo, longest) for index, result in new.items()}, solved)
+
+    def _relayed(self, results: list[EpisodeResult]) -> list[EpisodeResult]:
+        """The outcomes of a round, with rewards from relaying roles."""
+        if not self.relays.groups:
+            return results
+        size = self.algo.group_size
+        outcomes = {result.index: result for result in results}
+        groups = gather((index // size, index) for index in sorted(outcomes)).values()
+        rewards, metrics = self.relays.pass_groups(map(tuple, groups), self)
+        self.batch.metrics |= metrics
+        return [outcomes[index]._replace(total_reward=reward) for index, reward in rewards.items()]
+
+    # What was lost
+
+    def lose(self, sim: int) -> int:
+        """Mark the episodes of a dead sim. They are counted with their groups, so none is abandoned."""
+        for row in self.table.values():
+            row.is_lost |= row.keeper == self.rollouts.sims.workers[sim]
+        return 0
+
+    def gone(self, episodes: Collection[int]) -> list[int]:
+        """The episodes whose keeper has died since."""
+        return [episode for episode in episodes if self.table[episode].is_lost]
+
+    def _leave_out(self, episodes: Collection[int]) -> None:
+        """Drop the groups of lost episodes."""
+        self.pool.lose(episodes)
+        self.lost.update(episodes)
+
+    def _lose_group(self, group: Group) -> None:
+        """Leave out a lost group that the pool has already returned."""
+        if self.early:
+            self._leave_out(group.episodes)
+        else:
+            self.pool.counts.update(kept=-1, incomplete=1)
+            self.lost.update(group.episodes)
+            self.groups = [other for other in self.groups if other != group]
+
+    # What is certain
+
+    def due(self) -> bool:
+        """During a round: true if reports wait, or groups were sent."""
+        return super().due() or any(transfer.done() for transfer in self.under_way)
+
+    def certain(self, wait: bool) -> Iterator[tuple[int, Unit]]:
+        """With schedule=periodic: the groups that the batch is certain to contain, when learners have their data."""
+        while self.early:
+            for group, of_ranks in self._arrived():
+                compared = self.advantages([group])
+                for rank, unit in of_ranks:
+                    yield rank, with_advantages(unit, compared)
+            for group in self.pool.certain():
+                self.pool.hand_on(group)
+                self._send(group, self._shares(group), keep=False)
+            if not (wait and self.under_way):
+                return
+            self._settle()
+
+    def complete(self) -> Iterator[tuple[int, Unit]]:
+        """All groups of the batch, unless they were sent during the rollout. Carried-over episodes stay with their
+        keepers, and others are forgotten."""
+        groups, batch = self.pool.take(), self.batch
+        if self.prompts is not None:
+            self.prompts.forget_all_but(self.pool.open)
+        if not self.early:
+            units = self._send_all(groups)
+            compared = self.advantages(self.groups)
+            for rank, unit in units:
+                yield rank, with_advantages(unit, compared)
+        held = self.pool.held
+        self.rollouts.settle(*(group.forget_all_but(held) for group in self.keepers))
+        results = [self.table[episode].result for episode in self.dead if episode not in self.lost]
+        saved = tuple(result for result in results if result)  # that sims had ended before they died
+        batch.played += [Played(sum(result.length for result in saved), saved)] if saved else []
+        batch.finished = sorted(
+            (result for part in batch.played for result in part.finished), key=lambda one: one.index
+        )
+        batch.metrics |= self._metrics()
+        if self.text:
+            batch.metrics |= added(self.rollouts.ask(self.rollouts.policies.engine_numbers))
+        counts = ", ".join(f"{count} {name}" for name, count in sorted((+self.pool.counts).items()))
+        mean = f", mean return {np.mean([one.total_reward for one in batch.finished]):.3g}" if batch.finished else ""
+        batch.why_empty = f"its groups were {counts or 'none'}{mean}"
+
+    def advantages(self, groups: Sequence[Group]) -> dict[int, float] | None:
+        """The advantage of each episode within its group; None with PPO, whose learners use values."""
+        algo = self.algo
+        if algo.name == "ppo" or not groups:
+            return None
+        scores = np.array([group.scores for group in groups])
+        compared = group_advantages(scores, algo.baseline, algo.scale, algo.deviation).ravel().tolist()
+        return dict(zip((episode for group in groups for episode in group.episodes), compared, strict=True))
+
+    def _metrics(self) -> dict[str, float]:
+        batch, counts, algo = self.batch, self.pool.counts, self.algo
+        metrics: dict[str, float] = {}
+        if self.prompts is not None:
+            metrics |= {f"groups/{name}_prompts": self.prompts.counts[name] for name in (*POOLS, "unseen")}
+        if self.questions:
+            metrics["groups/epochs"] = self.pool.dealt / (algo.group_size * sum(self.questions))
+        if self.text:
+            metrics["faults/unusable_answers"] = len(batch.problems)
+        return metrics | {
+            "faults/lost_episodes": len(self.lost),
+            "train/balance_ratio": self.dealer.balance_ratio(batch.units, self._iteration),
+            "groups/used": len(self.groups),
+            "groups/kept": counts["kept"],
+            "groups/dropped_equal": counts["equal"],
+            "groups/dropped_out_of_bounds": counts["out_of_bounds"],
+            "groups/dropped_incomplete": counts["incomplete"],
+            "groups/carried_episodes": len(self.pool.held),
+            "groups/discarded_episodes": self.pool.discarded,
+            "groups/rounds": batch.rounds,
+        }
+
+    @property
+    def _iteration(self) -> int:
+        """The iteration of the batch."""
+        return self.first + self.batch.number - 1
+
+    def update(self, batch: Batch, iteration: int, total: int) -> Handle | None:
+        self._judge(batch)
+        return super().update(batch, iteration, total)
+
+    def _judge(self, batch: Batch) -> None:
+        """Count batches without a gradient, and warn of unusable conversations."""
+        has_gradient = any(batch.units)
+        self.empty = 0 if has_gradient else self.empty + 1
+        self.why = self.why if has_gradient else batch.why_empty
+        self.solved = bool(batch.finished) and all(result.success_once for result in batch.finished)
+        if problems := batch.problems:
+            total = len(problems) + len(batch.finished)
+            why = f"{len(problems)} of {total} conversations count for nothing, the first because {problems[0]}"
+            self.unusable = "" if batch.finished else why
+            if batch.finished and not self.warned:
+                self.warned = True
+                self.rollouts.notify(f"{WARNING}{why}; metrics.jsonl counts them as faults/unusable_answers")
+
+    # From keepers to learners
+
+    def keep_at(self, episodes: Mapping[str, Collection[int]]) -> None:
+        """Record the workers that keep these episodes."""
+        for worker, numbers in episodes.items():
+            for number in numbers:
+                row = self.table.setdefault(number, EpisodeRow(worker))
+                row.keeper, row.is_lost = worker, False
+
+    def hand_in(self, episodes: Sequence[int], channel: Channel, batch: int, keep: bool = False) -> dict[str, Handle]:
+        """Let the workers that keep these episodes put them into a channel; returns the calls by source."""
+        self.sent += 1
+        calls = {}
+        for worker, numbers in gather((self.table[episode].keeper, episode) for episode in episodes).items():
+            source = f"{worker}#{self.sent}"
+            calls[source] = self.worker[worker].hand_in(numbers, source, channel, batch, keep=keep)
+        return calls
+
+    def _shares(self, group: Group) -> dict[int, list[int]]:
+        """The places of a group's episodes for each rank: all for the rank with the lowest cost so far; with shards,
+        whose ranks run their passes together, some for every rank."""
+        places, in_step = range(len(group.episodes)), self.config.learner.in_step
+        parts = [[place] for place in places] if in_step else [[*places]]
+        costs = [self.dealer.cost([group.episodes[place] for place in part]) for part in parts]
+        shares: dict[int, list[int]] = {rank: [] for rank in range(len(self.channels))} if in_step else {}
+        for number in sorted(range(len(parts)), key=lambda number: -costs[number]):
+            rank = int(np.argmin(self.loads))
+            self.loads[rank] += costs[number]
+            shares[rank] = sorted(shares.get(rank, []) + parts[number])
+        return shares
+
+    def _send_all(self, groups: list[Group]) -> list[tuple[int, Unit]]:
+        """Send every learner rank its part of a batch; groups lost with a sim are left out. A rank without episodes
+        gets a copy of an episode as padding."""
+        self._leave_out(self.gone(self.pool.held))
+        lost = [group for group in groups if self.gone(group.episodes)]
+        for group in lost:
+            self._lose_group(group)
+        if left := [group for group in groups if group not in lost]:
+            rank_of = self.dealer.deal(left, self._iteration)
+            padding: dict[int, list[int]] = {rank: [] for rank in {*range(len(self.channels))} - {*rank_of.values()}}
+            for group in left:
+                shares = gather((rank_of[episode], place) for place, episode in enumerate(group.episodes))
+                self._send(group, padding | shares, keep=True)
+                padding = {}
+        units = self._units_when_sent()
+        while self.groups and (idle := {*range(len(self.channels))} - {rank for rank, _ in units}):
+            there = [group for group in self.groups if not self.gone(group.episodes[:1])]
+            if not there:  # a rank has no unit, and no copy is left for it
+                self.groups = []
+                return []
+            self._send(there[0], {rank: [] for rank in idle}, keep=True)
+            units += self._units_when_sent(padding=True)
+        return units
+
+    def _units_when_sent(self, padding: bool = False) -> list[tuple[int, Unit]]:
+        self._settle()
+        return [unit for _, of_ranks in self._arrived(padding) for unit in of_ranks]
+
+    def _settle(self) -> None:
+        self.rollouts.settle(*(call for transfer in self.under_way for call in transfer.handles))
+
+    def _arrived(self, padding: bool = False) -> Iterator[tuple[Group, Iterator[tuple[int, Unit]]]]:
+        """The groups whose transfer has ended, with the units of ranks; lost groups are left out, unless only copies of
+        them were lost as `padding`."""
+        over = [transfer for transfer in self.under_way if transfer.done()]
+        self.under_way = [transfer for transfer in self.under_way if transfer not in over]
+        for transfer in over:
+            if transfer.arrived():
+                if transfer.group not in self.groups:
+                    self.groups = sorted([*self.groups, transfer.group])
+                yield transfer.group, transfer.units()
+            elif not padding:
+                self._lose_group(transfer.group)
+
+    def _send(self, group: Group, shares: dict[int, list[int]], keep: bool) -> None:
+        """Begin to send a group; its episodes are forgotten afterwards unless `keep` is true."""
+        calls = {}
+        for rank, share in sorted(shares.items(), key=lambda item: len(item[1])):  # copies for padding come first
+            episodes = [group.episodes[place] for place in share or [0]]
+            calls[rank] = self.hand_in(episodes, self.channels[rank], self.batch.number, keep=keep or not share)
+        self.under_way.append(GroupTransfer(group, shares, calls))
+
+    # What to save
+
+    def save(self) -> dict[str, np.ndarray]:
+        """The pool and its kept episodes."""
+        parts = [part for part in self.rollouts.ask(self.keepers[-1].get_kept) if part]
+        names = parts[0] if parts else ()
+        return self._pool_state() | {f"kept.{name}": np.concatenate([part[name] for part in parts]) for name in names}
+
+    def abandon(self) -> dict[str, np.ndarray]:
+        """The pool without kept episodes: they were lost with the sims."""
+        super().abandon()
+        lost = {*self.pool.playing, *self.pool.held}
+        self.pool.lose(lost)
+        if self.prompts is not None:
+            self.prompts.forget_all_but(())
+        self.rollouts.abandoned_episodes += len(lost)
+        return self._pool_state()
+
+    def _pool_state(self) -> dict[str, np.ndarray]:
+        pool = {f"groups.{name}": array for name, array in self.pool.state().items()}
+        if self.prompts is not None:
+            pool |= {f"pools.{name}": array for name, array in self.prompts.state().items()}
+        lengths = [(episode, *self.table[episode].length) for episode in self.pool.held]
+        numbers = {"empty": np.array(self.empty), "lengths": np.array(lengths, np.int64).reshape(-1, 4)}
+        return pool | {f"groups.{name}": array for name, array in numbers.items()}
+
+    def restore(self, state: dict[str, np.ndarray]) -> int:
+        """No episode was open, so none is abandoned."""
+        groups = {name[7:]: array for name, array in state.items() if name.startswith("groups.")}
+        self.pool.restore(groups)
+        self.empty = int(groups["empty"]) % self.algo.max_empty
+        self.table |= {episode: EpisodeRow("", length=tuple(length)) for episode, *length in groups["lengths"].tolist()}
+        if self.prompts is not None:
+            self.prompts.restore({name[6:]: array for name, array in state.items() if name.startswith("pools.")})
+        if kept := {name[5:]: array for name, array in state.items() if name.startswith("kept.")}:
+            keepers = self.keepers[-1]
+            self.keep_at(dict(zip(keepers.workers, self.rollouts.ask(lambda: keepers.set_kept(kept)), strict=True)))
+        return 0
+
+
+def with_advantages(unit: Unit, compared: Mapping[int, float] | None) -> Unit:
+    """The unit with the advantages of its episodes."""
+    if compared is None:
+        return unit
+    return replace(unit, advantages=np.array([compared[episode] for episode in unit.ids.tolist()]))
+
+
+def added(parts: Iterable[dict[str, float]]) -> dict[str, float]:
+    """Sums over several workers; for gaps between log-probs the largest."""
+    total: dict[str, float] = {}
+    for part in parts:
+        for name, number in part.items():
+            before = total.get(name, 0.0)
+            total[name] = max(before, number) if "gap" in name else before + number
+    return total
+
+
+def sampled(episodes: list[int], count: int) -> frozenset[int]:
+    """`count` episodes of an iteration, spread over its groups."""
+    count = min(count, len(episodes))
+    return frozenset(episodes[number * len(episodes) // count] for number in range(count))
+
+
+def discards_surplus(algo: PPOConfig | GRPOConfig, pipeline: PipelineSection) -> bool:
+    """True if surplus groups of an iteration are dropped: in the next iteration they would be stale."""
+    return bool(pipeline.lag) or pipeline.begins_early if algo.surplus is None else algo.surplus == "discard"

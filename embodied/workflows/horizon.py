@@ -1,0 +1,171 @@
+"""Collects PPO's rollouts: the same number of decisions of every env row, whose episodes go on in the next batch. Sims
+put slices of env rows into the channels of the learner ranks that own the rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from embodied.core.errors import ConfigError
+from embodied.core.types import EpisodeList, EpisodeResult, Job, Report, Unit, env_blocks
+from embodied.placement.balance import balance_ratio
+from embodied.workflows.collector import Collector
+
+if TYPE_CHECKING:
+    from embodied.workflows.rollout_manager import Round
+    from embodied.workflows.workers import Workers
+
+
+class Horizon(Collector):
+    """A fixed number of decisions of every env row. Each learner rank owns a block of env rows."""
+
+    def __init__(self, workers: Workers) -> None:
+        super().__init__(workers)
+        config = self.config
+        self.horizon, self.num_envs = config.algo.rollout_decisions, config.env.num_envs
+        self.episodes = EpisodeList(config.seed, "train", workers.tasks)
+        self.counter = EpisodeCounter(self.num_envs)
+        if (pieces := config.pipeline.granularity) and self.relays.groups:
+            role = self.relays.groups[0].role
+            raise ConfigError(f"pipeline.granularity={pieces}: {role} workers take whole rollouts; leave it out")
+        self.blocks = env_blocks(self.num_envs, len(self.channels))
+        self.rows_of_ranks = [np.array(block) for block in self.blocks]
+
+    def total_iterations(self) -> int:
+        """`run.iterations`, or `run.env_steps` in whole iterations (with action chunks slightly fewer steps may be
+        executed)."""
+        run = self.config.run
+        if run.iterations is not None:
+            return run.iterations
+        return max(1, run.env_steps // (self.num_envs * self.horizon * self.config.policy.chunk))
+
+    def begin(self) -> None:
+        self.sources: dict[str, np.ndarray] = {}  # source of a slice -> its env rows
+        self.missing = [*range(len(self.rollouts.sims))]
+
+    def next(self) -> dict[int, Job]:
+        """All sims at first. Then dead sims, if at least half of the rollout or all data of a learner rank is missing;
+        else their rows are left out."""
+        sims = len(self.rollouts.sims)
+        if self.batch.rounds and 2 * len(self.missing) < sims and all(map(self._sources_of, self.blocks)):
+            return {}
+        inlets, pieces = self.relays.inlets(self.channels), self.config.pipeline.granularity or 0
+        job = Job(self.episodes, self.horizon, tuple(inlets), self.batch.number, pieces)
+        return dict.fromkeys(self.missing, job)
+
+    def hear(self, report: Report) -> None:
+        self.counter.begin(report.begun)
+
+    def add(self, played: Round) -> None:
+        for sim, part in played.played.items():
+            stages = played.sources[sim]
+            self.sources |= zip(stages, np.split(self.rollouts.rows(sim), len(stages)), strict=True)
+            self.counter.finish(part.finished)
+        self.missing = [sim for sim in self.missing if sim not in played.played]
+
+    def complete(self) -> Iterator[tuple[int, Unit]]:
+        """The slices that count."""
+        batch, ids = self.batch, np.sort(np.concatenate([*self.sources.values()]))
+        rows = [ids[within(ids, block)] for block in self.blocks]
+        sources = [self._sources_of(block) for block in self.blocks]
+        batch.metrics |= {
+            "faults/lost_decisions": (self.num_envs - len(ids)) * self.horizon,
+            "train/balance_ratio": balance_ratio([*map(len, rows)], range(len(rows)), len(rows)),
+            **self.relays.pass_rollouts(batch.number, sources, self.channels),
+        }
+        batch.finished = [result for part in batch.played for result in part.finished]
+        for rank, (of_rank, slices) in enumerate(zip(rows, sources, strict=True)):
+            yield rank, Unit(slices, of_rank)
+
+    def lose(self, sim: int) -> int:
+        """Begin the next episode in every row of a replaced sim."""
+        rows = self.rollouts.rows(sim)
+        abandoned = self.counter.abandon(rows)
+        self.rollouts.sims[sim].begin(self.episodes, self.counter.begun[rows])
+        return abandoned
+
+    def save(self) -> dict[str, np.ndarray]:
+        """The state of all env rows, one array row per env id."""
+        parts = [part for part in self.rollouts.ask(self.rollouts.sims.get_state) if part]
+        return {name: np.concatenate([part[name] for part in parts]) for name in parts[0]} if parts else {}
+
+    def abandon(self) -> dict[str, np.ndarray]:
+        """The number of episodes begun by each row; a resumed run begins the next episodes."""
+        self.rollouts.read_reports()
+        super().abandon()
+        return self.counter.abandoned()
+
+    def restore(self, state: dict[str, np.ndarray]) -> int:
+        check_rows(state, self.num_envs)
+        self.counter.restore(state)
+        return sum(self.rollouts.ask(lambda: self.rollouts.sims.set_state(state, self.episodes)))
+
+    def _sources_of(self, block: range) -> tuple[str, ...]:
+        """The sources that send rows to the learner rank of this block."""
+        return tuple(source for source, rows in self.sources.items() if within(rows, block).any())
+
+
+class EpisodeCounter:
+    """Counts the begun training episodes of each env row, and the episodes with a known outcome.
+
+    Sim workers record every episode before it begins, so a replacement begins the next one: no episode is played twice,
+    and lost episodes are counted.
+    """
+
+    def __init__(self, num_envs: int) -> None:
+        self.begun = np.zeros(num_envs, np.int64)  # episodes that each env row has begun
+        self.settled = np.zeros(num_envs, np.int64)  # begun episodes that ended or were abandoned
+
+    def begin(self, indices: Iterable[int]) -> None:
+        """Env row e plays episodes e, e + E, e + 2E, ..."""
+        for index in indices:
+            count, env = divmod(index, len(self.begun))
+            self.begun[env] = max(self.begun[env], count + 1)
+
+    def finish(self, results: Iterable[EpisodeResult]) -> None:
+        """Count these episodes as settled."""
+        for result in results:
+            self.settled[result.index % len(self.begun)] += 1
+
+    def abandon(self, rows: Sequence[int] | np.ndarray) -> int:
+        """Give up the open episodes of these rows; returns their number."""
+        lost = int((self.begun[rows] - self.settled[rows]).sum())
+        self.settled[rows] = self.begun[rows]
+        return lost
+
+    def abandoned(self) -> dict[str, np.ndarray]:
+        """The state of all env rows without their open episodes; no simulator is needed."""
+        from embodied.envs.player import EpisodeTracker  # imports a simulator's packages
+
+        rows = len(self.begun)
+        state = {f"rows.{name}": np.zeros(rows, np.int64) for name in (*EpisodeTracker.ARRAYS, "initial")}
+        state |= {"rows.started": self.settled + (self.begun > self.settled), "rows.length": np.ones(rows, np.int64)}
+        return {"env_ids": np.arange(rows), **state}
+
+    def restore(self, state: dict[str, np.ndarray]) -> None:
+        """Continue from the state of all env rows: each has one open episode, a new one if the old one was
+        abandoned."""
+        envs, started = state["env_ids"], state["rows.started"]
+        goes_on = any(name.startswith("env.") for name in state)
+        self.begun[envs] = started if goes_on else started + (state["rows.length"] > 0)
+        self.settled[envs] = self.begun[envs] - 1
+
+
+def within(ids: np.ndarray, block: range) -> np.ndarray:
+    """Bool: True for ids in the block."""
+    return (ids >= block.start) & (ids < block.stop)
+
+
+def check_rows(state: dict[str, np.ndarray], num_envs: int) -> None:
+    """Refuse a state with another number of env rows than `num_envs`."""
+    if sorted(state["env_ids"].tolist()) != list(range(num_envs)):
+        raise ValueError(f"env_ids should belong to {num_envs} env rows")
+    if odd := [name for name, array in state.items() if len(array) != num_envs]:
+        raise ValueError(f"{odd[0]} has {len(state[odd[0]])} rows of {num_envs}")
+    if odd := [name for name in ("rows.started", "rows.length", "rows.episode") if state[name].dtype.kind not in "iu"]:
+        raise ValueError(f"{odd[0]} should hold counts")
+    if (state["rows.episode"] < 0).any():
+        raise ValueError("rows.episode holds a negative number, and episodes are counted from 0")
