@@ -296,7 +296,7 @@ def train(
         if checkpoint or origin:
             check_origins(loop, checkpoint, origin, folder)
         state = resume(loop, folder, checkpoint, console) if checkpoint else fresh(loop, folder)
-        total = loop.total_iterations()
+        total = loop.source.total_iterations()
         if state["iteration"] >= total:
             console.nothing_left(state["iteration"], total)
         cluster.interrupt = interruption.check
@@ -390,11 +390,11 @@ def iterate(loop: EmbodiedLoop, state: dict, total: int, folder: RunFolder, cons
     state["iteration"] += 1
     state["version"] = loop.version
     state["env_steps"] += int(numbers["env_steps"])
-    state["abandoned_episodes"] += loop.take_abandoned()
+    state["abandoned_episodes"] += loop.rollouts.take_abandoned()
     state["train_s"] += elapsed
     folder.log.row(console.iteration(state, finished, numbers, elapsed, total))
-    folder.log.samples(state["iteration"], loop.take_samples())
-    folder.log.answers(state["iteration"], loop.take_ends())
+    folder.log.samples(state["iteration"], loop.source.samples)
+    folder.log.answers(state["iteration"], loop.source.ends)
 
 
 def save(loop: EmbodiedLoop, state: dict, saves: SaveClock, folder: RunFolder, console: Console) -> None:

@@ -7,7 +7,7 @@ actions, plays and records them, and episodes begin on the rows that are done. W
 sim worker, another stage is simulated.
 
 Rows without an episode stay frozen, and no policy sees them: episodes and their outcomes do not depend on the number of
-rows. Requests wait in the player (`request_client.py`), and any policy worker may answer them.
+rows. Requests wait in the player (`core/request_queue.py`), and any policy worker may answer them.
 Whole episodes stay with the player until learners want them (`kept_episodes.py`).
 """
 
@@ -37,6 +37,7 @@ from embodied.core.arrays import (
     with_rows,
 )
 from embodied.core.errors import ConfigError
+from embodied.core.request_queue import PolicyClient
 from embodied.core.rng import normal
 from embodied.core.types import (
     ActReply,
@@ -55,7 +56,6 @@ from embodied.core.types import (
     in_sequences,
 )
 from embodied.envs.kept_episodes import EpisodeKeeper
-from embodied.envs.request_client import PolicyClient
 from embodied.envs.vector_env import VectorEnv
 from embodied.runtime import Channel, Timers, served_while_busy
 

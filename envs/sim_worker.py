@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from embodied.core.arrays import text_arrays
+from embodied.core.request_queue import PolicyClient
 from embodied.core.types import (
     ActReply,
     EnvSpec,
@@ -39,7 +40,6 @@ from embodied.envs.player import (
     play_episodes,
     play_horizon,
 )
-from embodied.envs.request_client import PolicyClient
 from embodied.runtime import Needs
 from embodied.runtime.device_memory import AllocatedMemory, give_back_unused
 

@@ -1,12 +1,10 @@
 """The policy worker: answers sim workers' requests with the current weights.
 
 A worker without weights is stale and refuses to act. Requests of several sims are answered in one call of the policy if
-that pays. Noise is keyed by episode and decision, so an answer depends on other requests only by rounding.
-
-Noise for acting, made on the device that uses it: the numbers of `core/rng.py` from the same counters.
-
-Uniform numbers equal the host's bit for bit. Normal numbers may differ in the last digits, since devices compute
-logarithms, sines and square roots differently.
+that pays (`RequestBatcher`). Noise is keyed by episode and decision, so an answer depends on other requests only by
+rounding. It is drawn on the device that uses it, from the same counters as in `core/rng.py`: uniform numbers equal the
+host's bit for bit, normal numbers may differ in the last digits, since devices compute logarithms, sines and square
+roots differently.
 """
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
-"""The batch of one learner rank: items of trajectories, each with its advantage.
+"""The batch of one learner rank: `RolloutBuffer` receives pieces of rollouts and whole episodes, `build_batch` makes items
+with advantages of them (`RankBatch`).
 
 An item is a decision, in text a token. Minibatches consist of *units*: items, or for language policies whole groups of
 conversations, which share a prompt and pass through the network together. A rank has any set of sequences. Units are
@@ -9,11 +10,9 @@ PPO estimates advantages from values along a sequence; GRPO and its relatives co
 the sampled tokens of a conversation count (`envs/text/worker.py` marks them). Its values are computed once, by the
 weights at the start of the update, since engines have no value head.
 
-Collects a learner rank's batch from pieces of rollouts and whole episodes. Pieces are joined by source, and frozen
-parts of the policy encode them as they arrive.
-
-Learners on separate devices do this during the rollout. Frozen features do not depend on trained weights and are
-computed in fixed micro-batches, so the division into pieces cannot change the result.
+Frozen parts of a policy encode pieces as they arrive, on learners with devices of their own during the rollout. Their
+features do not depend on trained weights and are computed in fixed micro-batches, so the division into pieces cannot
+change the result.
 """
 
 from __future__ import annotations

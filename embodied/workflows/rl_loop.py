@@ -228,22 +228,6 @@ class EmbodiedLoop:
     def groups(self) -> list[WorkerGroup]:
         return list(self.workers.groups.values())
 
-    def total_iterations(self) -> int:
-        """The number of iterations of the recipe."""
-        return self.source.total_iterations()
-
-    def take_abandoned(self) -> int:
-        """Episodes that were abandoned since the last call."""
-        return self.rollouts.take_abandoned()
-
-    def take_samples(self) -> list[dict[str, Any]]:
-        """Conversations of the last iteration for samples.jsonl; empty for robot policies."""
-        return [*self.source.samples]
-
-    def take_ends(self) -> list[tuple[int, float]]:
-        """The tokens of the last iteration's conversations, and how long after the rollout's begin each ended."""
-        return [*self.source.ends]
-
     def take_dropped(self) -> int:
         """Number of batches collected before the checkpoint and collected again after resuming, since the last call."""
         count, self.dropped = self.dropped, 0
@@ -276,7 +260,7 @@ class EmbodiedLoop:
         if not state["iteration"]:
             return None
         given_up = self.source.abandon()
-        state["abandoned_episodes"] += self.take_abandoned()
+        state["abandoned_episodes"] += self.rollouts.take_abandoned()
         return self._write(checkpoints, state, given_up)
 
     def _has_learned(self, updating: Handle | None) -> bool:

@@ -1,14 +1,12 @@
-"""Roles with networks between players and learners: the reference for the divergence, and a critic.
+"""The workers of the roles that a recipe adds between players and learners.
 
-Both add a column to the trajectories. The reference's log-probs equal the learners' own reference. A critic predicts a
-conversation's remaining return, sends these values on, and updates on the same conversations before the learners. The
-values are from before its update, as PPO's advantages need.
+The reference and a critic are networks that add a column to the trajectories. The reference's log-probs equal the
+learners' own reference. A critic predicts a conversation's remaining return, sends these values on, and updates on the
+same conversations before the learners: PPO's advantages need the values from before its update.
 
-Workers that score conversations instead of their env, or in addition to it: by a function, by a classifier network,
-or by a language model, which gets its questions over a queue, like a policy.
-
-A score is the reward of a conversation's last token. The other tokens' rewards are the env's if scores add to them,
-else 0.
+Scoring workers give conversations a reward instead of their env, or in addition to it: by a function, by a classifier
+network, or by a language model (the judge), which gets its questions over a queue, like a policy. A score is the reward
+of a conversation's last token. The other tokens' rewards are the env's if scores add to them, else 0.
 """
 
 from __future__ import annotations
@@ -33,10 +31,9 @@ from embodied.core import rng
 from embodied.core.conversations import Prompt, PromptBatch
 from embodied.core.errors import CheckpointError, ConfigError, Diverged
 from embodied.core.files import as_path
-from embodied.core.request_queue import Waiting
+from embodied.core.request_queue import RequestClient, Waiting
 from embodied.core.types import EnvSpec, EpisodeResult, Servers, Trajectory, choose, join
 from embodied.envs import import_class
-from embodied.envs.request_client import RequestClient
 from embodied.learners.config import LearnerConfig
 from embodied.learners.model import Model, PolicyOptimizer
 from embodied.learners.train_batch import (

@@ -11,9 +11,9 @@ get:
                     caller decides whether to collect them again
 
 `Answering` assigns policy workers to sims; they join, leave, die and are replaced while requests wait. Requests wait
-with the players (`envs/request_client.py`), and a player only gets the names of its policy workers. With several language
-engines all prompts wait here until an engine has room (`SharedPrompts`), since the length of an answer is not known in
-advance. While learners hold a policy worker's devices, other policy workers answer its requests.
+with the players (`core/request_queue.py`), and a player only gets the names of its policy workers. With several
+language engines all prompts wait here until an engine has room (`SharedPrompts`), since the length of an answer is not
+known in advance. While learners hold a policy worker's devices, other policy workers answer its requests.
 
 The runtime notices deaths and decides on restarts (`Cluster.settle`, `supervision.py`); `rl_loop.py` decides how old a
 rollout's weights may be.

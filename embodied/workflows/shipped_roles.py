@@ -1,7 +1,7 @@
 """The roles that a recipe's section `roles` adds to a program: a reward, a judge, a reference, a critic.
 
-Trajectories pass through them in this order before learners get them. Their workers are in `roles.py` and
-`roles.py`; this module has the driver's part.
+Trajectories pass through them in this order before learners get them. Their workers are in `roles.py`; this module has
+the driver's part.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from embodied.config.recipe import RunConfig
     from embodied.workflows.workers import Workers
 
-NETWORKS, SCORES = "embodied.workflows.roles:", "embodied.workflows.roles:"
+WORKERS = "embodied.workflows.roles:"
 
 
 def roles_of_run(program: Any, config: RunConfig) -> tuple[Role, ...]:
@@ -29,14 +29,14 @@ def shipped_roles(config: RunConfig) -> tuple[Role, ...]:
         asks = "judge" if wanted.judge else ""
         worker = {"verifier": "VerifierWorker", "reward_model": "ClassifierWorker", "judge": "JudgedWorker"}
         roles.append(
-            Role("reward", SCORES + worker[wanted.scorer], scorer_arguments, relays=True, builds=True, asks=asks)
+            Role("reward", WORKERS + worker[wanted.scorer], scorer_arguments, relays=True, builds=True, asks=asks)
         )
     if wanted.judge:
-        roles.append(Role("judge", f"{SCORES}JudgeWorker", judge_arguments, builds=True))
+        roles.append(Role("judge", f"{WORKERS}JudgeWorker", judge_arguments, builds=True))
     if wanted.reference:
-        roles.append(Role("reference", f"{NETWORKS}ReferenceWorker", network_arguments, relays=True, builds=True))
+        roles.append(Role("reference", f"{WORKERS}ReferenceWorker", network_arguments, relays=True, builds=True))
     if wanted.critic:
-        worker_class = f"{NETWORKS}CriticWorker"
+        worker_class = f"{WORKERS}CriticWorker"
         roles.append(Role("critic", worker_class, critic_arguments, relays=True, builds=True, saved=True))
     return tuple(roles)
 

@@ -28,7 +28,7 @@ from embodied.core.conversations import (
     pictures_in,
 )
 from embodied.core.errors import DeadlineExceeded, EmbodiedError
-from embodied.core.request_queue import Waiting
+from embodied.core.request_queue import RequestClient, Waiting
 from embodied.core.types import (
     EnvSpec,
     EpisodeResult,
@@ -38,7 +38,6 @@ from embodied.core.types import (
 )
 from embodied.envs import env_class
 from embodied.envs.player import PlayerWorker, Tally
-from embodied.envs.request_client import RequestClient
 from embodied.envs.text.side_by_side import SideBySide
 from embodied.envs.text.text_env import TextEnv, Turn, checked_said
 from embodied.runtime import Timers

@@ -5,9 +5,9 @@ from dataclasses import replace
 
 import numpy as np
 
+from embodied.core.request_queue import PolicyClient
 from embodied.core.types import ActReply, EpisodeSpec, PolicyOutput, Servers
 from embodied.envs.player import num_startable
-from embodied.envs.request_client import PolicyClient
 
 SOURCE = "sim-0/0#2"
 

@@ -363,7 +363,7 @@ def test_every_iteration_writes_some_of_its_conversations_down_spread_over_its_g
 def test_no_more_conversations_are_written_down_than_were_asked_for(tmp_path):
     with Talk(tmp_path, "run.samples=0", placement=ONE_OF_EACH) as run:
         run.some(1)
-        assert run.loop.take_samples() == []
+        assert run.loop.source.samples == []
 
 
 @pytest.mark.parametrize("options", [(), ("eval.num_envs=1",), ("eval.num_envs=5",)], ids=str)
