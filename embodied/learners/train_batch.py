@@ -1,5 +1,5 @@
-"""The batch of one learner rank: `RolloutBuffer` receives pieces of rollouts and whole episodes, and `build_batch` makes
-items with advantages of them (`RankBatch`).
+"""The batch of one learner rank: `RolloutBuffer` receives pieces of rollouts and whole episodes, of which `build_batch`
+makes items with advantages (`RankBatch`).
 
 An item is a decision, in text a token. Minibatches consist of *units*: items, or for language policies whole groups of
 conversations, which share a prompt and pass through the network together. A rank has any set of sequences. Units are
