@@ -4,7 +4,7 @@
 microseconds since training began. Events are appended line by line as iterations end, so memory stays constant and a
 killed run's file is readable. Totals cover the whole run, also after single spans are no longer recorded.
 
-Spans are named after worker methods (collect, serve, update, publish, load_weights, evaluate). Inside these are step,
+Spans are named after worker methods (play, serve, learn, publish, load_weights). Inside these are step,
 reset, act, sync (with other learner ranks), wait, and the moment first backward. The driver's spans are rollout,
 update, publish, evaluate and save.
 """
