@@ -10,10 +10,10 @@ get:
     sim worker      its envs, and the next episode of every row. Data of the dead worker's round are lost, and the
                     caller decides whether to collect them again
 
-`Answering` assigns policy workers to sims; they join, leave, die and are replaced while requests wait. Requests wait
-with the players (`core/request_queue.py`), and a player only gets the names of its policy workers. With several
-language engines all prompts wait here until an engine has room (`SharedPrompts`), since the length of an answer is not
-known in advance. While learners hold a policy worker's devices, other policy workers answer its requests.
+The `Broker` of a round knows the policy workers that take requests. A robot's requests wait with its player
+(`core/request_queue.py`), which gets the names of its workers: these follow from the source and the present workers
+alone. With several language engines all prompts wait here until an engine has room, since the length of an answer is
+not known in advance. While learners hold a policy worker's devices, other policy workers answer its requests.
 
 The runtime notices deaths and decides on restarts (`Cluster.settle`, `supervision.py`); `rl_loop.py` decides how old a
 rollout's weights may be.
@@ -23,7 +23,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import count, groupby
 from math import inf
 from time import monotonic
@@ -144,16 +144,16 @@ class RolloutManager:
             of_sims.setdefault(sim, []).append(replace(job, evaluation=self._evaluation_name))
         self.evaluation = evaluation
         self.cluster.watch(self.inbox, background is not None)
-        answering = Answering(self, of_sims, stages, [] if by_expert else self._acting(), sampling, beside)
-        routes = {sim: answering.route(sim) for sim in of_sims}
-        answering.calls = calls = {sim: self.sims[sim].play(of_sims[sim], routes[sim]) for sim in of_sims}
-        tasks = [task for task in (answering, background, *self.background) if task]
+        broker = Broker(self, of_sims, stages, [] if by_expert else self._acting(), sampling, beside)
+        routes = {sim: broker.route(sim) for sim in of_sims}
+        broker.calls = calls = {sim: self.sims[sim].play(of_sims[sim], routes[sim]) for sim in of_sims}
+        tasks = [task for task in (broker, background, *self.background) if task]
         while losses := self._losses(calls.values(), tasks):
             if jobs:  # in an evaluation a failing episode loses only itself
                 self._refuse_repeated(losses.values())
-            answering.begin_again(self._replace(losses))
-        ending = answering.end()
-        while losses := self._losses(ending, [answering]):
+            broker.begin_again(self._replace(losses))
+        ending = broker.end()
+        while losses := self._losses(ending, [broker]):
             self._replace(losses)
         self.device_sharing.leave(())
         self.read_reports()
@@ -282,22 +282,22 @@ class RolloutManager:
             self.warnings.add(text)
             self.notify(f"{WARNING}{text}")
 
-    def share(self, sim: int, stage: int, stages: int, policies: list[int]) -> list[int]:
-        """The policy workers for a stage of a sim: neighbouring sims ask the same worker. If there are more workers
-        than sims and requests may be divided, every request of a sim is divided among its own workers."""
-        sims = len(self.sims)
-        if self.divides and len(policies) > sims:
-            return policies[sim * len(policies) // sims : (sim + 1) * len(policies) // sims]
-        place, places = sim * stages + stage, sims * stages
-        return policies[place * len(policies) // places :][:1]
-
 
 SIGN_OF_LIFE_S = 30.0  # after which an engine that waits for prompts gets an empty message
 
 
-class Answering:
-    """The policy workers of a round, and their assignment to sources. Every request is answered, also when workers
-    change."""
+@dataclass
+class Taker:
+    """A policy worker that takes requests of the round."""
+
+    name: str  # every replacement has a new one
+    serving: Handle = field(init=False)
+    leaves_at: float | None = None  # it takes no more requests, and may answer until then; None: it stays
+
+
+class Broker:
+    """Hands the requests of a round's sources to policy workers, which may join, leave, die and be replaced meanwhile.
+    Every request is answered. A source is a stage of a sim, or a text env worker."""
 
     def __init__(
         self,
@@ -308,8 +308,8 @@ class Answering:
         sampling: SamplingRule,
         beside: bool = False,
     ) -> None:
-        """`policies` take part from the beginning. If an evaluation is played `beside`, each sim has one more source,
-        which asks the same worker as its first stage."""
+        """`policies` take requests from the beginning. If an evaluation is played `beside`, each sim has one more
+        source, which asks the same worker as its first stage."""
         self.manager, self.device_sharing, self.policies = manager, manager.device_sharing, manager.policies
         self.sources = {f"sim-{s}/{i}#{manager.rounds}": (s, i) for s in sims for i in range(stages + beside)}
         self.replies = {source: manager.replies[sim][stage] for source, (sim, stage) in self.sources.items()}
@@ -317,204 +317,185 @@ class Answering:
         self.calls: dict[int, Handle] = {}  # of the sims
         self.how = (manager.weight_sync.version, sampling) if policies else ()
         self.moving = bool(policies) and any(map(self.device_sharing.gives_way, self.policies.workers))
-        self.serving: dict[int, Handle] = {}
-        self.names: dict[int, str] = {}  # names of the serving workers; every replacement has a new name
         self.lives = count()
-        self.leaving: dict[int, float] = {}  # policy worker -> the time until which it may answer
         self.changes = -1  # number of known changes of turns
-        self._name(policies)
-        self.shared = SharedPrompts(self.names.values()) if manager.prompts and policies else None
-        self.told = {source: self._servers(source) for source in self.sources}
+        # Of several language engines
+        self.prompts = manager.prompts if policies else None
+        self.queue = RequestQueue()
+        self.room: dict[str, int] = {}  # by engine that has reported it
+        self.answered = 0
+        self.quiet_until = monotonic() + SIGN_OF_LIFE_S
+        self.takers = {policy: self._taker(policy) for policy in policies}
+        self.first = {taker.name for taker in self.takers.values()}  # no prompt is sent before all of these report room
+        self.servers = {source: self._servers(source) for source in self.sources}
         for policy in policies:
             self._serve(policy)
 
     def route(self, sim: int) -> Route:
         """The route of a sim at the beginning."""
         sources = [source for source, (of, _) in self.sources.items() if of == sim]
-        return tuple(replace(self.told[source], replies=self.replies[source]) for source in sources)
+        return tuple(replace(self.servers[source], replies=self.replies[source]) for source in sources)
 
     def due(self) -> bool:
         """True if workers can join, should leave or have left, or if prompts wait for a worker."""
-        if (
-            self.shared
-            and self.manager.prompts
-            and (self.manager.prompts.qsize() or monotonic() > self.shared.quiet_until)
-        ):
+        if self.prompts and (self.prompts.qsize() or monotonic() > self.quiet_until):
             return True
-        left = any(self.serving[policy].done() or monotonic() > until for policy, until in self.leaving.items())
+        left = any(one.serving.done() or monotonic() > one.leaves_at for one in self.takers.values() if one.leaves_at)
         return left or self.device_sharing.due() or (self.moving and self.device_sharing.changes != self.changes)
 
     def go_on(self) -> None:
         """Let policy workers join or leave, and send waiting prompts to engines."""
         self.device_sharing.go_on()
         self.changes = self.device_sharing.changes
-        if self.shared:
-            self.device_sharing.report_progress(self.shared.progress)
-        for policy in [policy for policy in self.leaving if self.serving[policy].done()]:
-            del self.leaving[policy], self.serving[policy], self.names[policy]
+        if self.prompts:
+            self.device_sharing.report_progress(self.answered / max(1, self.answered + self.queue.unanswered))
+        for policy in [policy for policy, taker in self.takers.items() if taker.leaves_at and taker.serving.done()]:
+            del self.takers[policy]
             self.device_sharing.woke(self.manager.weight_sync.load_s(policy))
         if self.moving:
             self._join_or_leave()
         self._end_late()
-        self.device_sharing.leave({self.policies.workers[policy] for policy in self.serving})
+        self.device_sharing.leave({self.policies.workers[policy] for policy in self.takers})
         self._tell()
-        if self.shared:
-            names = (self.names.get(policy, "") for policy in range(len(self.policies.workers)))
-            idle = [self.shared.rests(name) for name in names]
-            self.device_sharing.rest([worker for worker, rests in zip(self.policies.workers, idle) if rests])
+        if self.prompts:
+            workers = enumerate(self.policies.workers)
+            self.device_sharing.rest([worker for policy, worker in workers if self._rests(policy)])
 
     def begin_again(self, replaced: Iterable[int]) -> None:
         """Replace dead policy workers by their successors. If other workers hold a successor's device, it is built and
         joins when it gets the device back."""
-        replaced = {*replaced}
-        for policy in replaced & self.serving.keys():
+        for policy in sorted(self.takers.keys() & {*replaced}):
             if self.policies.workers[policy] in self.device_sharing.unbuilt:
-                del self.serving[policy], self.names[policy]
-                self.leaving.pop(policy, None)
+                del self.takers[policy]
                 self.changes = -1
-        again = self.serving.keys() & replaced - self.leaving.keys()
-        self._name(again)
-        for policy in again:
-            self._serve(policy)
+            elif self.takers[policy].leaves_at is None:
+                self.takers[policy] = self._taker(policy)
+                self._serve(policy)
         self._tell()
 
     def end(self) -> list[Handle]:
         """End the round: ask all policy workers to stop serving; returns their calls."""
         self.moving = False
         self.device_sharing.rest(())
-        for policy in self.serving.keys() - self.leaving.keys():
+        for policy in self._staying():
             self.manager.requests[policy].put(None)
-        return list(self.serving.values())
+        return [taker.serving for taker in self.takers.values()]
 
-    # Inside
+    # Takers
 
-    def _join_or_leave(self) -> None:
-        here = [rank for rank, worker in enumerate(self.policies.workers) if self.device_sharing.takes_part(worker)]
-        joining = [policy for policy in here if policy not in self.serving]
-        self.manager.weight_sync.catch_up(joining)
-        self._name(joining)
-        for policy in joining:
-            self._serve(policy)
-        for policy in [policy for policy in self.serving if policy not in here and policy not in self.leaving]:
-            self.manager.requests[policy].put(None)
-            self.leaving[policy] = monotonic() + self.manager.budget.hang_s
+    def _taker(self, policy: int) -> Taker:
+        return Taker(f"policy-{policy}#{self.manager.rounds}.{next(self.lives)}")
 
-    def _name(self, policies: Iterable[int]) -> None:
-        self.names |= {policy: f"policy-{policy}#{self.manager.rounds}.{next(self.lives)}" for policy in policies}
+    def _staying(self) -> list[int]:
+        return sorted(policy for policy, taker in self.takers.items() if taker.leaves_at is None)
 
     def _serve(self, policy: int) -> None:
         """Start serving. A worker knows every source of the round, since any source may ask it later."""
-        sources = [source for source, told in self.told.items() if self.names[policy] in told.channels]
-        shared = (self.names[policy], self.manager.prompts) if self.shared else ()
-        requests = self.manager.requests[policy]
-        self.serving[policy] = self.policies[policy].serve(requests, dict(self.replies), *self.how, sources, *shared)
+        name, requests = self.takers[policy].name, self.manager.requests[policy]
+        sources = [source for source, servers in self.servers.items() if name in servers.channels]
+        shared = (name, self.prompts) if self.prompts else ()
+        serving = self.policies[policy].serve(requests, dict(self.replies), *self.how, sources, *shared)
+        self.takers[policy].serving = serving
+
+    def _join_or_leave(self) -> None:
+        here = [rank for rank, worker in enumerate(self.policies.workers) if self.device_sharing.takes_part(worker)]
+        joining = [policy for policy in here if policy not in self.takers]
+        self.manager.weight_sync.catch_up(joining)
+        for policy in joining:
+            self.takers[policy] = self._taker(policy)
+            self._serve(policy)
+        for policy in self._staying():
+            if policy not in here:
+                self.manager.requests[policy].put(None)
+                self.takers[policy].leaves_at = monotonic() + self.manager.budget.hang_s
+
+    def _end_late(self) -> None:
+        """End the process of a policy worker that still answers although it should have left."""
+        for policy, taker in self.takers.items():
+            if taker.leaves_at and monotonic() > taker.leaves_at and not taker.serving.done():
+                taker.leaves_at = inf
+                cause = f"still answered {self.manager.budget.hang_s:g} s after others asked for its devices"
+                self.manager.cluster.end(self.policies.hosts[policy], f"{cause} (faults.hang_s)")
+
+    # Requests of robots
 
     def _tell(self) -> None:
         """Tell the playing sources their policy workers, if these have changed."""
-        if self.shared:
-            self._hand_out(self.shared)
+        if self.prompts:
+            self._hand_out()
             return
         for source in filter(self._plays, self.sources):
-            new, old = self._servers(source), self.told[source]
+            new, old = self._servers(source), self.servers[source]
             if (new.channels.keys(), new.others) != (old.channels.keys(), old.others):
-                self.told[source] = new
+                self.servers[source] = new
                 self.replies[source].put(new)
-
-    def _servers(self, source: str) -> Servers:
-        """The worker that a source asks, and other workers that may still have requests of this source."""
-        manager = self.manager
-        if self.shared or not self.names:
-            return Servers(source, {"all": manager.prompts} if self.shared else {})
-        sim, stage = self.sources[source]
-        block = manager.share(sim, stage % self.stages, self.stages, self._taking())
-        others = frozenset(self.names.values()) - {self.names[policy] for policy in block}
-        return Servers(source, {self.names[policy]: manager.requests[policy] for policy in block}, others)
-
-    def _taking(self) -> list[int]:
-        return sorted(self.names.keys() - self.leaving.keys())
 
     def _plays(self, source: str) -> bool:
         return not self.calls[self.sources[source][0]].done()
 
-    def _hand_out(self, shared: SharedPrompts) -> None:
-        manager, prompts = self.manager, self.manager.prompts
+    def _servers(self, source: str) -> Servers:
+        """The workers that a source asks, and other workers that may still have requests of this source."""
+        manager = self.manager
+        if self.prompts or not self.takers:
+            return Servers(source, {"all": self.prompts} if self.prompts else {})
+        sim, stage = self.sources[source]
+        place = sim, stage % self.stages
+        block = block_of(*place, len(manager.sims), self.stages, self._staying(), manager.divides)
+        channels = {self.takers[policy].name: manager.requests[policy] for policy in block}
+        return Servers(source, channels, frozenset(one.name for one in self.takers.values()) - channels.keys())
+
+    # Prompts for several engines
+
+    def _hand_out(self) -> None:
+        """Take new prompts and reports of engines, and send prompts to engines with room."""
+        manager, prompts = self.manager, self.prompts
         assert prompts is not None
-        shared.hear([prompts.get() for _ in range(prompts.qsize())], filter(self._plays, self.sources))
-        named = {self.names[policy]: policy for policy in self._taking()}
-        for name, batches in shared.hand_out(named, {self.names[policy] for policy in self.leaving}).items():
-            for batch in batches:
-                manager.requests[named[name]].put(batch)
-        if monotonic() > shared.quiet_until:
-            shared.quiet_until = monotonic() + SIGN_OF_LIFE_S
-            for policy in self.serving:
+        for item in [prompts.get() for _ in range(prompts.qsize())]:
+            self._hear(item)
+        playing = {*filter(self._plays, self.sources)}
+        self.queue.drop(lambda prompt: source_of(prompt) not in playing)
+        engines = {self.takers[policy].name: policy for policy in self._staying()}
+        others = {taker.name for taker in self.takers.values()} - engines.keys()
+        self.queue.workers({name: self.room[name] for name in engines if name in self.room}, others)
+        if not any(name in self.first and name not in self.room for name in engines):
+            for name, waiting in self.queue.take().items():
+                for source, batch in groupby(waiting, source_of):  # neighbouring prompts of a source together
+                    manager.requests[engines[name]].put(PromptBatch(source, tuple(one.request for one in batch)))
+        if monotonic() > self.quiet_until:
+            self.quiet_until = monotonic() + SIGN_OF_LIFE_S
+            for policy in self.takers:
                 manager.requests[policy].put(PromptBatch("the driver", ()))
 
-    def _end_late(self) -> None:
-        """End the process of a policy worker that still answers although it should have left."""
-        for policy, until in self.leaving.items():
-            if monotonic() > until and not self.serving[policy].done():
-                self.leaving[policy] = inf
-                cause = f"still answered {self.manager.budget.hang_s:g} s after others asked for its devices"
-                self.manager.cluster.end(self.policies.hosts[policy], f"{cause} (faults.hang_s)")
+    def _hear(self, item: PromptBatch | Vacancy) -> None:
+        if isinstance(item, PromptBatch):
+            asked = ((item.source, one) for one in item.prompts)
+            self.queue.put(
+                *(Waiting((who, one.number), one, 1, (who, one.episode), one.has_more_turns) for who, one in asked)
+            )
+            return
+        self.room[item.engine] = item.room
+        self.answered += sum(map(self.queue.answered, item.answered))
+        taken = self.queue.taken.get(item.engine, {})
+        for key, written in item.unfinished:
+            if had := taken.get(key):
+                taken[key] = replace(had, request=replace(had.request, written=written))
 
-
-class SharedPrompts:
-    """The prompts of a round, which wait until an engine has room."""
-
-    def __init__(self, first: Iterable[str]) -> None:
-        """No prompt is sent before the round's first engines (`first`) have reported their room."""
-        self.first = {*first}
-        self.queue = RequestQueue()
-        self.room: dict[str, int] = {}  # by engine
-        self.answered = 0
-        self.quiet_until = monotonic() + SIGN_OF_LIFE_S
-
-    @property
-    def progress(self) -> float:
-        """The answered share of all prompts so far."""
-        return self.answered / max(1, self.answered + self.queue.unanswered)
-
-    def rests(self, engine: str) -> bool:
+    def _rests(self, policy: int) -> bool:
         """True if no prompt waits for this engine."""
-        return bool(self.answered) and not self.queue.waiting and not self.queue.load(engine)
+        busy = policy in self.takers and self.queue.load(self.takers[policy].name)
+        return bool(self.answered) and not self.queue.waiting and not busy
 
-    def hear(self, items: Iterable[PromptBatch | Vacancy], sources: Iterable[str]) -> None:
-        """Take prompts of these sources, and reports of engines; drop prompts of other sources."""
-        playing = {*sources}
-        for item in items:
-            if isinstance(item, Vacancy):
-                self.room[item.engine] = item.room
-                self.answered += sum(map(self.queue.answered, item.answered))
-                for key, written in item.unfinished:
-                    if had := self.queue.taken.get(item.engine, {}).get(key):
-                        self.queue.taken[item.engine][key] = replace(had, request=replace(had.request, written=written))
-            else:
-                self.queue.put(
-                    *(
-                        Waiting((item.source, one.number), one, 1, (item.source, one.episode), one.has_more_turns)
-                        for one in item.prompts
-                    )
-                )
-        self.queue.drop(lambda prompt: source_of(prompt) not in playing)
 
-    def hand_out(self, taking: Iterable[str], others: Collection[str]) -> dict[str, list[PromptBatch]]:
-        """The prompts to send to the `taking` engines now; engines in `others` only finish their prompts."""
-        taking = [*taking]
-        self.queue.workers({name: self.room[name] for name in taking if name in self.room}, others)
-        if any(name in self.first and name not in self.room for name in taking):
-            return {}
-        return {name: in_batches(prompts) for name, prompts in self.queue.take().items()}
+def block_of(sim: int, stage: int, sims: int, stages: int, policies: list[int], divides: bool) -> list[int]:
+    """The policy workers for a stage of a sim: neighbouring sims ask the same worker. If there are more workers than
+    sims and a request may be divided, every request of a sim is divided among its own workers."""
+    if divides and len(policies) > sims:
+        return policies[sim * len(policies) // sims : (sim + 1) * len(policies) // sims]
+    place, places = sim * stages + stage, sims * stages
+    return policies[place * len(policies) // places :][:1]
 
 
 def source_of(prompt: Waiting) -> str:
     """The player of a prompt, whose key is (player, number)."""
     source, _ = cast(tuple[str, int], prompt.key)
     return source
-
-
-def in_batches(waiting: list[Waiting]) -> list[PromptBatch]:
-    """Batches of neighbouring prompts of the same source."""
-    return [
-        PromptBatch(source, tuple(prompt.request for prompt in prompts))
-        for source, prompts in groupby(waiting, source_of)
-    ]

@@ -85,13 +85,13 @@ def watched(monkeypatch):
     """Calls `each(round)` after every change that a round knows of."""
     heard = []
 
-    class Watched(rollout_manager.Answering):
+    class Watched(rollout_manager.Broker):
         def go_on(self):
             super().go_on()
             for each in heard:
                 each(self)
 
-    monkeypatch.setattr(rollout_manager, "Answering", Watched)
+    monkeypatch.setattr(rollout_manager, "Broker", Watched)
     return heard
 
 
@@ -112,7 +112,7 @@ def test_they_take_part_again_in_the_round_in_which_the_update_ends(expected, wa
 
         def pass_on(going):
             """Sims that stop in mid-round go on when the policy worker on the learner's device is there."""
-            if 1 in going.serving:
+            if 1 in going.takers:
                 stop = STOPS * (run.rollouts.rounds - 1)
                 joined.append(run.stopped(stop))
                 run.pass_on(stop, stop + 1)
@@ -143,7 +143,7 @@ def test_one_of_them_that_is_killed_is_replaced_at_any_moment(moment, expected, 
 
         def joins(going):
             stop = STOPS * (run.rollouts.rounds - 1)
-            if 1 in going.serving:
+            if 1 in going.takers:
                 if moment == "acting" and run.rollouts.rounds == 3 and not killed:
                     killed.append(run.kill("policy-1"))
                 run.pass_on(stop, stop + 1)
