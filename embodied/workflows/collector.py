@@ -27,9 +27,6 @@ if TYPE_CHECKING:
     from embodied.workflows.workers import Workers
 
 
-ACTIVITIES = (("step", "step"), ("reset", "reset"), ("act", "wait"))  # in metrics, and of `Played`
-
-
 @dataclass
 class Batch:
     """The driver's record of one iteration's data; the learners have the trajectories."""
@@ -167,11 +164,15 @@ class Collector(BatchSource):
         return learning or self.begin_learning(batch.number)
 
     def metrics(self, batch: Batch) -> dict[str, float]:
-        def total(name: str) -> float:
-            return sum(getattr(part, name) for part in batch.played)
-
-        seconds = {f"time/{name}_s": total(f"{part}_s") / len(self.rollouts.sims) for name, part in ACTIVITIES}
-        return {"env_steps": total("env_steps"), "time/rollout_s": batch.seconds, **seconds, **batch.metrics}
+        parts, sims = batch.played, len(self.rollouts.sims)
+        return {
+            "env_steps": sum(part.env_steps for part in parts),
+            "time/rollout_s": batch.seconds,
+            "time/step_s": sum(part.step_s for part in parts) / sims,
+            "time/reset_s": sum(part.reset_s for part in parts) / sims,
+            "time/act_s": sum(part.wait_s for part in parts) / sims,
+            **batch.metrics,
+        }
 
     def abandon(self) -> dict[str, np.ndarray]:
         """End the wait of learners for units."""
