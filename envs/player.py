@@ -425,7 +425,7 @@ class Record:
         self.handed = 0  # decisions that have been handed on
         self.decisions: list[tuple[np.ndarray, Observation]] = []  # ids of the sequences, and arrays of their decisions
 
-    def decision(self, player: EpisodePlayer, episodes: np.ndarray, reply: ActReply, result: ChunkResult) -> None:
+    def decision(self, player: Stage, episodes: np.ndarray, reply: ActReply, result: ChunkResult) -> None:
         at, output = player.at, map_obs(owned, vars(reply.output))
         if self.horizon:
             self.value(player, reply)
