@@ -13,9 +13,9 @@ usage: python -m embodied.serve checkpoint=... [key=value ...] [--help]
 from __future__ import annotations
 
 import asyncio
+import importlib
 import signal
 from collections.abc import Callable
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pydantic import ValidationError
@@ -33,7 +33,6 @@ from embodied.run import launch
 from embodied.run.policy_source import SERVER, PolicySource, find
 from embodied.runtime.published_weights import array_of
 from embodied.serving.config import TOKEN, ServeConfig
-from embodied.serving.robot_protocol import check_packages
 
 if TYPE_CHECKING:
     from embodied.policies.base import Policy
@@ -92,6 +91,16 @@ def check_device(device: str) -> None:
         raise ConfigError(f"device={device}: PyTorch finds {count} GPUs on this machine; try device=cpu")
 
 
+def check_packages(*needed: str) -> None:
+    """Raise ConfigError if a package for serving is missing."""
+    try:
+        for name in needed:
+            importlib.import_module(name)
+    except ModuleNotFoundError as err:
+        install = "python -m pip install 'embodied-loop[serve]'"
+        raise ConfigError(f"serving needs the package {err.name}, which is not installed: {install}") from None
+
+
 def usage() -> str:
     keys = [f"  {key:<16} {describe(field)}" for key, field, _ in leaves(root(ServeConfig))]
     return "\n".join([(__doc__ or "").format(token=TOKEN), *keys])
@@ -99,11 +108,15 @@ def usage() -> str:
 
 def load(config: ServeConfig, protocol: list[str]) -> Policy:
     """The policy to serve. `protocol` are the arguments that configure a published model."""
-    from embodied.policies import load_policy
+    from embodied.config.recipe import load as load_recipe
+    from embodied.policies import load_policy, make_policy
+    from embodied.run.policy_source import describe_published, published_spec
 
-    here = folder_of(config.checkpoint)
-    if published_family(here):
-        return load_published(here, protocol)
+    if published_family(here := folder_of(config.checkpoint)):  # as its authors evaluate it on a benchmark
+        loaded = load_recipe([f"checkpoint={here}", *protocol], entry="evaluate")
+        source = find(str(here), loaded)
+        print(f"protocol    {describe_published(source.config, loaded.config.env)}")
+        return make_policy(source.config, published_spec(source.config, loaded.config.env), seed=0)
     source = find(config.checkpoint, trusted=class_named(protocol))
     if protocol and protocol != [f"policy.name={source.config.name}"]:
         raise ConfigError(f"{protocol[0]} has no effect: {config.checkpoint} has its own setting; leave it out")
@@ -137,18 +150,6 @@ async def serve_language(config: ServeConfig, source: PolicySource, words: list[
         print(f"listening   http://{config.host}:{port}/v1", flush=True)
 
     await until_stopped(LanguageServer(policy, config, Origin(name, source.folder, version)), config, ready)
-
-
-def load_published(folder: Path, protocol: list[str]) -> Policy:
-    """A published model as its authors evaluate it on a benchmark, without the simulator; prints the protocol."""
-    from embodied.config.recipe import load as load_recipe
-    from embodied.policies import make_policy
-    from embodied.run.policy_source import describe_published, published_spec
-
-    loaded = load_recipe([f"checkpoint={folder}", *protocol], entry="evaluate")
-    source = find(str(folder), loaded)
-    print(f"protocol    {describe_published(source.config, loaded.config.env)}")
-    return make_policy(source.config, published_spec(source.config, loaded.config.env), seed=0)
 
 
 async def serve(policy: Policy, config: ServeConfig) -> None:
@@ -210,13 +211,10 @@ def with_options(config: LanguageConfig, words: list[str]) -> LanguageConfig:
 def load_language(config: LanguageConfig, source: PolicySource) -> LanguagePolicy:
     """The model with the weights of its folder."""
     from embodied.policies.language.policy import LanguagePolicy
-    from embodied.policies.policy_folder import read_weights
 
     policy = LanguagePolicy(config, source.spec or ANY_TEXT)
-    if source.spec:
-        policy.load_weights(read_weights(source.folder))
-    else:
-        policy.load_weights({name: array_of(blob) for name, blob in policy.stored_weights().items()})
+    blobs = policy.read_weights(source.folder) if source.spec else policy.stored_weights()
+    policy.load_weights({name: array_of(blob) for name, blob in blobs.items()})
     return policy
 
 

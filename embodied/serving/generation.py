@@ -64,8 +64,12 @@ class ServedConversation:
     on_progress: Callable[[Answer], object] | None = None  # called with the answer so far after every token
     written: Future[Written] = field(default_factory=Future)
     scores: int | None = None  # how many of the likeliest tokens are reported at every place of the prompt; None: none
+    scored: tuple[TokenScore, ...] = ()
     since: float = field(default_factory=time.monotonic)
     alone: bool = False  # retried alone, after the engine failed while it was open
+
+    def request(self) -> Request:
+        return Request(self, self.tokens, self.max_tokens, self.episode, self.sampling, self.pictures)
 
 
 class Generation:
@@ -77,10 +81,9 @@ class Generation:
         self.fingerprint = fingerprint(version, ((name, blob_of(w)) for name, w in policy.state_dict().items()))
         self.engine = SlotEngine(policy.config, policy)
         self.begin()
-        self.orders: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self.orders: queue.SimpleQueue[tuple[Callable[[Future], None], Future] | None] = queue.SimpleQueue()
         self.waiting: deque[ServedConversation] = deque()
         self.writing: set[ServedConversation] = set()
-        self.scored: dict[ServedConversation, tuple[TokenScore, ...]] = {}  # scores of prompts with open answers
         self.answers = self.tokens = 0  # totals so far
         self.changes: deque[tuple[Callable[[], Any], Future[Any]]] = deque()  # waiting changes
         self.paused = self.kept = False
@@ -91,45 +94,39 @@ class Generation:
     def ask(self, *conversations: ServedConversation) -> list[Future[Written]]:
         """Futures of the answers; cancelling a future abandons its conversation. One pass reads all of these
         prompts."""
-        futures = [each.written for each in conversations]
-        if self.failed:
-            for future in futures:
-                settle(future, error=EmbodiedError(FAILED))
-        else:
-            self.orders.put(lambda: self.waiting.extend(conversations))
-        return futures
+        for done in [each.written for each in conversations] if self.failed else []:
+            settle(done, error=EmbodiedError(FAILED))
+        self.orders.put((lambda _: self.waiting.extend(conversations), Future()))
+        return [each.written for each in conversations]
 
     def pause(self, mode: Mode) -> Future[None]:
         """Begin no conversation until `resume`. Open conversations are finished first, aborted with their partial
         answers, or frozen."""
-        done: Future[None] = Future()
 
-        def pause() -> None:
+        def pause(done: Future[None]) -> None:
             self.paused, self.kept = True, mode == "keep"
+            self.abort(mode)
             if self.kept:
                 settle(done)
-                return
-            self.abort(mode)
-            self.changes.append((lambda: None, done))
+            else:
+                self.changes.append((lambda: None, done))
 
-        return self.order(pause, done)
+        return self.order(pause)
 
     def resume(self) -> Future[None]:
         """Continue after a pause."""
-        done: Future[None] = Future()
 
-        def resume() -> None:
+        def resume(done: Future[None]) -> None:
             self.paused = self.kept = False
             settle(done)
 
-        return self.order(resume, done)
+        return self.order(resume)
 
     def update(self, source: Path | dict[str, Blob], version: int, mode: Mode, known: str | None = None) -> Future[str]:
         """Load weights (of a folder, or by their published names) when no answer is open; returns their fingerprint.
         Weights whose fingerprint is `known` are not loaded again."""
-        done: Future[str] = Future()
 
-        def update() -> None:
+        def update(done: Future[str]) -> None:
             if self.kept and self.writing:
                 why = "frozen answers would continue with other weights; send /resume first, or /pause?mode=wait"
                 settle(done, error=BadRequest(why, status=409))
@@ -137,7 +134,19 @@ class Generation:
             self.abort(mode)
             self.changes.append((lambda: self.load(source, version, known), done))
 
-        return self.order(update, done)
+        return self.order(update)
+
+    def abort_requests(self, names: Collection[str] | None) -> Future[int]:
+        """Abort the conversations of these requests, or all, with their partial answers; returns their number."""
+
+        def abort(done: Future[int]) -> None:
+            unwanted = [one for one in (*self.writing, *self.waiting) if names is None or {*one.names} & {*names}]
+            for one in unwanted:
+                self.finish(one, self.engine.cancel(one) or unanswered(one.request()), "abort")
+            self.waiting = deque(one for one in self.waiting if one not in unwanted)
+            settle(done, len(unwanted))
+
+        return self.order(abort)
 
     def numbers(self) -> dict[str, float]:
         """Numbers of its current and past work."""
@@ -157,18 +166,20 @@ class Generation:
         self.orders.put(None)
         self.thread.join(30)
 
-    # In the engine's thread
-
-    def order(self, do: Callable[[], None], done: Future) -> Future:
+    def order(self, do: Callable[[Future], None]) -> Future:
+        """Let the engine's thread do this; the returned future is settled by it."""
+        done: Future = Future()
         if self.failed:
             done.set_exception(EmbodiedError(FAILED))
         else:
-            self.orders.put(do)
+            self.orders.put((do, done))
         return done
+
+    # In the engine's thread
 
     def work(self) -> None:
         try:
-            while self.obey():
+            while self.execute_orders():
                 self.go_on()
         except BaseException as err:  # every waiting request gets the error
             traceback.print_exc()
@@ -179,7 +190,7 @@ class Generation:
         else:
             self.engine.abort()
 
-    def obey(self) -> bool:
+    def execute_orders(self) -> bool:
         """Execute orders; wait for one if there is nothing else to do. False at the end."""
         while True:
             at_work = bool(self.writing) and not self.kept
@@ -191,7 +202,8 @@ class Generation:
                 return True
             if order is None:
                 return False
-            order()
+            do, done = order
+            do(done)
 
     def go_on(self) -> None:
         """If no answer is open, make pending changes; else begin waiting conversations, and generate a token of
@@ -208,18 +220,18 @@ class Generation:
         while gathered and self.waiting and self.engine.room > 0 and not self.holds():
             one = self.waiting.popleft()
             try:
-                self.scored[one] = () if one.scores is None else self.score(one.tokens, one.scores)
+                one.scored = () if one.scores is None else self.score(one.tokens, one.scores)
             except Exception:  # any kind, such as out of memory for a long prompt
                 print(traceback.format_exc(), file=sys.stderr, flush=True)
                 settle(one.written, error=EmbodiedError(FAILS))
                 continue
             self.writing.add(one)
-            self.engine.add(Request(one, one.tokens, one.max_tokens, one.episode, one.sampling, one.pictures))
+            self.engine.add(one.request())
         if self.writing and not self.kept:
             try:
                 for answer in self.engine.step():
                     self.finish(answer.key, answer, "length" if answer.truncated else "stop")
-                self.look()
+                self.report_progress()
             except Exception:
                 self.find_culprit(traceback.format_exc())
 
@@ -236,7 +248,6 @@ class Generation:
         self.engine.abort()
         conversations = [*self.writing]
         self.writing.clear()
-        self.scored.clear()
         if len(conversations) > 1:
             for one in conversations:
                 one.alone = True
@@ -249,7 +260,7 @@ class Generation:
         while self.engine.running:
             self.engine.step()
 
-    def look(self) -> None:
+    def report_progress(self) -> None:
         """Report progress to streaming requests, and end answers that contain a stop text."""
         if not any(each.stop or each.on_progress for each in self.writing):
             return
@@ -271,8 +282,8 @@ class Generation:
         self.writing.discard(conversation)
         self.answers += 1
         self.tokens += len(answer.tokens)
-        scores = self.scored.pop(conversation, ())
-        settle(conversation.written, Written(answer, finish, self.version, self.fingerprint, scores))
+        written = Written(answer, finish, self.version, self.fingerprint, conversation.scored)
+        settle(conversation.written, written)
 
     def score(self, tokens: list[int], count: int) -> tuple[TokenScore, ...]:
         """The log-probs of all tokens except the first, and the `likeliest` tokens at their places."""
@@ -295,20 +306,6 @@ class Generation:
             for answer in self.engine.abort():
                 self.finish(answer.key, answer, "abort")
 
-    def abort_requests(self, names: Collection[str] | None) -> Future[int]:
-        """Abort the conversations of these requests, or all, with their partial answers; returns their number."""
-        done: Future[int] = Future()
-
-        def abort() -> None:
-            unwanted = [one for one in (*self.writing, *self.waiting) if names is None or {*one.names} & {*names}]
-            for one in unwanted:
-                answer = self.engine.cancel(one) if one in self.writing else unanswered(Request(one, [], 0, 0))
-                self.waiting = deque(other for other in self.waiting if other is not one)
-                self.finish(one, answer or unanswered(Request(one, [], 0, 0)), "abort")
-            settle(done, len(unwanted))
-
-        return self.order(abort, done)
-
     def forget_who_left(self) -> None:
         """Abandon conversations of disconnected clients."""
         if any(each.written.cancelled() for each in self.waiting):
@@ -316,27 +313,23 @@ class Generation:
         for conversation in [each for each in self.writing if each.written.cancelled()]:
             self.engine.cancel(conversation)
             self.writing.discard(conversation)
-            self.scored.pop(conversation, None)
 
     def load(self, source: Path | dict[str, Blob], version: int, known: str | None) -> str:
         """Replace all weights by a folder's or by these; on an error none is replaced."""
         if known == self.fingerprint:
             return known
-        folder = source if isinstance(source, Path) else "what was sent"
         stored = self.policy.read_weights(source) if isinstance(source, Path) else source
+        self.policy.check_names(stored)
         own = self.policy.state_dict(keep_vars=True)
-        names = {name: self.policy.stored_name(stored, name) for name in own}
-        if odd := sorted({*names.values()} ^ stored.keys()):
-            raise CheckpointError(f"{folder}: these are weights of another model: {', '.join(odd[:4])} differ")
-        weights = {name: tensor_of(stored[there]) for name, there in names.items()}  # read once: they may be deleted
-        blobs = [(names[name], blob_of(tensor)) for name, tensor in weights.items()]
+        weights = {name: tensor_of(blob) for name, blob in stored.items()}  # read once: they may be deleted
         for name, new in weights.items():
             check_like(name, new, own[name])
             if new.is_floating_point() and not torch.isfinite(new.float() if new.itemsize == 1 else new).all():
-                raise CheckpointError(f"{folder}: {name} has numbers that are not finite")
+                raise CheckpointError(f"weight {name} has numbers that are not finite")
         with torch.no_grad():
             for name, new in weights.items():
                 own[name].copy_(new)
+        blobs = ((name, blob_of(new)) for name, new in weights.items())
         self.version, self.fingerprint = version, fingerprint(version, blobs)
         self.begin()
         return self.fingerprint

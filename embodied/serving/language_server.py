@@ -2,6 +2,12 @@
 
 Programs of this machine need no token unless one is set; all other programs do (ServeConfig refuses anything else).
 Routes that change the server (weights, pause) always need the token.
+
+A request over HTTP costs as much as about ten tokens of a small model. So policy workers send as many conversations as
+a server has room for in one request to /v1/completions/many, and read the answers from the open connection:
+
+    {"requests": [BODY, BODY, ...]}             bodies of /v1/completions, of one prompt and one answer each
+    {"number": 1, "status": 200, "body": ...}   a line of an answer: its tokens and their log-probs; or of an error
 """
 
 from __future__ import annotations
@@ -11,8 +17,10 @@ import contextlib
 import itertools
 import json
 import os
+import time
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from functools import cache, partial
 from pathlib import Path
@@ -22,27 +30,23 @@ from aiohttp import web
 
 from embodied.core.conversations import SamplingRule, pictures_in
 from embodied.core.errors import EmbodiedError
-from embodied.policies.language.arriving_weights import ArrivingWeights
 from embodied.policies.language.engine import Answer, Sampling
-from embodied.policies.language.http_messages import UNSEEN, read_bucket, settings_of
+from embodied.policies.language.http_messages import (
+    MOST_TOGETHER,
+    NOT_FINITE,
+    OWNER,
+    UNSEEN,
+    ArrivingWeights,
+    settings_of,
+)
 from embodied.policies.language.policy import LanguagePolicy
 from embodied.runtime.device_memory import num_bytes
 from embodied.runtime.published_weights import BUCKET_BYTES, Blob
 from embodied.serving import openai as openai
 from embodied.serving.config import FOREIGN_HOST, TOKEN, ServeConfig, is_token_shown
 from embodied.serving.generation import ROUND, Generation, Mode, ServedConversation, Written
-from embodied.serving.http_requests import (
-    NOT_SERVED,
-    SEND_S,
-    TOKEN_BYTES,
-    Connections,
-    UnusableAnswer,
-    answer_many,
-    body_of,
-    long_body_of,
-    refusal,
-)
-from embodied.serving.openai import AnswerChoice, Ask, BadRequest, PictureReader, Served, TokenScore, with_tools
+from embodied.serving.http_requests import SEND_S, TOKEN_BYTES, Connections, body_of, bytes_of, refusal
+from embodied.serving.openai import AnswerChoice, Ask, BadRequest, PictureReader, with_tools
 
 CHANGE_S = 3600.0  # limit for open answers to end and new weights to load
 REQUESTS = 1024  # simultaneous requests, unless max_clients is set
@@ -50,6 +54,16 @@ SPARE = 64  # further connections, for health checks and refused requests
 IDLE_S = 75.0  # seconds that a connection is kept after an answer
 HEAD_BYTES = 16 << 20  # head of a bucket: names, shapes and offsets of tensors
 OTHERS = 1_000_000  # bytes of a request besides the tokens of its prompt
+HEALTH = ("/healthz", "/health")
+ASKING = ("/v1/models", *HEALTH, "/metrics", "/weight_info", "/is_paused")
+ANSWERING = ("/v1/completions", "/v1/completions/many", "/v1/chat/completions", "/tokenize", "/detokenize")
+CONTROL = ("/update_weights", "/receive_weights", "/reload_weights", "/pause", "/resume", "/abort_requests")
+
+
+class UnusableAnswer(EmbodiedError):
+    """The weights give non-finite log-probs for this prompt."""
+
+    code = NOT_FINITE
 
 
 @dataclass(frozen=True)
@@ -62,18 +76,18 @@ class Origin:
 
 
 class LanguageServer:
-    """Answers clients over HTTP."""
+    """Answers clients over HTTP. A route is answered by the method of its last word."""
 
     def __init__(
         self, policy: LanguagePolicy, config: ServeConfig, origin: Origin, notify: Callable[[str], None] = print
     ) -> None:
         self.policy, self.config, self.notify = policy.eval().to(config.device), config, notify
         self.origin = replace(origin, folder=origin.folder.resolve())
-        self.token = config.token
-        self.numbers = itertools.count()
+        self.token, self.numbers = config.token, itertools.count()
         self.active = 0
+        self.most = config.max_clients or REQUESTS
         self.word = cache(lambda token: self.policy.tokenizer.decode([token]))  # answers repeat tokens
-        self.arriving: ArrivingWeights | None = None
+        self.arriving = ArrivingWeights(num_bytes(policy.state_dict().values()))
         self.pictures = PictureReader(self.policy.sight, self.policy.max_length)
 
     async def run(self, ready: Callable[[int], None], stop: asyncio.Event) -> None:
@@ -82,19 +96,11 @@ class LanguageServer:
         on_failure = partial(loop.call_soon_threadsafe, stop.set)
         self.generation = await asyncio.to_thread(Generation, self.policy, self.origin.version, on_failure)
         app = web.Application(client_max_size=self.longest, middlewares=[self.guard])
-        app.router.add_get("/healthz", self.health)
-        app.router.add_get("/health", self.health)
-        app.router.add_get("/v1/models", self.models)
-        app.router.add_post("/v1/completions", self.completions)
-        app.router.add_post("/v1/completions/many", partial(answer_many, self))
-        app.router.add_post("/v1/chat/completions", self.chat)
-        app.router.add_post("/tokenize", self.tokenize)
-        app.router.add_post("/detokenize", self.detokenize)
-        app.router.add_get("/metrics", self.metrics)
-        app.router.add_get("/weight_info", self.weight_info)
-        app.router.add_get("/is_paused", self.is_paused)
-        for path in CONTROL:
-            app.router.add_post(path, getattr(self, path.removeprefix("/")))
+        for method, paths in (("GET", ASKING), ("POST", (*ANSWERING, *CONTROL))):
+            for path in paths:
+                handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
+                handler = self.chat if "chat" in path else getattr(self, path.rpartition("/")[2])
+                app.router.add_route(method, path, handler)
         runner = web.AppRunner(
             app, access_log=None, handler_cancellation=True, shutdown_timeout=1.0, keepalive_timeout=IDLE_S
         )
@@ -102,7 +108,7 @@ class LanguageServer:
         try:
             await runner.setup()
             assert runner.server is not None, "setup makes it"
-            self.connections = Connections(runner.server, (self.config.max_clients or REQUESTS) + SPARE)
+            self.connections = Connections(runner.server, self.most + SPARE)
             server = await loop.create_server(self.connections.accept, self.config.host, self.config.port, backlog=128)
             ready(server.sockets[0].getsockname()[1])
             await stop.wait()
@@ -120,38 +126,36 @@ class LanguageServer:
     @web.middleware
     async def guard(self, request: web.Request, handler: Any) -> web.StreamResponse:
         """Refuse requests without the token, and report errors as OpenAI does."""
-        self.connections.asked(request)
+        self.connections.note_request(request)
         try:
-            if refused := self.refuse(request):
-                return refused
+            self.check_access(request)
             return await handler(request)
         except BadRequest as err:
-            return refusal(err.status, str(err), param=err.param)
+            return refusal(err.status, str(err), param=err.param, code=err.code)
         except web.HTTPRequestEntityTooLarge:
             return refusal(413, f"a request has {self.longest} bytes at most (max_request_mb)")
         except web.HTTPException as err:
-            why = NOT_SERVED.get(request.path.rstrip("/"), err.reason) if err.status == 404 else err.reason
-            return refusal(err.status, f"{request.method} {request.path}: {why}")
+            return refusal(err.status, f"{request.method} {request.path}: {err.reason}")
         except EmbodiedError as err:
             return refusal(500, str(err), "server_error", code=getattr(err, "code", None))
         except Exception:
             self.notify(f"{request.method} {request.path}: {traceback.format_exc()}")
             return refusal(500, "the server failed; its log says why", "server_error")
 
-    def refuse(self, request: web.Request) -> web.Response | None:
+    def check_access(self, request: web.Request) -> None:
+        token, shown = self.token, request.headers.getall("Authorization", [])
         if not self.config.names_this_server(request.headers.getall("Host", [])):
-            return refusal(403, FOREIGN_HOST)
-        if request.path in ("/healthz", "/health"):
-            return None
+            raise BadRequest(FOREIGN_HOST, status=403)
+        if request.path in HEALTH:
+            return
         if "Origin" in request.headers:  # pages in a browser may not use this server
-            return refusal(403, "pages of browsers are not answered")
-        if self.token is None and request.path in CONTROL:
-            return refusal(401, f"{request.path} needs a token: start the server with {TOKEN} in its environment")
-        if self.token is not None:
-            shown = request.headers.getall("Authorization", [])
-            if not is_token_shown(shown, "Bearer", self.token):
-                return refusal(401, "a valid token is needed: Authorization: Bearer TOKEN", code="invalid_api_key")
-        return None
+            raise BadRequest("pages of browsers are not answered", status=403)
+        if token is None and request.path in CONTROL:
+            why = f"{request.path} needs a token: start the server with {TOKEN} in its environment"
+            raise BadRequest(why, status=401)
+        if token is not None and not is_token_shown(shown, "Bearer", token):
+            why = "a valid token is needed: Authorization: Bearer TOKEN"
+            raise BadRequest(why, status=401, code="invalid_api_key")
 
     @property
     def longest(self) -> int:
@@ -160,15 +164,6 @@ class LanguageServer:
         return self.policy.max_length * TOKEN_BYTES + OTHERS if most is None else most * 1_000_000
 
     # Answers
-
-    async def health(self, _: web.Request) -> web.Response:
-        if self.generation.failed:
-            return refusal(503, "the engine has failed", "server_error")
-        return web.Response(text="OK\n")
-
-    async def models(self, _: web.Request) -> web.Response:
-        limits = self.policy.max_length, self.policy.config.lora_rank, self.generation.engine.slots
-        return web.json_response(openai.models(self.served(), *limits, settings_of(self.policy)))
 
     async def completions(self, request: web.Request) -> web.StreamResponse:
         return await self.answer(request, openai.read_completion(await body_of(request)))
@@ -181,7 +176,7 @@ class LanguageServer:
         """Count a request while it is answered; refuses requests above the limit or for another model."""
         if model := next((ask.model for ask in asks if ask.model and ask.model != self.origin.name), None):
             raise BadRequest(f"model={model[:80]}: this server has {self.origin.name}", "model", 404)
-        if self.active >= (self.config.max_clients or REQUESTS):
+        if self.active >= self.most:
             raise BadRequest(f"{self.active} requests are being answered, which is the most (max_clients)", status=503)
         self.active += 1
         try:
@@ -202,10 +197,13 @@ class LanguageServer:
             finally:
                 for future in futures:  # the client has disconnected, or an answer has failed
                     future.cancel()
-        scores = [written[at - at % ask.n].prompt for at in range(len(written))]
-        choices = [self.choice(ask, *each) for each in zip(conversations, written, scores)]
-        served = Served(self.origin.name, written[-1].version, written[-1].fingerprint)
-        return web.json_response(openai.reply(ask, str(number), choices, served))
+        choices = [self.choice(ask, *each) for each in zip(conversations, written)]
+        scores = [written[at - at % ask.n].prompt for at in range(len(written))]  # of the first answer to a prompt
+        choices = [replace(choice, scores=each) for choice, each in zip(choices, scores)]
+        return web.json_response(openai.reply(ask, choices, self.head(ask, number, written[-1])))
+
+    def head(self, ask: Ask, number: int, weights: Written | Generation) -> dict[str, Any]:
+        return openai.head_of(ask, number, self.origin.name, weights.version, weights.fingerprint)
 
     def conversations(self, ask: Ask, number: int) -> list[ServedConversation]:
         """The conversations of a request, n for each prompt."""
@@ -213,6 +211,14 @@ class LanguageServer:
         most = self.policy.config.max_tokens if ask.max_tokens is None else ask.max_tokens
         scores = ask.top_logprobs if ask.echo and ask.logprobs else ask.prompt_logprobs
         names = (f"cmpl-{number}", f"chatcmpl-{number}", *([ask.request_id] if ask.request_id else []))
+        if ask.noise:
+            seed, stream = ask.noise.seed, ask.noise.stream
+        elif ask.seed is not None:
+            seed, stream = ask.seed, ROUND
+        else:  # without a noise address no two answers share noise
+            seed, stream = self.config.seed, f"{ROUND}/{number}"
+        rule = SamplingRule(ask.temperature, ask.top_p, max(ask.top_k, 0))
+        sampling = Sampling(seed, f"act/{stream}", rule, stops, ask.top_logprobs, ask.proof)
         asked: list[ServedConversation] = []
         for prompt in ask.prompts:
             tokens = self.encoded(prompt, ask.tools)
@@ -220,17 +226,7 @@ class LanguageServer:
             if pictures and (ask.tools or scores is not None):
                 raise BadRequest("tools and prompt_logprobs are not done with pictures; leave them out", "messages")
             for copy in range(ask.n):
-                noise = ask.noise
-                episode = noise.episode if noise else len(asked)
-                if noise:
-                    seed, stream = noise.seed, f"act/{noise.stream}"
-                elif ask.seed is not None:
-                    seed, stream = ask.seed, f"act/{ROUND}"
-                else:  # without a noise address no two answers share noise
-                    seed, stream = self.config.seed, f"act/{ROUND}/{number}"
-                rule = SamplingRule(ask.temperature, ask.top_p, max(ask.top_k, 0))
-                sampling = Sampling(seed, stream, rule, stops, ask.top_logprobs, ask.proof)
-                scored = None if copy else scores
+                episode, scored = ask.noise.episode if ask.noise else len(asked), None if copy else scores
                 asked.append(
                     ServedConversation(tokens, most, episode, sampling, names, ask.stop, pictures, scores=scored)
                 )
@@ -238,127 +234,140 @@ class LanguageServer:
 
     def encoded(self, prompt: openai.Asked, tools: Sequence[dict[str, Any]] = ()) -> list[int]:
         """A prompt as tokens; refuses prompts that leave no room for an answer."""
-        if tools:
-            prompt = with_tools(self.policy.tokenizer, prompt, tools)
+        most, words = self.policy.max_length, self.policy.model.config.get_text_config().vocab_size
         if isinstance(prompt, list):
-            tokens, words = prompt, self.policy.model.config.get_text_config().vocab_size
+            tokens = prompt
             if max(tokens) >= words:
                 raise BadRequest(f"prompt: token {max(tokens)} is none of this model's {words}", "prompt")
         else:
-            try:
-                first = not tools  # else the chat template has added the begin token
-                tokens = self.policy.tokenizer.encode(prompt, first=first, max_tokens=self.policy.max_length)
+            where = "prompt" if isinstance(prompt, str) else "messages"
+            try:  # with tools the chat template has added the begin token
+                text = with_tools(self.policy.tokenizer, prompt, tools) if tools else prompt
+                tokens = self.policy.tokenizer.encode(text, first=not tools, max_tokens=most)
+            except BadRequest:
+                raise
             except EmbodiedError as err:  # the chat template refuses it, or it is far too long
-                raise BadRequest(str(err), "prompt" if isinstance(prompt, str) else "messages") from None
-        if len(tokens) >= self.policy.max_length:
-            raise BadRequest(
-                f"a prompt of {len(tokens)} tokens leaves no room for an answer within {self.policy.max_length}, the "
-                "longest conversation",
-                "prompt",
-            )
+                raise BadRequest(str(err), where) from None
+        if len(tokens) >= most:
+            why = f"a prompt of {len(tokens)} tokens leaves no room for an answer within {most}"
+            raise BadRequest(f"{why}, the longest conversation", "prompt")
         return tokens
 
-    def choice(
-        self,
-        ask: Ask,
-        conversation: ServedConversation,
-        written: Written,
-        scores: Sequence[TokenScore] = (),
-    ) -> AnswerChoice:
-        """The client's result of an answer; `scores`: of the prompt."""
-        answer = written.answer
-        if answer.dropped:
-            raise UnusableAnswer(answer.dropped)
-        ids = answer.tokens.tolist()
+    def choice(self, ask: Ask, conversation: ServedConversation, written: Written) -> AnswerChoice:
+        """The client's result of an answer."""
+        if written.answer.dropped:
+            raise UnusableAnswer(written.answer.dropped)
+        ids = written.answer.tokens.tolist()
         ended = ids and ids[-1] in conversation.sampling.stops  # without the end token
         text, stopped = cut(self.policy.tokenizer.decode(ids[:-1] if ended else ids), ask.stop)
         if ask.echo:
             text = self.policy.tokenizer.decode(conversation.tokens) + text
-        whole = self.part(ask, conversation, answer, 0, text, "stop" if stopped else written.finish)
-        return replace(whole, scores=scores, words=self.words(ask), proof=answer.proof)
+        return self.part(ask, conversation, written.answer, text, "stop" if stopped else written.finish)
 
-    def words(self, ask: Ask) -> Callable[[int], str]:
-        """The names of an answer's tokens."""
-        return "token_id:{}".format if ask.return_tokens_as_token_ids else self.word
-
-    def served(self) -> Served:
-        return Served(self.origin.name, self.generation.version, self.generation.fingerprint)
+    def part(
+        self, ask: Ask, conversation: ServedConversation, answer: Answer, text: str, finish: str = ""
+    ) -> AnswerChoice:
+        words: Callable[[int], str] = "token_id:{}".format if ask.return_tokens_as_token_ids else self.word
+        numbers = answer.tokens.tolist(), answer.logprobs.tolist(), answer.likeliest
+        shown = self.policy.shown_tokens(conversation.tokens)
+        return AnswerChoice(shown, *numbers, text, finish, words, proof=answer.proof)
 
     async def stream(
         self, request: web.Request, ask: Ask, conversations: list[ServedConversation], number: int
     ) -> web.StreamResponse:
         """The answers as they are generated, in server-sent events."""
-        loop, news = asyncio.get_running_loop(), asyncio.Queue[tuple[int, Answer | None]]()
+        parts = [StreamedAnswer(max(map(len, ask.stop), default=1) - 1) for _ in conversations]
+        heads, whole = [self.head(ask, number, self.generation)], list[AnswerChoice]()
 
-        def tell(place: int, answer: Answer | None) -> None:
-            news.put_nowait((place, answer))
+        def event(place: int, news: Answer | Future[Written]) -> bytes:
+            first = not parts[place].begun
+            try:
+                if isinstance(news, Future):
+                    written = news.result()
+                    heads.append(self.head(ask, number, written))
+                    whole.append(self.choice(ask, conversations[place], written))
+                    new = parts[place].rest(whole[-1])
+                else:
+                    text = self.policy.tokenizer.decode(news.tokens.tolist())
+                    new = parts[place].more(self.part(ask, conversations[place], news, text))
+            except EmbodiedError as err:  # after the head only an event can carry the error
+                return as_event(openai.error(str(err), "server_error", code=getattr(err, "code", None)))
+            return as_event(openai.chunk(ask, new, heads[-1], first, place))
 
-        def tell_of(place: int, answer: Answer) -> None:
-            loop.call_soon_threadsafe(tell, place, answer)
+        def end() -> bytes:
+            usage = {"choices": [], "usage": openai.usage(ask, whole)}
+            return (as_event(heads[-1] | usage) if ask.stream_options.include_usage else b"") + b"data: [DONE]\n\n"
+
+        partial_calls = bool(ask.tools)  # are not sent
+        return await self.send(request, "text/event-stream", conversations, event, not partial_calls, end)
+
+    async def many(self, request: web.Request) -> web.StreamResponse:
+        """{"requests": [...]}: sends a line of JSON for each answer, in the order of their ends."""
+        asks = read_many(await body_of(request, self.longest + MOST_TOGETHER * self.policy.max_length * TOKEN_BYTES))
+        with self.admitted(*asks):
+            numbered = [(ask, next(self.numbers)) for ask in asks]
+            conversations = await asyncio.to_thread(lambda: [self.conversations(*each)[0] for each in numbered])
+            return await self.send(request, "application/x-ndjson", conversations, line)
+
+    async def send(
+        self,
+        request: web.Request,
+        kind: str,
+        conversations: Sequence[ServedConversation],
+        part_of: Callable[[int, Any], bytes],
+        grows: bool = False,
+        end: Callable[[], bytes] = bytes,
+    ) -> web.StreamResponse:
+        """A response of this kind in parts: `part_of` a conversation's number and its ended answer (a future), or also
+        its answer so far if it `grows`. A client that leaves or does not read gives up its answers."""
+        loop, news, futures = asyncio.get_running_loop(), asyncio.Queue[tuple[int, Any]](), list[Future[Written]]()
+
+        def tell(place: int, what: Answer | Future[Written]) -> None:
+            loop.call_soon_threadsafe(news.put_nowait, (place, what))
 
         for place, conversation in enumerate(conversations):
-            if not ask.tools:  # a partial tool call is not sent
-                conversation.on_progress = partial(tell_of, place)
-        done = [*map(asyncio.wrap_future, self.generation.ask(*conversations))]
-        for place, future in enumerate(done):
-            future.add_done_callback(partial(lambda place, _: tell(place, None), place))
-        response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
-        parts = [StreamedAnswer(self, ask, each) for each in conversations]
-        served, whole = self.served(), []
-
-        async def send(event: Any) -> None:
-            async with asyncio.timeout(SEND_S):
-                await response.write(b"data: " + json.dumps(event).encode() + b"\n\n")
-
+            conversation.on_progress = partial(tell, place) if grows else None
+        response = web.StreamResponse(headers={"Content-Type": kind, "Cache-Control": "no-cache"})
         try:
+            futures += self.generation.ask(*conversations)
+            for place, future in enumerate(futures):
+                future.add_done_callback(partial(tell, place))
             await response.prepare(request)
-            for _ in conversations:
-                place, answer = await news.get()
-                while answer is not None:
-                    first = not parts[place].begun
-                    await send(openai.chunk(ask, str(number), parts[place].more(answer), served, first, place))
-                    place, answer = await news.get()
-                written, first = await done[place], not parts[place].begun
-                served = Served(self.origin.name, written.version, written.fingerprint)
-                whole.append(self.choice(ask, conversations[place], written))
-                rest = parts[place].rest(written.answer, whole[-1])
-                await send(openai.chunk(ask, str(number), rest, served, first, place))
-            if ask.usage:
-                counted = {"choices": [], "usage": openai.usage(ask, whole)}
-                await send(openai.about(ask, str(number), served, ".chunk") | counted)
-        except EmbodiedError as err:  # after the head only an event can carry the error
-            await send(openai.error(str(err), "server_error", code=getattr(err, "code", None)))
-        except TimeoutError:  # the client does not read
+            left = len(futures)
+            while left:
+                came = [await news.get()]
+                while not news.empty():
+                    came.append(news.get_nowait())
+                left -= sum(isinstance(what, Future) for _, what in came)
+                async with asyncio.timeout(SEND_S):
+                    await response.write(b"".join(part_of(*each) for each in came))
+            await response.write(end())
+        except TimeoutError:
             if request.transport is not None:
                 request.transport.abort()
-            return response
-        except ConnectionResetError:  # the client has disconnected
-            return response
+        except ConnectionResetError:
+            pass
         finally:
-            for future in done:
+            for future in futures:
                 future.cancel()
-        with contextlib.suppress(ConnectionResetError):
-            await response.write(b"data: [DONE]\n\n")
         return response
 
-    def part(
-        self, ask: Ask, conversation: ServedConversation, answer: Answer, begin: int, text: str, finish: str = ""
-    ) -> AnswerChoice:
-        ids, logprobs = answer.tokens[begin:].tolist(), answer.logprobs[begin:].tolist()
-        word = self.words(ask)
-        pieces = [word(one) for one in ids] if ask.logprobs else ()
-        likeliest = [[(word(token), logprob) for token, logprob in each] for each in answer.likeliest[begin:]]
-        return AnswerChoice(
-            self.policy.shown_tokens(conversation.tokens),
-            ids,
-            logprobs,
-            pieces,
-            text,
-            finish,
-            likeliest or [()] * len(ids),
-        )
-
     # About the server
+
+    async def health(self, _: web.Request) -> web.Response:
+        if self.generation.failed:
+            return refusal(503, "the engine has failed", "server_error")
+        return web.Response(text="OK\n")
+
+    healthz = health
+
+    async def models(self, _: web.Request) -> web.Response:
+        """The model, with the settings that trainers compare with their own."""
+        policy, generation = self.policy, self.generation
+        model = {"id": self.origin.name, "object": "model", "created": int(time.time()), "owned_by": OWNER}
+        model |= {"max_model_len": policy.max_length, "lora_rank": policy.config.lora_rank}
+        model |= {"policy_version": generation.version, "max_running": generation.engine.slots}
+        return web.json_response({"object": "list", "data": [model | {"settings": settings_of(policy)}]})
 
     async def tokenize(self, request: web.Request) -> web.Response:
         """{"prompt": TEXT} or {"messages": [...]}: their tokens."""
@@ -373,9 +382,8 @@ class LanguageServer:
         tokens: Any = fields.get("tokens") if isinstance(fields, dict) else None
         words = self.policy.model.config.get_text_config().vocab_size
         if not openai.is_ids(tokens) or max(tokens, default=0) >= words or len(tokens) > self.policy.max_length:
-            raise BadRequest(
-                f"tokens should be a list of numbers below {words}, not longer than a conversation", "tokens"
-            )
+            why = f"tokens should be a list of numbers below {words}, not longer than a conversation"
+            raise BadRequest(why, "tokens")
         return web.json_response({"prompt": self.policy.tokenizer.decode(tokens)})
 
     async def metrics(self, _: web.Request) -> web.Response:
@@ -385,11 +393,11 @@ class LanguageServer:
     async def is_paused(self, _: web.Request) -> web.Response:
         return web.json_response({"is_paused": self.generation.paused})
 
-    # Control
-
     async def weight_info(self, _: web.Request) -> web.Response:
-        info = self.served()
-        return web.json_response({"weight_version": info.fingerprint, "policy_version": info.version})
+        generation = self.generation
+        return web.json_response({"weight_version": generation.fingerprint, "policy_version": generation.version})
+
+    # Control
 
     async def update_weights(self, request: web.Request) -> web.Response:
         """{"path": FOLDER, "version": N}: load its weights when all open answers have ended, or, with "mode": "abort",
@@ -408,26 +416,16 @@ class LanguageServer:
 
     async def receive_weights(self, request: web.Request) -> web.Response:
         """A bucket of a version (`bucket_bytes`), in order; the last one loads it as /update_weights does."""
+        data = await bytes_of(request, BUCKET_BYTES + HEAD_BYTES)
         try:
-            head, bucket, specs = read_bucket(await long_body_of(request, BUCKET_BYTES + HEAD_BYTES))
-            if bucket.number == 0:
-                if self.arriving is not None and self.arriving.is_in_the_way(head["sender"]):
-                    raise BadRequest("another program is sending weights; try again later", status=503)
-                size_bytes = num_bytes(self.policy.state_dict().values())
-                self.arriving = ArrivingWeights(head["sender"], bucket.version, specs, size_bytes)
-            if self.arriving is None or not self.arriving.add(head["sender"], bucket):
-                raise BadRequest("this is not the next bucket of the weights that are coming; begin again", status=503)
+            bucket, name = self.arriving.add(data)
         except ValueError as err:
             raise BadRequest(str(err)) from None
-        except BadRequest:
-            raise
-        except EmbodiedError as err:  # damaged or incomplete: the client may send again
-            self.arriving = None
+        except EmbodiedError as err:  # out of order, damaged or incomplete: the client may send again
             raise BadRequest(str(err), status=503) from None
         if not bucket.last:
             return web.json_response({"status": "received", "number": bucket.number})
-        blobs, self.arriving = self.arriving.blobs, None
-        return await self.change(blobs, bucket.version, "wait", head["weight_version"])
+        return await self.change(self.arriving.take(), bucket.version, "wait", name)
 
     async def change(
         self, source: Path | dict[str, Blob], version: int, mode: Any, known: str | None = None
@@ -435,7 +433,7 @@ class LanguageServer:
         if mode not in ("wait", "abort"):
             raise BadRequest("mode should be wait or abort", "mode")
         if isinstance(source, Path) and not (source.is_absolute() and os.path.isdir(source)):  # is_dir may raise
-            return refusal(400, f"path: {str(source)[:200]} is not a folder that this server sees", code=UNSEEN)
+            raise BadRequest(f"path: {str(source)[:200]} is not a folder that this server sees", code=UNSEEN)
         try:
             before = self.generation.fingerprint
             fingerprint = await self.changed(self.generation.update(source, version, mode, known))
@@ -456,9 +454,8 @@ class LanguageServer:
         return web.json_response({"aborted": await self.changed(self.generation.abort_requests(names))})
 
     async def pause(self, request: web.Request) -> web.Response:
-        said = request.query.get("mode", "abort")
-        mode: Mode | None = next((one for one in get_args(Mode) if one == said), None)
-        if mode is None:
+        mode: Any = request.query.get("mode", "abort")
+        if mode not in get_args(Mode):
             raise BadRequest(f"mode should be {', '.join(get_args(Mode))}", "mode")
         await self.changed(self.generation.pause(mode))
         return web.json_response({"status": "paused"})
@@ -472,36 +469,63 @@ class LanguageServer:
             return await asyncio.shield(asyncio.wrap_future(done))
 
 
-CONTROL = ("/update_weights", "/receive_weights", "/reload_weights", "/pause", "/resume", "/abort_requests")
+def as_event(event: Any) -> bytes:
+    return b"data: " + json.dumps(event).encode() + b"\n\n"
 
 
 class StreamedAnswer:
-    """Divides an open answer into its sent and new parts."""
+    """Divides an answer into its sent and new parts."""
 
-    def __init__(self, server: LanguageServer, ask: Ask, conversation: ServedConversation) -> None:
-        self.server, self.ask, self.conversation = server, ask, conversation
-        self.held = max(map(len, ask.stop), default=1) - 1  # letters that may begin a stop text
-        self.tokens, self.letters = 0, 0
-        self.begun = False
+    def __init__(self, held: int) -> None:
+        """`held`: letters at the end that may begin a stop text."""
+        self.held, self.tokens, self.letters, self.begun = held, 0, 0, False
 
-    def more(self, answer: Answer) -> AnswerChoice:
-        """The new part of an open answer."""
-        text = self.server.policy.tokenizer.decode(answer.tokens.tolist())
-        text = text[: len(text) - self.held].rstrip("\ufffd")  # a letter may take several tokens
-        return self.new(answer, text)
+    def more(self, answer: AnswerChoice) -> AnswerChoice:
+        """The new part of an open answer. A letter may take several tokens."""
+        text = answer.text[: len(answer.text) - self.held].rstrip("\ufffd")
+        return self.rest(replace(answer, text=text))
 
-    def rest(self, answer: Answer, whole: AnswerChoice) -> AnswerChoice:
+    def rest(self, answer: AnswerChoice) -> AnswerChoice:
         """The new part at the end."""
-        return self.new(answer, whole.text, whole.finish)
-
-    def new(self, answer: Answer, text: str, finish: str = "") -> AnswerChoice:
-        begin, self.tokens = self.tokens, len(answer.tokens)
-        letters, self.letters = text[self.letters :], max(self.letters, len(text))
-        self.begun = True
-        return self.server.part(self.ask, self.conversation, answer, begin, letters, finish)
+        begin, self.tokens, self.begun = self.tokens, len(answer.tokens), True
+        text, self.letters = answer.text[self.letters :], max(self.letters, len(answer.text))
+        new = {name: getattr(answer, name)[begin:] for name in ("tokens", "logprobs", "likeliest")}
+        return replace(answer, **new, text=text)
 
 
 def cut(text: str, stops: Sequence[str]) -> tuple[str, bool]:
     """The text before the first of these stop texts, and True if there is one."""
     places = [at for at in map(text.find, stops) if at >= 0]
     return (text[: min(places)], True) if places else (text, False)
+
+
+def read_many(body: Any) -> list[Ask]:
+    bodies = body.get("requests") if isinstance(body, dict) and body.keys() == {"requests"} else None
+    if not isinstance(bodies, list) or not 0 < len(bodies) <= MOST_TOGETHER:
+        raise BadRequest(f"send requests, a list of at most {MOST_TOGETHER} bodies of /v1/completions", "requests")
+    asks = [openai.read_completion(each) for each in bodies]
+    for ask in asks:
+        more = ask.stream, ask.echo, ask.stop, ask.top_logprobs, ask.prompt_logprobs is not None
+        if any(more) or len(ask.prompts) * ask.n > 1:
+            why = (
+                "requests sent together have one answer each, without stream, echo, stop, prompt_logprobs and logprobs"
+            )
+            raise BadRequest(f"{why} above 0; send the others to /v1/completions", "requests")
+    return asks
+
+
+def line(number: int, future: Future[Written]) -> bytes:
+    """A client's line for an answer: its choice as in /v1/completions, without text."""
+    try:
+        written = future.result()
+        if written.answer.dropped:
+            raise UnusableAnswer(written.answer.dropped)
+    except EmbodiedError as err:
+        status, body = 500, openai.error(str(err), "server_error", code=getattr(err, "code", None))
+    else:
+        answer = written.answer
+        choice: dict[str, Any] = {"token_ids": answer.tokens.tolist(), "finish_reason": written.finish}
+        choice |= {"logprobs": {"token_logprobs": answer.logprobs.tolist()}}
+        choice |= {"proof": [block.to_text() for block in answer.proof]} if answer.proof else {}
+        status, body = 200, {"choices": [choice], "system_fingerprint": written.fingerprint}
+    return json.dumps({"number": number, "status": status, "body": body}).encode() + b"\n"

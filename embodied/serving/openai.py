@@ -1,9 +1,8 @@
 """OpenAI's protocol for language models, as plain functions: parses requests and writes the JSON of answers.
 
 Clients may use token numbers: `prompt` may be a list of them, and `return_token_ids` (vLLM's option) adds the token
-numbers of prompt and answer. Every option is obeyed or refused by name, never silently ignored.
-
-Converts clients' chat messages into the form of chat templates: texts, pictures, tool calls.
+numbers of prompt and answer. Chat messages get the form of chat templates. Every option is obeyed or refused by name,
+never silently ignored.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ import secrets
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
@@ -24,7 +23,6 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from embodied.core.conversations import TOOL_CALL, pictures_in
 from embodied.core.errors import EmbodiedError
 from embodied.core.pictures import DATA, PictureError
-from embodied.policies.language.http_messages import OWNER
 
 if TYPE_CHECKING:
     from embodied.policies.language.trust import ProofBlock
@@ -33,42 +31,32 @@ MOST_CHOICES = 1024  # answers to one request
 MOST_STOPS = 16
 LARGEST_SEED = 2**63 - 1
 MOST_LIKELY = 20  # limit of reported tokens at every place
-NEUTRAL = {  # options without effect here, with their neutral values
-    "best_of": (None, 1), "frequency_penalty": (None, 0), "presence_penalty": (None, 0),
-    "logit_bias": (None, {}), "suffix": (None, ""), "min_p": (None, 0),
-    "repetition_penalty": (None, 1), "min_tokens": (None, 0), "use_beam_search": (None, False),
-    "response_format": (None, {"type": "text"}), "tool_choice": (None, "none", "auto"),
-    "parallel_tool_calls": (None, True),
-    "functions": (None, []), "skip_special_tokens": (None, False),
-    "spaces_between_special_tokens": (None, False),
-    "include_stop_str_in_output": (None, False), "add_special_tokens": (None, True),
-    "priority": (None, 0), "add_generation_prompt": (None, True),
-    "modalities": (None, ["text"]),
-}  # fmt: skip
-WHY_NOT = {  # refused options that clients often use
-    "response_format": "answers are drawn from all tokens, so that their log-probs are the model's; ask for JSON in "
-    "words and check the answer",
-    "tool_choice": "answers are drawn from all tokens, so no call can be forced; send auto or none",
-    "functions": "send tools",
-    "min_p": "use top_p or top_k",
+NEUTRAL: dict[str, Any] = {  # options without effect here, with the values that change nothing, besides null
+    **dict.fromkeys(("frequency_penalty", "presence_penalty", "min_p", "min_tokens", "priority"), (0,)),
+    **dict.fromkeys(("best_of", "repetition_penalty"), (1,)),
+    **dict.fromkeys(("use_beam_search", "skip_special_tokens", "spaces_between_special_tokens"), (False,)),
+    **dict.fromkeys(("include_stop_str_in_output", "continue_final_message", "return_token_strs"), (False,)),
+    **dict.fromkeys(("parallel_tool_calls", "add_special_tokens", "add_generation_prompt"), (True,)),
+    **{"logit_bias": [{}], "suffix": [""], "functions": [[]], "modalities": [["text"]]},
+    **{"response_format": [{"type": "text"}], "tool_choice": ["none", "auto"]},
 }
 ABOUT = ("user", "metadata", "store", "safety_identifier", "service_tier", "cache_salt")
-
-
-def whole(usual: int | None, least: int, most: int) -> Any:
-    return Field(usual, ge=least, le=most, description=f"should be a whole number from {least} to {most}")
-
-
-def flag() -> Any:
-    return Field(False, description="should be true or false")
 
 
 Asked = str | list[int] | tuple[dict[str, Any], ...]  # text or tokens to continue, or messages to answer
 TokenNumber = Annotated[int, Field(ge=0)]
 
 
+class BadRequest(EmbodiedError):
+    """An invalid request; the client gets the text."""
+
+    def __init__(self, text: str, param: str | None = None, status: int = 400, code: str | None = None) -> None:
+        super().__init__(text)
+        self.param, self.status, self.code = param, status, code
+
+
 class Options(BaseModel):
-    model_config = ConfigDict(frozen=True, strict=True, extra="forbid")
+    model_config = ConfigDict(frozen=True, strict=True, extra="forbid", allow_inf_nan=False)
 
 
 class NoiseAddress(Options):
@@ -84,61 +72,35 @@ class StreamOptions(Options):
 
 
 class Ask(Options):
-    """A request: P prompts with n answers each. The descriptions complete the refusals of wrong values."""
+    """A request: P prompts with n answers each."""
 
     prompts: tuple[Any, ...]  # of `Asked`
     chat: bool
-    max_tokens: int | None = Field(  # None: as many as the server gives; 0: only the prompt's log-probs
-        None, ge=0, le=2**31, description=f"should be a whole number from 1 to {2**31}"
-    )
-    temperature: float = Field(1.0, ge=0, le=2, allow_inf_nan=False, description="should be a number from 0 to 2")
-    top_p: float = Field(1.0, gt=0, le=1, allow_inf_nan=False, description="should be a number above 0, at most 1")
-    top_k: int = whole(0, -1, 2**31)  # up to 0: all
-    n: int = whole(1, 1, MOST_CHOICES)
-    seed: int | None = whole(None, -LARGEST_SEED - 1, LARGEST_SEED)
-    noise: NoiseAddress | None = Field(  # noise of the only answer
-        None, description="should hold seed and episode, whole numbers from 0, and stream, a short text"
-    )
-    stop: list[Annotated[str, Field(min_length=1)]] = Field(  # texts before which an answer ends
-        [], max_length=MOST_STOPS, description=f"should be text, or a list of at most {MOST_STOPS} texts"
-    )
-    stop_token_ids: list[TokenNumber] = Field([], description="should be a list of token numbers")
-    ignore_eos: bool = flag()  # the model's own stop tokens do not end an answer
-    logprobs: bool = flag()
-    top_logprobs: int = whole(0, 0, MOST_LIKELY)  # likeliest tokens reported at every place, with log-probs
-    echo: bool = flag()  # the prompt is returned before the answer
-    proof: bool = flag()  # each answer comes with a proof of its computation (policies/language/trust.py)
-    prompt_logprobs: int | None = whole(None, 0, MOST_LIKELY)  # like `top_logprobs`, for the prompt; None: nothing
+    max_tokens: int | None = Field(None, ge=0, le=2**31)  # None: the server's limit; 0: only the prompt's log-probs
+    temperature: float = Field(1.0, ge=0, le=2)
+    top_p: float = Field(1.0, gt=0, le=1)
+    top_k: int = Field(0, ge=-1, le=2**31)  # up to 0: all
+    n: int = Field(1, ge=1, le=MOST_CHOICES)
+    seed: int | None = Field(None, ge=-LARGEST_SEED - 1, le=LARGEST_SEED)
+    noise: NoiseAddress | None = None  # noise of the only answer
+    stop: list[Annotated[str, Field(min_length=1)]] = Field([], max_length=MOST_STOPS)  # an answer ends before them
+    stop_token_ids: list[TokenNumber] = []
+    ignore_eos: bool = False  # the model's own stop tokens do not end an answer
+    logprobs: bool = False
+    top_logprobs: int = Field(0, ge=0, le=MOST_LIKELY)  # likeliest tokens reported at every place, with log-probs
+    echo: bool = False  # the prompt is returned before the answer
+    proof: bool = False  # each answer comes with a proof of its computation (policies/language/trust.py)
+    prompt_logprobs: int | None = Field(None, ge=0, le=MOST_LIKELY)  # like `top_logprobs`, for the prompt
     tools: tuple[dict[str, Any], ...] = ()
-    return_token_ids: bool = flag()
-    return_tokens_as_token_ids: bool = flag()  # tokens with log-probs are named token_id:NUMBER, not by text
-    stream: bool = flag()
-    stream_options: StreamOptions = Field(StreamOptions(), description="should hold include_usage alone, true or false")
-    model: str | None = Field(None, description="should be text")
-    request_id: str | None = Field(None, max_length=256, description="should be a short text")
-
-    @property
-    def usage(self) -> bool:
-        return bool(self.stream_options.include_usage)
+    return_token_ids: bool = False
+    return_tokens_as_token_ids: bool = False  # tokens with log-probs are named token_id:NUMBER, not by text
+    stream: bool = False
+    stream_options: StreamOptions = StreamOptions()
+    model: str | None = None
+    request_id: str | None = Field(None, max_length=256)
 
 
 READ = {"prompt", "messages", "max_completion_tokens", *Ask.model_fields} - {"prompts", "chat"}
-
-
-@dataclass(frozen=True)
-class AnswerChoice:
-    """An answer to one prompt: A tokens."""
-
-    prompt: Sequence[int]
-    tokens: Sequence[int]
-    logprobs: Sequence[float]  # at temperature 1
-    pieces: Sequence[str]  # the tokens as text, if log-probs are requested
-    text: str  # without the end token
-    finish: str  # stop, length or abort
-    likeliest: Sequence[Sequence[tuple[str, float]]] = ()  # tokens as text and their log-probs, by place
-    scores: Sequence[TokenScore] | None = None  # of the prompt's tokens except the first
-    words: Callable[[int], str] = str  # name of a token
-    proof: Sequence[ProofBlock] = ()
 
 
 @dataclass(frozen=True)
@@ -152,13 +114,18 @@ class TokenScore:
 
 
 @dataclass(frozen=True)
-class Served:
-    """The answering model and weights; part of every reply."""
+class AnswerChoice:
+    """An answer to one prompt, or the part of it that a stream sends next: A tokens."""
 
-    model: str
-    version: int  # of the weights
-    fingerprint: str  # of the weights
-    created: int = field(default_factory=lambda: int(time.time()))
+    prompt: Sequence[int]
+    tokens: Sequence[int]
+    logprobs: Sequence[float]  # at temperature 1
+    likeliest: Sequence[Sequence[tuple[int, float]]]  # tokens and their log-probs, by place; () if not requested
+    text: str  # without the end token
+    finish: str  # stop, length or abort; "": it is open
+    words: Callable[[int], str]  # name of a token
+    scores: Sequence[TokenScore] = ()  # of the prompt's tokens except the first
+    proof: Sequence[ProofBlock] = ()
 
 
 # Requests
@@ -166,23 +133,23 @@ class Served:
 
 def read_completion(body: Any) -> Ask:
     """Parses a body of /v1/completions."""
-    fields = checked(body, "prompt", ("messages", "max_completion_tokens"))
+    fields = known_fields(body, "prompt", ("messages", "max_completion_tokens"))
     if fields.get("tools") or "top_logprobs" in fields:
         raise BadRequest("tools and top_logprobs are options of /v1/chat/completions; logprobs=5 returns five tokens")
     if "logprobs" in fields:
         fields |= {"logprobs": True, "top_logprobs": fields["logprobs"]}
-    return asked(fields, prompts_of(fields["prompt"]), chat=False)
+    return ask_of(fields, prompts_of(fields["prompt"]), chat=False)
 
 
 def read_chat(body: Any) -> Ask:
     """Parses a body of /v1/chat/completions."""
-    fields = checked(body, "messages", ("prompt",))
+    fields = known_fields(body, "messages", ("prompt",))
     said = fields["messages"]
     if not isinstance(said, list) or not said:
         raise BadRequest("messages should be a list of messages", "messages")
     messages = tuple(message_of(message, number) for number, message in enumerate(said))
     fields["max_tokens"] = fields.get("max_completion_tokens", fields.get("max_tokens"))
-    ask = asked(fields, (messages,), chat=True)
+    ask = ask_of(fields, (messages,), chat=True)
     if ask.top_logprobs and not ask.logprobs:
         raise BadRequest("top_logprobs needs logprobs=true", "top_logprobs")
     if ask.echo:
@@ -192,18 +159,15 @@ def read_chat(body: Any) -> Ask:
 
 def read_tokenize(body: Any) -> Ask:
     """Parses a body of /tokenize."""
-    of_vllm = ("add_special_tokens", "add_generation_prompt", "continue_final_message", "return_token_strs")
     if not isinstance(body, dict) or (body.get("prompt") is None) == (body.get("messages") is None):
         raise BadRequest("send prompt, a text, or messages")
-    fields = {name: value for name, value in body.items() if name not in of_vllm or value not in (None, False, True)}
-    if fields.get("messages") is not None:
-        return read_chat(fields)
-    if not isinstance(fields["prompt"], str):
-        raise BadRequest("prompt should be text", "prompt")
-    return read_completion(fields)
+    ask = read_completion(body) if body.get("messages") is None else read_chat(body)
+    if len(ask.prompts) > 1:
+        raise BadRequest("send one prompt", "prompt")
+    return ask
 
 
-def checked(body: Any, needed: str, others: Sequence[str]) -> dict[str, Any]:
+def known_fields(body: Any, needed: str, others: Sequence[str]) -> dict[str, Any]:
     """The fields of a request that are not null; unknown fields are refused."""
     if not isinstance(body, dict):
         raise BadRequest("the request should be a JSON object")
@@ -211,17 +175,15 @@ def checked(body: Any, needed: str, others: Sequence[str]) -> dict[str, Any]:
         raise BadRequest(f"the request lacks {needed!r}", needed)
     for name, value in body.items():
         if name in NEUTRAL:
-            if not any(
-                value == usual and isinstance(value, bool) == isinstance(usual, bool) for usual in NEUTRAL[name]
-            ):
-                why = WHY_NOT.get(name, "leave it out")
-                raise BadRequest(f"{name}={str(value)[:40]} is not supported: {why}", name)
+            usual = [(each, isinstance(each, bool)) for each in (None, *NEUTRAL[name])]
+            if (value, isinstance(value, bool)) not in usual:
+                raise BadRequest(f"{name}={str(value)[:40]} is not supported; leave it out", name)
         elif name in others or (name not in READ and name not in ABOUT):
             raise BadRequest(f"{str(name)[:40]!r} is not known here; leave it out", str(name)[:40])
     return {name: value for name, value in body.items() if value is not None}
 
 
-def asked(fields: dict[str, Any], prompts: tuple[Asked, ...], chat: bool) -> Ask:
+def ask_of(fields: dict[str, Any], prompts: tuple[Asked, ...], chat: bool) -> Ask:
     given = {name: value for name, value in fields.items() if name in Ask.model_fields and value is not None}
     if isinstance(stop := given.get("stop"), str):
         given["stop"] = [stop] if stop else []
@@ -229,11 +191,11 @@ def asked(fields: dict[str, Any], prompts: tuple[Asked, ...], chat: bool) -> Ask
     try:
         ask = Ask.model_validate({**given, "prompts": prompts, "chat": chat})
     except ValidationError as err:
-        field = str(err.errors()[0]["loc"][0])
-        name = "logprobs" if field == "top_logprobs" and not chat else field
-        raise BadRequest(f"{name} {Ask.model_fields[field].description}", name) from None
+        wrong = err.errors()[0]
+        name = "logprobs" if wrong["loc"][0] == "top_logprobs" and not chat else str(wrong["loc"][0])
+        raise BadRequest(f"{name}: {wrong['msg']}", name) from None
     if ask.max_tokens == 0 and not ask.echo and ask.prompt_logprobs is None:
-        raise BadRequest(f"max_tokens {Ask.model_fields['max_tokens'].description}", "max_tokens")
+        raise BadRequest("max_tokens=0 writes nothing; it is for echo or prompt_logprobs", "max_tokens")
     if ask.n * len(prompts) > MOST_CHOICES:
         raise BadRequest(f"{len(prompts)} prompts with n={ask.n} are more than {MOST_CHOICES} answers", "n")
     if ask.noise and ask.n * len(prompts) > 1:
@@ -287,19 +249,40 @@ def calls_in(text: str) -> tuple[str, list[dict[str, Any]]]:
 # Answers
 
 
-def reply(ask: Ask, name: str, choices: Sequence[AnswerChoice], served: Served) -> dict[str, Any]:
-    """The JSON of an answer, `choices` by prompt; `name` is the request's."""
-    content = about(ask, name, served)
-    prompts = [{"prompt_token_ids": list(choice.prompt)} if ask.return_token_ids else {} for choice in choices]
-    if ask.prompt_logprobs is not None:
-        prompts = [each | {"prompt_logprobs": prompt_logprobs(choice)} for each, choice in zip(prompts, choices)]
-    if ask.chat:
-        said: list[dict[str, Any]] = [{"message": message_in(ask, choice)} for choice in choices]
-        content |= prompts[0]
-    else:
-        said = [{"text": choice.text, **prompt} for choice, prompt in zip(choices, prompts)]
-    content["choices"] = [{"index": at, **said[at], **ending(ask, choice)} for at, choice in enumerate(choices)]
-    return content | {"usage": usage(ask, choices)}
+def head_of(ask: Ask, number: int, model: str, version: int, fingerprint: str) -> dict[str, Any]:
+    """The part of every answer that names the request, the model and its weights."""
+    kind, prefix = ("chat.completion", "chatcmpl") if ask.chat else ("text_completion", "cmpl")
+    return {
+        "id": f"{prefix}-{number}",
+        "object": f"{kind}.chunk" if ask.chat and ask.stream else kind,
+        "created": int(time.time()),
+        "model": model,
+        "system_fingerprint": fingerprint,
+        "policy_version": version,
+    }
+
+
+def reply(ask: Ask, choices: Sequence[AnswerChoice], head: dict[str, Any]) -> dict[str, Any]:
+    """The JSON of an answer, `choices` by prompt; `head` by `head_of`."""
+    said = [
+        {"message": message_in(ask, each)} if ask.chat else {"text": each.text, **prompt_in(ask, each)}
+        for each in choices
+    ]
+    content = [{"index": at, **said[at], **ending(ask, choice)} for at, choice in enumerate(choices)]
+    return head | (prompt_in(ask, choices[0]) if ask.chat else {}) | {"choices": content, "usage": usage(ask, choices)}
+
+
+def chunk(ask: Ask, new: AnswerChoice, head: dict[str, Any], first: bool, index: int) -> dict[str, Any]:
+    """The new part of a streamed answer."""
+    prompt = prompt_in(ask, new) if first else {}
+    if not ask.chat:
+        return head | {"choices": [{"index": index, "text": new.text, **prompt, **ending(ask, new)}]}
+    delta = message_in(ask, new)
+    if not first:
+        del delta["role"]
+    if calls := delta.get("tool_calls"):
+        delta["tool_calls"] = [{"index": at, **call} for at, call in enumerate(calls)]
+    return head | prompt | {"choices": [{"index": index, "delta": delta, **ending(ask, new)}]}
 
 
 def message_in(ask: Ask, choice: AnswerChoice) -> dict[str, Any]:
@@ -308,31 +291,21 @@ def message_in(ask: Ask, choice: AnswerChoice) -> dict[str, Any]:
     return {"role": "assistant", "content": text or (None if calls else "")} | ({"tool_calls": calls} if calls else {})
 
 
-def chunk(ask: Ask, name: str, new: AnswerChoice, served: Served, first: bool, index: int = 0) -> dict[str, Any]:
-    """The new part of a streamed answer; `finish` is empty until its end."""
-    prompt = {"prompt_token_ids": list(new.prompt)} if first and ask.return_token_ids else {}
-    content = about(ask, name, served, ".chunk")
-    if ask.chat:
-        delta = message_in(ask, new) if ask.tools else {"content": new.text}
-        calls = [{"index": at, **call} for at, call in enumerate(delta.pop("tool_calls", ()))]
-        delta |= ({"role": "assistant"} if first else {}) | ({"tool_calls": calls} if calls else {})
-        told: dict[str, Any] = {"delta": delta}
-        content |= prompt
-    else:
-        told = {"text": new.text} | prompt
-    return content | {"choices": [{"index": index, **told, **ending(ask, new)}]}
-
-
-def about(ask: Ask, name: str, served: Served, part: str = "") -> dict[str, Any]:
-    kind, prefix = (f"chat.completion{part}", "chatcmpl") if ask.chat else ("text_completion", "cmpl")
-    return {
-        "id": f"{prefix}-{name}",
-        "object": kind,
-        "created": served.created,
-        "model": served.model,
-        "system_fingerprint": served.fingerprint,
-        "policy_version": served.version,
-    }
+def prompt_in(ask: Ask, choice: AnswerChoice) -> dict[str, Any]:
+    """The requested data of a prompt: its tokens, and their log-probs in vLLM's form, with those of likelier tokens."""
+    fields: dict[str, Any] = {"prompt_token_ids": list(choice.prompt)} if ask.return_token_ids else {}
+    if ask.prompt_logprobs is None:
+        return fields
+    fields["prompt_logprobs"] = [None]
+    for score in choice.scores:
+        ranked = [(token, logprob, rank) for rank, (token, logprob) in enumerate(score.likeliest, 1)]
+        fields["prompt_logprobs"].append(
+            {
+                str(token): {"logprob": logprob, "rank": rank, "decoded_token": choice.words(token)}
+                for token, logprob, rank in [*ranked, (score.token, score.logprob, score.rank)]
+            }
+        )
+    return fields
 
 
 def ending(ask: Ask, choice: AnswerChoice) -> dict[str, Any]:
@@ -348,48 +321,32 @@ def ending(ask: Ask, choice: AnswerChoice) -> dict[str, Any]:
 
 def text_logprobs(ask: Ask, choice: AnswerChoice) -> dict[str, Any]:
     """The log-probs of an answer's tokens. With `echo` the prompt's come first; its first token has none."""
-    pieces, logprobs, likeliest = [*choice.pieces], [*choice.logprobs], [*map(dict[str, float], choice.likeliest)]
-    if ask.echo and choice.scores is not None:
-        pieces = [*map(choice.words, choice.prompt), *pieces]
-        logprobs = [*(score.logprob for score in choice.scores), *logprobs]
-        prompt = ({choice.words(token): logprob for token, logprob in score.likeliest} for score in choice.scores)
-        likeliest = [*prompt, *likeliest]
-    unscored = [None] * (len(pieces) - len(logprobs))  # the first token of the prompt
-    for piece, logprob, each in zip(pieces[len(unscored) :], logprobs, likeliest):
-        each.setdefault(piece, logprob)
-    ends = itertools.accumulate(map(len, pieces), initial=0)
+    scores: list[tuple[int, float, Sequence[tuple[int, float]]]]
+    scores = [(each.token, each.logprob, each.likeliest) for each in (choice.scores if ask.echo else ())]
+    scores += zip(choice.tokens, choice.logprobs, choice.likeliest or [()] * len(choice.tokens))
+    unscored = [choice.words(token) for token in (choice.prompt[:1] if ask.echo else ())]
+    pieces = [*unscored, *(choice.words(token) for token, _, _ in scores)]
+    likeliest = [
+        {choice.words(token): logprob} | {choice.words(other): number for other, number in others}
+        for token, logprob, others in scores
+    ]
     return {
         "tokens": pieces,
-        "token_logprobs": [*unscored, *logprobs],
-        "top_logprobs": [*unscored, *likeliest],
-        "text_offset": list(ends)[: len(pieces)],
+        "token_logprobs": [*[None for _ in unscored], *(logprob for _, logprob, _ in scores)],
+        "top_logprobs": [*[None for _ in unscored], *likeliest],
+        "text_offset": [*itertools.accumulate(map(len, pieces), initial=0)][: len(pieces)],
     }
 
 
-def prompt_logprobs(choice: AnswerChoice) -> list[Any]:
-    """In vLLM's form: for every token of the prompt the log-probs of this token and of the likeliest tokens."""
-    places: list[Any] = [None]
-    for score in choice.scores or ():
-        ranked = [(token, logprob, rank) for rank, (token, logprob) in enumerate(score.likeliest, 1)]
-        ranked += [(score.token, score.logprob, score.rank)]
-        places.append(
-            {
-                str(token): {"logprob": logprob, "rank": rank, "decoded_token": choice.words(token)}
-                for token, logprob, rank in ranked
-            }
-        )
-    return places
-
-
 def chat_logprobs(choice: AnswerChoice) -> list[dict[str, Any]]:
+    def named(token: int, logprob: float) -> dict[str, Any]:
+        return {"token": choice.words(token), "logprob": logprob, "bytes": list(choice.words(token).encode())}
+
+    others = choice.likeliest or [()] * len(choice.tokens)
     return [
-        {**word(piece, logprob), "top_logprobs": [word(*other) for other in others]}
-        for piece, logprob, others in zip(choice.pieces, choice.logprobs, choice.likeliest)
+        {**named(token, logprob), "top_logprobs": [named(*other) for other in each]}
+        for token, logprob, each in zip(choice.tokens, choice.logprobs, others)
     ]
-
-
-def word(piece: str, logprob: float) -> dict[str, Any]:
-    return {"token": piece, "logprob": logprob, "bytes": list(piece.encode())}
 
 
 def usage(ask: Ask, choices: Sequence[AnswerChoice]) -> dict[str, int]:
@@ -411,24 +368,8 @@ def prometheus(numbers: Mapping[str, float]) -> str:
     return "\n".join([*lines, ""])
 
 
-def models(served: Served, max_length: int, lora_rank: int | None, slots: int, settings: Any) -> dict[str, Any]:
-    """The JSON of /v1/models. Trainers compare the settings with their own."""
-    model = {"id": served.model, "object": "model", "created": served.created, "owned_by": OWNER}
-    model |= {"max_model_len": max_length, "lora_rank": lora_rank, "policy_version": served.version}
-    model |= {"max_running": slots, "settings": settings}
-    return {"object": "list", "data": [model]}
-
-
 OF_TOOLS = ("tool_calls", "tool_call_id")
 PICTURE_THREADS = 2  # pictures that are processed at the same time
-
-
-class BadRequest(EmbodiedError):
-    """An invalid request; the client gets the text."""
-
-    def __init__(self, text: str, param: str | None = None, status: int = 400) -> None:
-        super().__init__(text)
-        self.param, self.status = param, status
 
 
 def message_of(message: Any, number: int) -> dict[str, Any]:
@@ -483,13 +424,7 @@ def with_tools(tokenizer: Any, messages: Any, tools: Sequence[dict[str, Any]]) -
     if not tokenizer.chat or "<tool_call>" not in str(tokenizer.own.chat_template):
         why = "this model's chat template has no calls like <tool_call>{...}</tool_call>; describe tools in the prompt"
         raise BadRequest(f"tools: {why}", "tools")
-    try:
-        return tokenizer.own.apply_chat_template(
-            list(messages), tools=list(tools), tokenize=False, add_generation_prompt=True
-        )
-    except Exception as err:  # a template may raise anything
-        text = " ".join(str(err).split())
-        raise BadRequest(f"the model's chat template refuses this conversation ({text})", "messages") from None
+    return tokenizer.render([messages[0] | {"tools": tools}, *messages[1:]])
 
 
 class PictureReader:

@@ -10,14 +10,13 @@ camera is `observation/image` as well and the second `observation/wrist_image`.
 
 from __future__ import annotations
 
-import importlib
 import itertools
 import math
 from typing import Any
 
 import numpy as np
 
-from embodied.core.errors import ConfigError, EmbodiedError
+from embodied.core.errors import EmbodiedError
 from embodied.core.types import EnvSpec, Observation
 
 KINDS = "biuf"
@@ -29,18 +28,6 @@ LONGEST_TEXT = 8192  # bytes
 
 class BadMessage(EmbodiedError):
     """An invalid request; the client gets the text."""
-
-
-def check_packages(*needed: str) -> None:
-    """Raise ConfigError if a package for serving is missing."""
-    try:
-        for name in needed:
-            importlib.import_module(name)
-    except ModuleNotFoundError as err:
-        raise ConfigError(
-            f"serving needs the package {err.name}, which is not installed: "
-            "python -m pip install 'embodied-loop[serve]'"
-        ) from None
 
 
 def pack(message: Any) -> bytes:
@@ -60,15 +47,10 @@ def unpack(data: bytes, largest: int | None = None) -> dict:
             raise BadMessage(f"more than {MOST_CONTAINERS} maps and lists")
         return container
 
-    limits = {"str": LONGEST_TEXT, "bin": len(data) if largest is None else largest, "array": MOST_KEYS, "ext": 0}
-    unpacker = msgpack.Unpacker(
-        object_hook=lambda fields: _unpack_array(counted(fields)),
-        list_hook=counted,
-        strict_map_key=False,
-        max_buffer_size=len(data) + 1,
-        max_map_len=MOST_KEYS,
-        **{f"max_{kind}_len": most for kind, most in limits.items()},
-    )
+    longest = {"str": LONGEST_TEXT, "bin": largest or len(data), "array": MOST_KEYS, "map": MOST_KEYS, "ext": 0}
+    limits = {f"max_{kind}_len": most for kind, most in longest.items()} | {"max_buffer_size": len(data) + 1}
+    hooks = {"object_hook": lambda fields: _unpack_array(counted(fields)), "list_hook": counted}
+    unpacker = msgpack.Unpacker(strict_map_key=False, **hooks, **limits)
     unpacker.feed(data)
     message, where = {}, "the message"
     try:
@@ -125,26 +107,16 @@ def _dtype(name: Any) -> np.dtype:
 
 # A request as an observation of the policy
 
-ALIASES = ("image", "wrist_image")
+ALIASES = (("observation/image",), ("observation/wrist_image",))
 LONGEST = 2000  # letters of an instruction
 LARGEST = 4096  # pixels along a side
 NUMBER = 8  # bytes of a number at most
 OTHERS = 1_000_000  # bytes of a message for keys that the policy does not read
 
 
-def largest_array(spec: EnvSpec) -> int:
-    """Bytes of the largest array that this policy reads, in any number type."""
-    return NUMBER * max(numbers_read(spec))
-
-
-def longest_request(spec: EnvSpec) -> int:
-    """Bytes of the longest request for this policy."""
-    return NUMBER * sum(numbers_read(spec)) + OTHERS
-
-
-def numbers_read(spec: EnvSpec) -> list[int]:
-    """The number of values in each image and in the state."""
-    return [*map(math.prod, spec.images.values()), spec.state_dim or 0]
+def array_bytes(spec: EnvSpec) -> list[int]:
+    """The bytes of each image and of the state, in any number type."""
+    return [NUMBER * numbers for numbers in (*map(math.prod, spec.images.values()), spec.state_dim or 0)]
 
 
 def observation_of(request: dict, spec: EnvSpec, any_size: bool) -> Observation:
@@ -154,23 +126,18 @@ def observation_of(request: dict, spec: EnvSpec, any_size: bool) -> Observation:
         flat |= {f"images/{camera}": image for camera, image in images.items()}
     obs: Observation = {}
     if spec.images:
-        obs["images"] = {
-            camera: image_of(found(flat, *names_of(camera, number)), size, any_size, camera)[None]
-            for number, (camera, size) in enumerate(spec.images.items())
-        }
+        obs["images"] = {}
+        for (camera, size), alias in zip(spec.images.items(), itertools.chain(ALIASES, itertools.repeat(()))):
+            image = field_of(flat, f"images/{camera}", f"observation/{camera}", camera, *alias)
+            obs["images"][camera] = image_of(image, size, any_size, camera)[None]
     if spec.state_dim:
-        obs["state"] = state_of(found(flat, "observation/state", "state"), spec.state_dim)[None]
+        obs["state"] = state_of(field_of(flat, "observation/state", "state"), spec.state_dim)[None]
     if spec.instruction:
-        obs["instruction"] = [text_of(found(flat, "prompt", "instruction"))]
+        obs["instruction"] = [text_of(field_of(flat, "prompt", "instruction"))]
     return obs
 
 
-def names_of(camera: str, number: int) -> list[str]:
-    aliases = [f"observation/{ALIASES[number]}"] if number < len(ALIASES) else []
-    return [f"images/{camera}", f"observation/{camera}", camera, *aliases]
-
-
-def found(flat: dict[str, Any], *names: str) -> Any:
+def field_of(flat: dict[str, Any], *names: str) -> Any:
     for name in names:
         if name in flat:
             return flat[name]

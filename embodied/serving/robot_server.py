@@ -22,23 +22,12 @@ from embodied.core.arrays import finite_rows, host, join_rows, text_arrays, text
 from embodied.core.types import Observation
 from embodied.policies.base import Policy
 from embodied.serving.config import FOREIGN_HOST, ServeConfig, is_token_shown
-from embodied.serving.robot_protocol import (
-    OTHERS,
-    BadMessage,
-    largest_array,
-    longest_request,
-    observation_of,
-    pack,
-    unpack,
-)
+from embodied.serving.robot_protocol import OTHERS, BadMessage, array_bytes, observation_of, pack, unpack
 
 ANSWER_S, SEND_S = 120.0, 30.0  # limits for making an answer, and for sending it
 # Codes of closing; 1007: the request is bad, 1011: the policy failed
 AWAY, REFUSED, BROKEN, FULL = 1001, 1007, 1011, 1013
-NOT_HTTP = (
-    "this server answers robots, over openpi's websocket protocol; policy.url takes servers of language models, such as"
-    " python -m embodied.serve with the checkpoint of one"
-)
+NOT_HTTP = "this server answers robots, over openpi's websocket protocol; policy.url takes servers of language models"
 ANY_SIZE_MB = 32
 CLIENTS = 8
 
@@ -82,13 +71,13 @@ class Answers:
     def longest(self) -> int:
         """The most bytes a request may have."""
         if self.config.max_request_mb is None and not self.policy.any_image_size:
-            return longest_request(self.policy.spec)
+            return sum(array_bytes(self.policy.spec)) + OTHERS
         return (self.config.max_request_mb or ANY_SIZE_MB) * 1_000_000
 
     def read(self, data: bytes, client: int, number: int) -> ClientRequest:
         """The request in a client's message; raises BadMessage if it is invalid."""
         any_size, spec = self.policy.any_image_size, self.policy.spec
-        request = unpack(data, None if any_size else max(largest_array(spec), OTHERS))
+        request = unpack(data, None if any_size else max(*array_bytes(spec), OTHERS))
         return ClientRequest(observation_of(request, spec, any_size), client, number)
 
     def answer(self, requests: list[ClientRequest]) -> list[bytes | BadMessage]:
@@ -122,8 +111,7 @@ class Batching:
     A request waits for further requests while a connected client has sent none, but never longer than `wait_s`.
     """
 
-    # May block, since it runs in a thread. An answer that is an exception is raised by `ask`.
-    answer: Callable[[list[ClientRequest]], Sequence[bytes | Exception]]
+    answer: Callable[[list[ClientRequest]], Sequence[bytes | Exception]]  # runs in a thread; `ask` raises exceptions
     most: int
     wait_s: float
     clients: Callable[[], int]  # number of connected clients
@@ -211,19 +199,18 @@ class PolicyServer:
 
     def admit(self, connection: Any, request: Any) -> Any:
         """The HTTP response that refuses a connection, or None to admit it."""
+        refused, token = None, self.config.token
         if not self.config.names_this_server(request.headers.get_all("Host")):
-            return connection.respond(http.HTTPStatus.FORBIDDEN, f"{FOREIGN_HOST}\n")
-        if request.path == "/healthz":
-            return connection.respond(http.HTTPStatus.OK, "OK\n")
-        if not any(value.lower() == "websocket" for value in request.headers.get_all("Upgrade")):
-            return connection.respond(http.HTTPStatus.UPGRADE_REQUIRED, f"{NOT_HTTP}\n")
-        if self.config.token is not None:
-            shown = request.headers.get_all("Authorization")
-            if not is_token_shown(shown, "Api-Key", self.config.token):
-                return connection.respond(http.HTTPStatus.UNAUTHORIZED, "a valid token is needed\n")
-        if not self.has_room():
-            return connection.respond(http.HTTPStatus.SERVICE_UNAVAILABLE, "too many clients\n")
-        return None
+            refused = http.HTTPStatus.FORBIDDEN, FOREIGN_HOST
+        elif request.path == "/healthz":
+            refused = http.HTTPStatus.OK, "OK"
+        elif not any(value.lower() == "websocket" for value in request.headers.get_all("Upgrade")):
+            refused = http.HTTPStatus.UPGRADE_REQUIRED, NOT_HTTP
+        elif token is not None and not is_token_shown(request.headers.get_all("Authorization"), "Api-Key", token):
+            refused = http.HTTPStatus.UNAUTHORIZED, "a valid token is needed"
+        elif not self.has_room():
+            refused = http.HTTPStatus.SERVICE_UNAVAILABLE, "too many clients"
+        return refused and connection.respond(refused[0], f"{refused[1]}\n")
 
     async def talk(self, connection: Any) -> None:
         """Serve one client until it leaves."""
@@ -260,18 +247,18 @@ class PolicyServer:
         return True
 
     async def _reply(self, connection: Any, data: bytes | str, client: int, number: int) -> None:
+        failure = None
         try:
             if isinstance(data, str):
                 raise BadMessage("requests are bytes, not text")
             async with asyncio.timeout(ANSWER_S):
                 request = await asyncio.to_thread(self.answers.read, data, client, number)
-                reply = await self.batching.ask(request)
+                reply: bytes | str = await self.batching.ask(request)
         except BadMessage as err:
-            await asyncio.wait_for(connection.send(f"error: {err}"), SEND_S)
-            await connection.close(REFUSED, "the request cannot be answered")
+            reply, failure = f"error: {err}", (REFUSED, "the request cannot be answered")
         except Exception:
             self.notify(f"client {client}: {traceback.format_exc()}")
-            await asyncio.wait_for(connection.send("error: the policy failed; the server's log says why"), SEND_S)
-            await connection.close(BROKEN, "the policy failed")
-        else:
-            await asyncio.wait_for(connection.send(reply), SEND_S)
+            reply, failure = "error: the policy failed; the server's log says why", (BROKEN, "the policy failed")
+        await asyncio.wait_for(connection.send(reply), SEND_S)
+        if failure:
+            await connection.close(*failure)

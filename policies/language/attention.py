@@ -1,21 +1,32 @@
-"""Attention masks of packed rows, and the only place that chooses attention's kernel. On the meta device nothing is
-computed; it serves to count the memory of a backward pass.
+"""Attention of packed rows: masks, the only place that chooses a kernel, and rows that several ranks compute together.
+
+On the meta device nothing is computed; it serves to count the memory of a backward pass.
+
+Divided rows are as in DeepSpeed's Ulysses. Place c of every row belongs to rank c mod N. A rank computes everything but
+attention for its own places. Before attention the ranks exchange queries, keys and values: each then has all places,
+for its own part of the heads. After attention they exchange back. All ranks gather the scores of the sampled tokens.
+One rank, the owner, computes the loss; all ranks use its gradient of the scores.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from transformers import AttentionInterface
 from transformers.integrations.moe import ExpertsInterface
 
 from embodied.policies.language.packing import Packed
+from embodied.runtime.collective import RankGroup
 
 DENSE, SPARSE = "sdpa", "flex_attention"  # by transformers' names
 COUNTED = "embodied_counted"  # for counting memory: computes nothing
+DIVIDED = "embodied_divided"  # for rows that ranks compute together
 TILE = 128  # block size of flex_attention
 
 
@@ -104,5 +115,111 @@ def counted_experts(module: Any, hidden: Tensor, chosen: Tensor, weights: Tensor
     return out.view(*chosen.shape, -1).sum(1).to(hidden.dtype)
 
 
+def divided(packed: Packed, count: int) -> list[Packed]:
+    """Returns the parts of `count` ranks. Ids, positions and scored tokens are a rank's own. Blocks and segments, which
+    define the attention mask, are of whole rows, padded to a multiple of `count` places.
+
+    Rows of 5 places on 2 ranks: places 0, 2, 4 and 1, 3, 5; place 5 is padding.
+    """
+    width = packed.ids.shape[1]
+    more = [(0, 0), (0, -width % count)]
+    ids, segments = (np.pad(each, more) for each in (packed.ids, packed.segments))
+    positions = np.pad(packed.positions, more + [(0, 0)] * (packed.positions.ndim - 2))
+    whole = replace(packed, blocks=np.pad(packed.blocks, more, constant_values=-1), segments=segments)
+    row, column = np.divmod(packed.sources, width)
+    parts = []
+    for rank in range(count):
+        on_rank = column % count == rank
+        judged = on_rank[packed.takes]
+        parts.append(
+            replace(
+                whole,
+                ids=np.ascontiguousarray(ids[:, rank::count]),
+                positions=np.ascontiguousarray(positions[:, rank::count]),
+                sources=(row * (ids.shape[1] // count) + column // count)[on_rank],
+                takes=(np.cumsum(on_rank) - 1)[packed.takes[judged]],
+                scored=packed.scored[judged],
+            )
+        )
+    return parts
+
+
+@dataclass(frozen=True)
+class DividedPass:
+    """The ranks that run a pass together, and the rank that owns the loss."""
+
+    group: RankGroup
+    owner: int
+    kernel: str  # transformers' name of the attention kernel
+
+    def to_heads(self, *tensors: Tensor) -> list[Tensor]:
+        """[B, heads, W/N, D] of this rank's places -> [B, heads/N, W, D] of its heads, in one exchange."""
+        count, dtype = self.group.size, tensors[-1].dtype  # autocast leaves queries wider than values
+        parts = [each.to(dtype).unflatten(1, (count, -1)).movedim(1, 0) for each in tensors]  # [N, B, heads/N, W/N, D]
+        came = Exchange.apply(self.group, torch.cat([part.flatten(1) for part in parts], 1))
+        sizes = [part[0].numel() for part in parts]
+        return [
+            each.view(part.shape).movedim(0, 3).flatten(2, 3)
+            for each, part in zip(came.split(sizes, 1), parts, strict=True)
+        ]
+
+    def to_places(self, out: Tensor) -> Tensor:
+        """[B, W, heads/N, D] of this rank's heads -> [B, W/N, heads, D] of its places."""
+        parts = out.unflatten(1, (-1, self.group.size)).movedim(2, 0)  # [N, B, W/N, heads/N, D]
+        came = Exchange.apply(self.group, parts.flatten(1)).view(parts.shape)
+        return came.movedim(0, 2).flatten(2, 3)
+
+    def score(self, scores_of: Callable[..., list[Tensor]], packed: Packed) -> tuple[Sequence[Tensor], np.ndarray]:
+        """Returns the scores [M] of all sampled tokens, a tensor for each kind of score, and the tokens' numbers [M].
+        `scores_of` computes the scores [m] of this rank's part of the rows."""
+        parts = divided(packed, self.group.size)
+        of_rank = torch.stack(scores_of(parts[self.group.place], ranks=self), 1)
+        scored = [part.scored for part in parts]
+        scores = AllScores.apply(self, [len(each) for each in scored], of_rank)
+        return scores.unbind(1), np.concatenate(scored)
+
+
+class Exchange(torch.autograd.Function):
+    """Sends part i [N, k] to member i (all-to-all); gradients go the opposite way."""
+
+    @staticmethod
+    def forward(ctx: Any, group: RankGroup, parts: Tensor) -> Tensor:
+        ctx.group = group
+        return group.exchange(parts)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        return None, ctx.group.exchange(grad)
+
+
+class AllScores(torch.autograd.Function):
+    """Gathers the rows of all ranks, whose numbers of rows are given. Gradients are the owner's."""
+
+    @staticmethod
+    def forward(ctx: Any, ranks: DividedPass, counts: list[int], scores: Tensor) -> Tensor:
+        ctx.ranks, ctx.counts = ranks, counts
+        room = scores.new_zeros(max(1, *counts), scores.shape[1])
+        room[: len(scores)] = scores
+        came = ranks.group.gather(room)
+        return torch.cat([rows[:count] for rows, count in zip(came, counts, strict=True)])
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        group = ctx.ranks.group
+        if len(grad):
+            grad = group.send_from(ctx.ranks.owner, grad.clone(memory_format=torch.contiguous_format)).wait()
+        return None, None, grad.split(ctx.counts)[group.place]
+
+
+def divided_attention(
+    module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Any, *, ranks: DividedPass, **options: Any
+) -> tuple[Tensor, None]:
+    """Attention as transformers calls it: [B, heads, W/N, D] -> [B, W/N, heads, D]."""
+    query, key, value = ranks.to_heads(query, key, value)
+    out, _ = AttentionInterface()[ranks.kernel](module, query, key, value, mask, **options)
+    return ranks.to_places(out), None
+
+
 AttentionInterface.register(COUNTED, counted_attention)
+AttentionInterface.register(DIVIDED, divided_attention)
 ExpertsInterface.register(COUNTED, counted_experts)

@@ -33,8 +33,7 @@ class LanguageConfig(LoraOptions):
         "or Qwen2.5-VL, which reads pictures; policy.pretrained has its own.",
     )
     pretrained: str | None = Field(
-        None,
-        description="Folder or hub id of a published model, or a policy folder of ours; its weights are the first.",
+        None, description="Published model (folder or hub id), or policy folder of ours, with whose weights it begins."
     )
     engine: Literal["transformers", "vllm", "http"] = Field(
         "transformers",
@@ -84,30 +83,20 @@ class LanguageConfig(LoraOptions):
         "tokens. 0.1: a random tenth, unknown to the server. null: no proofs.",
     )
     temperature: float = Field(
-        1.0,
-        gt=0,
-        description="Logits are divided by it in rollouts and losses; evaluations have eval.temperature.",
+        1.0, gt=0, description="Logits are divided by it in rollouts and losses; evaluations have eval.temperature."
     )
     max_tokens: int = Field(512, gt=0, description="Most tokens of an answer; a longer one is cut off.")
     max_length: int | None = Field(
-        None,
-        gt=0,
-        description="Most tokens of a whole conversation; null: the model's number of positions, or its sliding window "
-        "if that is shorter.",
+        None, gt=0, description="Most tokens of a conversation; null: the model's positions or shorter sliding window."
     )
     max_running: int = Field(
         64, gt=0, description="Conversations that a policy worker plays at the same time, on each of its servers."
     )
     cache_gb: float | None = Field(
-        None,
-        gt=0,
-        description="Memory for the keys and values of these conversations; null: as much as max_running and "
-        "max_length need.",
+        None, gt=0, description="Memory for keys and values; null: as much as max_running and max_length need."
     )
     chat: bool | None = Field(
-        None,
-        description="Format messages with the model's chat template; null: if it has one. false: use their contents "
-        "only.",
+        None, description="Format messages with the model's chat template; null: if it has one. false: contents alone."
     )
     train_layers: int | None = Field(
         None, gt=0, description="Train only this many of the last layers and the final norm; null: all weights."
@@ -119,9 +108,7 @@ class LanguageConfig(LoraOptions):
         "even load, without a loss (0.001 is usual); null: it stays.",
     )
     value_head: bool = Field(
-        False,
-        description="Predict the value of the rest of a conversation before every token, by a linear map of the last "
-        "hidden state: needed by algo.name=ppo.",
+        False, description="Predict before every token the value of the rest of a conversation: for algo.name=ppo."
     )
     dtype: Literal["float32", "float64", "bfloat16"] = Field("float32", description="As for mlp.")
 

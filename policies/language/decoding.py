@@ -1,10 +1,9 @@
-"""A decoding step without the modules' overhead, which takes most of the time of a small model's step.
+"""How the next tokens are computed and drawn.
 
-It computes the same as transformers' modules for one token of every conversation, for the most common architectures:
-Llama, Qwen3, GPT-2 and Qwen2.5-VL, in float32 or less precise. Other models run through their own modules (slots.py).
-Linear layers with adapters are called unchanged.
-
-Draws tokens from logits, and checks whether tokens were drawn correctly.
+`fast_step` is a decoding step without the modules' overhead, which takes most of the time of a small model's step. It
+computes the same as transformers' modules for one token of every conversation, for the most common architectures
+(Llama, Qwen3, GPT-2 and Qwen2.5-VL) in float32 or less precise. Other models run through their own modules (slots.py).
+Linear layers with adapters are called unchanged. `choose` draws tokens from logits, `draw_errors` checks drawn tokens.
 """
 
 from __future__ import annotations
@@ -69,11 +68,18 @@ def of_llama(model: Any, length: int) -> Step:
     half = sines.shape[-1] // 2
     sines = torch.cat((-sines[..., :half], sines[..., half:]), -1)
     embeddings, head = body.embed_tokens.weight, as_function(model.lm_head)
-    layers = [llama_layer(layer) for layer in body.layers]
-    last = norm(body.norm)
+
+    def embed(tokens: Tensor, places: Tensor) -> tuple[Tensor, Any]:
+        return F.embedding(tokens, embeddings), (cosines[places], sines[places])
+
+    return stack(embed, [llama_layer(layer) for layer in body.layers], norm(body.norm), head)
+
+
+def stack(embed: Callable[..., Any], layers: list[Any], last: Callable[[Tensor], Tensor], head: Any) -> Step:
+    """A step through these layers. `embed` also returns what layers need of the positions."""
 
     def step(tokens: Tensor, places: Tensor, cache: KeyValues) -> tuple[Tensor, Tensor]:
-        hidden, turn = F.embedding(tokens, embeddings), (cosines[places], sines[places])
+        hidden, turn = embed(tokens, places)
         for index, layer in enumerate(layers):
             hidden = layer(hidden, turn, index, cache)
         hidden = last(hidden)
@@ -118,17 +124,12 @@ def llama_layer(layer: Any) -> Callable[..., Tensor]:
 
 def of_gpt2(model: Any) -> Step:
     body = model.transformer
-    words, positions, head, last = body.wte.weight, body.wpe.weight, as_function(model.lm_head), body.ln_f
-    layers = [gpt2_layer(block) for block in body.h]
+    words, positions, head = body.wte.weight, body.wpe.weight, as_function(model.lm_head)
 
-    def step(tokens: Tensor, places: Tensor, cache: KeyValues) -> tuple[Tensor, Tensor]:
-        hidden = F.embedding(tokens, words) + F.embedding(places, positions)
-        for index, layer in enumerate(layers):
-            hidden = layer(hidden, index, cache)
-        hidden = last(hidden)
-        return head(hidden), hidden
+    def embed(tokens: Tensor, places: Tensor) -> tuple[Tensor, Any]:
+        return F.embedding(tokens, words) + F.embedding(places, positions), None
 
-    return step
+    return stack(embed, [gpt2_layer(block) for block in body.h], body.ln_f, head)
 
 
 def gpt2_layer(block: Any) -> Callable[..., Tensor]:
@@ -139,7 +140,7 @@ def gpt2_layer(block: Any) -> Callable[..., Tensor]:
     )
     dim, scale = attention.head_dim, attention.scaling
 
-    def run(hidden: Tensor, index: int, cache: KeyValues) -> Tensor:
+    def run(hidden: Tensor, _: Any, index: int, cache: KeyValues) -> Tensor:
         query, key, value = (tensor.view(len(hidden), -1, dim) for tensor in into(before(hidden)).chunk(3, -1))
         hidden = hidden + out(attend(query, key, value, index, cache, scale))
         return hidden + narrow(act(wide(behind(hidden))))

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -76,30 +76,25 @@ class Answer:
 class Engine:
     """Continues up to `slots` conversations at a time."""
 
-    slots: int
-    """The most concurrent conversations."""
-
-    max_length: int
-    """The most tokens of a whole conversation."""
-
     totals: dict[str, int] = {}  # noqa: RUF012  never added to
     """Counters since the last call of `metrics`."""
+
+    def __init__(self, policy: LanguagePolicy, slots: int) -> None:
+        """`slots`: the most concurrent conversations."""
+        self.policy, self.slots = policy, slots
+        self.max_length, self.stops = policy.max_length, frozenset(policy.tokenizer.stops)
+        self.round = Sampling(0, "", SamplingRule(), self.stops)
+        self.ended: list[Answer] = []  # answers to conversations without room
 
     @property
     def running(self) -> int:
         """The number of running conversations."""
-        raise NotImplementedError
+        return self.num_open() + len(self.ended)
 
     @property
     def room(self) -> int:
         """The number of prompts that it can take now."""
         return self.slots - self.running
-
-    def check(self, request: Request) -> None:
-        """Refuse requests that cannot be added."""
-        assert self.room > 0, "no room for another conversation"
-        if not len(request.tokens):
-            raise ValueError(f"conversation {request.key} is empty: there is nothing to continue")
 
     def longest_answer(self, request: Request) -> int:
         """The most tokens of an answer; 0 or less if the conversation has no room."""
@@ -107,18 +102,45 @@ class Engine:
 
     def begin(self, version: int, seed: int, stream: str, rule: SamplingRule) -> None:
         """Start a round of answers with these weights. No conversation may be running."""
-        raise NotImplementedError
+        assert not self.running, "a round begins while answers of the one before are being written"
+        self.round = Sampling(seed, f"act/{stream}", rule, self.stops)
 
     def add(self, request: Request) -> None:
         """Add a conversation; requires `room`."""
-        raise NotImplementedError
+        assert self.room > 0, "no room for another conversation"
+        if not len(request.tokens):
+            raise ValueError(f"conversation {request.key} is empty: there is nothing to continue")
+        if self.longest_answer(request) <= 0:
+            self.ended.append(unanswered(request))
+        else:
+            self.open(request if request.sampling else replace(request, sampling=self.round))
 
     def step(self) -> list[Answer]:
         """Generate a token for every running conversation; return the answers that ended."""
-        raise NotImplementedError
+        answers, self.ended = self.ended, []
+        return answers + self.write() if self.num_open() else answers
 
     def abort(self) -> list[Answer]:
         """Abort all running conversations; return their answers so far."""
+        answers, self.ended = self.ended, []
+        return answers + self.give_up()
+
+    # What engines implement
+
+    def num_open(self) -> int:
+        """The number of conversations that were opened and have not ended."""
+        raise NotImplementedError
+
+    def open(self, request: Request) -> None:
+        """Begin a conversation that has room, and a `sampling`."""
+        raise NotImplementedError
+
+    def write(self) -> list[Answer]:
+        """Go on with all open conversations; return the answers that ended."""
+        raise NotImplementedError
+
+    def give_up(self) -> list[Answer]:
+        """End all open conversations; return their answers so far."""
         raise NotImplementedError
 
     def load(self, weights: dict[str, Tensor], version: int) -> None:
@@ -159,9 +181,10 @@ class Engine:
         """End its processes."""
 
 
-def seed_of(seed: int, stream: str, request: Request) -> int:
+def seed_of(request: Request) -> int:
     """The seed for engines with their own noise, from run, stream, episode and the answer's first index."""
-    return int(rng.generator(seed, stream, request.episode, len(request.tokens)).integers(2**63))
+    how = request.sampling
+    return int(rng.generator(how.seed, how.stream, request.episode, len(request.tokens)).integers(2**63))
 
 
 def unanswered(request: Request) -> Answer:
@@ -184,11 +207,9 @@ def cache_bytes(config: LanguageConfig, model: Any, max_length: int) -> int:
     if config.cache_gb is None:
         return config.max_running * num_bytes
     if (given := int(config.cache_gb * 1e9)) < num_bytes:
-        raise ConfigError(
-            f"policy.cache_gb={config.cache_gb:g} has no room for one conversation: {max_length} tokens of "
-            f"{token_bytes(model)} bytes are {num_bytes / 1e9:.3g} GB; "
-            f"try policy.max_length={given // token_bytes(model)}"
-        )
+        needs = f"{max_length} tokens of {token_bytes(model)} bytes are {num_bytes / 1e9:.3g} GB"
+        fits = f"policy.max_length={given // token_bytes(model)}"
+        raise ConfigError(f"policy.cache_gb={config.cache_gb:g} has no room for one conversation: {needs}; try {fits}")
     return given
 
 

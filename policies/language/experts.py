@@ -37,7 +37,7 @@ class ExpertLoads:
                 known = getattr(router, BIAS, torch.zeros(num_experts(router), device="meta"))
                 router.register_buffer(BIAS, known.float())  # steps are too small for half precision
         for layer, router in enumerate(self.routers):
-            router.register_forward_hook(_Routed(self, layer))
+            router.register_forward_hook(Routed(self, layer))
 
     def _check(self, kind: str, engine: str) -> None:
         given = f"policy.expert_bias_rate={self.rate:g}"
@@ -47,10 +47,8 @@ class ExpertLoads:
         if unknown := sorted({*odd} - {*SOFTMAX}):
             raise ConfigError(f"{given}: a {kind}'s {unknown[0]} takes no bias; leave it out")
         if odd and engine != "transformers":
-            raise ConfigError(
-                f"{given} gives a {kind}'s routers a bias that policy.engine={engine} does not know; "
-                "try policy.engine=transformers"
-            )
+            why = f"{given} gives a {kind}'s routers a bias that policy.engine={engine} does not know"
+            raise ConfigError(f"{why}; try policy.engine=transformers")
 
     def check_publishable(self) -> None:
         if self.adds_bias:
@@ -67,18 +65,6 @@ class ExpertLoads:
             yield
         finally:
             self.places = None
-
-    def route(self, layer: int, router: Any, output: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        """A router's output, with the added bias if it has one."""
-        if self.adds_bias:
-            output = biased(router, *output)
-        if self.places is not None:
-            chosen = output[-1].reshape(len(self.places), -1)
-            if not len(self.counts[layer]):
-                self.counts[layer] = chosen.new_zeros(num_experts(router), dtype=torch.float64)
-            counted = self.places.double()[:, None].expand(chosen.shape)
-            self.counts[layer].index_add_(0, chosen.reshape(-1), counted.reshape(-1))
-        return output
 
     @torch.no_grad()
     def end_step(self, sum_over_ranks: Callable[[Tensor], Tensor]) -> dict[str, float]:
@@ -103,14 +89,24 @@ class ExpertLoads:
         return {"max_violation": max(violations)} | layers
 
 
-class _Routed:
+class Routed:
     """A forward hook; an object, so that a copy of the policy counts for itself."""
 
     def __init__(self, loads: ExpertLoads, layer: int) -> None:
         self.loads, self.layer = loads, layer
 
     def __call__(self, router: Any, _: Any, output: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        return self.loads.route(self.layer, router, output)
+        """A router's output, with the added bias if it has one."""
+        loads, layer = self.loads, self.layer
+        if loads.adds_bias:
+            output = biased(router, *output)
+        if loads.places is not None:
+            chosen = output[-1].reshape(len(loads.places), -1)
+            if not len(loads.counts[layer]):
+                loads.counts[layer] = chosen.new_zeros(num_experts(router), dtype=torch.float64)
+            counted = loads.places.double()[:, None].expand(chosen.shape)
+            loads.counts[layer].index_add_(0, chosen.reshape(-1), counted.reshape(-1))
+        return output
 
 
 def is_router(module: nn.Module) -> bool:

@@ -6,9 +6,8 @@ additional keys of config.json, which other programs ignore. Other programs cann
 
 Some published folders have other names and shapes than transformers' modules (Mixtral has separate tensors for
 experts): `as_modules` and `as_published` convert them by transformers' own rules. Policies save weights as modules have
-them, which transformers also reads.
-
-Sizes of language models with fresh weights, and requirements on published models.
+them, which transformers also reads. A model without a folder has one of our small shapes (`fresh_config`). Models whose
+log-probs would be computed wrongly are refused (`check_kind`).
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ from __future__ import annotations
 import copy
 import json
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -41,11 +40,10 @@ from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key, revert_weight_conversion
 from transformers.utils import logging
 
-from embodied.core.errors import CheckpointError, ConfigError
+from embodied.core.errors import CheckpointError, ConfigError, in_a_line
 from embodied.core.files import as_path
 from embodied.policies.language import tokenizer as words
 from embodied.policies.language.config import LanguageConfig
-from embodied.policies.language.experts import is_router, num_experts
 from embodied.policies.language.sight import PREPROCESSOR, SIGHTS, decoder_of
 from embodied.policies.language.tokenizer import ConversationTokenizer
 from embodied.policies.policy_folder import CONFIG, OURS, TOKENIZER_FILES, copy_files, own_layer, read_blobs, read_json
@@ -54,9 +52,8 @@ from embodied.runtime.published_weights import Blob, Spec, blob_of, tensor_of
 CPU_HEADS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)  # sizes with kernels in vLLM
 GENERATION = "generation_config.json"
 COMPANIONS = (GENERATION, PREPROCESSOR, *TOKENIZER_FILES, "vocab.json", "merges.txt", "chat_template.*")
-BUILDING = (
-    threading.Lock()
-)  # transformers replaces global functions meanwhile; two concurrent calls would restore wrong ones
+# transformers replaces global functions meanwhile; two concurrent calls would restore wrong ones.
+BUILDING = threading.Lock()
 LEFTOVERS = (".rotary_emb.inv_freq", ".attn.bias", ".attn.masked_bias")  # no weights, in older files
 
 
@@ -68,12 +65,9 @@ def read_config(folder: Path) -> PreTrainedConfig:
         config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     except Exception as err:  # of many kinds
         if "auto_map" in read_json(folder / CONFIG):
-            raise CheckpointError(
-                f"{folder} needs code of its own ({CONFIG} has auto_map), and no code of a folder is run; take a model "
-                "that transformers knows"
-            ) from None
-        cause = str(err).strip().splitlines()[0] if str(err).strip() else type(err).__name__
-        raise CheckpointError(f"{folder / CONFIG} is not that of a language model: {cause}") from None
+            why = f"{folder} needs code of its own ({CONFIG} has auto_map), and no code of a folder is run"
+            raise CheckpointError(f"{why}; take a model that transformers knows") from None
+        raise CheckpointError(f"{folder / CONFIG} is not that of a language model: {in_a_line(err)}") from None
     if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING and config.model_type not in SIGHTS:
         raise CheckpointError(f"{folder} holds a {config.model_type}, which is not a causal language model")
     for key in OURS:
@@ -81,42 +75,21 @@ def read_config(folder: Path) -> PreTrainedConfig:
     return config
 
 
-def check_for_vllm(folder: Path) -> None:
-    """Refuse a model that vLLM cannot run on a CPU."""
-    shape = read_config(folder).get_text_config()
-    if getattr(shape, "n_routed_experts", None):
-        raise ConfigError(
-            f"policy.engine=vllm: on a CPU a {shape.model_type} takes no new weights there, and {folder} is one; "
-            "try policy.engine=transformers"
-        )
-    dim = head_size(shape)
-    if dim not in CPU_HEADS:
-        raise ConfigError(
-            f"policy.engine=vllm: on a CPU it supports heads of {', '.join(map(str, CPU_HEADS))} numbers, and those of "
-            f"{folder} have {dim}; try policy.engine=transformers"
-        )
-
-
-def check_division(heads: int, kv_heads: int, width: int, parts: int) -> None:
-    """Refuse to divide a model with these numbers of heads and this width of its MLPs (0: unknown) into `parts` if vLLM
-    cannot."""
+def check_division(shape: Any, heads: tuple[int, int], parts: int) -> None:
+    """Refuse to divide a model of this shape (None: unknown) with these heads into `parts` if vLLM cannot."""
+    (queries, pairs), names = heads, ("moe_intermediate_size", "intermediate_size")
+    width = next((size for size in (getattr(shape, name, None) for name in names) if size), 0)
 
     def fits(n: int) -> bool:
-        return not (heads % n or width % n or (kv_heads % n and n % kv_heads))
+        return not (queries % n or width % n or (pairs % n and n % pairs))
 
-    fit = next(n for n in range(min(parts, heads), 0, -1) if fits(n))
+    fit = next(n for n in range(min(parts, queries), 0, -1) if fits(n))
     if fit < parts:
-        mlps = f" and the width of its MLPs, {width}" if width % parts else ""
+        what = f"{queries} attention heads and {pairs} key-value heads"
+        what += f" and the width of its MLPs, {width}" if width % parts else ""
         raise ConfigError(
-            f"policy.tensor_parallel={parts} does not divide the model's {heads} attention heads and {kv_heads} "
-            f"key-value heads{mlps}; try policy.tensor_parallel={fit}"
+            f"policy.tensor_parallel={parts} does not divide the model's {what}; try policy.tensor_parallel={fit}"
         )
-
-
-def mlp_width(folder: Path) -> int:
-    """The width of a model's MLPs, or of its experts; 0 if its config.json does not say."""
-    shape = read_config(folder).get_text_config()
-    return getattr(shape, "moe_intermediate_size", None) or getattr(shape, "intermediate_size", None) or 0
 
 
 def describe(config: PreTrainedConfig) -> dict[str, Any]:
@@ -132,7 +105,7 @@ def empty_model(config: PreTrainedConfig, dtype: torch.dtype) -> Any:
         with BUILDING, torch.device("meta"):
             model = auto_class(config).from_config(config, **options).eval()
     except (ValueError, ImportError) as err:  # a missing attention kernel or package
-        cause = str(err).strip().splitlines()[0].partition(". ")[0]
+        cause = in_a_line(err).partition(". ")[0]
         raise ConfigError(f"a {config.model_type} cannot be run here: {cause}; take another model") from None
     model.config.dtype = dtype
     for weight in model.state_dict(keep_vars=True).values():
@@ -160,38 +133,9 @@ def allocate(model: Any) -> None:
 
 def tie(model: Any) -> bool:
     """Tie head and embeddings again if the model ties them; returns True if it does."""
-    words, head = model.get_input_embeddings(), model.get_output_embeddings()
-    tied = bool(getattr(model.config, "tie_word_embeddings", False))
-    if tied:
-        head.weight = words.weight
+    if tied := bool(getattr(model.config, "tie_word_embeddings", False)):
+        model.get_output_embeddings().weight = model.get_input_embeddings().weight
     return tied
-
-
-def blocks_of(model: Any) -> list[nn.Module]:
-    """A model's transformer blocks."""
-    return list(max(_lists(_body(model)), key=len))
-
-
-def pass_cost(model: Any) -> tuple[float, float]:
-    """Returns multiplications per token (all weights except embeddings and idle experts), and per L^2 for L tokens
-    (attention's two products of its width, for half of the pairs)."""
-    head = model.get_input_embeddings().weight.numel()
-    weights = head + sum(products(block) for block in blocks_of(model))
-    heads, _ = heads_of(shape := model.config.get_text_config())
-    return float(weights), float(shape.num_hidden_layers * heads * head_size(shape))
-
-
-def products(block: nn.Module) -> float:
-    """The number of a block's weights that each token is multiplied with."""
-    share = next((module.top_k / num_experts(module) for module in block.modules() if is_router(module)), 1.0)
-    return sum(p.numel() * (share if ".experts." in name else 1.0) for name, p in block.named_parameters())
-
-
-def exchange_size(model: Any) -> tuple[int, int]:
-    """Numbers per token exchanged in every layer: queries, keys and values before attention, and its output
-    afterwards."""
-    shape = model.config.get_text_config()
-    return shape.num_hidden_layers * 2 * sum(heads_of(shape)) * head_size(shape), shape.num_hidden_layers * 2
 
 
 def heads_of(shape: Any) -> tuple[int, int]:
@@ -207,33 +151,33 @@ def longest(max_length: int | None, shape: PreTrainedConfig) -> int:
     """The most tokens of a conversation: `max_length`, else the model's number of positions."""
     shape = shape.get_text_config()
     limits = {"positions": getattr(shape, "max_position_embeddings", None)}
-    window = getattr(shape, "sliding_window", None)
     if "sliding_attention" in (getattr(shape, "layer_types", None) or ["sliding_attention"]):
-        limits["tokens that a layer sees"] = window
+        limits["tokens that a layer sees"] = getattr(shape, "sliding_window", None)
     known = {what: number for what, number in limits.items() if number}
     if not known and max_length is None:
         raise ConfigError("this model does not say how many positions it has; set policy.max_length")
     for what, number in known.items():
         if max_length and max_length > number:
-            raise ConfigError(
-                f"policy.max_length={max_length} is more than this model's {number} {what}; "
-                f"try policy.max_length={number}"
-            )
+            why = f"policy.max_length={max_length} is more than this model's {number} {what}"
+            raise ConfigError(f"{why}; try policy.max_length={number}")
     return max_length or min(known.values())
+
+
+def blocks_of(model: Any) -> list[nn.Module]:
+    """A model's transformer blocks."""
+    return list(max(_lists(_body(model)), key=len))
 
 
 def behind_blocks(model: Any) -> list[nn.Module]:
     """The modules after the blocks: the final norm."""
     parts = list(_body(model).children())
-    at = next(at for at, part in enumerate(parts) if isinstance(part, nn.ModuleList))
-    return parts[at + 1 :]
+    return parts[parts.index(_lists(_body(model))[0]) + 1 :]
 
 
 def _body(model: Any) -> nn.Module:
     """The module that holds the blocks: the base model, or its decoder."""
     reader = decoder_of(model)
-    parts = [reader, *reader.children()]
-    return next(part for part in parts if not isinstance(part, nn.ModuleList) and _lists(part))
+    return next(part for part in (reader, *reader.children()) if not isinstance(part, nn.ModuleList) and _lists(part))
 
 
 def _lists(module: nn.Module) -> list[nn.ModuleList]:
@@ -254,22 +198,6 @@ def first_layers(config: PreTrainedConfig) -> PreTrainedConfig:
     return whole
 
 
-@torch.no_grad()
-def logprobs_by_transformers(folder: Path, config: PreTrainedConfig, texts: Sequence[Sequence[int]]) -> Tensor:
-    """Float32 log-probs of all tokens except the first of each text, by transformers' own model of a folder and
-    config."""
-    options = {"dtype": torch.float32, "attn_implementation": "eager", "trust_remote_code": False}
-    with BUILDING, quiet():
-        kind = auto_class(config)
-        model = kind.from_pretrained(folder, config=config, local_files_only=True, **options).eval()
-    logprobs = []
-    for text in texts:
-        ids = torch.tensor(text)
-        likely = model(ids[None], use_cache=False).logits[0, :-1].float().log_softmax(-1)
-        logprobs.append(likely.gather(1, ids[1:, None])[:, 0])
-    return torch.cat(logprobs)
-
-
 @contextmanager
 def quiet() -> Iterator[None]:
     """Silence transformers' notes on unused weights, and its progress bars."""
@@ -286,14 +214,10 @@ def quiet() -> Iterator[None]:
 
 def stops_of(folder: Path, config: PreTrainedConfig) -> set[int]:
     """The tokens that end an answer, from generation_config.json and config.json."""
-    stops: set[int] = set()
     generation = read_json(folder / GENERATION) if (folder / GENERATION).is_file() else {}
-    for ends in (
-        generation.get("eos_token_id"),
-        *(getattr(each, "eos_token_id", None) for each in (config, config.get_text_config())),
-    ):
-        stops |= set() if ends is None else set(ends) if isinstance(ends, list) else {ends}
-    return stops
+    configs = (config, config.get_text_config())
+    ends = [generation.get("eos_token_id"), *(getattr(each, "eos_token_id", None) for each in configs)]
+    return {stop for end in ends if end is not None for stop in (end if isinstance(end, list) else [end])}
 
 
 def tokenizer_of(config: LanguageConfig, talks: bool, shape: PreTrainedConfig | None = None) -> ConversationTokenizer:
@@ -307,12 +231,6 @@ def tokenizer_of(config: LanguageConfig, talks: bool, shape: PreTrainedConfig | 
     if talks:
         tokenizer.check_turns()
     return tokenizer
-
-
-def read_weights(folder: Path, model: Any, tied: str | None) -> dict[str, Blob]:
-    """A folder's weights by the names of the model's modules, without a tied head, whose name is `tied`."""
-    stored = as_modules(model, read_blobs(folder))
-    return {name: blob for name, blob in stored.items() if name != tied and not name.endswith(LEFTOVERS)}
 
 
 @dataclass(frozen=True)
@@ -364,10 +282,8 @@ def as_modules(model: Any, stored: dict[str, Blob]) -> dict[str, Blob]:
     """A folder's weights with the names and shapes of the model's modules."""
     own, weights = module_weights(model), {}
     for name, origin in origins(model, stored).items():
-        first = stored[origin.names[0]]
-        if origin.rule is None:
-            weights[name] = first
-        else:
+        weights[name] = first = stored[origin.names[0]]
+        if origin.rule:
             spec = Spec(first.spec.dtype, tuple(own[name].shape))
             weights[name] = MadeBlob(spec, partial(convert, model, name, origin, stored, spec))
     return weights
@@ -389,17 +305,10 @@ def convert(model: Any, name: str, origin: WeightSource, stored: dict[str, Blob]
     except (RuntimeError, ValueError, KeyError) as err:
         raise CheckpointError(f"{name} cannot be made of {origin.names[0]} and others: {err}") from None
     if blob.spec != spec:
-        raise CheckpointError(
-            f"{name} is made of {len(origin.names)} weights, {origin.names[0]} and so on, and is to be "
-            f"{list(spec.shape)}, not {list(blob.spec.shape)}: some are missing"
-        )
+        made_of = f"{len(origin.names)} weights, {origin.names[0]} and so on"
+        shapes = f"is to be {list(spec.shape)}, not {list(blob.spec.shape)}"
+        raise CheckpointError(f"{name} is made of {made_of}, and {shapes}: some are missing")
     return blob.data
-
-
-def names_in(folder: Path, model: Any, weights: Iterable[str]) -> dict[str, str]:
-    """The names of these module weights in a folder; combined weights keep their own names, as in `read_modules`."""
-    known = origins(model, read_blobs(folder))
-    return {name: name if known[name].rule else known[name].names[0] for name in weights}
 
 
 def read_modules(folder: Path) -> dict[str, Blob]:
@@ -435,7 +344,6 @@ KINDS = {"full_attention", "sliding_attention"}  # supported kinds of layers
 SCALED = {"logit_scale": "cohere", "logits_scaling": "granite", "final_logit_softcapping": "gemma"}
 """Keys of config.json that scale logits, and prefixes of the model types that use them."""
 UNKNOWN = ("attn_logit_softcapping",)  # option of attention that kernels silently ignore
-READERS = "take a model that sees, such as Qwen2.5-VL or SmolVLM (policy.preset=tiny_vl is a small one)"
 PATCH = 8  # pixels per side of a patch; a place of a picture is two by two patches
 PROCESSED = {"patch_size": PATCH, "size": {"shortest_edge": (4 * PATCH) ** 2, "longest_edge": (16 * PATCH) ** 2}}
 
@@ -448,12 +356,8 @@ def fresh_config(preset: str, vocabulary: int, end: int) -> PreTrainedConfig:
         sizes = {"n_embd": DIM, "n_layer": LAYERS, "n_head": HEADS, "n_inner": MLP, "n_positions": POSITIONS}
         return GPT2Config(**common, **sizes, tie_word_embeddings=True, architectures=["GPT2LMHeadModel"])
     sizes = {
-        "hidden_size": DIM,
-        "num_hidden_layers": LAYERS,
-        "num_attention_heads": HEADS,
-        "num_key_value_heads": HEADS,
-        "intermediate_size": MLP,
-        "max_position_embeddings": POSITIONS,
+        **{"hidden_size": DIM, "num_hidden_layers": LAYERS, "intermediate_size": MLP},
+        **{"num_attention_heads": HEADS, "num_key_value_heads": HEADS, "max_position_embeddings": POSITIONS},
     }
     if preset == "tiny_vl":
         return fresh_vl_config(common | sizes)
@@ -465,14 +369,8 @@ def fresh_vl_config(text: dict[str, Any]) -> PreTrainedConfig:
     """Qwen2.5-VL's shape with a small vision tower; the last three tokens begin, fill and end a picture."""
     sections = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [4, 6, 6]}
     vision = {
-        "depth": 2,
-        "hidden_size": DIM // 2,
-        "intermediate_size": DIM,
-        "num_heads": HEADS,
-        "patch_size": PATCH,
-        "window_size": 8 * PATCH,
-        "fullatt_block_indexes": [1],
-        "out_hidden_size": DIM,
+        **{"depth": 2, "hidden_size": DIM // 2, "intermediate_size": DIM, "num_heads": HEADS, "patch_size": PATCH},
+        **{"window_size": 8 * PATCH, "fullatt_block_indexes": [1], "out_hidden_size": DIM},
     }
     begin, place, end = range(text["vocab_size"] - 3, text["vocab_size"])
     tokens = {"vision_start_token_id": begin, "image_token_id": place, "vision_end_token_id": end}
@@ -500,13 +398,11 @@ def scaled(logits: Tensor, shape: PreTrainedConfig) -> Tensor:
 def check_kind(model: Any, where: str) -> None:
     """Refuse a model whose log-probs would be computed wrongly here."""
     shape = model.config.get_text_config()
-    kinds = set(getattr(shape, "layer_types", None) or ())
-    if not getattr(model, "_supports_sdpa", False) or kinds - KINDS:
-        odd = ", ".join(sorted(kinds - KINDS)) or "attention of its own"
-        raise ConfigError(
-            f"{where} is a {shape.model_type} with {odd}, which cannot read several conversations in one row; take a "
-            "model of plain attention, such as Llama, Qwen or GPT-2"
-        )
+    kinds = set(getattr(shape, "layer_types", None) or ()) - KINDS
+    if not getattr(model, "_supports_sdpa", False) or kinds:
+        odd = f"{shape.model_type} with {', '.join(sorted(kinds)) or 'attention of its own'}"
+        why = f"{where} is a {odd}, which cannot read several conversations in one row"
+        raise ConfigError(f"{why}; take a model of plain attention, such as Llama, Qwen or GPT-2")
     others = [key for key, kind in SCALED.items() if not shape.model_type.startswith(kind)]
     if odd := [key for key in (*UNKNOWN, *others) if getattr(shape, key, None) not in (None, 1, 1.0)]:
         raise ConfigError(f"{where} is a {shape.model_type}, whose {odd[0]} is not supported; take another model")

@@ -28,10 +28,9 @@ from embodied.core.errors import EmbodiedError
 from embodied.policies.language.config import LanguageConfig
 from embodied.policies.language.engine import Answer, Engine, Request, unanswered
 from embodied.policies.language.folder import as_published
-from embodied.policies.language.http_messages import ParsedAnswer, WeightFolder, body_of, fingerprint, settings_of
-from embodied.policies.language.pooled_server import PooledRequest, PooledServer
-from embodied.policies.language.remote_server import RemoteServer, check_client, token_of
-from embodied.policies.language.server_pool import LONGEST_S, ServerPool
+from embodied.policies.language.http_messages import ParsedAnswer, WeightFolder, body_of, fingerprint
+from embodied.policies.language.remote_server import check_client
+from embodied.policies.language.server_pool import LONGEST_S, PooledRequest, PooledServer, ServerPool
 from embodied.policies.language.trust import find_mismatch
 from embodied.policies.vla.lora import merged, scaling_of
 from embodied.runtime.published_weights import blob_of
@@ -48,31 +47,17 @@ class HTTPEngine(Engine):
 
     def __init__(self, config: LanguageConfig, policy: LanguagePolicy) -> None:
         check_client()
-        self.config, self.policy = config, policy
-        self.slots = config.max_running * len(config.urls)
-        self.stops, self.max_length = sorted(policy.tokenizer.stops), policy.max_length
+        super().__init__(policy, config.max_running * len(config.urls))
+        self.config = config
         self.exact = np.float64 if config.dtype == "float64" else np.float32
         self.asked: dict[int, Request] = {}
         self.new: dict[int, PooledRequest] = {}  # requests added since the last step
-        self.ended: list[Answer] = []  # answers to conversations without room
         self.added, self.gather_s = 0, GATHER_S
-        self.round: tuple[int, str, SamplingRule] = (0, "", SamplingRule())
         self.name = ""  # name of the current weights
         self.patience_s = config.answer_s + config.away_s
-        token = token_of(config)
         self.folder = WeightFolder(Path(config.weights).absolute()) if config.weights else None
+        self.pool = ServerPool(config, policy, self.folder)
         self.loop = asyncio.new_event_loop()
-        self.pool = ServerPool(
-            [RemoteServer(url, token, config.answer_s) for url in config.urls],
-            self.folder,
-            settings_of(policy),
-            self.max_length,
-            config.max_running,
-            config.away_s,
-            config.gap_limit,
-            config.verify is not None,
-            policy.tied,
-        )
         self.thread = threading.Thread(target=self.loop.run_forever, name="http", daemon=True)
         self.thread.start()
         try:
@@ -81,55 +66,43 @@ class HTTPEngine(Engine):
             self.close()
             raise
 
-    @property
-    def running(self) -> int:
-        return len(self.asked) + len(self.ended)
+    def num_open(self) -> int:
+        return len(self.asked)
 
     def begin(self, version: int, seed: int, stream: str, rule: SamplingRule) -> None:
-        assert not self.running, "a round begins while answers of the one before are being written"
+        super().begin(version, seed, stream, rule)
         assert self.name.startswith(f"v{version}-"), f"the servers have {self.name}, and are to write with v{version}"
-        self.round = (seed, stream, rule)
 
-    def add(self, request: Request) -> None:
-        self.check(request)
-        if (most := self.longest_answer(request)) <= 0:
-            self.ended.append(unanswered(request))
-            return
+    def open(self, request: Request) -> None:
         number, self.added = self.added, self.added + 1
         self.asked[number] = request
-        body = body_of(request, most, self.stops, *self.sampling(request), self.config.verify is not None)
+        body = body_of(request, self.longest_answer(request), self.config.verify is not None)
         self.new[number] = PooledRequest(request, body)
 
-    def step(self) -> list[Answer]:
+    def write(self) -> list[Answer]:
         """Returns the arrived answers; waits a moment if there are none."""
         if self.new:  # together, so that a server gets many at a time
             self.loop.call_soon_threadsafe(self.pool.put, self.new)
             self.new = {}
-        answers, self.ended = self.ended, []
-        if came := self.arrived(0.0 if answers else LOOK_S):
-            began = time.monotonic()
-            differences = self.differences([(self.asked[number], parsed) for _, number, parsed in came])
-            self.gather_s = max(GATHER_S, time.monotonic() - began)
-            compared = [
-                (
-                    server,
-                    number,
-                    self.answer(self.asked[number], parsed),
-                    gaps,
-                    self.mismatch(self.asked[number], parsed),
-                )
-                for (server, number, parsed), gaps in zip(came, differences)
-            ]
-            for number, answer in self.call(self.pool.release, compared):
-                del self.asked[number]
-                answers.append(answer)
-        return answers
+        if not (came := self.arrived()):
+            return []
+        began, pairs = time.monotonic(), [(self.asked[number], parsed) for _, number, parsed in came]
+        differences = self.differences(pairs)
+        self.gather_s = max(GATHER_S, time.monotonic() - began)
+        compared = [
+            (server, number, self.answer(*pair), gaps, self.mismatch(*pair))
+            for (server, number, _), pair, gaps in zip(came, pairs, differences)
+        ]
+        released = self.call(self.pool.release, compared)
+        for number, _ in released:
+            del self.asked[number]
+        return [answer for _, answer in released]
 
-    def arrived(self, wait_s: float) -> list[tuple[PooledServer, int, ParsedAnswer]]:
+    def arrived(self) -> list[tuple[PooledServer, int, ParsedAnswer]]:
         """Waits for the first answer and returns the arrived ones. If answers are recomputed, it waits for more as long
         as the last recomputation took, so that one pass computes several."""
         items: list[tuple[PooledServer, int, ParsedAnswer]] = []
-        until = time.monotonic() + wait_s
+        until = time.monotonic() + LOOK_S
         with contextlib.suppress(queue.Empty):
             while len(items) < len(self.asked):
                 left = until - time.monotonic()
@@ -142,10 +115,10 @@ class HTTPEngine(Engine):
                 items.append(item)
         return items
 
-    def abort(self) -> list[Answer]:
+    def give_up(self) -> list[Answer]:
         self.call(self.pool.forget)
-        answers = [*self.ended, *map(unanswered, self.asked.values())]
-        self.asked, self.new, self.ended = {}, {}, []
+        answers = [*map(unanswered, self.asked.values())]
+        self.asked, self.new = {}, {}
         return answers
 
     def load(self, weights: dict[str, Tensor], version: int) -> None:
@@ -182,53 +155,36 @@ class HTTPEngine(Engine):
         tokens, logprobs = np.array(parsed.tokens, np.int32), np.array(parsed.logprobs, self.exact)
         return Answer(request.key, tokens, logprobs, parsed.finish != "stop", parsed.dropped)
 
-    def sampling(self, request: Request) -> tuple[int, str, SamplingRule]:
-        """The seed, stream and sampling rule of a conversation."""
-        own = request.sampling
-        return (own.seed, own.stream.removeprefix("act/"), own.rule) if own else self.round
-
     def mismatch(self, request: Request, parsed: ParsedAnswer) -> str:
         """Why an answer is not of this policy's weights; "" if it is, or if it is not verified. A server cannot know
         which answers are verified."""
         if not parsed.tokens or parsed.dropped or secrets.SystemRandom().random() >= (self.config.verify or 0.0):
             return ""
-        (seed, stream, rule), count, begin = self.sampling(request), len(parsed.tokens), len(request.tokens)
+        how, count, begin = request.sampling, len(parsed.tokens), len(request.tokens)
         episodes, places = np.full(count, request.episode, np.uint64), begin + np.arange(count)
-        noise = rng.uniform(seed, f"act/{stream}", episodes, places, 1)[:, 0]
-        return find_mismatch(self.policy, request.tokens, parsed, rule, noise)
+        noise = rng.uniform(how.seed, how.stream, episodes, places, 1)[:, 0]
+        return find_mismatch(self.policy, request.tokens, parsed, how.rule, noise)
 
     def differences(self, came: list[tuple[Request, ParsedAnswer]]) -> list[np.ndarray]:
         """For each answer, the differences by token between its log-probs and the learner's; empty for dropped answers,
         or if the learner's are not finite."""
-        nothing = [np.zeros(0) for _ in came]
-        whole = [place for place, (_, found) in enumerate(came) if found.tokens and not found.dropped]
+        gaps = [np.zeros(0)] * len(came)
+        whole = [place for place, (_, parsed) in enumerate(came) if parsed.tokens and not parsed.dropped]
         if self.config.gap_limit is None or not whole:
-            return nothing
+            return gaps
         parts = [(came[place][0].tokens, came[place][1].tokens) for place in whole]
-        tokens = np.concatenate([np.array([*said, *written], np.int32) for said, written in parts])
         mask = np.concatenate([np.repeat([False, True], [len(said), len(written)]) for said, written in parts])
-        inputs = {
-            "actions": tokens[:, None, None],
-            "mask": mask[:, None],
-            "lengths": np.array([len(said) + len(written) for said, written in parts]),
-            "groups": np.array([came[place][0].episode for place in whole]),
-        }
-        own = self.own_logprobs(inputs)[mask]
+        tokens = np.concatenate([np.array([*said, *written], np.int32) for said, written in parts])
+        inputs = {"actions": tokens[:, None, None], "mask": mask[:, None]}
+        inputs["lengths"] = np.array([len(said) + len(written) for said, written in parts])
+        inputs["groups"] = np.array([came[place][0].episode for place in whole])
+        with torch.no_grad(), self.policy.at_temperature_1():  # of servers' log-probs
+            own = self.policy(inputs).logprobs.reshape(-1).double().cpu().numpy()[mask]
         ends = np.cumsum([len(written) for _, written in parts])[:-1]
         for place, each in zip(whole, np.split(own, ends)):
-            gaps = each - np.array(came[place][1].logprobs)
-            nothing[place] = gaps[np.isfinite(gaps)]
-        return nothing
-
-    def own_logprobs(self, inputs: dict[str, Any]) -> np.ndarray:
-        """The log-probs of all tokens at temperature 1, as servers report them."""
-        policy, drawn_at = self.policy, self.policy.temperature
-        policy.temperature = 1.0
-        try:
-            with torch.no_grad():
-                return policy(inputs).logprobs.reshape(-1).double().cpu().numpy()
-        finally:
-            policy.temperature = drawn_at
+            gap = each - np.array(came[place][1].logprobs)
+            gaps[place] = gap[np.isfinite(gap)]
+        return gaps
 
     def call(self, what: Any, *args: Any) -> Any:
         """Calls a function in the other thread; returns its result."""

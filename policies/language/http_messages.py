@@ -1,9 +1,9 @@
-"""The HTTP messages between a policy worker and a server, as plain functions: OpenAI's completions with token ids.
+"""What a policy worker and its servers exchange: OpenAI's completions with token ids, and new weights.
 
 vLLM, our server (`embodied.serve`) and other servers get the same body, which switches off all options that would
-change samples. Only our server knows `noise`, which makes its tokens equal to our engine's.
-
-The folder in which a policy worker writes new weights for its servers, one folder per version.
+change samples. Only our server knows `noise`, which makes its tokens equal to our engine's. New weights are written to
+a folder, one per version (`WeightFolder`); a server that does not see it gets them in buckets (`bucket_bytes`,
+`ArrivingWeights`).
 """
 
 from __future__ import annotations
@@ -11,8 +11,10 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
+import math
 import os
 import shutil
+import time
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -22,12 +24,11 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from torch import Tensor
 
-from embodied.core.conversations import SamplingRule
-from embodied.core.errors import ConfigError
+from embodied.core.errors import ConfigError, EmbodiedError, in_a_line
 from embodied.core.files import locked_folder
 from embodied.policies.language.engine import Request, seed_of
 from embodied.policies.policy_folder import WEIGHTS, write_tensors
-from embodied.runtime.published_weights import ITEM_BYTES, Blob, Bucket, Spec, checksum
+from embodied.runtime.published_weights import ITEM_BYTES, Blob, Bucket, Spec, TensorsFromBuckets, checksum
 
 if TYPE_CHECKING:
     from embodied.policies.language.policy import LanguagePolicy
@@ -36,6 +37,7 @@ OWNER = "embodied"  # owner of the model in our server's /v1/models
 NOT_FINITE = "not_finite"  # error code: the weights give non-finite numbers
 UNSEEN = "folder_not_seen"  # error code: the server does not see the folder with weights
 MOST_TOGETHER = 256  # requests in one call
+SILENT_S = 30.0  # after this silence another program may send weights
 LEAST = -9999.0  # what vLLM writes for minus infinity
 
 
@@ -51,17 +53,17 @@ class ParsedAnswer:
     proof: Sequence[Any] = ()  # its blocks as text
 
 
-def body_of(
-    request: Request, most: int, stops: Sequence[int], seed: int, stream: str, rule: SamplingRule, proves: bool = False
-) -> dict[str, Any]:
+def body_of(request: Request, most: int, proves: bool = False) -> dict[str, Any]:
     """The JSON for /v1/completions to continue a conversation by at most `most` tokens, without `model`."""
+    how, rule = request.sampling, request.sampling.rule
+    stream = how.stream.removeprefix("act/")
     return ({"proof": True} if proves else {}) | {
         "prompt": [int(token) for token in request.tokens],
         "max_tokens": most,
         "temperature": rule.temperature,
-        "seed": seed_of(seed, f"act/{stream}", request),
-        "noise": {"seed": seed, "stream": stream, "episode": int(request.episode)},
-        "stop_token_ids": [int(stop) for stop in stops],
+        "seed": seed_of(request),
+        "noise": {"seed": how.seed, "stream": stream, "episode": int(request.episode)},
+        "stop_token_ids": sorted(map(int, how.stops)),
         "ignore_eos": True,
         "logprobs": 0,
         "return_token_ids": True,
@@ -84,7 +86,7 @@ def read_answer(body: Any) -> ParsedAnswer:
         logprobs, fingerprint = given.get("token_logprobs"), body.get("system_fingerprint")
         fingerprint = None if fingerprint is None else str(fingerprint)
     except (KeyError, TypeError, AttributeError, ValueError) as err:
-        raise ValueError(f"the answer is none of OpenAI's ({one_line(err)})") from None
+        raise ValueError(f"the answer is none of OpenAI's ({in_a_line(err)[:300]})") from None
     if not isinstance(tokens, list) or not all(type(token) is int for token in tokens):
         raise ValueError("the answer has no token_ids; the server has to know return_token_ids, as vLLM and ours do")
     if not isinstance(logprobs, list) or len(logprobs) != len(tokens):
@@ -106,7 +108,7 @@ def read_line(data: bytes) -> tuple[int, int, Any]:
             raise TypeError("its number or status is no whole number")
         return number, status, body
     except (KeyError, TypeError, RecursionError, ValueError) as err:
-        raise ValueError(f"a line is none of an answer ({one_line(err)})") from None
+        raise ValueError(f"a line is none of an answer ({in_a_line(err)[:300]})") from None
 
 
 def read_json(text: str) -> Any:
@@ -126,11 +128,6 @@ def read_error(body: Any) -> tuple[str, Any]:
     return str(error).replace("\n", " ")[:300], None
 
 
-def one_line(error: BaseException) -> str:
-    """An error in words that may be foreign, of any length and over several lines."""
-    return " ".join(f"{type(error).__name__}: {error}".removesuffix(": ").split())[:300]
-
-
 def settings_of(policy: LanguagePolicy) -> dict[str, Any]:
     """The settings that a policy and its servers must share."""
     shape = policy.model.config.get_text_config()
@@ -142,11 +139,8 @@ def bucket_bytes(bucket: Bucket, sender: str, name: str, specs: Mapping[str, Spe
     """Encodes a bucket of the version `name` for HTTP: the length of the head, the head as JSON, and the tensors'
     bytes. The first bucket has all tensors' `specs`."""
     head = {
-        "sender": sender,
-        "weight_version": name,
-        "version": bucket.version,
-        "number": bucket.number,
-        "last": bucket.last,
+        **{"sender": sender, "weight_version": name},
+        **{key: getattr(bucket, key) for key in ("version", "number", "last")},
         "specs": {name: [spec.dtype, spec.shape] for name, spec in specs.items()},
         "parts": [[name, start, len(data)] for name, start, data in bucket.parts],
         "checksums": [str(each) for each in bucket.checksums],  # as text, since JSON numbers do not hold 64 bits
@@ -155,8 +149,8 @@ def bucket_bytes(bucket: Bucket, sender: str, name: str, specs: Mapping[str, Spe
     return b"".join([len(words).to_bytes(8, "little"), words, *(data.tobytes() for _, _, data in bucket.parts)])
 
 
-def read_bucket(data: bytes) -> tuple[dict[str, Any], Bucket, dict[str, Spec]]:
-    """Decodes `bucket_bytes`: head, bucket and specs; raises ValueError if the data is invalid."""
+def read_bucket(data: bytes) -> tuple[dict[str, str], Bucket, dict[str, Spec]]:
+    """Decodes `bucket_bytes`: the names in its head, bucket and specs; raises ValueError if the data is invalid."""
     try:
         begin = 8 + int.from_bytes(data[:8], "little")
         head, raw = json.loads(data[8:begin]), np.frombuffer(data, np.uint8)
@@ -165,20 +159,52 @@ def read_bucket(data: bytes) -> tuple[dict[str, Any], Bucket, dict[str, Spec]]:
             raise ValueError("a tensor is of no type or shape that is known here")
         parts = []
         for name, start, size in head["parts"]:
-            if type(start) is not int or type(size) is not int or start < 0 or not 0 <= size <= len(raw) - begin:
-                raise ValueError("its parts are longer than itself")
+            if min(start, size) < 0:
+                raise ValueError("a part of it has no place")
             parts.append((str(name), start, raw[begin : begin + size]))
             begin += size
         sums = tuple(map(int, head["checksums"]))
-        if (
-            len(sums) != len(parts)
-            or not isinstance(head["sender"], str)
-            or not isinstance(head["weight_version"], str)
-        ):
-            raise ValueError("its head is not complete")
-        return head, Bucket(int(head["version"]), int(head["number"]), tuple(parts), sums, bool(head["last"])), specs
+        bucket = Bucket(int(head["version"]), int(head["number"]), tuple(parts), sums, bool(head["last"]))
+        return {name: str(head[name]) for name in ("sender", "weight_version")}, bucket, specs
     except (KeyError, TypeError, AttributeError, RecursionError, ValueError) as err:
         raise ValueError(f"this is no bucket of weights ({type(err).__name__}: {err})") from None
+
+
+class ArrivingWeights:
+    """Collects the buckets of a version that a trainer sends to a server, one sender at a time."""
+
+    def __init__(self, most_bytes: float = math.inf) -> None:
+        """`most_bytes`: of this model's weights."""
+        self.most_bytes = most_bytes
+        self.take()
+
+    def add(self, data: bytes) -> tuple[Bucket, str]:
+        """Keep the next bucket; returns it and the name of its version. Raises ValueError for other data, and
+        EmbodiedError for a bucket that is damaged or not the next: its version may be sent again."""
+        head, bucket, specs = read_bucket(data)
+        if not bucket.number:
+            if self.sender not in ("", head["sender"]) and time.monotonic() - self.heard < SILENT_S:
+                raise EmbodiedError("another program is sending weights; try again later")
+            if (size := sum(spec.size_bytes for spec in specs.values())) > 2 * self.most_bytes:
+                raise ValueError(f"these weights have {size} bytes, and this model's have {self.most_bytes}")
+            self.sender, self.number = head["sender"], 0
+            self.blobs = {name: Blob(spec, np.zeros(spec.size_bytes, np.uint8)) for name, spec in specs.items()}
+            self.tensors = TensorsFromBuckets(bucket.version, {name: blob.data for name, blob in self.blobs.items()})
+        if (head["sender"], bucket.number) != (self.sender, self.number):
+            raise EmbodiedError("this is not the next bucket of the weights that are coming; begin again")
+        try:
+            self.tensors.add(bucket)
+        except EmbodiedError:
+            self.take()
+            raise
+        self.number, self.heard = self.number + 1, time.monotonic()
+        return bucket, head["weight_version"]
+
+    def take(self) -> dict[str, Blob]:
+        """The received weights, which are forgotten here."""
+        blobs = getattr(self, "blobs", {})
+        self.sender, self.number, self.blobs = "", 0, {}
+        return blobs
 
 
 def fingerprint(version: int, blobs: Iterable[tuple[str, Blob]]) -> str:

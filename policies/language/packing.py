@@ -98,11 +98,7 @@ def parts_of_block(block: PromptBlock, starts: np.ndarray, ends: np.ndarray) -> 
 
 
 def into_passes(
-    tokens: np.ndarray,
-    mask: np.ndarray,
-    lengths: np.ndarray,
-    groups: np.ndarray,
-    most: int,
+    tokens: np.ndarray, mask: np.ndarray, lengths: np.ndarray, groups: np.ndarray, most: int
 ) -> list[list[int]]:
     """Returns the conversations, by number, of each pass: at most `most` tokens, whole groups if they fit. Larger
     groups are split, and a longer conversation has its own pass."""

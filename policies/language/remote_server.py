@@ -1,9 +1,9 @@
 """A server that answers for a language policy: its kind, its weights, and how it loads new ones.
 
 It is ours (`python -m embodied.serve`), vLLM's (`vllm serve`), or another server with OpenAI's completions and token
-ids, which keeps its weights. New weights come through a common folder, or in buckets. vLLM loads weights by its
-development routes (`VLLM_SERVER_DEV_MODE=1`); buckets and tied heads need our worker extension
-(`vllm_worker.FromFolder`).
+ids, which keeps its weights. New weights come in one of two ways: from a folder that the server sees, or in checksummed
+buckets. vLLM takes both by its development routes (`VLLM_SERVER_DEV_MODE=1`); buckets and tied heads need our worker
+extension (`vllm.FromFolder`).
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ import importlib.util
 import os
 import secrets
 import time
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from embodied.core.errors import ConfigError, EmbodiedError
+from embodied.core.errors import ConfigError, EmbodiedError, in_a_line
 from embodied.core.files import as_path
 from embodied.policies.language.config import LanguageConfig
 from embodied.policies.language.http_messages import (
@@ -28,7 +28,6 @@ from embodied.policies.language.http_messages import (
     OWNER,
     UNSEEN,
     bucket_bytes,
-    one_line,
     read_error,
     read_json,
     read_line,
@@ -43,37 +42,42 @@ BUSY = (408, 425, 429, 500, 502, 503, 504)  # status codes after which a retry m
 LONGEST_NAME = 400  # letters of a model's name, or its weights'
 SIZES = ("max_model_len", "lora_rank", "max_running")
 RPC = "/collective_rpc"
+KNOWN = (OWNER, "vllm")
 MANY = "/v1/completions/many"
 MOST_BYTES = 1 << 24  # of a response, or of a line of it: an answer with its proof is far smaller
 EXTENSION = "embodied.policies.language.vllm.FromFolder"
 
 
-def token_of(config: LanguageConfig) -> str | None:
-    """The server's token by `policy.token_from`; None if there is none."""
-    if "/" not in config.token_from:
-        return os.environ.get(config.token_from) or None
-    try:
-        return as_path(config.token_from).read_text(encoding="utf-8").strip() or None
-    except (OSError, UnicodeDecodeError) as err:
-        raise ConfigError(f"policy.token_from={config.token_from} cannot be read: {err}") from None
-
-
 def check_servers(config: LanguageConfig) -> None:
     """Refuse servers of another kind, or if none answers. Called before workers start."""
     check_client()
-    token = token_of(config)
 
-    async def look() -> list[str]:
-        servers = [RemoteServer(url, token, config.answer_s) for url in config.urls]
+    async def look() -> None:
+        servers = servers_of(config)
         try:
-            return await asyncio.gather(*(server.first_look(config.away_s) for server in servers))
+            await first_look(servers, config.away_s)
         finally:
             await asyncio.gather(*(server.close() for server in servers))
 
     with ThreadPoolExecutor(1) as thread:  # a notebook has an event loop in its own thread
-        problems = thread.submit(asyncio.run, look()).result()
+        thread.submit(asyncio.run, look()).result()
+
+
+async def first_look(servers: Sequence[RemoteServer], away_s: float) -> None:
+    """Returns once all servers have answered, or some after a few seconds; raises EmbodiedError if none has."""
+    problems = await asyncio.gather(*(server.first_look(away_s) for server in servers))
     if all(problems):
         raise EmbodiedError("; ".join(problems))
+
+
+def servers_of(config: LanguageConfig) -> list[RemoteServer]:
+    """The servers of `policy.url`; their token by `policy.token_from`."""
+    try:
+        of_file = as_path(config.token_from).read_text(encoding="utf-8").strip() if "/" in config.token_from else ""
+    except (OSError, UnicodeDecodeError) as err:
+        raise ConfigError(f"policy.token_from={config.token_from} cannot be read: {err}") from None
+    token = of_file or os.environ.get(config.token_from) or None
+    return [RemoteServer(url, token, config.answer_s) for url in config.urls]
 
 
 def check_client() -> None:
@@ -85,9 +89,9 @@ def check_client() -> None:
 class ServerUnavailable(EmbodiedError):
     """The server cannot be reached or cannot answer now."""
 
-    def __init__(self, text: str, status: int | None = None) -> None:
-        super().__init__(text)
-        self.status = status  # status code of its answer, if any
+
+class InsideFailed(ServerUnavailable):
+    """The server answers with status 500."""
 
 
 class Overdue(ServerUnavailable):
@@ -109,12 +113,12 @@ class RemoteServer:
     adapters: int | None = None  # rank of its adapters
     slots: int | None = None  # concurrent conversations that fit into its cache
     settings: dict[str, Any] = {}  # noqa: RUF012  replaced whole
+    session: Any = None
+    model, owner = "", ""
 
     def __init__(self, url: str, token: str | None, answer_s: float) -> None:
         self.url, self.token, self.answer_s = url.rstrip("/").removesuffix("/v1"), token, answer_s
         self.name = f"policy.url={url}"
-        self.session: Any = None
-        self.model, self.owner = "", ""
         self.sender = secrets.token_hex(8)  # identifies this sender of weights
 
     @property
@@ -127,15 +131,15 @@ class RemoteServer:
         try:
             model = listing["data"][0]
             self.model, self.owner = (str(each)[:LONGEST_NAME] for each in (model["id"], model.get("owned_by")))
-            self.max_length, self.adapters, self.slots = (whole_number(model, name) for name in SIZES)
-            if not isinstance(settings := model.get("settings") or {}, dict):
-                raise ValueError(f"settings={settings!r} should be an object")
+            settings = model.get("settings") or {}
         except (KeyError, IndexError, TypeError, AttributeError):
-            raise ConfigError(
-                f"{self.name}/v1/models does not name a model: is it a server of OpenAI's kind?"
-            ) from None
-        except ValueError as err:
-            raise ConfigError(f"{self.name}/v1/models: {str(err)[:200]}") from None
+            raise ConfigError(f"{self.name}/v1/models names no model: is it a server of OpenAI's kind?") from None
+        sizes = {name: model.get(name) for name in SIZES}
+        odd = {name: size for name, size in sizes.items() if size is not None and (type(size) is not int or size < 1)}
+        if odd or not isinstance(settings, dict):
+            odd = odd or {"settings": settings}
+            raise ConfigError(f"{self.name}/v1/models describes its model wrongly: {str(odd)[:200]}")
+        self.max_length, self.adapters, self.slots = sizes.values()
         self.settings = settings | ({"lora_rank": self.adapters} if self.ours else {})
 
     async def first_look(self, away_s: float) -> str:
@@ -163,13 +167,13 @@ class RemoteServer:
         body = {"requests": [*bodies.values()]}
         async with self.requested("POST", MANY, body) as response:
             if response.status >= 300:
-                self.judged(response.status, read_json(await self.text(response)), MANY)
+                self.content_of(response.status, read_json(await self.text(response)), MANY)
             async for line in self.lines(response):
                 number, status, content = read_line(line)
                 if number not in waited:
                     raise ValueError(f"{MANY} answers request {number}, which does not wait for an answer")
                 try:
-                    answer = self.judged(status, content, MANY)
+                    answer = self.content_of(status, content, MANY)
                 except ServerUnavailable as err:
                     answer = err
                 yield waited.pop(number), answer
@@ -178,103 +182,80 @@ class RemoteServer:
 
     async def weights(self, limit_s: float | None = None) -> str:
         """The server's name for its weights; "" if unknown."""
-        if not self.ours and self.owner != "vllm":
-            return ""
-        info = await self.call("GET", "/weight_info", missing={}, limit_s=limit_s)
-        return str(info.get("weight_version", ""))[:LONGEST_NAME]
+        return str((await self.status("/weight_info", limit_s)).get("weight_version", ""))[:LONGEST_NAME]
 
     async def is_paused(self, limit_s: float) -> bool:
         """True if its owner has paused it; False if the server does not say."""
-        if not self.ours and self.owner != "vllm":
-            return False
-        return bool((await self.call("GET", "/is_paused", missing={}, limit_s=limit_s)).get("is_paused"))
+        return bool((await self.status("/is_paused", limit_s)).get("is_paused"))
+
+    async def status(self, path: str, limit_s: float | None) -> dict[str, Any]:
+        """What our servers and vLLM's say of themselves; {} from another."""
+        if self.owner not in KNOWN:
+            return {}
+        return await self.call("GET", path, missing={}, limit_s=limit_s)
 
     def check_settings(self, own: dict[str, Any], max_length: int, proves: bool) -> None:
         """Refuse a server with another model or precision, with shorter conversations, or without proofs."""
         if proves and not self.ours:
-            raise ConfigError(
-                f"{self.name} is a server of {self.owner or 'another kind'}, which makes no proofs of its answers; "
-                "leave out policy.verify, or ask python -m embodied.serve"
-            )
-        odd = [
-            f"{k}={str(self.settings[k])[:80]} there, {own[k]} here"
-            for k in own
-            if self.settings.get(k, own[k]) != own[k]
-        ]
-        if odd:
+            who = f"{self.name} is a server of {self.owner or 'another kind'}"
+            raise ConfigError(f"{who}, which makes no proofs of its answers; leave out policy.verify")
+        differing = [key for key in own if self.settings.get(key, own[key]) != own[key]]
+        if odd := [f"{key}={str(self.settings[key])[:80]} there, {own[key]} here" for key in differing]:
             raise ConfigError(f"{self.name} is of other settings than this policy: {'; '.join(odd)}")
         if self.max_length and self.max_length < max_length:
-            raise ConfigError(
-                f"{self.name} has conversations of {self.max_length} tokens at most, and this policy of "
-                f"{max_length}; try policy.max_length={self.max_length}"
-            )
+            limits = f"{self.max_length} tokens at most, and this policy of {max_length}"
+            raise ConfigError(f"{self.name} has conversations of {limits}; try policy.max_length={self.max_length}")
 
     async def load(self, folder: Path, name: str, tied: bool) -> None:
-        """Make the server load the weights of a folder under this name."""
-        version = version_of(name)
-        if self.ours:
-            body = {"path": str(folder), "version": version, "weight_version": name}
-            try:
-                loaded = await self.call("POST", "/update_weights", body)
-            except Refused as err:
-                if err.code != UNSEEN:
-                    raise
-                loaded = await self.send(folder, name, version)
-            if loaded.get("weight_version") != name:
-                raise EmbodiedError(f"{self.name} has read other weights from {folder} than were written there")
-        elif self.owner == "vllm":
-            await self.load_into_vllm(folder, name, version, tied)
-        else:
-            raise ConfigError(
-                f"{self.name} is a server of {self.owner or 'another kind'}, which has no way to take weights that is "
-                "known here; python -m embodied.serve and vllm serve have one"
-            )
+        """Make the server load the weights of a folder under this name; of a folder that it does not see, in
+        buckets."""
+        if self.owner == "vllm":
+            return await self.load_into_vllm(folder, name, tied)
+        if not self.ours:
+            who = f"{self.name} is a server of {self.owner or 'another kind'}"
+            raise ConfigError(f"{who}, which has no way to take weights that is known here; ours and vLLM's have one")
+        body = {"path": str(folder), "version": version_of(name), "weight_version": name}
+        try:
+            loaded = await self.call("POST", "/update_weights", body)
+        except Refused as err:
+            if err.code != UNSEEN:
+                raise
+            for data in self.buckets(folder, name):
+                loaded = await self.call("POST", "/receive_weights", data)
+        if loaded.get("weight_version") != name:
+            raise EmbodiedError(f"{self.name} has read other weights from {folder} than were written there")
 
-    async def send(self, folder: Path, name: str, version: int) -> Any:
-        """Send the weights of a folder in buckets; the last answer is like that of /update_weights."""
-        reply = {}
-        for data in self.buckets(folder, name, version):
-            reply = await self.call("POST", "/receive_weights", data)
-        return reply
-
-    def buckets(self, folder: Path, name: str, version: int) -> Iterator[bytes]:
+    def buckets(self, folder: Path, name: str) -> Iterator[bytes]:
         """The encoded buckets of a folder's weights."""
         blobs = read_safetensors(folder / WEIGHTS)
         specs = {name: blob.spec for name, blob in blobs.items()}
-        for bucket in buckets_of(version, ((name, blob.data) for name, blob in blobs.items())):
+        for bucket in buckets_of(version_of(name), ((name, blob.data) for name, blob in blobs.items())):
             yield bucket_bytes(bucket, self.sender, name, {} if bucket.number else specs)
 
-    async def load_into_vllm(self, folder: Path, name: str, version: int, tied: bool) -> None:
+    async def load_into_vllm(self, folder: Path, name: str, tied: bool) -> None:
         """Load weights by vLLM's development routes, while no answer is being generated. Buckets come first."""
         extends = f"start it with --worker-extension-cls {EXTENSION}"
-        load: dict[str, Any] = {"method": "load_folder", "args": [str(folder)]}
+        load: dict[str, Any] = {"method": "load_from", "args": [str(folder)]}
         try:
-            seen = await self.call("POST", RPC, {"method": "sees_folder", "args": [str(folder)]})
-        except ServerUnavailable as err:  # it lacks our extension
-            if err.status != 500:
-                raise
+            seen = (await self.call("POST", RPC, {"method": "sees_folder", "args": [str(folder)]}))["results"]
+        except InsideFailed as err:  # it lacks our extension
             if tied:
                 raise EmbodiedError(f"{self.name} cannot load {folder} ({err}); {extends}") from None
-            load = {"method": "reload_weights", "kwargs": {"weights_path": str(folder)}}
-        else:
-            if not all(each == "True" for each in seen["results"]):
-                for data in self.buckets(folder, name, version):
-                    text = base64.b64encode(data).decode()
-                    await self.call("POST", RPC, {"method": "receive_bucket", "args": [text]})
-                load = {"method": "load_received"}
+            seen, load = (), {"method": "reload_weights", "kwargs": {"weights_path": str(folder)}}
+        if not all(each == "True" for each in seen):
+            for data in self.buckets(folder, name):
+                sent = {"method": "receive_bucket", "args": [base64.b64encode(data).decode()]}
+                await self.call("POST", RPC, sent)
+            load = {"method": "load_received"}
         await self.call("POST", "/pause?mode=wait", missing=None)
         try:
-            try:
-                await self.call("POST", RPC, load)
-            except ServerUnavailable as err:
-                if err.status != 500:
-                    raise
-                raise EmbodiedError(
-                    f"{self.name} did not load {folder} ({err}); if it does not see this folder, {extends}"
-                ) from None
+            await self.call("POST", RPC, load)
             if not (await self.call("POST", "/reset_prefix_cache")).get("success", True):
                 raise ServerUnavailable("it did not forget its prefixes")
             await self.call("POST", "/update_weight_version", {"new_version": name})
+        except InsideFailed as err:
+            why = f"{self.name} did not load {folder} ({err}); if it does not see this folder, {extends}"
+            raise EmbodiedError(why) from None
         finally:
             await self.call("POST", "/resume")
 
@@ -285,7 +266,7 @@ class RemoteServer:
         missing route."""
         async with self.requested(method, path, body, limit_s) as response:
             status, text = response.status, await self.text(response)
-        return missing if status == 404 and missing is not ... else self.judged(status, read_json(text), path)
+        return missing if status == 404 and missing is not ... else self.content_of(status, read_json(text), path)
 
     async def text(self, response: Any) -> str:
         """The body of a response."""
@@ -333,18 +314,16 @@ class RemoteServer:
                 what["headers"] = {"Connection": "close"}
             async with self.session.request(method, self.url + path, allow_redirects=False, **what) as response:
                 if (encoding := response.headers.get("Content-Encoding", "identity")) != "identity":
-                    raise ConfigError(
-                        f"{self.name}: {path} answers with Content-Encoding: {encoding}, without being asked"
-                    )
+                    raise ConfigError(f"{self.name}: {path} answers with Content-Encoding: {encoding}, unasked")
                 yield response
         except TimeoutError:
             raise Overdue(f"{path} took longer than {limit_s or self.answer_s:g} s") from None
         except aiohttp.ClientConnectorError as err:
             raise ServerUnavailable(f"no connection ({err.os_error.strerror or err.os_error})") from None
         except (aiohttp.ClientError, OSError) as err:
-            raise ServerUnavailable(one_line(err)) from None
+            raise ServerUnavailable(in_a_line(err)[:300]) from None
 
-    def judged(self, status: int, content: Any, path: str) -> Any:
+    def content_of(self, status: int, content: Any, path: str) -> Any:
         """The JSON of an answer; raises an error for an error status."""
         if status < 300:
             if not isinstance(content, dict):
@@ -354,7 +333,7 @@ class RemoteServer:
         if status == 500 and code == NOT_FINITE:
             return UNUSABLE
         if status in BUSY:
-            raise ServerUnavailable(f"{path} answers {status}: {message}", status)
+            raise (InsideFailed if status == 500 else ServerUnavailable)(f"{path} answers {status}: {message}")
         raise Refused(f"{self.name}: {path} answers {status}: {message}{self.hint(status, path)}", code)
 
     def hint(self, status: int, path: str) -> str:
@@ -368,13 +347,6 @@ class RemoteServer:
         if self.session is not None:
             await self.session.close()
             await asyncio.sleep(0)
-
-
-def whole_number(model: dict[str, Any], name: str) -> int | None:
-    """A size in a server's description of its model; None if it has none. Raises ValueError if it is no size."""
-    if (number := model.get(name)) is not None and (type(number) is not int or number < 1):
-        raise ValueError(f"{name}={number!r} should be a whole number above 0")
-    return number
 
 
 UNUSABLE = {"choices": [{"token_ids": [0], "finish_reason": "stop", "logprobs": {"token_logprobs": [None]}}]}

@@ -11,7 +11,7 @@ A server may join, leave, die, restart, or get other weights from another progra
     it has become very slow      its last requests wait again when other servers are idle
     its log-probs are wrong      all its requests and unreleased answers wait again; it is dropped for the run
 
-An answer is released after its server's log-probs were compared with the learner's (`compare`), so no answer of a
+An answer is released after its server's log-probs were compared with the learner's (`release`), so no answer of a
 dropped server's last batch is used. All of this runs in one asyncio loop.
 """
 
@@ -21,60 +21,149 @@ import asyncio
 import contextlib
 import time
 from collections.abc import Coroutine, Mapping, Sequence
-from math import inf
+from dataclasses import dataclass, field
+from math import ceil, inf
 from queue import SimpleQueue
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from embodied.core.errors import ConfigError, EmbodiedError
+from embodied.core.errors import ConfigError, EmbodiedError, in_a_line
 from embodied.core.request_queue import RequestQueue, Waiting
+from embodied.policies.language.config import LanguageConfig
+from embodied.policies.language.engine import Request
 from embodied.policies.language.http_messages import (
     MOST_TOGETHER,
     ParsedAnswer,
     WeightFolder,
-    one_line,
     read_answer,
+    settings_of,
     version_of,
 )
-from embodied.policies.language.pooled_server import FailingRequest, PooledRequest, PooledServer, request_limits
-from embodied.policies.language.remote_server import SHORTEST_S, Overdue, RemoteServer, ServerUnavailable
+from embodied.policies.language.remote_server import (
+    SHORTEST_S,
+    Overdue,
+    RemoteServer,
+    ServerUnavailable,
+    first_look,
+    servers_of,
+)
 from embodied.policies.language.trust import JUDGED_TOKENS, SMALL, GapRecord
+
+if TYPE_CHECKING:
+    from embodied.policies.language.policy import LanguagePolicy
 
 LONGEST_S = 5.0  # longest pause between two attempts
 WATCH_S = 5.0  # interval for checking a server's weights
 PATIENCE = 4.0  # a request may take this multiple of the longest answer while other servers are idle
 CHANGES = 5  # limit of foreign changes of a server's weights during one of our versions
 TRIES = 10  # limit of tries of a request that a server fails slowly
-COUNTED = (
-    "asked_again",
-    "unusable",
-    "outages",
-    "moved",
-    "dropped_servers",
-    "suspect_answers",  # used answers of servers that were dropped later
-    "suspect_tokens",
-)
+# suspect: used answers of servers that were dropped later
+COUNTED = ("asked_again", "unusable", "outages", "moved", "dropped_servers", "suspect_answers", "suspect_tokens")
 KEEPS = "name the checkpoint that it serves, or let it take new weights: policy.weights=FOLDER"
 
 
+@dataclass(frozen=True)
+class PooledRequest:
+    """A request and its JSON, without the server's model."""
+
+    request: Request
+    body: dict[str, Any]
+
+
+@dataclass
+class FailingRequest:
+    """A request that was asked again, and not yet answered."""
+
+    since: float  # first failure
+    servers: set[str] = field(default_factory=set)  # at which it failed since then
+    slow_tries: int = 0  # failures after a long time
+
+
+class WritingSpeed:
+    """A server's smoothed tokens per second while requests wait."""
+
+    rate: float | None = None
+
+    def __init__(self, answers: int) -> None:
+        """A measurement lasts `answers` answers."""
+        self.answers = answers
+        self.began: float | None = None
+
+    def wrote(self, tokens: int, now: float, busy: bool) -> None:
+        """Counts an answer; `busy`: requests still wait. Measurements without a queue are dropped."""
+        if not busy or self.began is None:
+            self.began, self.tokens, self.count = (now if busy else None), 0, 0
+            return
+        self.tokens, self.count = self.tokens + tokens, self.count + 1
+        if self.count >= self.answers and now > self.began:
+            rate = self.tokens / (now - self.began)
+            self.rate = rate if self.rate is None else (self.rate + rate) / 2
+            self.began, self.tokens, self.count = now, 0, 0
+
+
+def request_limits(most: dict[str, int], rates: dict[str, float | None]) -> dict[str, int]:
+    """The number of concurrent requests of each server, in proportion to its throughput and within its cache. Example:
+    servers with room for 8 that write 30 and 10 tokens/s get 8 and 4; before measurements both get 8.
+    """
+    if any(rates[name] is None for name in most):
+        return dict(most)
+    total, speed = sum(most.values()), sum(rates[name] or 0.0 for name in most)
+    return {name: max(1, min(each, ceil(total * (rates[name] or 0.0) / speed))) for name, each in most.items()}
+
+
+@dataclass
+class UsedAnswers:
+    """The answers of a server that the run has used."""
+
+    answers: int = 0
+    tokens: int = 0
+    versions: list[int] = field(default_factory=list)  # of the weights: the first and the last
+
+    def add(self, tokens: int, version: int) -> None:
+        self.answers, self.tokens = self.answers + 1, self.tokens + tokens
+        self.versions = [*self.versions[:1], version]
+
+    def __str__(self) -> str:
+        if not self.answers:
+            return "none of its answers was used before"
+        of = " to ".join(f"{version}" for version in dict.fromkeys(self.versions))
+        return f"{self.answers} of its answers, of {self.tokens} tokens, were used before (versions of weights: {of})"
+
+
+@dataclass(eq=False)
+class PooledServer:
+    """A server and its state."""
+
+    remote: RemoteServer
+    takes: bool = False  # True: it takes requests
+    is_dropped: bool = False  # True: for the rest of the run
+    is_refused: bool = False  # True: until the next version
+    is_paused: bool = False  # True: by its owner, and the user was told
+    away_since: float | None = None  # time of the first of the current failures; None: it can be reached
+    is_failing: bool = False  # True: since its last good answer it has failed, and the user was told
+    pause: float = SHORTEST_S  # pause before the next attempt
+    loads: int = 0  # number of loads of the current weights
+    doubt: asyncio.Event = field(default_factory=asyncio.Event)  # set if its weights must be checked
+    calls: dict[int, tuple[asyncio.Task, float]] = field(default_factory=dict)  # and their begins, by request
+    longest_s: float = 0.0  # longest time of an answer
+    answered_at: float = 0.0  # time of the last answer
+    unreleased: dict[int, Any] = field(default_factory=dict)  # unreleased answers, by request
+    gap: GapRecord = field(default_factory=GapRecord)
+    used: UsedAnswers = field(default_factory=UsedAnswers)
+    evidence: str = ""  # why its answers are of other weights; "": no evidence
+    speed: WritingSpeed = field(default_factory=lambda: WritingSpeed(1))
+
+    @property
+    def name(self) -> str:
+        return self.remote.name
+
+
 class ServerPool:
-    def __init__(
-        self,
-        remotes: Sequence[RemoteServer],
-        folder: WeightFolder | None,
-        settings: dict[str, Any],
-        max_length: int,
-        most: int,
-        away_s: float,
-        gap_limit: float | None,
-        verifies: bool,
-        tied: bool,
-    ) -> None:
-        """`settings` of the policy; `most`: concurrent requests of servers that do not report their capacity."""
-        self.servers = [PooledServer(remote) for remote in remotes]
-        self.folder, self.settings, self.max_length, self.most = folder, settings, max_length, most
-        self.away_s, self.gap_limit, self.verifies, self.tied = away_s, gap_limit, verifies, tied
+    def __init__(self, config: LanguageConfig, policy: LanguagePolicy, folder: WeightFolder | None) -> None:
+        self.config, self.folder, self.tied, self.max_length = config, folder, policy.tied, policy.max_length
+        self.away_s, self.settings = config.away_s, settings_of(policy)
+        self.servers = [PooledServer(remote) for remote in servers_of(config)]
         self.queue = RequestQueue()
         self.done: SimpleQueue[tuple[PooledServer, int, ParsedAnswer] | Exception] = SimpleQueue()  # answers to compare
         self.failing: dict[int, FailingRequest] = {}
@@ -84,23 +173,20 @@ class ServerPool:
         self.tasks: set[asyncio.Task] = set()  # of all servers, also calls with cancelled requests
         self.totals = dict.fromkeys(COUNTED, 0)
 
-    @property
-    def single(self) -> bool:
-        return len(self.servers) == 1
-
     # Called by the engine
 
     async def connect(self) -> None:
         """Connect to all servers; raises ConfigError if one has other settings, or if none answers."""
-        problems = await asyncio.gather(*(server.remote.first_look(self.away_s) for server in self.servers))
-        if all(problems):
-            raise EmbodiedError("; ".join(problems))
+        await first_look([server.remote for server in self.servers], self.away_s)
         self.settings |= {"lora_rank": self.lora_rank}
         for server in self.servers:
             if server.remote.owner:
-                server.remote.check_settings(self.settings, self.max_length, self.verifies)
+                self.check_settings(server.remote)
         for server in self.servers:
             self.start(server, self.keep(server))
+
+    def check_settings(self, remote: RemoteServer) -> None:
+        remote.check_settings(self.settings, self.max_length, self.config.verify is not None)
 
     @property
     def lora_rank(self) -> int | None:
@@ -141,16 +227,14 @@ class ServerPool:
             if not server.unreleased:
                 continue
             others = [s.gap.mean for s in self.servers if s is not server and s.gap.tokens >= JUDGED_TOKENS]
-            limit = (
-                inf
-                if self.gap_limit is None
-                else server.gap.limit(self.gap_limit, others, SMALL[self.settings["dtype"]])
-            )
+            most = self.config.gap_limit
+            limit = inf if most is None else server.gap.limit(most, others, SMALL[self.config.dtype])
             if server.evidence or server.gap.mean > limit:
-                self.drop(server, server.evidence or gap_evidence(server.gap, limit))
-            elif server.gap.tokens >= JUDGED_TOKENS or not server.calls or self.gap_limit is None:
+                self.drop(server, server.evidence or server.gap.evidence(limit))
+            elif server.gap.tokens >= JUDGED_TOKENS or not server.calls or most is None:
                 for number, answer in server.unreleased.items():
-                    if self.settle(number):
+                    self.failing.pop(number, None)
+                    if self.queue.answered(number):
                         released.append((number, answer))
                         server.used.add(len(answer.tokens), version_of(self.wanted))
                 server.unreleased = {}
@@ -212,7 +296,7 @@ class ServerPool:
         """Returns once the server has the current weights."""
         remote, name = server.remote, None
         await remote.look(self.away_s)
-        remote.check_settings(self.settings, self.max_length, self.verifies)
+        self.check_settings(remote)
         await self.named.wait()
         while name != self.wanted:
             name = self.wanted
@@ -221,10 +305,8 @@ class ServerPool:
                 await self.check_weights(remote)
             elif await remote.weights() != name:
                 if server.loads == CHANGES:
-                    raise EmbodiedError(
-                        f"{remote.name} has had other weights than this run's {CHANGES} times: another program loads "
-                        "weights there; give every run servers of its own"
-                    )
+                    why = f"{remote.name} has had other weights than this run's {CHANGES} times"
+                    raise EmbodiedError(f"{why}: another program loads weights there; give every run its own servers")
                 with self.folder.reading() as at:
                     await remote.load(at, name, self.tied)
                 server.loads += 1
@@ -263,9 +345,8 @@ class ServerPool:
         if self.queue.waiting or not idle:
             return
         since = time.monotonic() - PATIENCE * max(one.longest_s for one in idle)
-        for number in [number for number, began in server.asked_at.items() if began < since]:
-            server.calls.pop(number).cancel()
-            del server.asked_at[number]
+        for number in [number for number, (_, began) in server.calls.items() if began < since]:
+            server.calls.pop(number)[0].cancel()
             self.queue.kept_by[self.queue.taken[server.name][number].conversation] = idle[0].name
             self.queue.give_back(number)
             self.totals["moved"] += 1
@@ -279,9 +360,8 @@ class ServerPool:
         left, since = self.left, time.monotonic() - self.away_s
         silent = [s for s in left if not s.takes and s.away_since is not None and s.away_since <= since]
         if len(silent) == len(left) and (self.queue.unanswered or not self.joined.is_set()):
-            who = f"{server.name} has"
-            if len(left) > 1:
-                who = f"the servers of policy.url, {', '.join(s.remote.url for s in left)}, have"
+            urls = ", ".join(s.remote.url for s in left)
+            who = f"{server.name} has" if len(left) == 1 else f"the servers of policy.url, {urls}, have"
             self.stop(EmbodiedError(f"{who} not answered for {self.away_s:g} s (policy.away_s): {err}"))
 
     @property
@@ -298,34 +378,30 @@ class ServerPool:
             return
         server.is_failing = True
         self.totals["outages"] += 1
-        rest = f"trying again for {self.away_s:.3g} s" if self.single else "the other servers answer meanwhile"
+        rest = (
+            f"trying again for {self.away_s:.3g} s" if len(self.servers) == 1 else "the other servers answer meanwhile"
+        )
         print(f"{server.name}: {err}; {rest}", flush=True)
 
     def refuse(self, server: PooledServer, cause: BaseException) -> None:
         """Exclude a server until the next version, or for good."""
-        err = (
-            cause
-            if isinstance(cause, EmbodiedError)
-            else EmbodiedError(f"{server.name}: {one_line(cause).removeprefix('ValueError: ')}")
-        )
+        err = cause
+        if not isinstance(err, EmbodiedError):
+            err = EmbodiedError(f"{server.name}: {in_a_line(cause)[:300].removeprefix('ValueError: ')}")
         was_refused, server.is_refused, server.takes = server.is_refused, True, False
         self.take_from(server)
-        if was_refused:
-            self.hand_out()
-        elif self.left:
+        if not (was_refused or self.left):
+            return self.stop(err)
+        if not was_refused:
             print(f"{err}; the other servers answer without it", flush=True)
-            self.hand_out()
-        else:
-            self.stop(err)
+        self.hand_out()
 
     def drop(self, server: PooledServer, evidence: str) -> None:
         """Drop a server whose answers are not of the weights that it names."""
-        why = f"{server.name}: {evidence}"
         self.totals["dropped_servers"] += 1
         server.is_dropped = True
         server.doubt.set()
-        if self.folder is None:
-            why += f"; {KEEPS}"
+        why = f"{server.name}: {evidence}" + (f"; {KEEPS}" if self.folder is None else "")
         self.totals["suspect_answers"] += server.used.answers
         self.totals["suspect_tokens"] += server.used.tokens
         why = f"{why}: it is dropped with these and {len(server.calls)} more requests; {server.used}"
@@ -334,8 +410,7 @@ class ServerPool:
     def take_from(self, server: PooledServer) -> None:
         """Requeue its requests; its later answers to them are ignored."""
         calls, server.calls, server.unreleased = server.calls, {}, {}
-        server.asked_at.clear()
-        for call in calls.values():
+        for call, _ in calls.values():
             call.cancel()
         for number in [*self.queue.taken.get(server.name, ())]:
             self.queue.give_back(number)
@@ -352,7 +427,7 @@ class ServerPool:
     def hand_out(self) -> None:
         """Let servers take waiting requests."""
         taking = [server for server in self.servers if server.takes]
-        most = {server.name: server.remote.slots or self.most for server in taking}
+        most = {server.name: server.remote.slots or self.config.max_running for server in taking}
         for server in taking:
             server.speed.answers = most[server.name]
         others = [server.name for server in self.servers if not server.takes]
@@ -362,12 +437,12 @@ class ServerPool:
             server, size = by_name[name], MOST_TOGETHER if by_name[name].remote.ours else 1
             for first in range(0, len(requests), size):
                 some = {int(request.key): request.request for request in requests[first : first + size]}  # type: ignore[call-overload]
-                server.calls |= dict.fromkeys(some, self.start(server, self.ask(server, some)))
+                began = time.monotonic()
+                server.calls |= dict.fromkeys(some, (self.start(server, self.ask(server, some, began)), began))
 
-    async def ask(self, server: PooledServer, requests: dict[int, PooledRequest]) -> None:
+    async def ask(self, server: PooledServer, requests: dict[int, PooledRequest], began: float) -> None:
         """Send these requests to a server, in one call."""
-        began, remote, left = time.monotonic(), server.remote, dict(requests)
-        server.asked_at |= dict.fromkeys(requests, began)
+        remote, left = server.remote, dict(requests)
         bodies = {number: request.body | {"model": remote.model} for number, request in requests.items()}
         try:
             async with contextlib.aclosing(remote.answers(bodies)) as answers:
@@ -386,21 +461,23 @@ class ServerPool:
                 self.close_call(server, number)
 
     def close_call(self, server: PooledServer, number: int) -> None:
-        if server.calls.get(number) is asyncio.current_task():  # otherwise it was taken from the server meanwhile
-            del server.calls[number], server.asked_at[number]
+        task, _ = server.calls.get(number, (None, 0.0))
+        if task is asyncio.current_task():  # otherwise the request was taken from the server meanwhile
+            del server.calls[number]
 
     async def hear(self, server: PooledServer, number: int, request: PooledRequest, answer: Any, began: float) -> None:
         """Keep an answer for comparison, or ask again if it was aborted or is of other weights."""
-        parsed, remote = read_answer(answer), server.remote
+        parsed, remote, why = read_answer(answer), server.remote, ""
         has = parsed.fingerprint if remote.ours else None
         if remote.owner == "vllm" and self.folder is not None:  # it may have restarted meanwhile
             has = await remote.weights()
         if not parsed.dropped:
             if parsed.finish == "abort":
-                return self.fail(server, number, ServerUnavailable("its answers are aborted"), began)
-            if has and not same_numbers(has, self.wanted):
-                other = ServerUnavailable(f"its answers are of other weights ({has[:40]}, and not {self.wanted})")
-                return self.fail(server, number, other, began)
+                why = "its answers are aborted"
+            elif has and not same_numbers(has, self.wanted):
+                why = f"its answers are of other weights ({has[:40]}, and not {self.wanted})"
+            if why:
+                return self.fail(server, number, ServerUnavailable(why), began)
             check_tokens(parsed, request.body, self.settings["vocab_size"])
         server.pause, server.is_failing = SHORTEST_S, False
         server.answered_at = time.monotonic()
@@ -428,10 +505,6 @@ class ServerPool:
         else:
             self.hand_out()
 
-    def settle(self, number: int) -> bool:
-        self.failing.pop(number, None)
-        return self.queue.answered(number)
-
     def metrics(self) -> dict[str, float]:
         """The counts since the last call, and each server's differences of log-probs."""
         numbers: dict[str, float] = {name: float(count) for name, count in self.totals.items()}
@@ -441,30 +514,21 @@ class ServerPool:
         return numbers
 
 
-def gap_evidence(gap: GapRecord, limit: float) -> str:
-    return (
-        f"the log-probs of its answers differ from those of the learner's weights by {gap.mean:.2g} a token, at most "
-        f"{gap.largest:.2g}, in its last {len(gap.answers)} answers of {gap.tokens} tokens; the limit is {limit:.2g} "
-        "(policy.gap_limit)"
-    )
-
-
 def check_tokens(parsed: ParsedAnswer, body: Mapping[str, Any], vocabulary: int) -> None:
     """Raise ValueError if an answer does not fit its request: it ends at its first stop token, or has as many
     tokens as were asked for."""
     tokens, most, stops = parsed.tokens, body["max_tokens"], body["stop_token_ids"]
+    what = f"an answer of {len(tokens)} tokens"
     if odd := [token for token in tokens if not 0 <= token < vocabulary]:
         raise ValueError(f"token {odd[0]} in an answer is none of this model's {vocabulary}")
     if len(tokens) > most:
-        raise ValueError(f"an answer of {len(tokens)} tokens, and {most} were asked for")
+        raise ValueError(f"{what}, and {most} were asked for")
     if early := [place for place, token in enumerate(tokens[:-1], 1) if token in stops]:
-        raise ValueError(f"an answer of {len(tokens)} tokens goes on after its stop token, which is number {early[0]}")
+        raise ValueError(f"{what} goes on after its stop token, which is number {early[0]}")
     ended = bool(tokens) and tokens[-1] in stops
     if not (ended if parsed.finish == "stop" else parsed.finish == "length" and len(tokens) == most):
-        raise ValueError(
-            f"an answer of {len(tokens)} tokens{'' if ended else ' without a stop token'}, of {most} that were asked "
-            f"for, has finish_reason={parsed.finish[:40]}"
-        )
+        what += "" if ended else " without a stop token"
+        raise ValueError(f"{what}, of {most} that were asked for, has finish_reason={parsed.finish[:40]}")
 
 
 def same_numbers(one: str | None, other: str) -> bool:

@@ -10,7 +10,8 @@ from __future__ import annotations
 import importlib
 import threading
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,9 +24,8 @@ from embodied.core.arrays import tensor_of
 from embodied.core.conversations import FIRST_PLACE
 from embodied.core.errors import CheckpointError
 from embodied.core.pictures import PictureError, drawing, load_picture, picture_size, shown
-from embodied.policies.language.attention import COUNTED
+from embodied.policies.language.attention import COUNTED, DividedPass, Exchange
 from embodied.policies.language.config import SEEING
-from embodied.policies.language.divided_rows import DividedPass, Exchange
 
 PREPROCESSOR = "preprocessor_config.json"
 KEPT_BYTES = 2**28  # limit for cached pixels of recent pictures
@@ -54,6 +54,15 @@ class Picture:
     @property
     def num_bytes(self) -> int:
         return sum(array.nbytes for array in self.pixels.values())
+
+
+@contextmanager
+def naming(name: str) -> Iterator[None]:
+    """Inside, a picture of an odd size is named."""
+    try:
+        yield
+    except ValueError as err:
+        raise PictureError(f"the picture {shown(name)} cannot be processed: {err}") from None
 
 
 class Sight:
@@ -92,8 +101,6 @@ class Sight:
         kind = getattr(importlib.import_module(module), name)
         if folder is None:
             return kind(**options)
-        if not (folder / PREPROCESSOR).is_file():
-            raise CheckpointError(f"{folder} is a model that sees, and {PREPROCESSOR} is missing")
         try:
             return kind.from_pretrained(folder, local_files_only=True)
         except Exception as err:  # of many kinds
@@ -121,10 +128,8 @@ class Sight:
 
     def _processed(self, name: str) -> Picture:
         pixels = load_picture(name)
-        try:
+        with naming(name):
             return self.process(pixels)
-        except ValueError as err:  # odd sizes
-            raise PictureError(f"the picture {shown(name)} cannot be processed: {err}") from None
 
     def _outputs(self, images: list[Any], **options: Any) -> dict[str, Any]:
         """The image processor's output. It would guess the order of axes, wrongly for pictures of three rows."""
@@ -138,10 +143,8 @@ class Sight:
         """Refuse pictures with more than `most` tokens, by their sizes alone."""
         count = 0
         for name in names:
-            try:
+            with naming(name):
                 count += self.tokens_of_size(*picture_size(name))
-            except ValueError as err:  # odd sizes
-                raise PictureError(f"the picture {shown(name)} cannot be processed: {err}") from None
         if count > most:
             raise PictureError(f"the pictures have {count} tokens, and the longest conversation has {most}")
 
@@ -155,17 +158,17 @@ class Sight:
 
     def encode(self, text: str, names: Sequence[str]) -> list[int]:
         """The tokens of a text with a placeholder for each of these pictures."""
-        parts = text.split(self.placeholder)
-        if len(parts) - 1 != len(names):
-            raise PictureError(
-                f"a conversation has {len(names)} pictures, and {self.placeholder} {len(parts) - 1} times: only a chat "
-                "template writes that, where a picture is"
-            )
-        pieces = [self.own(part, add_special_tokens=False)["input_ids"] if part else [] for part in parts]
-        tokens = list(pieces[0])
-        for name, piece in zip(names, pieces[1:], strict=True):
-            tokens += [*self.read(name).tokens, *piece]
+        first, *parts = text.split(self.placeholder)
+        if len(parts) != len(names):
+            counts = f"{len(names)} pictures, and {self.placeholder} {len(parts)} times"
+            raise PictureError(f"a conversation has {counts}: only a chat template writes that, where a picture is")
+        tokens = self._plain(first)
+        for name, part in zip(names, parts):
+            tokens += [*self.read(name).tokens, *self._plain(part)]
         return tokens
+
+    def _plain(self, text: str) -> list[int]:
+        return list(self.own(text, add_special_tokens=False)["input_ids"]) if text else []
 
     def for_vllm(self, picture: Picture) -> dict[str, np.ndarray]:
         """A picture's pixels with the names and shapes that vLLM's model takes."""
@@ -330,7 +333,7 @@ class IdeficsSight(Sight):
             if number:
                 tokens += range(-1 - place, -1 - place - count, -1)
                 place += count
-            tokens += self.own(part, add_special_tokens=False)["input_ids"]
+            tokens += self._plain(part)
         return tuple(tokens)
 
     def for_vllm(self, picture: Picture) -> dict[str, np.ndarray]:

@@ -14,7 +14,6 @@ from __future__ import annotations
 import contextlib
 import hashlib
 from collections.abc import Iterator
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -25,7 +24,7 @@ from embodied.core import rng
 from embodied.core.conversations import FIRST_PLACE, SamplingRule
 from embodied.policies.language.config import LanguageConfig
 from embodied.policies.language.decoding import Step, choose, fast_step, likeliest
-from embodied.policies.language.engine import Answer, Engine, Request, Sampling, cache_bytes, token_bytes, unanswered
+from embodied.policies.language.engine import Answer, Engine, Request, cache_bytes, token_bytes, unanswered
 from embodied.policies.language.sight import decoder_of
 from embodied.policies.language.trust import ProofWriter
 
@@ -44,9 +43,9 @@ class KeyValues:
         self.rows, self.limit = rows, limit
         self.length = 0
         self.layers: list[tuple[Tensor, Tensor]] = []
-        # The rows and places that the model writes to: one place per row, or several, [rows, new].
+        # The rows and places that the model writes to: one place per row, several [rows, new], or the first ones.
         self.at: tuple[Tensor, Tensor | slice] = ()
-        self.seen = 0  # tokens of every row that attention reads; 0: only the new tokens
+        self.seen = 0  # tokens of every row that attention reads
         self.bias: Tensor | None = None  # [rows, 1, 1, seen], added to attention scores: 0 for a row's tokens
 
     def reserve(self, length: int) -> None:
@@ -69,7 +68,7 @@ class KeyValues:
             empty = (each.new_empty(self.rows, each.shape[1], 0, each.shape[3]) for each in (keys, values))
             self.layers.append(tuple(self._longer(each, 0) for each in empty))
         kept, (rows, places) = self.layers[layer_idx], self.at
-        if not self.seen:
+        if isinstance(places, slice):
             for part, new in zip(kept, (keys, values)):
                 part[rows, :, places] = new
             return keys, values
@@ -102,10 +101,9 @@ class SlotEngine(Engine):
 
     def __init__(self, config: LanguageConfig, policy: LanguagePolicy) -> None:
         self.model, self.sight, self.device = policy.model, policy.sight, policy.model.device
-        self.stops = frozenset(policy.tokenizer.stops)
-        self.max_length = policy.max_length
-        fit = cache_bytes(config, self.model, self.max_length) // (token_bytes(self.model) * self.max_length)
-        self.slots = min(fit, config.max_running)
+        row_bytes = token_bytes(self.model) * policy.max_length
+        fit = cache_bytes(config, self.model, policy.max_length) // row_bytes
+        super().__init__(policy, min(fit, config.max_running))
         self.cache = KeyValues(self.slots, self.max_length)
         self.rows: list[Request] = []  # running requests, by row
         self.waiting: list[Request] = []  # added since the last step
@@ -124,7 +122,6 @@ class SlotEngine(Engine):
         self.logprobs = np.zeros((self.slots, 0), np.float64 if exact else np.float32)
         self.likeliest: list[Any] = [()] * self.slots  # by row, for the written tokens
         self.proofs: list[ProofWriter] = [ProofWriter()] * self.slots  # by row
-        self.round = Sampling(0, "", SamplingRule(), frozenset())
         self.fast: Step | None = None
         self.totals = dict.fromkeys(("prefilled", "copied", "kept"), 0)  # numbers of tokens whose keys and values were
 
@@ -133,13 +130,11 @@ class SlotEngine(Engine):
         """The part of the model that reads tokens."""
         return decoder_of(self.model)
 
-    @property
-    def running(self) -> int:
+    def num_open(self) -> int:
         return len(self.rows) + len(self.waiting)
 
     def begin(self, version: int, seed: int, stream: str, rule: SamplingRule) -> None:
-        assert not self.running, "a round begins while answers of the one before are being written"
-        self.round = Sampling(seed, f"act/{stream}", rule, self.stops)
+        super().begin(version, seed, stream, rule)
         self.between_turns = {}  # of older weights
         self.model.eval()
         self.device = self.model.device
@@ -148,17 +143,15 @@ class SlotEngine(Engine):
         with torch.inference_mode(False), torch.no_grad():
             self.fast = fast_step(self.model, self.max_length)
 
-    def add(self, request: Request) -> None:
-        self.check(request)
+    def open(self, request: Request) -> None:
         self.waiting.append(request)
 
-    def step(self) -> list[Answer]:
+    def write(self) -> list[Answer]:
         # Inference mode is not used: caches made in it could not be written outside.
         with torch.inference_mode(False), torch.no_grad():
-            ended = self.admit()
-            if self.rows:
-                ended += self.keep(*self.next_tokens())
-        return ended
+            if self.waiting:
+                self.admit()
+            return self.keep(*self.next_tokens())
 
     def so_far(self) -> list[Answer]:
         """The partial answers of the running conversations."""
@@ -176,7 +169,7 @@ class SlotEngine(Engine):
         self.waiting = [request for request in self.waiting if request is not given_up]
         return unanswered(given_up) if given_up else None
 
-    def abort(self) -> list[Answer]:
+    def give_up(self) -> list[Answer]:
         answers = [*self.so_far(), *(unanswered(request) for request in self.waiting)]
         self.rows, self.waiting = [], []
         return answers
@@ -186,17 +179,11 @@ class SlotEngine(Engine):
 
     # New conversations
 
-    def admit(self) -> list[Answer]:
-        """Give each added conversation a row with its keys and values; returns empty answers to those without room."""
-        if not self.waiting:
-            return []
-        refused = [r for r in self.waiting if self.longest_answer(r) <= 0]
-        self.waiting = [r if r.sampling else replace(r, sampling=self.round) for r in self.waiting]
+    def admit(self) -> None:
+        """Give each added conversation a row with its keys and values."""
         first, known = len(self.rows), {prefix(r): row for row, r in reversed([*enumerate(self.rows)])}
-        had = self.move_in([r for r in self.waiting if self.longest_answer(r) > 0])
-        self.waiting = []
-        fresh: dict[bytes, int] = {}  # new prefix -> the row that computes it
-        copies = []
+        had, self.waiting = self.move_in(self.waiting), []
+        fresh, copies = [], []  # rows that compute their prefix, or copy it from another row
         for row in range(first, len(self.rows)):
             request = self.rows[row]
             self.lengths[row], self.pending[row] = len(request.tokens) - 1, request.tokens[-1]
@@ -209,33 +196,37 @@ class SlotEngine(Engine):
             if (words := prefix(request)) in known:
                 copies.append((known[words], row))
             else:
-                known[words] = fresh[words] = row
-        self.widen()
-        self.draw_noise(np.arange(first, len(self.rows)))
-        self.prefill(sorted(fresh.values(), key=lambda row: self.lengths[row]))
-        self.share(copies)
-        self.prefill_rest(sorted(had, key=lambda row: self.lengths[row] - had[row]), had)
-        return [unanswered(request) for request in refused]
-
-    def widen(self) -> None:
-        """Widen the buffers for the longest answer."""
+                known[words] = row
+                fresh.append(row)
         more = int(self.limits[: len(self.rows)].max(initial=0)) - self.written.shape[1]
-        if more > 0:
+        if more > 0:  # the longest answer does not fit into the buffers
             self.written, self.logprobs = (np.pad(x, ((0, 0), (0, more))) for x in (self.written, self.logprobs))
+        self.draw_noise(np.arange(first, len(self.rows)))
+        self.prefill(dict.fromkeys(fresh, 0))
+        if copies:
+            sources, targets = np.array(copies).T
+            self.cache.copy(self.on(sources), self.on(targets), int(self.lengths[targets].max()))
+            self.totals["copied"] += int(self.lengths[targets].sum())
+        self.prefill(had)
 
-    def prefill(self, rows: list[int]) -> None:
-        """Compute the keys and values of these rows' prefixes, several rows per pass."""
-        rows = [row for row in rows if self.lengths[row]]
+    def prefill(self, had: dict[int, int]) -> None:
+        """Compute the keys and values of these rows' prefixes after the first tokens that they have, several rows per
+        pass."""
+        missing = {row: int(self.lengths[row]) - count for row, count in had.items() if self.lengths[row] > count}
+        rows = sorted(missing, key=missing.get)
         while rows:
-            batch = rows[: max(PREFILL_TOKENS // int(self.lengths[rows[-1]]), 1)]
-            rows = rows[len(batch) :]
-            width = int(self.lengths[batch].max())
-            self.cache.reserve(width)
-            self.cache.at, self.cache.seen = (self.on(np.array(batch)), slice(0, width)), 0
+            count = max(PREFILL_TOKENS // missing[rows[-1]], 1)
+            batch, rows = rows[:count], rows[count:]
+            before, width = np.array([had[row] for row in batch]), max(missing[row] for row in batch)
+            seen = min(int(before.max()) + width, self.max_length)
+            self.cache.reserve(seen)
+            places = self.on(before)[:, None] + torch.arange(width, device=self.device)
             # Tokens after a prefix in its row are masked, and will be overwritten.
-            causal = torch.ones(width, width, dtype=torch.bool, device=self.device).tril()[None, None]
-            self.read(batch, np.zeros(len(batch), np.int64), width, causal.expand(len(batch), -1, -1, -1))
-            self.totals["prefilled"] += int(self.lengths[batch].sum())
+            at = places.clamp(max=self.cache.length - 1) if before.any() else slice(width)
+            self.cache.at, self.cache.seen = (self.on(np.array(batch)), at), seen
+            mask = torch.arange(seen, device=self.device) <= places[:, :, None]
+            self.read(batch, before, width, mask[:, None])
+            self.totals["prefilled"] += sum(missing[row] for row in batch)
 
     def read(self, rows: list[int], before: np.ndarray, width: int, mask: Tensor) -> None:
         """Compute the keys and values of these rows' prefixes after their first `before` tokens."""
@@ -303,22 +294,6 @@ class SlotEngine(Engine):
         self.totals["kept"] += sum(had.values())
         return had
 
-    def prefill_rest(self, rows: list[int], had: dict[int, int]) -> None:
-        """Compute the missing keys and values of these rows' prefixes."""
-        rows = [row for row in rows if self.lengths[row] > had[row]]
-        while rows:
-            count = max(PREFILL_TOKENS // int(self.lengths[rows[-1]] - had[rows[-1]]), 1)
-            batch, rows = rows[:count], rows[count:]
-            before = np.array([had[row] for row in batch])
-            width = int((self.lengths[batch] - before).max())
-            seen = min(int(before.max()) + width, self.max_length)
-            self.cache.reserve(seen)
-            places = self.on(before)[:, None] + torch.arange(width, device=self.device)
-            self.cache.at, self.cache.seen = (self.on(np.array(batch)), places.clamp(max=self.cache.length - 1)), seen
-            mask = torch.arange(seen, device=self.device) <= places[:, :, None]
-            self.read(batch, before, width, mask[:, None])
-            self.totals["prefilled"] += int((self.lengths[batch] - before).sum())
-
     def keep_for_next_turn(self, row: int) -> None:
         """Move the keys and values of a conversation that has ended to a free row, if there is one."""
         request, last = self.rows[row], len(self.rows) - 1
@@ -330,13 +305,6 @@ class SlotEngine(Engine):
         if place != row:
             self.cache.copy(row, place, len(tokens))
         self.between_turns[place] = tokens
-
-    def share(self, copies: list[tuple[int, int]]) -> None:
-        """Copy common prefixes between rows."""
-        if copies:
-            sources, targets = np.array(copies).T
-            self.cache.copy(self.on(sources), self.on(targets), int(self.lengths[targets].max()))
-            self.totals["copied"] += int(self.lengths[targets].sum())
 
     # Generating a token
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from embodied.core.conversations import Message, Said, in_words, pictures_in
-from embodied.core.errors import CheckpointError, ConfigError
+from embodied.core.errors import CheckpointError, ConfigError, in_a_line
 
 if TYPE_CHECKING:
     from embodied.policies.language.sight import Sight
@@ -23,6 +23,7 @@ CHARACTERS = [*map(chr, range(ord(" "), ord("~") + 1)), "\n", "\t"]
 ANSWER = "ANSWER-1"  # the answer in sample conversations, unchanged by templates that trim texts
 THOUGHT = f"<think>\nTHOUGHT-1\n</think>\n\n{ANSWER}"
 ASKED: Message = {"role": "user", "content": "QUESTION-1"}
+READERS = "take a model that sees, such as Qwen2.5-VL or SmolVLM (policy.preset=tiny_vl is a small one)"
 ADVICE = "set policy.chat=false, or put a chat_template.jinja that does into a copy of the folder"
 
 
@@ -49,21 +50,16 @@ class ConversationTokenizer:
         `max_tokens` is refused before it is encoded. Places of pictures are tokens below 0."""
         pictures = pictures_in(said)
         if pictures and self.sight is None:
-            raise ConfigError(
-                "this model reads only text, but the conversation shows a picture; take a model that reads pictures, "
-                "such as Qwen2.5-VL or SmolVLM (policy.preset=tiny_vl is a small one)"
-            )
+            raise ConfigError(f"this model reads only text, but the conversation shows a picture; {READERS}")
         if isinstance(said, str) or not self.chat:
             place = self.sight.opening() if self.sight else ""
             text = said if isinstance(said, str) else "\n".join(in_words(message, place) for message in said)
             begin = self.begin if first else []
         else:
-            text, begin = self.opening(said) if first else self.continuation(said, ended), []
+            text, begin = self.render(said) if first else self.continuation(said, ended), []
         if max_tokens is not None and len(text) > max_tokens * self.longest_token:
-            raise ConfigError(
-                f"a prompt of {len(text)} characters leaves no room for an answer within {max_tokens} tokens, "
-                "the longest conversation"
-            )
+            why = f"a prompt of {len(text)} characters leaves no room for an answer within {max_tokens} tokens"
+            raise ConfigError(f"{why}, the longest conversation")
         ids = begin + (self.sight.encode(text, pictures) if self.sight and pictures else self.plain(text))
         # A network needs at least one input token.
         return ids or ([min(self.stops)] if first else [])
@@ -81,15 +77,13 @@ class ConversationTokenizer:
         """Refuse a chat template that changes the text of earlier turns when a turn is added."""
         if not self.chat:
             return
-        before, more = self.opening((ASKED,)), {"role": "user", "content": "QUESTION-2"}
+        before, more = self.render((ASKED,)), {"role": "user", "content": "QUESTION-2"}
         for answer in (ANSWER, THOUGHT):
             now = self.render((ASKED, {"role": "assistant", "content": answer}, more))
             if not now.startswith(before + answer):
                 what = "leaves out the thoughts of earlier answers" if answer == THOUGHT else "does not"
-                raise ConfigError(
-                    f"a chat template must say a longer conversation in the same words and more, and this one {what}; "
-                    f"{ADVICE}, or ask for one answer only (env.max_episode_steps=1)"
-                )
+                why = f"a chat template must say a longer conversation in the same words and more, and this one {what}"
+                raise ConfigError(f"{why}; {ADVICE}, or ask for one answer only (env.max_episode_steps=1)")
 
     def save(self, folder: Path) -> None:
         """Write the tokenizer in transformers' format."""
@@ -104,9 +98,6 @@ class ConversationTokenizer:
 
     def plain(self, text: str) -> list[int]:
         return self.own(text, add_special_tokens=False)["input_ids"]
-
-    def opening(self, said: Iterable[Message]) -> str:
-        return self.render(said)
 
     def continuation(self, said: Iterable[Message], ended: bool) -> str:
         """The text that a template writes after an answer, without the end token if the answer has `ended`."""
@@ -142,12 +133,10 @@ def of_folder(folder: Path, stops: Iterable[int], vocabulary: int, chat: bool | 
     try:
         own = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     except Exception as err:  # of many kinds
-        cause = str(err).strip().splitlines()[0] if str(err).strip() else type(err).__name__
-        raise CheckpointError(f"{folder} has no tokenizer that can be read: {cause}") from None
+        raise CheckpointError(f"{folder} has no tokenizer that can be read: {in_a_line(err)}") from None
     if len(own) > vocabulary and max(own.get_vocab().values()) >= vocabulary:
-        raise CheckpointError(
-            f"{folder}: its tokenizer has {len(own)} tokens, its model {vocabulary}; they do not belong together"
-        )
+        sizes = f"its tokenizer has {len(own)} tokens, its model {vocabulary}"
+        raise CheckpointError(f"{folder}: {sizes}; they do not belong together")
     ends = {*stops, *([] if own.eos_token_id is None else [own.eos_token_id])}
     if not ends:
         raise CheckpointError(f"{folder} names no token that ends an answer: generation_config.json lacks eos_token_id")

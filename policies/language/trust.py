@@ -19,7 +19,6 @@ compute the proof afterwards; but then its tokens differ from the tokens drawn b
 from __future__ import annotations
 
 import base64
-import binascii
 from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -72,6 +71,14 @@ class GapRecord:
     def largest(self) -> float:
         return max((float(each.max()) for each in self.answers), default=0.0)
 
+    def evidence(self, limit: float) -> str:
+        """Why a server with this mean gap above the limit is dropped."""
+        return (
+            f"the log-probs of its answers differ from those of the learner's weights by {self.mean:.2g} a token, at "
+            f"most {self.largest:.2g}, in its last {len(self.answers)} answers of {self.tokens} tokens; the limit is "
+            f"{limit:.2g} (policy.gap_limit)"
+        )
+
     def limit(self, most: float, others: Sequence[float], small: float) -> float:
         """The largest acceptable mean gap, given the mean gaps of other servers; beside them at least `small`. Means of
         fewer tokens vary more: for 8 tokens the limit is twice that for 32."""
@@ -101,11 +108,9 @@ class ProofBlock:
         """Raises ValueError if the text is invalid."""
         try:
             data = base64.b64decode(text, validate=True)
-            half, odd = divmod(len(data), 2)
-            if odd or half % NUMBER.itemsize:
-                raise ValueError("it has a part of a number")
+            half = len(data) // 2
             return cls(np.frombuffer(data[:half], PLACE), np.frombuffer(data[half:], NUMBER))
-        except (TypeError, binascii.Error, ValueError) as err:
+        except (TypeError, ValueError) as err:  # also of base64
             raise ValueError(f"a block of the proof cannot be read: {err}") from None
 
     def error(self, states: Tensor) -> float:
@@ -144,9 +149,8 @@ class Limits:
 
     proof: float  # the largest error of a block
     drawn: float  # the mean error of an answer's draws
-    spread: (
-        float  # or the change of a suspicious answer by noise, times this: sums in float32 round more than their end
-    )
+    # Or the change of a suspicious answer by noise, times this: sums in float32 round more than their end.
+    spread: float
 
 
 EXACT, NOISES = Limits(1e-4, 1e-5, 5.0), 8
@@ -165,16 +169,13 @@ def find_mismatch(
     far, drawn = check_answer(policy, said, answer.tokens, proof, rule, uniform)
     if far > limits.proof or drawn > limits.drawn:
         limits = rounding_limits(policy, said, answer.tokens, rule)
+    count = len(answer.tokens)
     if far > limits.proof:
-        return (
-            f"the proof of an answer of {len(answer.tokens)} tokens is of other hidden states than those of the "
-            f"learner's weights: {far:.2g} apart, and rounding is below {limits.proof:.2g}"
-        )
+        what = f"the proof of an answer of {count} tokens is of other hidden states than those of the learner's weights"
+        return f"{what}: {far:.2g} apart, and rounding is below {limits.proof:.2g}"
     if drawn > limits.drawn:
-        return (
-            f"the {len(answer.tokens)} tokens of an answer were not drawn as they were asked for: the noise misses "
-            f"them by {drawn:.2g}, and rounding is below {limits.drawn:.2g}"
-        )
+        what = f"the {count} tokens of an answer were not drawn as they were asked for: the noise misses them by"
+        return f"{what} {drawn:.2g}, and rounding is below {limits.drawn:.2g}"
     return ""
 
 

@@ -4,7 +4,7 @@ weights then lie in the host's memory, from which these processes read new weigh
 
 vLLM samples, with seeds by conversation and index; unlike with our engine, an answer may depend on concurrent answers.
 Log-probs are taken before the temperature is applied (vLLM's `raw_logprobs`), like the learner's. Sampling that
-excludes tokens (top_p, top_k, min_p) is never used.
+excludes tokens (top_p, top_k) is for evaluations and programs of their own.
 
 While learners hold the device, vLLM sleeps at level 2: it keeps neither weights nor KV cache. It wakes up in two steps,
 so that weights are loaded before the cache is allocated:
@@ -14,12 +14,9 @@ so that weights are loaded before the cache is allocated:
     engine.load(weights, version)    # the weights, then memory for keys and values
     engine.begin(version, ...)       # refused for any other version
 
-On a CPU vLLM's sleep frees nothing, so the same memory is emptied here.
-
-An extension of vLLM's workers that loads weights from a folder: `vllm serve --worker-extension-cls
-embodied.policies.language.vllm.FromFolder`. Without a common folder, weights arrive in the buckets of
-`runtime/weights.py`; only then more of the toolkit is imported. Our own vLLM engine uses it to load weights from a
-file, and to free memory on a CPU, where vLLM's sleep frees nothing.
+On a CPU vLLM's sleep frees nothing, so `FromFolder`, an extension of vLLM's workers, empties the same memory. It also
+loads weights from files, or from buckets that a server receives: `vllm serve --worker-extension-cls
+embodied.policies.language.vllm.FromFolder`.
 """
 
 from __future__ import annotations
@@ -46,12 +43,12 @@ from torch import Tensor
 from embodied.core.conversations import FIRST_PLACE, SamplingRule
 from embodied.core.errors import ConfigError
 from embodied.policies.language.config import LanguageConfig
-from embodied.policies.language.engine import Answer, Engine, Request, cache_bytes, seed_of, unanswered
+from embodied.policies.language.engine import Answer, Engine, Request, cache_bytes, seed_of
 from embodied.policies.language.folder import as_published
 from embodied.policies.language.remote_server import EXTENSION
 from embodied.policies.policy_folder import write_tensors
 from embodied.policies.vla.lora import merged, scaling_of
-from embodied.runtime.device_memory import num_bytes
+from embodied.runtime.device_memory import Offloader, num_bytes
 
 if TYPE_CHECKING:
     from embodied.policies.language.policy import LanguagePolicy
@@ -88,13 +85,11 @@ class VLLMEngine(Engine):
             raise ConfigError("policy.engine=vllm needs vLLM, which is not installed. Run: make vllm")
         if config.dtype == "float64":
             raise ConfigError("vLLM has no float64; try policy.dtype=float32 or policy.engine=transformers")
-        self.config, self.policy, self.slots = config, policy, config.max_running
-        self.stops, self.max_length = sorted(policy.tokenizer.stops), policy.max_length
+        super().__init__(policy, config.max_running)
+        self.config = config
         self.writing: dict[str, Writing] = {}
-        self.ended: list[Answer] = []  # answers to conversations without room
         self.added = 0
         self.engine, self.sampling = start(config, policy)
-        self.round: tuple[int, str, SamplingRule] = (0, "", SamplingRule())
         self.version: int | None = None  # version of its weights; None: no weights
         cache = sum(self.engine.collective_rpc("cache_bytes"))
         self.part_bytes = {WEIGHTS: num_bytes(policy.model.parameters()), CACHE: cache}
@@ -103,32 +98,24 @@ class VLLMEngine(Engine):
         if on_gpus(config, policy):
             self.offload()  # sleep until the first weights: learners are built on the same GPU
 
-    @property
-    def running(self) -> int:
-        return len(self.writing) + len(self.ended)
+    def num_open(self) -> int:
+        return len(self.writing)
 
     def begin(self, version: int, seed: int, stream: str, rule: SamplingRule) -> None:
-        assert not self.running, "a round begins while answers of the one before are being written"
+        super().begin(version, seed, stream, rule)
         assert version == self.version, f"vLLM has weights {self.version}, and is to write with {version}"
         assert not self.asleep, f"vLLM is to write while its {' and '.join(self.asleep)} are asleep"
-        self.round = (seed, f"act/{stream}", rule)
 
-    def add(self, request: Request) -> None:
-        self.check(request)
-        if (most := self.longest_answer(request)) <= 0:
-            self.ended.append(unanswered(request))
-            return
-        own = request.sampling
-        seed, stream, rule = (own.seed, own.stream, own.rule) if own else self.round
-        name, self.added = str(self.added), self.added + 1
+    def open(self, request: Request) -> None:
+        name, self.added, rule = str(self.added), self.added + 1, request.sampling.rule
         self.writing[name] = Writing(request)
         settings = self.sampling(
-            max_tokens=most,
+            max_tokens=self.longest_answer(request),
             temperature=rule.temperature,
             top_p=rule.top_p,
             top_k=rule.top_k,
-            seed=seed_of(seed, stream, request),
-            stop_token_ids=self.stops,
+            seed=seed_of(request),
+            stop_token_ids=sorted(self.stops),
         )
         self.engine.add_request(name, self.prompt_of(request), settings)
 
@@ -153,33 +140,31 @@ class VLLMEngine(Engine):
         images = MultiModalKwargsItems({"image": items})
         return mm_input(self.policy.shown_tokens(tokens), images, {"image": hashes}, {"image": places})
 
-    def step(self) -> list[Answer]:
-        answers, self.ended = self.ended, []
-        if not self.writing:
-            return answers
+    def write(self) -> list[Answer]:
+        answers = []
         with self._naming_the_dead():
             outputs = self.engine.step()
         for output in outputs:
-            if output.request_id not in self.writing:
+            if (writing := self.writing.get(output.request_id)) is None:
                 continue
-            writing, (new,) = self.writing[output.request_id], output.outputs
+            (new,) = output.outputs
             logprobs = [each[token].logprob for token, each in zip(new.token_ids, new.logprobs or ())]
-            if bad := len(logprobs) < len(new.token_ids) or not all(
-                x is not None and math.isfinite(x) for x in logprobs
-            ):
+            finite = all(x is not None and math.isfinite(x) for x in logprobs)
+            if bad := len(logprobs) < len(new.token_ids) or not finite:
                 self.engine.abort_request([output.request_id])
-                answers.append(self.writing.pop(output.request_id).answer(False, "a log-prob is not finite"))
+                answers.append(writing.answer(False, "a log-prob is not finite"))
             else:
                 writing.tokens += new.token_ids
                 writing.logprobs += logprobs
-            if output.finished and not bad:
-                answers.append(self.writing.pop(output.request_id).answer(new.finish_reason != "stop"))
+                if output.finished:
+                    answers.append(writing.answer(new.finish_reason != "stop"))
+            if bad or output.finished:
+                del self.writing[output.request_id]
         return answers
 
-    def abort(self) -> list[Answer]:
+    def give_up(self) -> list[Answer]:
         self.engine.abort_request([*self.writing])
-        answers = [*self.ended, *(writing.answer(truncated=True) for writing in self.writing.values())]
-        self.writing, self.ended = {}, []
+        answers, self.writing = [writing.answer(truncated=True) for writing in self.writing.values()], {}
         return answers
 
     def load(self, weights: dict[str, Tensor], version: int) -> None:
@@ -192,7 +177,7 @@ class VLLMEngine(Engine):
         tensors = as_published(self.policy.model, whole)
         if self.config.tensor_parallel > 1:
             with in_memory(tensors) as path, self._naming_the_dead():
-                self.engine.collective_rpc("load_file", args=(path,))
+                self.engine.collective_rpc("load_from", args=(path,))
         else:
             with torch.inference_mode(False), torch.no_grad():
                 self.engine.collective_rpc(replace_weights, args=([*tensors.items()],))
@@ -269,7 +254,9 @@ def start(config: LanguageConfig, policy: LanguagePolicy) -> tuple[Any, Any]:
         shape.save_pretrained(folder)
         if policy.sight:
             take_processed_pictures(shape.architectures[0], policy.max_length)
-        with naming_failed_start(parts):
+        options = {"skip_mm_profiling": True, "mm_processor_cache_gb": 0} if policy.sight else {}
+        options |= on_gpu(bytes_ // parts, weights // parts) if on_card else {"enforce_eager": True}
+        try:
             llm = LLM(
                 folder,
                 dtype=config.dtype,
@@ -282,33 +269,22 @@ def start(config: LanguageConfig, policy: LanguagePolicy) -> tuple[Any, Any]:
                 distributed_executor_backend="uni" if parts == 1 else "mp",
                 worker_extension_cls=EXTENSION,
                 logprobs_mode="raw_logprobs",
-                **({"skip_mm_profiling": True, "mm_processor_cache_gb": 0} if policy.sight else {}),
-                **(on_gpu(bytes_ // parts, weights // parts) if on_card else {"enforce_eager": True}),
+                **options,
             )
+        except Exception as err:
+            if "WorkerProc" not in str(err):  # vLLM's own error only mentions a stack
+                raise
+            raise RuntimeError(f"one of the {parts} processes in which vLLM runs the model did not start") from err
     if parts > 1:
-        forget_name(llm.llm_engine.engine_core.engine_core.model_executor.rpc_broadcast_mq.buffer)
+        # Remove the name of the shared memory by which vLLM's processes hear of their work. All have opened it by now,
+        # so the kernel frees it with its last user, also if this process is killed.
+        buffer = llm.llm_engine.engine_core.engine_core.model_executor.rpc_broadcast_mq.buffer
+        buffer.shared_memory.unlink()
+        buffer.is_creator = False  # else the buffer's end removes the name once more
     delta = RequestOutputKind.DELTA
     return llm.llm_engine, partial(
         SamplingParams, n=1, logprobs=0, ignore_eos=True, detokenize=False, output_kind=delta
     )
-
-
-def forget_name(buffer: Any) -> None:
-    """Remove the name of the shared memory by which vLLM's processes hear of their work. All have opened it by now, so
-    the kernel frees it with its last user, also if this process is killed."""
-    buffer.shared_memory.unlink()
-    buffer.is_creator = False  # else the buffer's end removes the name once more
-
-
-@contextmanager
-def naming_failed_start(parts: int) -> Iterator[None]:
-    """Inside, the error of a vLLM that lacks one of its processes says so; vLLM's own error only mentions a stack."""
-    try:
-        yield
-    except Exception as err:
-        if "WorkerProc" not in str(err):
-            raise
-        raise RuntimeError(f"one of the {parts} processes in which vLLM runs the model did not start") from err
 
 
 def take_processed_pictures(architecture: str, most: int) -> None:
@@ -343,8 +319,7 @@ def on_gpu(cache: int, weights: int) -> dict[str, Any]:
     """Options that give vLLM this much GPU memory for its cache, and let it sleep. By default vLLM also records CUDA
     graphs (not measured). vLLM starts only if its share of the GPU (92% by default) is free, but a learner may already
     use some."""
-    whole = torch.cuda.get_device_properties().total_memory
-    share = min(1.0, (cache + weights) / whole)
+    share = min(1.0, (cache + weights) / torch.cuda.get_device_properties().total_memory)
     return {"kv_cache_memory_bytes": cache, "enable_sleep_mode": True, "gpu_memory_utilization": share}
 
 
@@ -371,7 +346,12 @@ WEIGHTS, CACHE = "weights", "kv_cache"  # vLLM's names of the parts that sleep
 def replace_weights(worker: Any, pairs: Iterable[tuple[str, Any]]) -> None:
     """Put these weights into vLLM's model."""
     runner = worker.model_runner
-    pack_experts_again(runner.get_model())
+    for layer in runner.get_model().modules():
+        # On a CPU vLLM packs the weights of experts only if a layer has no kernel yet; else it would give the kernel
+        # unpacked weights.
+        method = getattr(layer, "quant_method", None)
+        if getattr(method, "moe_kernel", None) is not None and next(layer.parameters()).device.type == "cpu":
+            method.moe_kernel = None
     runner.reload_weights(weights_iterator=iter(pairs))
     head = getattr(runner.get_model(), "lm_head", None)
     if head is not None and hasattr(head, "cpu_linear"):
@@ -381,15 +361,6 @@ def replace_weights(worker: Any, pairs: Iterable[tuple[str, Any]]) -> None:
         dispatch_cpu_unquantized_gemm(head, remove_weight=False)
 
 
-def pack_experts_again(model: Any) -> None:
-    """Make the next load repack the weights of experts for a CPU. vLLM does so only if a layer has no kernel yet;
-    otherwise it would give the kernel unpacked weights."""
-    for layer in model.modules():
-        method = getattr(layer, "quant_method", None)
-        if getattr(method, "moe_kernel", None) is not None and next(layer.parameters()).device.type == "cpu":
-            method.moe_kernel = None
-
-
 def memory_of(worker: Any) -> dict[str, list[Any]]:
     """The tensors of vLLM's worker that sleeping frees on a GPU."""
     runner = worker.model_runner
@@ -397,19 +368,12 @@ def memory_of(worker: Any) -> dict[str, list[Any]]:
     return {WEIGHTS: [*runner.get_model().parameters()], CACHE: [tensor for each in caches for tensor in each]}
 
 
-def forget_packed_weights(worker: Any) -> None:
-    """Free the weights that vLLM has repacked for its CPU kernels; the next load repacks them."""
-    for layer in worker.model_runner.get_model().modules():
-        if hasattr(layer, "cpu_linear"):
-            layer.cpu_linear = None
-
-
-def tensors(files: Iterable[Path]) -> Iterator[tuple[str, Any]]:
-    """The tensors of these files, one by one."""
+def tensors(path: Path) -> Iterator[tuple[str, Any]]:
+    """The tensors of a file, or of a folder's files, one by one."""
     from safetensors import safe_open
 
-    for path in files:
-        with safe_open(path, "pt") as file:
+    for each in sorted(path.glob("*.safetensors")) if path.is_dir() else [path]:
+        with safe_open(each, "pt") as file:
             for name in file.keys():  # noqa: SIM118 - it is not a dict
                 yield name, file.get_tensor(name)
 
@@ -417,11 +381,11 @@ def tensors(files: Iterable[Path]) -> Iterator[tuple[str, Any]]:
 class FromFolder:
     """vLLM adds these methods to its workers; `/collective_rpc` calls them by name.
 
-    load_folder("/shared/v3")                                  # where sees_folder("/shared/v3")
+    load_from("/shared/v3")                                    # where sees_folder("/shared/v3")
     receive_bucket(first), ..., receive_bucket(last), load_received()      # elsewhere
     """
 
-    arriving: Any = None  # partially received weights
+    arriving: Any = None  # buckets of weights
     emptied: Any = None  # part -> what was freed, for a CPU
 
     def sees_folder(self, folder: str) -> bool:
@@ -429,39 +393,24 @@ class FromFolder:
 
     def receive_bucket(self, text: str) -> None:
         """Keep a bucket (`bucket_bytes`, in base64), the next of its version. Damaged buckets are refused."""
-        from embodied.policies.language.arriving_weights import ArrivingWeights
-        from embodied.policies.language.http_messages import read_bucket
+        from embodied.policies.language.http_messages import ArrivingWeights
 
-        head, bucket, specs = read_bucket(base64.b64decode(text))
-        if not bucket.number:
-            self.arriving = ArrivingWeights(head["sender"], bucket.version, specs, math.inf)
-        if self.arriving is None or not self.arriving.add(head["sender"], bucket):
-            raise ValueError("this is not the next bucket of the weights that are coming; begin again")
+        self.arriving = self.arriving or ArrivingWeights()
+        self.arriving.add(base64.b64decode(text))
 
     def load_received(self) -> None:
-        import torch
-
         from embodied.runtime.published_weights import tensor_of
 
-        arriving, self.arriving = self.arriving, None
-        with torch.inference_mode(False), torch.no_grad():
-            replace_weights(self, ((name, tensor_of(blob)) for name, blob in arriving.blobs.items()))
+        self.load_pairs((name, tensor_of(blob)) for name, blob in self.arriving.take().items())
 
-    def load_folder(self, folder: str) -> None:
-        import torch
+    def load_from(self, path: str) -> None:
+        self.load_pairs(tensors(Path(path)))
 
-        if not (at := Path(folder)).is_dir():
-            raise ValueError(f"{folder} is not a folder that this worker sees")
+    def load_pairs(self, pairs: Iterable[tuple[str, Any]]) -> None:
         with torch.inference_mode(False), torch.no_grad():
-            replace_weights(self, tensors(sorted(at.glob("*.safetensors"))))
+            replace_weights(self, pairs)
 
     # For our own engine
-
-    def load_file(self, path: str) -> None:
-        import torch
-
-        with torch.inference_mode(False), torch.no_grad():
-            replace_weights(self, tensors([Path(path)]))
 
     def cache_bytes(self) -> int:
         """Bytes of its keys and values."""
@@ -470,9 +419,9 @@ class FromFolder:
 
     def empty(self) -> None:
         """Free weights, keys and values."""
-        from embodied.runtime.device_memory import Offloader
-
-        forget_packed_weights(self)
+        for layer in self.model_runner.get_model().modules():
+            if hasattr(layer, "cpu_linear"):  # repacked for vLLM's CPU kernels; the next load repacks them
+                layer.cpu_linear = None
         self.emptied = {part: Offloader(keeps=False) for part in (WEIGHTS, CACHE)}
         for part, held in memory_of(self).items():
             self.emptied[part].offload(held)

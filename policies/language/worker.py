@@ -151,47 +151,43 @@ class LanguageWorker(PolicyWorker):
 
     def _begin(self, waiting: deque, version: int) -> list[tuple[str, Completion]]:
         """Give the engine prompts while it has room; returns answers to prompts that cannot be continued."""
-        refused = []
+        refused, most = [], self.policy.max_length
         while waiting and self.engine.room > 0:
             source, prompt = waiting.popleft()
-            said: list[int] = []
+            asked, written = OpenPrompt(source, prompt, ()), ()
             try:
                 if prompt.said:
                     said = self.policy.tokenizer.encode(prompt.said, first=not len(prompt.tokens))
+                    asked = replace(asked, said=tuple(said))
             except PictureError as err:
-                refused.append((source, self._completion(OpenPrompt(source, prompt, ()), NOTHING, version, str(err))))
+                refused.append((source, self._completion(asked, NOTHING, version, str(err))))
                 continue
-            asked = OpenPrompt(source, prompt, tuple(said))
-            written = prompt.written.tokens.tolist() if prompt.written else []
-            tokens = [*prompt.tokens.tolist(), *said, *written]
-            self.resumed += len(written)
-            room = self.policy.max_length - len(tokens)
-            if room < 1:
-                why = (
-                    f"a prompt of {len(tokens)} tokens leaves no room for an answer within {self.policy.max_length}, "
-                    "the most that policy.max_length, the model's positions or its sliding window allow"
-                )
-                refused.append((source, self._no_room(asked, version, why)))
+            if prompt.written:
+                written = prompt.written.tokens.tolist()
+                self.resumed += len(written)
+            tokens = [*prompt.tokens.tolist(), *asked.said, *written]
+            if len(tokens) >= most:
+                refused.append((source, self._no_room(asked, version, len(tokens))))
                 continue
-            most = min((prompt.max_tokens or self.config.max_tokens) - len(written), room)
-            sampling = self._sampling(prompt.override)
+            limit = min((prompt.max_tokens or self.config.max_tokens) - len(written), most - len(tokens))
             shown = (*prompt.pictures, *pictures_in(prompt.said)) if self.policy.sight else ()
-            self.engine.add(Request(asked, tokens, most, prompt.episode, sampling, shown, prompt.has_more_turns))
+            sampling = self._sampling(prompt.override)
+            self.engine.add(Request(asked, tokens, limit, prompt.episode, sampling, shown, prompt.has_more_turns))
         return refused
 
-    def _no_room(self, asked: OpenPrompt, version: int, why: str) -> Completion:
+    def _no_room(self, asked: OpenPrompt, version: int, count: int) -> Completion:
         """A first prompt that is too long drops its conversation. A later message that is too long ends the
         conversation as truncated and adds no tokens to it."""
-        if not len(asked.prompt.tokens):
-            return self._completion(asked, NOTHING, version, why)
-        self.no_room += 1
-        return self._completion(replace(asked, said=()), NOTHING, version)
+        if len(asked.prompt.tokens):
+            self.no_room += 1
+            return self._completion(replace(asked, said=()), NOTHING, version)
+        why = f"a prompt of {count} tokens leaves no room for an answer within {self.policy.max_length}, the most that "
+        why += "policy.max_length, the model's positions or its sliding window allow"
+        return self._completion(asked, NOTHING, version, why)
 
     def _sampling(self, override: SamplingRule | None) -> Sampling | None:
         """None: the round's settings."""
-        if override is None:
-            return None
-        return Sampling(self.seed, f"act/{override.stream}", override, frozenset(self.policy.tokenizer.stops))
+        return override and Sampling(self.seed, f"act/{override.stream}", override, self.engine.stops)
 
     def _step(self, version: int, show: bool) -> list[tuple[str, Completion]]:
         if not self.engine.running:
@@ -209,13 +205,12 @@ class LanguageWorker(PolicyWorker):
         self.tokens += len(answer.tokens)
         answer = whole_answer(asked.prompt.written, answer)
         ids, tokenizer = answer.tokens.tolist(), self.policy.tokenizer
-        written = ids[:-1] if ids and ids[-1] in tokenizer.stops else ids
         return Completion(
             number=asked.prompt.number,
             tokens=np.array([*asked.said, *ids], np.int32),
             logprobs=answer.logprobs,
             version=version,
-            text=tokenizer.decode(written),
+            text=tokenizer.decode(ids[:-1] if ids and ids[-1] in tokenizer.stops else ids),
             pieces=tuple(tokenizer.decode([token]) for token in ids) if show or asked.prompt.override else (),
             truncated=answer.truncated,
             dropped=dropped,
@@ -225,15 +220,15 @@ class LanguageWorker(PolicyWorker):
         """The engine's counters since the last call, for the log; {} for a worker that is not built yet."""
         if not hasattr(self, "engine"):
             return {}
-        rate = self.tokens / self.busy_s if self.busy_s else 0.0
-        numbers = {"tokens": self.tokens, "tokens_per_s": rate, "steps": self.steps, "running_max": self.running}
-        numbers["resumed"] = self.resumed  # tokens of answers that another engine had begun
-        numbers["no_room"] = self.no_room  # conversations that the env's message ended: policy.max_length was reached
+        numbers = {"tokens_per_s": self.tokens / self.busy_s if self.busy_s else 0.0, "running_max": self.running}
+        numbers |= {name: getattr(self, name) for name in ("tokens", "steps", "resumed", "no_room")}
         self._reset_numbers()
         return {f"engine/{name}": float(value) for name, value in (numbers | self.engine.metrics()).items()}
 
     def _reset_numbers(self) -> None:
-        self.tokens, self.busy_s, self.steps, self.running, self.no_room, self.resumed = 0, 0.0, 0, 0, 0, 0
+        self.tokens, self.busy_s, self.steps, self.running = 0, 0.0, 0, 0
+        self.resumed = 0  # tokens of answers that another engine had begun
+        self.no_room = 0  # conversations that the env's message ended: policy.max_length was reached
 
     def close(self) -> None:
         if hasattr(self, "engine"):

@@ -22,7 +22,6 @@ from embodied.core.errors import ConfigError
 from embodied.core.types import ActionSpec, EnvSpec
 from embodied.policies import make_policy
 from embodied.policies.config import CNNConfig
-from embodied.policies.language.remote_server import RemoteServer
 from embodied.serving import robot_protocol as protocol
 from embodied.serving.config import TOKEN, ServeConfig
 from embodied.serving.robot_protocol import observation_of
@@ -93,29 +92,25 @@ def test_the_answer_is_what_the_policy_does(policy):
         assert np.array_equal(actions, policy.act(obs, noise).actions[0]) and actions.shape == (4, 2)
 
 
+def an_array(kind, shape, data=b""):
+    return msgpack.packb({"a": {b"__ndarray__": True, b"dtype": kind, b"shape": shape, b"data": data}})
+
+
 @pytest.mark.parametrize(
     ("sent", "reason"),
     [
         (b"\xc1", "as msgpack"),
-        (protocol.pack({})[:0] + b"\x91" * 3000, "as msgpack"),
+        (b"\x91" * 3000, "as msgpack"),
         ("text", "requests are bytes"),
-        (msgpack.packb([1]), "the message cannot be read as msgpack"),
         (msgpack.packb({"prompt": "go"}) + b"\x00", "something follows its end"),
         (msgpack.packb({"x": [0] * 65}), r"'x' in the message.*65 exceeds max_array_len\(64\)"),
-        (msgpack.packb({"x": {str(n): 0 for n in range(65)}}), r"'x' in the message.*65 exceeds max_map_len\(64\)"),
         (msgpack.packb({"x": [[[]] * 60] * 9}), "'x' in the message: more than 512 maps and lists"),
         (b"\x81\xa1x" + b"\x91" * 3000, "'x' in the message.*StackError"),
-        (
-            protocol.pack({"x": np.zeros(1_000_001, np.uint8)}),
-            r"'x' in the message.*1000001 exceeds max_bin_len\(1000000\)",
-        ),
+        (protocol.pack({"x": np.zeros(1_000_001, np.uint8)}), r"1000001 exceeds max_bin_len\(1000000\)"),
         (msgpack.packb({"prompt": 1}), "lacks 'images/top'"),
-        (msgpack.packb({"a": {b"__ndarray__": True, b"dtype": "|O", b"shape": [1], b"data": b"x" * 8}}), r"type '\|O'"),
-        (
-            msgpack.packb({"a": {b"__ndarray__": True, b"dtype": "<f8", b"shape": [2**40], b"data": b""}}),
-            "fit its bytes",
-        ),
-        (msgpack.packb({"a": {b"__ndarray__": True, b"dtype": "<f8", b"shape": [-1], b"data": b""}}), "has the shape"),
+        (an_array("|O", [1], b"x" * 8), r"type '\|O'"),
+        (an_array("<f8", [2**40]), "fit its bytes"),
+        (an_array("<f8", [-1]), "has the shape"),
     ],
 )
 def test_a_malformed_request_is_refused_and_the_next_client_is_served(policy, sent, reason):
@@ -153,33 +148,6 @@ def test_a_message_of_many_things_is_refused_before_they_are_made(bomb):
     with pytest.raises(protocol.BadMessage, match=r"in the message: more than|exceeds max_array_len|as msgpack"):
         protocol.unpack(BOMBS[bomb])
     assert time.thread_time() - began < 1  # seconds of this thread; it was ten
-
-
-def test_others_are_served_while_somebody_sends_messages_of_30_mb(policy):
-    """A well-behaved client, beside three attackers at a time."""
-    stop, refused = threading.Event(), []
-
-    def attack(address):
-        while not stop.is_set():
-            with connect(address) as connection:
-                connection.recv(timeout=60)
-                connection.send(BOMBS["maps in lists"])
-                refused.append(connection.recv(timeout=60))
-
-    with served(policy, max_request_mb=32) as (address, _), connect(address) as connection:
-        connection.recv(timeout=30)
-        attackers = [threading.Thread(target=attack, args=(address,)) for _ in range(3)]
-        for attacker in attackers:
-            attacker.start()
-        served_between = set()  # how many attacks had been refused when an answer came
-        while len(refused) < 6:
-            assert ask(connection, request())["actions"].shape == (4, 2)
-            served_between.add(len(refused))
-        stop.set()
-        for attacker in attackers:
-            attacker.join(60)
-    assert all("more than 512 maps and lists" in line for line in refused)
-    assert min(served_between) < 6, "answers do not wait until the attackers are done"
 
 
 def test_a_request_is_no_longer_than_what_the_policy_can_look_at(policy):
@@ -393,9 +361,10 @@ def test_what_cannot_be_served_is_refused_in_a_line(arguments, reason, capsys):
 
 
 def test_other_hosts_need_a_long_token(monkeypatch):
-    monkeypatch.setenv(TOKEN, "short")
-    with pytest.raises((ConfigError, ValueError), match="fewer than 16"):
-        ServeConfig(checkpoint="x", host="0.0.0.0")
+    for token, reason in ((None, "can be reached from other machines"), ("short", "fewer than 16")):
+        monkeypatch.setenv(TOKEN, token) if token else monkeypatch.delenv(TOKEN, raising=False)
+        with pytest.raises((ConfigError, ValueError), match=reason):
+            ServeConfig(checkpoint="x", host="0.0.0.0")
     monkeypatch.setenv(TOKEN, SECRET)
     assert ServeConfig(checkpoint="x", host="0.0.0.0").token == SECRET
 
@@ -405,18 +374,6 @@ def test_a_port_that_is_taken_is_said(policy):
         config = ServeConfig(checkpoint="x", port=int(address.rpartition(":")[2]))
         with pytest.raises(ConfigError, match=f"port={config.port}: .*choose others"):
             asyncio.run(serve.serve(policy, config))
-
-
-def test_a_language_run_is_told_what_this_server_is(policy):
-    async def look(url):
-        server = RemoteServer(url, None, 30.0)
-        try:
-            await server.look(60)
-        finally:
-            await server.close()
-
-    with served(policy) as (address, _), pytest.raises(ConfigError, match="426: this server answers robots"):
-        asyncio.run(look(address.replace("ws", "http", 1)))
 
 
 def test_a_server_that_a_shell_started_in_the_background_ends_with_sigint_while_it_loads(monkeypatch):

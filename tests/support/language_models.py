@@ -72,18 +72,21 @@ def policy_of(model, stops=(STOP,), max_length=None):
     return SimpleNamespace(model=model, tokenizer=tokenizer, max_length=longest, device=torch.device("cpu"), sight=None)
 
 
-def answers(engine, requests, temperature=1.0, seed=3, stream="train", **rule):
+def answers(engine, requests, temperature=1.0, seed=3, stream="train", on_answer=lambda count: None, **rule):
     """All answers of a round, by key; `requests` are added as there is room."""
     engine.begin(1, seed, stream, SamplingRule(temperature, **rule))
-    return drained(engine, requests)
+    return drained(engine, requests, on_answer)
 
 
-def drained(engine, requests):
+def drained(engine, requests, on_answer=lambda count: None):
     requests, found = list(requests), {}
     while requests or engine.running:
         while requests and engine.room:
             engine.add(requests.pop(0))
-        found |= {answer.key: answer for answer in engine.step()}
+        for answer in engine.step():
+            assert answer.key not in found
+            found[answer.key] = answer
+            on_answer(len(found))
     return found
 
 

@@ -3,9 +3,12 @@
 import asyncio
 import contextlib
 import threading
+import time
 
 from aiohttp import web
 
+from embodied.policies.config import LanguageConfig
+from embodied.policies.language.engine import make_engine
 from embodied.serving.config import ServeConfig
 from embodied.serving.language_server import LanguageServer, Origin
 
@@ -71,3 +74,21 @@ def in_a_thread(run):
             loop.call_soon_threadsafe(stop.set)
         thread.join(60)
         loop.close()
+
+
+@contextlib.contextmanager
+def engine_at(url, policy, folder, **options):
+    """The engine of a policy that asks one server, or several."""
+    asked = {"engine": "http", "url": url, "weights": folder and folder / "weights", "away_s": 5.0}
+    engine = make_engine(LanguageConfig(**policy.config.model_dump() | asked | options), policy)
+    try:
+        yield engine
+    finally:
+        engine.close()
+
+
+def until(true):
+    deadline = time.monotonic() + 60
+    while not true():
+        assert time.monotonic() < deadline
+        time.sleep(0.005)

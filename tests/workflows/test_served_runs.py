@@ -10,11 +10,10 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
-from served_language import SECRET, served
+from served_language import SECRET, served, until
 from talking_runs import ONE_OF_EACH, Talk, far, told
 from tiny_language import build
 
@@ -95,13 +94,6 @@ def test_fifty_clients_that_come_and_go_change_nothing_in_a_run_on_their_server(
         clients.result(300)
         until(lambda: not (server.generation.writing or server.generation.waiting or server.active))
     assert last.startswith("v2-") and all(len(texts) == 1 for texts in answers.values())  # by question and weights
-
-
-def until(true):
-    deadline = time.monotonic() + 60
-    while not true():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
 
 
 DIGITS = ["env.name=talking_env:Digits", "policy.max_tokens=8"]  # a policy that has learned nothing is paid sometimes

@@ -8,7 +8,7 @@ from rank_processes import run_ranks
 from tiny_language import answers, inputs_of, write
 from transformers import Starcoder2Config
 
-from embodied.policies.language.divided_rows import divided
+from embodied.policies.language.attention import divided
 from embodied.policies.language.packing import lay_out
 
 PROGRAM = Path(__file__).with_name("divided_ranks.py")

@@ -5,7 +5,7 @@ import json
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tiny_language import PLAIN, SPEC, TALKS, build, publish
+from tiny_language import PLAIN, TALKS, build, publish
 
 from embodied.core.errors import CheckpointError, ConfigError
 from embodied.policies.language.tokenizer import CHARACTERS, END, ConversationTokenizer, of_characters
@@ -36,28 +36,18 @@ def test_characters_go_there_and_back(text):
     assert len(ids) == len(text) and OWN.decode(ids) == text
 
 
-def test_the_empty_text_is_nothing_later_and_something_to_begin_with():
+def test_texts_without_plain_characters_have_tokens_too():
     assert OWN.encode("", first=False) == []
     assert OWN.encode("", first=True) == [END_ID]
-
-
-def test_unknown_characters_become_one_that_says_so():
     assert OWN.decode(OWN.encode("é=✓", first=True)) == "<unk>=<unk>"
-
-
-def test_a_special_token_in_words_is_not_one_of_an_env():
     assert OWN.decode([*OWN.encode("95", first=False), END_ID]) == f"95{END}"
 
 
 def test_without_a_template_messages_are_their_contents():
     assert OWN.encode(said("be brief", "1+1="), first=True) == OWN.encode("be brief\n1+1=", first=True)
+    assert with_template(PLAIN, chat=False).encode(said("1+1="), first=True) == OWN.encode("1+1=", first=True)
     with pytest.raises(ConfigError, match=r"policy\.chat=true, but this model has no chat template"):
         of_characters(chat=True)
-
-
-def test_messages_go_through_the_template_with_the_answers_beginning():
-    tokenizer = with_template(PLAIN)
-    assert tokenizer.decode(tokenizer.encode(said("1+1="), first=True)) == "[user]1+1=<end>\n[assistant]"
 
 
 def test_a_later_turn_appends_what_the_template_writes_behind_an_answer():
@@ -67,18 +57,14 @@ def test_a_later_turn_appends_what_the_template_writes_behind_an_answer():
     stream = first + answer + tokenizer.encode(said("and +1?"), first=False)
     whole = tokenizer.render([*said("1+1="), *said("2", role="assistant"), *said("and +1?")])
     assert tokenizer.decode(stream) == whole
+    assert tokenizer.decode(first) == "[user]1+1=<end>\n[assistant]"
     cut_off = first + answer[:-1] + tokenizer.encode(said("and +1?"), first=False, ended=False)
     assert cut_off == stream
-
-
-def test_plain_text_of_a_later_turn_is_appended_as_it_is():
-    tokenizer = with_template(PLAIN)
     assert tokenizer.decode(tokenizer.encode("\n24 + 13 =", first=False)) == "\n24 + 13 ="
 
 
 @pytest.mark.parametrize(
-    ("template", "why"),
-    [(QWEN3, "leaves out the thoughts of earlier answers"), (STRICT, None), (PLAIN, None)],
+    ("template", "why"), [(QWEN3, "leaves out the thoughts of earlier answers"), (STRICT, None), (PLAIN, None)]
 )
 def test_a_template_that_says_earlier_turns_otherwise_is_refused(template, why):
     tokenizer = with_template(template)
@@ -92,10 +78,6 @@ def test_a_template_that_says_earlier_turns_otherwise_is_refused(template, why):
 def test_a_template_that_cannot_take_a_conversation_says_so():
     with pytest.raises(ConfigError, match=r"refuses this conversation \(no\)"):
         with_template(STRICT).encode(said("hm", role="tool"), first=True)
-
-
-def test_chat_can_be_left_out():
-    assert with_template(PLAIN, chat=False).encode(said("1+1="), first=True) == OWN.encode("1+1=", first=True)
 
 
 # Tokenizers of folders
@@ -151,10 +133,3 @@ def test_the_template_travels_with_a_saved_policy(tmp_path):
     again = build(TALKS, pretrained=str(tmp_path / "ours"))
     assert again.tokenizer.encode(said("a"), first=True) == policy.tokenizer.encode(said("a"), first=True)
     assert again.tokenizer.chat
-
-
-def test_one_answer_only_asks_nothing_of_a_template(tmp_path):
-    folder = publish(tmp_path, "qwen3", True, template=QWEN3)
-    assert build(SPEC, pretrained=str(folder)).tokenizer.chat
-    with pytest.raises(ConfigError, match="leaves out the thoughts"):
-        build(TALKS, pretrained=str(folder))

@@ -44,10 +44,6 @@ def test_conversations_of_a_group_with_different_prompts_share_what_is_alike():
     assert tokens_in(lay_out(*flat(inputs_of(*some)))) == 1 + 3 + 2
 
 
-def test_in_groups_of_their_own_conversations_are_laid_out_whole():
-    assert tokens_in(lay_out(*flat(apart(inputs_of(*answers([7, 8], [9])))))) == 5 + 4
-
-
 def test_blocks_fill_rows_as_wide_as_the_widest():
     some = [(group, [(False, [5, 6]), (True, [7])]) for group in range(5)]
     packed = lay_out(*flat(inputs_of(*some)), row=7)

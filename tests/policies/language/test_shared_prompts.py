@@ -61,22 +61,6 @@ def test_large_groups_that_are_split_score_and_learn_alike():
         assert (one - other).abs().max() <= 1e-12 * max(1.0, float(other.abs().max()))
 
 
-def test_an_answer_does_not_see_another():
-    policy = build(preset="tiny_gpt2", dtype="float64")
-    one = policy(inputs_of(*answers([8, 9, 10], [11, 12], [13]))).logprobs
-    other = policy(inputs_of(*answers([40, 9, 41], [11, 12], [13]))).logprobs
-    assert not torch.equal(one[:6], other[:6])
-    assert torch.equal(one[6:], other[6:])
-
-
-def test_neither_do_groups_in_one_row():
-    policy = build(preset="tiny_gpt2", dtype="float64")
-    mine = answers([11, 12], [13], prompt=(20, 21), group=1)
-    one = policy(inputs_of(*answers([8, 9], [10]), *mine)).logprobs
-    other = policy(inputs_of(*answers([40, 41], [42], prompt=(5, 50, 7)), *mine)).logprobs
-    assert torch.equal(one[9:], other[9:])
-
-
 def test_what_the_env_says_has_no_log_prob_and_no_gradient():
     policy, inputs = build(preset="tiny_gpt2", dtype="float64"), inputs_of(*TURNS)
     scores = policy(inputs)

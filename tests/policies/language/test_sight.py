@@ -183,7 +183,7 @@ REFUSED = {
     "thin": (lambda p, t: p.sight.check_room([data_url(np.zeros((1, 300, 3), np.uint8))], 99), "cannot be processed"),
     "not base64": (lambda p, t: p.sight.read("data:image/png;base64,!"), "not base64"),
     "drawing": (lambda p, t: p.sight.read("drawn:house?seed=1&pixels=48"), "no drawing 'house'"),
-    "processor": (lambda p, t: Sight._processor(p.sight, t, {}), "preprocessor_config.json is missing"),
+    "processor": (lambda p, t: Sight._processor(p.sight, t, {}), "preprocessor_config.json cannot be read"),
 }
 
 

@@ -13,14 +13,7 @@ from embodied.core.conversations import SamplingRule
 from embodied.policies.language.decoding import choose, draw_errors
 from embodied.policies.language.engine import Request, make_engine
 from embodied.policies.language.http_messages import ParsedAnswer
-from embodied.policies.language.trust import (
-    BLOCK,
-    LIMITS,
-    ProofBlock,
-    check_answer,
-    find_mismatch,
-    rounding_noise,
-)
+from embodied.policies.language.trust import BLOCK, LIMITS, ProofBlock, check_answer, find_mismatch, rounding_noise
 
 RULES = (SamplingRule(), SamplingRule(0.7), SamplingRule(0.0), SamplingRule(1.0, top_k=5), SamplingRule(0.9, top_p=0.6))
 
