@@ -97,13 +97,10 @@ def test_a_policy_on_the_hub_is_served_like_its_folder(tmp_path, monkeypatch, ca
     assert others.data_set == "libero_spatial" and "models--lab--others" in capsys.readouterr().out
 
 
-def test_a_published_folder_does_not_say_for_which_env(tmp_path):
-    folder = publish(tmp_path / "there", OpenVLAConfig(name="openvla", camera="agentview"))
+def test_published_folders_need_an_env_and_others_have_their_own(tmp_path):
+    config = OpenVLAConfig(name="openvla", camera="agentview")
+    make_policy(config, SPEC, 0).save_pretrained(tmp_path / "ours")
     with pytest.raises(ConfigError, match=r"env\.name=libero"):
-        serve.load(ServeConfig(checkpoint=str(folder)), [])
-
-
-def test_a_protocol_is_only_for_published_folders(tmp_path):
-    make_policy(OpenVLAConfig(name="openvla", camera="agentview"), SPEC, 0).save_pretrained(tmp_path / "ours")
+        serve.load(ServeConfig(checkpoint=str(publish(tmp_path / "there", config))), [])
     with pytest.raises(ConfigError, match=r"env\.name=libero has no effect"):
         serve.load(ServeConfig(checkpoint=str(tmp_path / "ours")), ["env.name=libero"])

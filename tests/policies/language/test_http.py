@@ -16,12 +16,10 @@ from tiny_language import build, publish
 from embodied.config.recipe import load
 from embodied.core.conversations import SamplingRule
 from embodied.core.errors import ConfigError, EmbodiedError
-from embodied.policies.config import LanguageConfig
 from embodied.policies.language import server_pool
 from embodied.policies.language.engine import Request, make_engine
 from embodied.policies.language.folder import as_published
 from embodied.policies.language.vllm import FromFolder
-from embodied.policies.policy_folder import read_description
 from embodied.run import launch
 from embodied.runtime import published_weights
 from embodied.serving.config import TOKEN
@@ -108,18 +106,6 @@ def test_adapters_are_merged_for_a_server_that_has_none(served_rank, tmp_path):
         with engine_at(server.url, policy, tmp_path) as engine:
             engine.load(policy.state_dict(), 1)
             check_same(answers(engine, ASKED), of_own_engine(policy), 2e-5)
-
-
-def test_where_weights_are_not_to_change_they_have_to_be_those_of_the_policy(policy, tmp_path):
-    with served(build(dtype="float64", **SIZES), tmp_path, version=7) as server:
-        with engine_at(server.url, policy, None) as engine:
-            engine.load(policy.state_dict(), 1)
-            check_same(answers(engine, ASKED), of_own_engine(policy))
-        with (
-            engine_at(server.url, policy, None) as engine,
-            pytest.raises(ConfigError, match=r"has other weights \(v7-"),
-        ):
-            engine.load(of_other_weights().state_dict(), 1)
 
 
 def test_weights_that_make_no_numbers_make_answers_that_are_dropped(policy, tmp_path):
@@ -227,14 +213,6 @@ def test_weights_that_a_killed_worker_left_are_removed_and_those_of_others_stay(
         with pytest.raises(ConfigError, match=r"policy.weights=.*file/weights cannot be written"):
             with engine_at(server.url, policy, tmp_path / "file"):
                 pass
-
-
-def test_a_saved_policy_does_not_depend_on_the_server_of_its_run(policy, tmp_path):
-    config = LanguageConfig(**policy.config.model_dump() | {"engine": "http", "url": "http://h", "weights": tmp_path})
-    policy.config = config
-    policy.save_pretrained(tmp_path / "policy")
-    found, _ = read_description(tmp_path / "policy")
-    assert found.engine == "transformers" and found.url is None and found.max_running == config.max_running
 
 
 MODELS = {"data": [{"id": "m", "owned_by": "someone"}]}

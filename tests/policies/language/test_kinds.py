@@ -140,16 +140,3 @@ def test_a_model_that_is_computed_otherwise_than_by_transformers_is_refused(tmp_
     monkeypatch.setattr(files, "allocate", forgetful)
     with pytest.raises(CheckpointError, match=r"gemma3_text, whose log-probs are computed otherwise .* nats apart"):
         build(pretrained=str(folder))
-
-
-def test_other_threads_of_a_process_can_initialise_networks_while_a_model_is_made(monkeypatch):
-    kind, seen = files.auto_class(shape := transformers.LlamaConfig(**WORDS, **SIZES)), []
-
-    class Watched:
-        def from_config(self, *args, **options):
-            seen.append(torch.nn.init.orthogonal_(torch.empty(2, 2, device="cpu")))
-            return kind.from_config(*args, **options)
-
-    monkeypatch.setattr(files, "auto_class", lambda config: Watched())
-    files.empty_model(shape, torch.float32)
-    assert torch.allclose(seen[0] @ seen[0].T, torch.eye(2), atol=1e-5)

@@ -58,15 +58,6 @@ def test_values_are_those_of_separate_conversations_however_they_are_packed(shar
         assert (one - other).abs().max() < 1e-12 * max(1.0, float(other.abs().max()))
 
 
-def test_a_value_does_not_depend_on_what_follows_nor_on_other_answers():
-    policy = judging()
-    one = policy(inputs_of(*answers([8, 9, 10], [11, 12]))).values
-    other = policy(inputs_of(*answers([8, 9, 40], [41, 12]))).values
-    assert torch.equal(one[:6], other[:6])  # up to the third token, which is another one, of the first answer
-    assert torch.equal(one[9], other[9]) and one[10] != other[10]
-    assert not one[:3].any() and one[3:6].all()
-
-
 def test_a_fresh_head_predicts_nothing_and_leaves_the_model_as_it_would_be():
     plain, policy = build(), build(value_head=True)
     assert plain.value_head is None and set(policy.state_dict()) - set(plain.state_dict()) == HEAD
