@@ -22,9 +22,6 @@ from embodied.core.errors import EvaluationStopped
 from embodied.core.types import EnvSpec, EpisodeList, EpisodeResult, EpisodeSpec, Job, Recording, Report, deal_by_task
 from embodied.envs import env_class, speaks
 from embodied.envs.capabilities import EvaluationProtocol, choose_protocol
-from embodied.records.results import BUFFERS
-from embodied.records.transcripts import record_transcripts
-from embodied.records.videos import VideoRecorder
 from embodied.workflows.contract import ROLLOUT
 from embodied.workflows.rollout_manager import Evaluation
 
@@ -158,6 +155,9 @@ class Evaluator:
     def first_recording(self, out: Path) -> Recording:
         """The recording of an evaluation: transcripts; or videos of the first episodes, and buffers for the dataset."""
         from embodied.datasets.writer import EpisodeRecorder
+        from embodied.records.results import BUFFERS
+        from embodied.records.transcripts import record_transcripts
+        from embodied.records.videos import VideoRecorder
 
         options = self.config.eval
         conversations = speaks(env_class(self.config.env))
@@ -289,6 +289,7 @@ def write_dataset(out: Path, path: Path, spec: EnvSpec, results: list[EpisodeRes
     """Write these episodes, in order and without error episodes, from their buffers as a dataset in LeRobot's layout.
     The buffers stay: an evaluation that is interrupted before its results writes the dataset again."""
     from embodied.datasets import DatasetWriter, buffer_name, features_of, fps_of
+    from embodied.records.results import BUFFERS
 
     shutil.rmtree(path, ignore_errors=True)  # written before the evaluation or the run was interrupted
     played = [result for result in results if not result.error]

@@ -33,7 +33,6 @@ from embodied.runtime import Cluster, Handle, WorkerGroup
 from embodied.runtime.published_weights import Publication
 from embodied.workflows.contract import ROLLOUT, UPDATE, Batch, BatchSource, Role
 from embodied.workflows.evaluator import Evaluator
-from embodied.workflows.groups import Groups
 from embodied.workflows.horizon import Horizon
 from embodied.workflows.shipped_roles import roles_of_run
 from embodied.workflows.workers import Workers
@@ -122,7 +121,11 @@ class EmbodiedLoop:
     @staticmethod
     def make_source(workers: Workers) -> BatchSource:
         """The collector of PPO (a fixed horizon), or of GRPO and conversations (whole episodes in groups)."""
-        return (Groups if workers.config.algo.whole_episodes else Horizon)(workers)
+        if not workers.config.algo.whole_episodes:
+            return Horizon(workers)
+        from embodied.workflows.groups import Groups
+
+        return Groups(workers)
 
     # One iteration
 
