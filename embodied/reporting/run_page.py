@@ -221,15 +221,15 @@ def figures(run: Run) -> Block | None:
 
 def evaluation_tiles(evaluation: Evaluation, version: str) -> list[tuple[str, str, str]]:
     """The figures of an evaluation's table, without counts; of several pass@k the largest k."""
-    cells = figure_cells(evaluation.results["overall"])
-    samples = evaluation.results["overall"].get("text", {}).get("samples", 1)
+    overall = evaluation.results["overall"]
+    cells, samples = figure_cells(overall), overall.get("text", {}).get("samples", 1)
     names = {"success (avg@k)": f"avg@{samples}" if samples > 1 else "success", "cut off": "answers cut off"}
+    remarks = {"return": f"mean of {overall['episodes']} episodes", "tokens an answer": "on average"}
     how = f", {sampling(evaluation.results)}{version}" if evaluation.of_text else version
     counts = {"episodes", "errors", "answers", "length"}
     left_out = counts.union([name for name in cells if name.startswith("pass@")][:-1])  # k rises
-    return [
-        (f"{names.get(name, name)}{how}", *words_of(value)) for name, value in cells.items() if name not in left_out
-    ]
+    shown = [(name, *words_of(value)) for name, value in cells.items() if name not in left_out]
+    return [(f"{names.get(name, name)}{how}", words, more or remarks.get(name, "")) for name, words, more in shown]
 
 
 def start_tiles(run: Run) -> list[tuple[str, str, str]]:

@@ -165,3 +165,6 @@ def test_the_end_of_a_sweep_names_a_run_of_the_best_setting(tmp_path, capsys):
     GroupChildren(group, ["recipe=toy"], tmp_path).say_results(group.members, Interruption())
     told = capsys.readouterr().out
     assert f"checkpoint={tmp_path / '0.0003-0'}" in told and f"resume={tmp_path / '0.0003-0'}" in told
+    none = replace(group, members=tuple(replace(member, folder="") for member in group.members))
+    GroupChildren(none, ["recipe=toy"], tmp_path).say_results(none.members, Interruption())
+    assert "evaluate" not in capsys.readouterr().out

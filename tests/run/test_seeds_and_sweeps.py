@@ -222,12 +222,6 @@ def test_a_run_that_had_nothing_to_learn_is_over_and_one_that_was_stopped_is_not
     assert run_group.state_of(tmp_path / "none") == "not begun"
 
 
-def test_a_name_that_was_given_is_that_of_the_group(children):
-    crew = children(4)
-    crew.shared = ["recipe=toy", "run.name=mine"]
-    assert crew.words(Member({}, 4)) == ["recipe=toy", "seed=4", "run.name=toy-seed4"]
-
-
 # What becomes of the runs
 
 
@@ -241,18 +235,6 @@ def test_a_failed_seed_does_not_end_the_others_and_is_named(children, capsys):
     told = capsys.readouterr().out
     assert "2 of 4 runs finished" in told and "continue    python -m embodied.train x" in told
     assert "seed 1: unfinished, WorkerFailed: sim-0: gone" in told and "seed 2: not begun, the second one" in told
-
-
-def test_the_end_says_how_to_evaluate_and_resume_a_run_that_is_over(children, capsys):
-    crew = children(2, 4)
-    crew.run(crew.group.members, Interruption())
-    crew.say_results(crew.group.members, Interruption())
-    told = capsys.readouterr().out
-    assert "evaluate    python -m embodied.evaluate checkpoint=toy-seed4-20260101-000000\n" in told
-    assert "resume      python -m embodied.train resume=toy-seed4-20260101-000000\n" in told
-    alone = children(2, folder="none")
-    alone.say_results(alone.group.members, Interruption())
-    assert "evaluate" not in capsys.readouterr().out
 
 
 def test_what_is_unfinished_is_resumed(children):
@@ -318,6 +300,9 @@ def until(true, seconds=60):
         time.sleep(0.01)
 
 
-def test_names_of_files_hold_no_odd_signs():
+def test_names_of_files_hold_no_odd_signs_and_a_given_name_is_that_of_the_group(children):
+    crew = children(4)
+    crew.shared = ["recipe=toy", "run.name=mine"]
+    assert crew.words(Member({}, 4)) == ["recipe=toy", "seed=4", "run.name=toy-seed4"]
     assert slug("policy.hidden=[64, 64], seed 1") == "policy.hidden=_64_64_seed_1"
     assert slug("pointmass_ppo-lr3.0e-05") == "pointmass_ppo-lr3.0e-05"

