@@ -41,7 +41,7 @@ from embodied.placement.deploy import as_placement, granularity
 from embodied.placement.iteration_cost import Pricer
 from embodied.placement.profile import Profile, read_profile, write_profile
 from embodied.placement.profile_planner import Choice
-from embodied.placement.reasons import describe_layout, idle_shares, why_not
+from embodied.placement.reasons import describe_layout, mean_idle, why_not
 from embodied.plan import Planned, plan
 from embodied.profiling.measure import measure as measure_profile
 from embodied.profiling.stored_profiles import (
@@ -188,13 +188,12 @@ def predicted(planned: Planned, name: str, choice: Choice) -> dict[str, Any]:
     """The prediction for the fastest layout of a mode or schedule."""
     schedule, dataflow, planner = name if name in OVERLAPPING else "sync", planned.profile.dataflow, planned.planner
     pricer = Pricer(dataflow.under(schedule), planner.pricer.profile, planner.classes)
-    classes, idle = planner.classes, idle_shares(pricer, choice.layout)
     return {
         "schedule": schedule,
         "async_level": dataflow.level if schedule == "async" else 1,
         "seconds": choice.price.seconds,
         "env_steps_per_s": planned.steps_per_s(choice),
-        "idle": sum(idle[c.name] * c.count for c in classes) / sum(c.count for c in classes),
+        "idle": mean_idle(pricer, choice.layout, planner.classes),
         "layout": describe_layout(choice.layout, pricer),
         "placement": as_placement(pricer, choice.layout, planned.topology, planned.draws),
         "stages": choice.layout.stages,

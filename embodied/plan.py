@@ -37,12 +37,12 @@ from embodied.envs import env_class
 from embodied.placement import PlacedRole, PlacementError, reasons, roles_of
 from embodied.placement.dataflow import SCHEDULES
 from embodied.placement.deploy import as_placement, granularity
-from embodied.placement.event_replay import Schedule, simulate
 from embodied.placement.grammar import EMBODIED
 from embodied.placement.layout import DeviceClass
 from embodied.placement.profile import Profile, read_profile
 from embodied.placement.profile_planner import STAGES, Choice, Planner
 from embodied.placement.schedule_overlap import overlaps
+from embodied.placement.timeline import Timeline, timeline_of
 from embodied.placement.topology import Topology, read_topology
 from embodied.profiling import stored_profiles
 from embodied.reporting.page import Block, Row, Rows, bullets, page, rows_chart, section, short, table, write_page
@@ -56,9 +56,7 @@ from embodied.workflows.shipped_roles import roles_of_run
 OWN = ("cluster", "profile", "out")
 MODES = ("collocated", "disaggregated", "hybrid", "custom")
 NOT_PERIODIC = "its groups are not known, or not learned from in one gradient step"
-MOST_REPLAYED = 300  # devices; larger clusters are only priced in closed form
 FIRST = ("sim", "policy", "learner")  # roles with fixed colours in all charts
-MOST_ROWS = 24  # devices in a chart
 USAGE = __doc__ or ""
 
 
@@ -319,26 +317,10 @@ def layout_of(planned: Planned, choice: Choice) -> str:
     return reasons.describe_layout(choice.layout, planned.planner.pricer)
 
 
-def drawable(choice: Choice) -> bool:
-    return sum(zone.devices for zone in choice.layout.zones) <= MOST_REPLAYED
-
-
-def mean_idle(planned: Planned, choice: Choice) -> float | None:
+def mean_idle(planned: Planned, choice: Choice) -> float:
     """The mean idle share of the devices in use."""
-    if not drawable(choice):
-        return None
-    shares = reasons.idle_shares(planned.planner.pricer, choice.layout)
     used = [c for c in planned.planner.classes if any(zone.device_class == c.name for zone in choice.layout.zones)]
-    return sum(shares[c.name] * c.count for c in used) / sum(c.count for c in used)
-
-
-def replays(planned: Planned) -> dict[str, Schedule]:
-    """Replays of the modes, fastest first; empty for clusters of more than MOST_REPLAYED devices."""
-    return {
-        f"{mode}: {layout_of(planned, choice)}": simulate(planned.planner.pricer, choice.layout)
-        for mode, choice in planned.ranked.items()
-        if drawable(choice)
-    }
+    return reasons.mean_idle(planned.planner.pricer, choice.layout, used)
 
 
 def write(planned: Planned, name: str, out: Path) -> None:
@@ -378,44 +360,38 @@ def plan_page(planned: Planned, name: str) -> Block:
             if not isinstance(c, str)
         ]
 
-    head, drawn = ["s per iteration", "env steps/s", "layout"], replays(planned)
+    head, pricer = ["s per iteration", "env steps/s", "layout"], planned.planner.pricer
+    drawn = {
+        f"{mode}: {layout_of(planned, choice)}": timeline_of(pricer, choice.layout)
+        for mode, choice in planned.ranked.items()
+    }
     return page(
         f"Plan of {name} on {planned.topology.name}",
         [
             section("Predicted", table(["mode", *head], rows(planned.ranked))),
             section("Under each schedule", table(["schedule", *head], rows(planned.schedules))),
             section("Why", bullets(planned.why)),
-            section("An iteration", draw(drawn)) if drawn else None,
+            section("An iteration", draw(drawn)),
         ],
         f"{planned.profile.made.get('name', name)}, on {planned.topology.name}",
         heading=planned.verdict,
     )
 
 
-def draw(schedules: dict[str, Schedule]) -> Block:
-    """Charts with a row per device and a colour per component, on a common time axis."""
-    longest = max(schedule.seconds for schedule in schedules.values()) or 1.0
+def draw(timelines: dict[str, Timeline]) -> Block:
+    """Charts with a row for every range of devices that do the same, and a colour per component, on a common time
+    axis."""
+    longest = max(timeline.seconds for timeline in timelines.values()) or 1.0
     charts = []
-    for title, schedule in schedules.items():
-        bars: dict[str, dict[str, list]] = defaultdict(lambda: defaultdict(list))
-        for span in schedule.spans:
-            bars[span.device][span.component].append((span.start_s, span.end_s))
-        rows = [Row(device, bars[device]) for device in shown_devices(schedule)]
-        charts.append(Rows(f"{title}; {short(schedule.seconds)} s", rows, longest, schedule.seconds))
+    for title, timeline in timelines.items():
+        rows = []
+        for devices, spans in timeline.rows().items():
+            bars: dict[str, list] = defaultdict(list)
+            for span in spans:
+                bars[span.what].append((span.start_s, span.end_s))
+            rows.append(Row(devices, bars))
+        charts.append(Rows(f"{title}; {short(timeline.seconds)} s", rows, longest, timeline.seconds))
     return rows_chart("what every device does", charts, "seconds of an iteration", names=FIRST)
-
-
-def shown_devices(schedule: Schedule) -> list[str]:
-    """All devices; of a large cluster the first and last device of each kind of use."""
-    used = [device for device in schedule.devices if device in schedule.busy_s]
-    if len(used) <= MOST_ROWS:
-        return used
-    kinds: dict[tuple, list[str]] = {}
-    for device in used:
-        does = tuple(dict.fromkeys(s.component for s in schedule.spans if s.device == device))
-        kinds.setdefault((device.rpartition(":")[0], does), []).append(device)
-    each = max(2, MOST_ROWS // len(kinds))
-    return [device for devices in kinds.values() for device in [*devices[: each - 1], devices[-1]]]
 
 
 let_call(__name__)

@@ -1,7 +1,8 @@
 """The cost of a layout: seconds of an iteration and bytes on the fullest device, in closed form.
 
-Numbers of devices are arrays, so that the planner prices thousands of splits at once; `price` prices one layout. The
-event simulation (`event_replay.py`) must agree.
+The seconds and bytes of a layer are a rising function (`layer_seconds`, `used_bytes`) of a few terms, such as the
+seconds of a pass of a node, and each term depends on the sizes of one or two zones. So the planner prices thousands of
+splits at once, and the least value of each term over a range of sizes gives a lower bound on the price of that range.
 
 A cycle (sim and policy) is limited by its busiest station or by a stage that waits for its own answer: period =
 max(busiest station, round trip). n decisions take n - 1 periods and one round trip. In a layer a node begins when its
@@ -11,7 +12,7 @@ learners work during the rollout, each side takes its own turns (`schedule_overl
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 
@@ -22,32 +23,28 @@ from embodied.placement.dataflow import Dataflow, Edge, asker_of, engine_ratios
 from embodied.placement.layout import DeviceClass, Layer, Layout, Zone
 from embodied.placement.profile import Array, Cost, Profile, Table, make_table, max_of
 
-
-@dataclass(frozen=True)
-class LayerPrice:
-    """Arrays over splits. `active` and `idle` are bytes on the fullest device of each class, while this layer works and
-    while another layer works."""
-
-    seconds: Array
-    active: Mapping[str, Array]
-    idle: Mapping[str, Array]
+Note = Callable[["NodeTurn", str, Array, Array], object]  # a step of a node, from start to end
+Terms = dict[tuple, Array]
+"""The terms of a layer's price: ("alone", node) and ("both", node), seconds of a pass without and with the other side
+at work; ("ahead", node); ("onload", node) and ("offload", node); ("active", zone) and ("idle", zone), bytes while this
+layer works and while another layer works; ("weights",); and ("tail",) and ("waiting",), of `schedule_overlap.py`."""
 
 
 @dataclass(frozen=True)
 class Price:
     seconds: float  # of an iteration
-    layers: tuple[LayerPrice, ...]
+    layers: tuple[float, ...]  # seconds of each
     used_bytes: Mapping[str, float]  # per class, on the fullest device
     fits: bool
 
 
 @dataclass(frozen=True)
 class NodeTurn:
-    """A node of the dataflow in a layer: its components by zone, and the nodes on other devices that it waits for,
-    chunk by chunk if it streams, else until they end. Nodes on its own devices end before these are free."""
+    """A node of the dataflow in a layer: its zones, and the nodes on other devices that it waits for, chunk by chunk if
+    it streams, else until they end. Nodes on its own devices end before these are free."""
 
     node: int
-    parts: tuple[tuple[int, tuple[str, ...]], ...]  # (index of the zone, components)
+    zones: tuple[int, ...]  # their indices
     waits: tuple[int, ...]
     streams: bool
 
@@ -70,34 +67,6 @@ class Pricer:
         names = [c.name for c in self.dataflow.components]
         return {name: {c for c in self.classes if self.cost(name, c) is not None} for name in names}
 
-    def workers(self, component: str, device_class: str, stages: int) -> np.ndarray:
-        """The component's number of workers on 0, 1, 2, ... devices: the fastest number that fits in memory."""
-        return self.table(component, device_class, stages).workers
-
-    def slowed_by_more(self, components: Sequence[str]) -> bool:
-        """True if more devices can cost time: weights are copied to one more receiver, or the work itself gets
-        slower."""
-        return self.receives(components) or self.work_slowed_by_more(components)
-
-    def receives(self, components: Sequence[str]) -> bool:
-        """True if some of these components receive new weights."""
-        return any(edge.next_iteration and edge.target in components for edge in self.dataflow.edges)
-
-    def work_slowed_by_more(self, components: Iterable[str]) -> bool:
-        """True if more devices can make work slower: busy neighbours slow each other down, and learners exchange
-        gradients after the last group, which no rollout hides."""
-        if self.dataflow.schedule == "periodic" and any(map(self.dataflow.is_learner, components)):
-            return True
-        slowed = self.profile.costs if schedule_overlap.overlaps(self.dataflow) else components
-        alone = min(cost.alone for name in slowed for cost in self.profile.costs[name].values())
-        return self.dataflow.lengths is not None or alone < 1
-
-    def useful_answerers(self, name: str, most: int, stages: int) -> np.ndarray:
-        """bool [most + 1]: whether the k-th device still helps a component that answers in a cycle."""
-        count = np.arange(most + 1)
-        asker = self.dataflow[self.asker_for(name)]
-        return (count > 0) & (count <= asker.items * stages)  # which of these helps depends on the number of askers
-
     def asker_for(self, component: str) -> str | None:
         """The component that sends requests in this component's cycle; None outside of cycles."""
         return self.asker[next(node for node in self.dataflow.order if component in node)]
@@ -106,90 +75,131 @@ class Pricer:
         costs = [self.cost(component, name) for name in self.classes]
         return any(cost is not None and cost.offload_s is not None for cost in costs)
 
+    def streams_between(self, layer: Layer) -> bool:
+        """True if a node uses partial input of nodes on other devices."""
+        order = self.dataflow.order
+        return any(t.waits and (t.streams or self.dataflow[order[t.node][0]].ahead) for t in self.turns(layer))
+
     # Seconds of a layout
 
     def price(self, layout: Layout) -> Price:
-        layers = []
+        """Seconds are infinite where a zone is too small for a worker."""
+        terms, seconds = [], []
         for layer in layout.layers:
             devices = [np.array(zone.devices) for zone in layer]
-            layers.append(self.layer(layer, devices, layout.stages, layout.chunks, layout.swapped))
-        used = {name: used_bytes(layers, name) for name in self.classes}
-        seconds = sum(float(layer.seconds) for layer in layers) + self.dataflow.fixed_s
+            terms.append(self.terms(layer, devices, layout.stages) | self.both(layer, devices, layout.stages))
+            terms[-1] |= self.swap_terms(layer, devices, layout.stages, layout.swapped)
+            seconds.append(float(self.layer_seconds(layer, terms[-1], layout.chunks)))
+        used = {name: float(self.used_bytes(layout.layers, terms, name)) for name in self.classes}
         fits = all(used[name] <= c.memory_bytes for name, c in self.classes.items())
-        return Price(seconds, tuple(layers), used, fits and np.isfinite(seconds))
+        whole = sum(seconds) + self.dataflow.fixed_s
+        return Price(whole, tuple(seconds), used, bool(fits and np.isfinite(whole)))
 
-    def layer(
-        self, layer: Layer, devices: Sequence[Array], stages: int, chunks: int, swapped: frozenset[str] = frozenset()
-    ) -> LayerPrice:
-        """Seconds are infinite where a zone is too small for a worker."""
-        at = {name: (zone, count) for zone, count in zip(layer, devices) for name in zone.components}
-        active, idle = {}, {}
-        for zone in layer:
-            peak, rest = zone_bytes(self, zone, at, stages, swapped)
-            name = zone.device_class
-            active[name] = np.maximum(active.get(name, 0.0), peak)
-            idle[name] = np.maximum(idle.get(name, 0.0), rest)
-        return LayerPrice(self.seconds(layer, devices, stages, chunks, swapped), active, idle)
+    def terms(self, layer: Layer, devices: Sequence[Array], stages: int) -> Terms:
+        """The terms that depend neither on swaps nor on the other side's devices."""
+        at = zones_at(layer, devices)
+        terms: Terms = {("weights",): self.sync_seconds(at, stages)}
+        for turn in self.turns(layer):
+            node = self.dataflow.order[turn.node]
+            terms["alone", turn.node] = self.node_seconds(node, at, stages)
+            if self.dataflow[node[0]].ahead:
+                terms["ahead", turn.node] = self.encoding_seconds(node[0], at)
+        if self.dataflow.schedule == "periodic":
+            terms["tail",] = tail = schedule_overlap.tail_seconds(self, at, stages)
+            terms["waiting",] = schedule_overlap.waiting_groups(self, at, stages)
+            self._without_tail(terms, "alone", tail)
+        return terms
 
-    def seconds(
-        self, layer: Layer, devices: Sequence[Array], stages: int, chunks: int, swapped: frozenset[str] = frozenset()
-    ) -> Array:
-        at = {name: (zone, count) for zone, count in zip(layer, devices) for name in zone.components}
-        if schedule_overlap.overlaps(self.dataflow):
-            return schedule_overlap.overlapped(self, layer, at, stages, swapped)
-        return self.work_seconds(layer, at, stages, chunks, swapped) + self.sync_seconds(at, stages)
+    def both(self, layer: Layer, devices: Sequence[Array], stages: int) -> Terms:
+        """The terms of nodes while the other side works, too."""
+        if not schedule_overlap.overlaps(self.dataflow):
+            return {}
+        at, order = zones_at(layer, devices), self.dataflow.order
+        terms: Terms = {("both", t.node): self.node_seconds(order[t.node], at, stages, True) for t in self.turns(layer)}
+        if self.dataflow.schedule == "periodic":
+            self._without_tail(terms, "both", schedule_overlap.tail_seconds(self, at, stages, True))
+        return terms
 
-    def work_seconds(
-        self, layer: Layer, at: Mapping, stages: int, chunks: int, swapped: frozenset[str] = frozenset()
-    ) -> Array:
-        """Seconds without the weight sync."""
-        order = self.dataflow.order
-        work = {turn.node: self.node_seconds(order[turn.node], at, stages) for turn in self.turns(layer)}
-        return self.time_shared_s(layer, work, chunks, at, swapped)
+    def _without_tail(self, terms: Terms, which: str, tail: Array) -> None:
+        """Subtract from an update what comes after its last group."""
+        name = schedule_overlap.learner_of(self.dataflow)
+        key = which, next(i for i, node in enumerate(self.dataflow.order) if name in node)
+        terms[key] = np.maximum(terms[key] - tail, 0.0)
 
-    def time_shared_s(
+    def swap_terms(
+        self, layer: Layer, devices: Sequence[Array], stages: int, swapped: frozenset[str] = frozenset()
+    ) -> Terms:
+        """The terms that depend on which components offload their memory between turns."""
+        at = zones_at(layer, devices)
+        terms: Terms = {}
+        for turn in self.turns(layer) if swapped else ():
+            node = self.dataflow.order[turn.node]
+            for which in ("onload", "offload"):
+                terms[which, turn.node] = self.swap_seconds(node, at, swapped, f"{which}_s")
+        for i, zone in enumerate(layer):
+            terms["active", i], terms["idle", i] = zone_bytes(self, zone, at, stages)(swapped)
+        return terms
+
+    def layer_seconds(self, layer: Layer, terms: Terms, chunks: int) -> Array:
+        """Seconds of a layer and of its weight sync; never falls if a term rises."""
+        if not schedule_overlap.overlaps(self.dataflow):
+            return self.turn_seconds(layer, self.turns(layer), terms, chunks) + terms["weights",]
+        sides: tuple[list[NodeTurn], list[NodeTurn]] = ([], [])
+        for turn in self.turns(layer):
+            sides[schedule_overlap.is_learner_node(self.dataflow, turn.node)].append(turn)
+        rollout, update = (
+            [self.turn_seconds(layer, side, terms, 1, which) for which in ("both", "alone")] for side in sides
+        )
+        return schedule_overlap.overlapped(self.dataflow, rollout, update, terms)
+
+    def turn_seconds(
         self,
         layer: Layer,
-        work: Mapping[int, Array],
+        turns: Sequence[NodeTurn],
+        terms: Terms,
         chunks: int,
-        at: Mapping | None = None,
-        swapped=frozenset(),
-        turns: Sequence[NodeTurn] | None = None,
+        which: str = "alone",
+        note: Note | None = None,
     ) -> Array:
-        """Seconds of nodes that run in order, chunk by chunk, each when its zone is free; `work` has the seconds of a
-        pass. `turns`: the nodes of one side, which does not wait for the other side."""
+        """Seconds of nodes that run in order, chunk by chunk, each when its zone is free. `note` is called for every
+        step of a node: moving memory, or work."""
         free: list[Array] = [0.0] * len(layer)
         ready: dict[int, list[Array]] = {}
         passes = self.dataflow.passes / chunks
-        for turn in self.turns(layer) if turns is None else turns:
-            node = self.dataflow.order[turn.node]
-            each = work[turn.node] * passes
-            time = max_of(*(free[z] for z, _ in turn.parts))
-            if swapped:
-                time = time + self.swap_seconds(node, at, swapped, "onload_s")
-            if at and self.dataflow[node[0]].ahead:
-                time = self._after_encoding(turn, self.encoding_seconds(node[0], at), time, ready, chunks)
+        for turn in turns:
+            key, steps = (which if (which, turn.node) in terms else "alone", turn.node), []
+            begin = max_of(*(free[z] for z in turn.zones))
+            time = begin + terms.get(("onload", turn.node), 0.0)
+            steps.append(("memory", begin, time))
+            inputs = [[ready[source][chunk] for source in turn.waits if source in ready] for chunk in range(chunks)]
+            if ("ahead", turn.node) in terms:  # frozen parts encode input from other devices chunk by chunk
+                for arrived in inputs:
+                    begin = max_of(time, *arrived)
+                    time = begin + terms["ahead", turn.node] / chunks
+                    steps.append(("work", begin, time))
             ready[turn.node] = []
-            if not turn.streams:
-                time = max_of(time, *(ready[source][-1] for source in turn.waits if source in ready))
-            for chunk in range(chunks):
-                if turn.streams:
-                    time = max_of(time, *(ready[source][chunk] for source in turn.waits if source in ready))
-                time = time + each
+            for arrived in inputs if turn.streams else inputs[-1:] * chunks:
+                begin = max_of(time, *arrived)
+                time = begin + terms[key] * passes
                 ready[turn.node].append(time)
-            if swapped:
-                time = time + self.swap_seconds(node, at, swapped, "offload_s")
-            for z, _ in turn.parts:
+                steps.append(("work", begin, time))
+            begin, time = time, time + terms.get(("offload", turn.node), 0.0)
+            steps.append(("memory", begin, time))
+            for z in turn.zones:
                 free[z] = time
+            for step in steps if note else ():
+                note(turn, *step)
         return max_of(*free)
 
-    def _after_encoding(self, turn: NodeTurn, seconds: Array, time: Array, ready: Mapping, chunks: int) -> Array:
-        """The time at which frozen parts have computed all input; input from other devices is computed chunk by
-        chunk."""
-        for chunk in range(chunks):
-            arrived = (ready[source][chunk] for source in turn.waits if source in ready)
-            time = max_of(time, *arrived) + seconds / chunks
-        return time
+    def used_bytes(self, layers: Sequence[Layer], terms: Sequence[Terms], device_class: str) -> Array:
+        """Bytes on the fullest device of a class: of the working layer, and kept by other layers."""
+
+        def of(layer: Layer, terms: Terms, which: str) -> Array:
+            return max_of(0.0, *(terms[which, i] for i, zone in enumerate(layer) if zone.device_class == device_class))
+
+        idle = [of(layer, each, "idle") for layer, each in zip(layers, terms)]
+        active = [of(layer, each, "active") for layer, each in zip(layers, terms)]
+        return max_of(*(sum(idle[:i]) + here + sum(idle[i + 1 :]) for i, here in enumerate(active)))
 
     def encoding_seconds(self, name: str, at: Mapping) -> Array:
         items = -(-self.dataflow[name].ahead // np.maximum(self.count(name, at, 1), 1))
@@ -200,12 +210,10 @@ class Pricer:
         turns = []
         for i, node in enumerate(self.dataflow.order):
             if node[0] in place:
-                places = sorted({place[name] for name in node})
-                parts = tuple((z, tuple(name for name in node if place[name] == z)) for z in places)
-                sources = [(j, self.dataflow.order[j]) for j in self.dataflow.sources[i]]
-                here = [(j, names) for j, names in sources if names[0] in place]
-                waits = tuple(j for j, names in here if all(place[name] not in places for name in names))
-                turns.append(NodeTurn(i, parts, waits, all(self.dataflow[name].streams for name in node)))
+                zones = tuple(sorted({place[name] for name in node}))
+                sources = [j for j in sorted(self.dataflow.sources[i]) if self.dataflow.order[j][0] in place]
+                waits = tuple(j for j in sources if all(place[name] not in zones for name in self.dataflow.order[j]))
+                turns.append(NodeTurn(i, zones, waits, all(self.dataflow[name].streams for name in node)))
         return tuple(turns)
 
     def swap_seconds(self, node: Sequence[str], at: Mapping, swapped: frozenset[str], which: str) -> float:
@@ -216,12 +224,6 @@ class Pricer:
                 zone = at[name][0]
                 spent[zone] = spent.get(zone, 0.0) + (getattr(self.cost(name, zone.device_class), which) or 0.0)
         return max(spent.values(), default=0.0)
-
-    def least_turns(self, layer: Layer, work: Mapping[int, Array], chunks: int) -> Array:
-        """A lower bound on the seconds of a layer in which a pass of each node takes at least `work`."""
-        if not schedule_overlap.overlaps(self.dataflow):
-            return self.time_shared_s(layer, work, chunks)
-        return max_of(*(self.time_shared_s(layer, work, 1, turns=side) for side in schedule_overlap.sides(self, layer)))
 
     # Seconds of a node of the dataflow
 
@@ -285,6 +287,21 @@ class Pricer:
             first = first + max_of(*(whole - early for _, early, whole in stations.values()))
             spent = (self.dataflow[asker].calls - 1) * max_of(busiest, trip) + first + last + max(fixed.values())
         return np.where(np.isnan(spent), np.inf, spent)
+
+    def round(self, node: tuple[str, ...], at: Mapping, stages: int) -> tuple[list[tuple[str, float, float]], float]:
+        """The components of a cycle, each with start and seconds of its work in a round, and the seconds of a round."""
+        asker, slowed = self.asker[node], self.slowed(node, at, stages)
+        begin, free, bars = 0.0, {at[name][0]: 0.0 for name in node}, []
+        for name in (*(name for name in node if name != asker), asker):  # policies answer, then sims simulate
+            one, _, whole, _ = (float(seconds) for seconds in self.station(name, asker, at, stages, slowed[name]))
+            start = max(begin, free[at[name][0]])
+            bars.append((name, start, whole))
+            begin, free[at[name][0]] = begin + one, start + whole
+        return bars, max(
+            begin + float(self.delay(node, asker, at, stages)),
+            *(whole for _, _, whole in bars),
+            *(sum(whole for name, _, whole in bars if at[name][0] is zone) for zone in free),
+        )
 
     def station(
         self, name: str, asker: str, at: Mapping, stages: int, slowed: Array
@@ -374,35 +391,15 @@ class Pricer:
                 spent = spent + np.where(shared, self.profile.sync.shared_s, copied)
         return spent
 
-    def least_sync_seconds(self, least: Mapping, most: Mapping, stages: int) -> Array:
-        """A lower bound on the seconds of the weight sync if every zone has `least` to `most` devices."""
-        spent: Array = 0.0
-        for edge in self.dataflow.edges:
-            if edge.next_iteration and edge.target in least:
-                receivers = self.count(edge.target, least, stages)
-                on = self.classes[least[edge.target][0].device_class]
-                copied = self.profile.sync.copy_s.at(np.arange(on.count + 1))
-                seconds = np.minimum.accumulate(copied[::-1])[::-1][receivers]
-                if np.any(shared := self.may_share_weights(edge, least, stages)):
-                    shared = shared & (self.count(edge.source, most, stages) >= receivers)
-                    seconds = np.where(shared, np.minimum(seconds, self.profile.sync.shared_s), seconds)
-                spent = spent + seconds
-        return spent
-
     def shares_weights(self, edge: Edge, at: Mapping, stages: int) -> Array:
-        """True if receivers of weights share the processes of their source: equally many workers in one zone."""
-        possible = self.may_share_weights(edge, at, stages)
-        if not np.any(possible):
-            return False
-        return possible & (self.count(edge.target, at, stages) == self.count(edge.source, at, stages))
-
-    def may_share_weights(self, edge: Edge, at: Mapping, stages: int) -> Array:
-        """True if receivers of weights can share processes with their source: in one zone, which the role that sends
-        them requests is not in. Several learners with shards share nothing."""
+        """True if receivers of weights share the processes of their source: equally many workers in one zone, which the
+        role that sends them requests is not in. Several learners with shards share nothing."""
         zone = at[edge.target][0]
         if edge.source not in zone.components or self.asker_for(edge.target) in zone.components:
             return False
-        return (self.count(edge.source, at, stages) == 1) | (self.cost(edge.source, zone.device_class).split_bytes == 0)
+        sources = self.count(edge.source, at, stages)
+        shards = self.cost(edge.source, zone.device_class).split_bytes > 0
+        return (sources == self.count(edge.target, at, stages)) & ((sources == 1) | (not shards))
 
     def _table(self, name: str, device_class: str, stages: int) -> Table:
         component, cost = self.dataflow[name], self.cost(name, device_class)
@@ -416,22 +413,26 @@ class Pricer:
 # Memory
 
 
-def zone_bytes(pricer: Pricer, zone: Zone, at: Mapping, stages: int, swapped: frozenset[str]) -> tuple[Array, Array]:
-    """Returns the bytes on a device of the zone at its fullest moment, and while another layer works."""
-    full = {name: bytes_of(pricer, name, at, stages) for name in zone.components}
+def zone_bytes(pricer: Pricer, zone: Zone, at: Mapping, stages: int) -> Callable[[frozenset[str]], tuple[Array, Array]]:
+    """A function of the swapped components. It returns the bytes on a device of the zone at its fullest moment, and
+    while another layer works."""
+    needs = {name: bytes_of(pricer, name, at, stages) for name in zone.components}
     kept = {name: pricer.cost(name, zone.device_class).kept_bytes for name in zone.components}
-    rest = {name: kept[name] if name in swapped else full[name] for name in full}
-    for edge in pricer.dataflow.edges:
-        if edge.next_iteration and edge.target in full and edge.source in full:
-            shared = pricer.shares_weights(edge, at, stages)
-            once = np.where(shared, pricer.cost(edge.target, zone.device_class).weight_bytes, 0.0)
-            full[edge.source] = full[edge.source] - once
-            rest[edge.source] = rest[edge.source] - (0.0 if edge.source in swapped else once)
-            rest[edge.target] = np.maximum(rest[edge.target], once)
-    idle = sum(rest.values())
-    groups = [[n for n in node if n in full] for node in pricer.dataflow.order]
-    peaks = [idle + sum(full[n] - rest[n] for n in group) for group in groups if group]
-    return max_of(*peaks), idle
+    edges = [edge for edge in pricer.dataflow.edges if edge.next_iteration and {edge.source, edge.target} <= {*needs}]
+    weights = [pricer.cost(edge.target, zone.device_class).weight_bytes for edge in edges]
+    once = [np.where(pricer.shares_weights(edge, at, stages), num, 0.0) for edge, num in zip(edges, weights)]
+    groups = [[n for n in node if n in needs] for node in pricer.dataflow.order]
+
+    def of(swapped: frozenset[str]) -> tuple[Array, Array]:
+        full, rest = dict(needs), {name: kept[name] if name in swapped else need for name, need in needs.items()}
+        for edge, shared in zip(edges, once):
+            full[edge.source] = full[edge.source] - shared
+            rest[edge.source] = rest[edge.source] - (0.0 if edge.source in swapped else shared)
+            rest[edge.target] = np.maximum(rest[edge.target], shared)
+        idle = sum(rest.values())
+        return max_of(*(idle + sum(full[n] - rest[n] for n in group) for group in groups if group)), idle
+
+    return of
 
 
 def bytes_of(pricer: Pricer, name: str, at: Mapping, stages: int) -> Array:
@@ -444,9 +445,6 @@ def bytes_of(pricer: Pricer, name: str, at: Mapping, stages: int) -> Array:
     return cost.bytes.at(np.ceil(together * each))
 
 
-def used_bytes(layers: Sequence[LayerPrice], device_class: str) -> float:
-    """Bytes on the fullest device: of the working layer, and kept by other layers."""
-    rest = sum(float(layer.idle.get(device_class, 0.0)) for layer in layers)
-    return max(
-        rest + float(layer.active.get(device_class, 0.0)) - float(layer.idle.get(device_class, 0.0)) for layer in layers
-    )
+def zones_at(layer: Layer, devices: Sequence[Array]) -> dict[str, tuple[Zone, Array]]:
+    """The zone and the number of devices of every component."""
+    return {name: (zone, count) for zone, count in zip(layer, devices) for name in zone.components}

@@ -6,11 +6,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from embodied.placement.event_replay import simulate
 from embodied.placement.iteration_cost import Pricer
-from embodied.placement.layout import LOOP, Layout, named
+from embodied.placement.layout import LOOP, DeviceClass, Layout, named
 from embodied.placement.profile_planner import Choice, Planner
 from embodied.placement.schedule_overlap import overlaps
+from embodied.placement.timeline import timeline_of
 
 GB = 1e9
 SMALL = 0.01  # share of an iteration; smaller differences are not mentioned
@@ -147,11 +147,7 @@ def envs_hint(planner: Planner) -> str:
     return ", ".join(f"{name} has {items} envs" for name, items in envs.items()) or "see the profile"
 
 
-def idle_shares(pricer: Pricer, layout: Layout) -> dict[str, float]:
-    """Idle share of all devices, by class; 1 means always idle."""
-    schedule = simulate(pricer, layout)
-    shares = {}
-    for c in pricer.classes.values():
-        busy = sum(seconds for device, seconds in schedule.busy_s.items() if device.rpartition(":")[0] == c.name)
-        shares[c.name] = 1 - busy / (schedule.seconds * c.count)
-    return shares
+def mean_idle(pricer: Pricer, layout: Layout, classes: Sequence[DeviceClass]) -> float:
+    """The mean idle share of all devices of these classes."""
+    timeline = timeline_of(pricer, layout)
+    return sum(timeline.idle_share(c.name, c.count) * c.count for c in classes) / sum(c.count for c in classes)

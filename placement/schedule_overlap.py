@@ -24,9 +24,10 @@ from embodied.placement.layout import Layer
 from embodied.placement.profile import Array, max_of
 
 if TYPE_CHECKING:
-    from embodied.placement.iteration_cost import NodeTurn, Pricer
+    from embodied.placement.iteration_cost import Pricer, Terms
 
 TINY = 1e-300  # seconds; avoids a division by 0
+ROUNDING = 1e-12  # of a sum of shares
 
 
 def overlaps(dataflow: Dataflow) -> bool:
@@ -89,15 +90,17 @@ def shares_of_waves(dataflow: Dataflow, num_envs: int) -> np.ndarray:
     return shares
 
 
-def shares_of_groups(pricer: Pricer, at: Mapping, stages: int) -> Array:
-    """[..., parts] The share of finished groups at the end of each of equally long parts of a rollout."""
+def waiting_groups(pricer: Pricer, at: Mapping, stages: int) -> Array:
+    """[..., parts] The share of unfinished groups at the end of each of equally long parts of a rollout."""
     dataflow = pricer.dataflow
     asker = next(c for c in dataflow.components if c.splits)
     if (engine := engine_of(dataflow)) is None:
-        return shares_of_waves(dataflow, asker.items)[pricer.count(asker.name, at, stages)]
-    most = pricer.classes[at[engine][0].device_class].count
-    shares = shares_by_time(dataflow.lengths, dataflow.groups, dataflow.group_size, most)
-    return shares[pricer.count(engine, at, stages)]
+        shares = shares_of_waves(dataflow, asker.items)[pricer.count(asker.name, at, stages)]
+    else:
+        most = pricer.classes[at[engine][0].device_class].count
+        shares = shares_by_time(dataflow.lengths, dataflow.groups, dataflow.group_size, most)
+        shares = shares[pricer.count(engine, at, stages)]
+    return 1 - np.cumsum(shares, axis=-1)
 
 
 def engine_of(dataflow: Dataflow) -> str | None:
@@ -108,33 +111,18 @@ def engine_of(dataflow: Dataflow) -> str | None:
     return next(name for node in dataflow.order for name in node if asker.name in node and name != asker.name)
 
 
-def sides(pricer: Pricer, layer: Layer) -> tuple[tuple[NodeTurn, ...], tuple[NodeTurn, ...]]:
-    """Returns the turns of the collecting side and of the learners."""
-    turns: tuple[list[NodeTurn], list[NodeTurn]] = ([], [])
-    for turn in pricer.turns(layer):
-        turns[is_learner_node(pricer.dataflow, turn.node)].append(turn)
-    return tuple(turns[0]), tuple(turns[1])
-
-
-def overlapped(pricer: Pricer, layer: Layer, at: Mapping, stages: int, swapped: frozenset[str]) -> Array:
-    """Seconds of rollout and update on separate devices, and of the weight sync."""
-    collecting, learning = sides(pricer, layer)
-
-    def spent(side: Sequence[NodeTurn], beside: bool) -> Array:
-        work = {turn.node: pricer.node_seconds(pricer.dataflow.order[turn.node], at, stages, beside) for turn in side}
-        return pricer.time_shared_s(layer, work, 1, at, swapped, side)
-
-    rollout, update = ([spent(side, beside) for beside in (True, False)] for side in (collecting, learning))
+def overlapped(dataflow: Dataflow, rollout: Sequence[Array], update: Sequence[Array], terms: Terms) -> Array:
+    """Seconds of rollout and update on separate devices, and of the weight sync. Both are (seconds while both work,
+    seconds alone)."""
     possible = np.isfinite(rollout[0]) & np.isfinite(update[0])  # otherwise a zone is too small for a worker
     rollout, update = ([np.where(possible, seconds, 0.0) for seconds in side] for side in (rollout, update))
-    if pricer.dataflow.schedule == "async":
-        weights_s = pricer.sync_seconds(at, stages)
-        circle_s = (rollout[1] + update[1] + weights_s) / (pricer.dataflow.level + 1)
-        return np.where(possible, max_of(side_by_side(rollout, update), weights_s, circle_s), np.inf)
-    tails = [tail_seconds(pricer, at, stages, beside) for beside in (True, False)]
-    update = [np.maximum(whole - tail, 0.0) for whole, tail in zip(update, tails)]
-    shares = shares_of_groups(pricer, at, stages)
-    return np.where(possible, in_waves(rollout, update, shares, tails[1]), np.inf) + pricer.sync_seconds(at, stages)
+    if dataflow.schedule == "async":
+        circle_s = (rollout[1] + update[1] + terms["weights",]) / (dataflow.level + 1)
+        spent = max_of(side_by_side(rollout, update), terms["weights",], circle_s)
+    else:
+        waves, end = learned_waves(rollout, update, terms["waiting",])
+        spent = np.maximum(waves[-1][1], end) + terms["tail",] + terms["weights",]
+    return np.where(possible, spent, np.inf)
 
 
 def tail_seconds(pricer: Pricer, at: Mapping, stages: int, beside: bool = False) -> Array:
@@ -161,24 +149,27 @@ def side_by_side(first: Sequence[Array], second: Sequence[Array]) -> Array:
     return max_of(*(while_both(*side, short) for side in (first, second)))
 
 
-def in_waves(rollout: Sequence[Array], update: Sequence[Array], shares: Array, tail: Array) -> Array:
-    """Seconds until the end of an update that processes the groups of each wave when the wave ends. `rollout` and
-    `update` are (seconds while both work, seconds alone); `tail` is the part of the update after the last group.
+def learned_waves(
+    rollout: Sequence[Array], update: Sequence[Array], waiting: Array
+) -> tuple[list[tuple[Array, Array]], Array]:
+    """Start and end of the update on the groups of each wave, which begins when the wave ends; and the end of the
+    rollout. `rollout` and `update` are (seconds while both work, seconds alone).
 
     Four waves of 1 s with a quarter of the groups each and an update of 2 s: the last quarter begins at 4 s and takes
     0.5 s. An update of 8 s would begin at 1 s and end at 9 s.
     """
     both, alone = rollout
-    most = shares.shape[-1]
-    first = (np.argmax(shares > 0, axis=-1) + 1) / most
+    most = waiting.shape[-1]
+    first = (np.argmax(waiting < 1 - ROUNDING, axis=-1) + 1) / most
     end = first * alone + (1 - first) * both
-    now = 0.0
+    now, left, waves = 0.0, 1.0, []
     for wave in range(most):
-        share = shares[..., wave]
+        share, left = left - waiting[..., wave], waiting[..., wave]
         there = first * alone + np.maximum((wave + 1) / most - first, 0.0) * both
-        begin = np.where(share > 0, np.maximum(now, there), now)
+        begin = np.where(share > ROUNDING, np.maximum(now, there), now)
         now = begin + while_both(share * update[0], share * update[1], end - begin)
-    return np.maximum(now, end) + tail
+        waves.append((begin, now))
+    return waves, end
 
 
 def while_both(both: Array, alone: Array, left: Array) -> Array:

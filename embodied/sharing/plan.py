@@ -88,7 +88,7 @@ def run_cost(config: RunConfig, arguments: Sequence[str], own: int, runs: int, w
         between = ((Zone(more, shared.name, own),),) if more else ()
         layers = players, *between, (Zone(("learner",), shared.name, count),)
         rollout, *rest = pricer.price(Layout(layers, config.pipeline.stages)).layers
-        return float(rollout.seconds if phase == 0 else sum(layer.seconds for layer in rest))
+        return rollout if phase == 0 else sum(rest)
 
     if not all(seconds(phase, own) < inf for phase in (0, 1)):
         raise ConfigError(

@@ -217,7 +217,7 @@ UPSTAIRS = (  # what reads files, plans, and calls `train`
     *(f"embodied.run.{name}" for name in ("launch", "ending", "rehearsal")),
     *(
         f"embodied.placement.{name}"
-        for name in "deploy event_replay iteration_cost layer_search profile_planner reasons schedule_overlap".split()
+        for name in "deploy iteration_cost profile_planner reasons schedule_overlap timeline".split()
     ),
 )
 

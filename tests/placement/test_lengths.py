@@ -18,7 +18,6 @@ from embodied.placement.dataflow import (
     group_times,
     learner_ratios,
 )
-from embodied.placement.event_replay import simulate
 from embodied.placement.iteration_cost import Pricer
 from embodied.placement.layout import DeviceClass, Layout, Zone
 from embodied.placement.profile import Cost, Curve, Profile, constant
@@ -81,21 +80,18 @@ def talk(schedule, lengths, engines=2, learners=2):
     pricer = Pricer(flow, profile, [DeviceClass("gpu", "gpu", 8, 1e12)])
     zones = (Zone(("sim",), "gpu", 1), Zone(("policy",), "gpu", engines), Zone(("learner",), "gpu", learners))
     layout = Layout((zones,)) if schedule != "sync" else Layout((zones[:2], zones[2:]))
-    return pricer.price(layout).seconds, simulate(pricer, layout).seconds
+    return pricer.price(layout).seconds
 
 
-@pytest.mark.parametrize("schedule", ["sync", "periodic", "async"])
-def test_the_replay_of_unequal_lengths_agrees_with_the_closed_form_and_takes_longer_than_equal_ones(schedule):
-    price, replayed = talk(schedule, LONG_TAIL)
-    assert price == pytest.approx(replayed, rel=0.03)
-    if schedule != "periodic":  # there groups come earlier than in one wave
-        assert price > 1.03 * talk(schedule, None)[0]
+@pytest.mark.parametrize("schedule", ["sync", "async"])
+def test_unequal_lengths_take_longer_than_equal_ones(schedule):
+    assert talk(schedule, LONG_TAIL) > 1.03 * talk(schedule, None)
 
 
 def test_learners_begin_with_the_groups_that_are_whole_first():
     times = group_times(LONG_TAIL, 4, 4, 2)
     assert times[-1] == 1.0 and 0 < times[0] < 0.6 and [*times] == sorted(times)
-    assert talk("periodic", LONG_TAIL)[0] < 0.9 * talk("sync", LONG_TAIL)[0]
+    assert talk("periodic", LONG_TAIL) < 0.9 * talk("sync", LONG_TAIL)
 
 
 def test_lengths_are_kept_in_a_profile():

@@ -2,10 +2,11 @@
 
 import random
 from dataclasses import replace
+from itertools import pairwise, product
 
 import pytest
 
-from embodied.placement import layer_search
+from embodied.placement import profile_planner
 from embodied.placement.dataflow import Component, Dataflow, Edge
 from embodied.placement.iteration_cost import Pricer
 from embodied.placement.layout import DeviceClass, Layout, Zone
@@ -22,9 +23,10 @@ def plan_modes(dataflow, profile, classes):
     return {mode: choice for mode, choice in found.items() if choice}
 
 
-def case(seed):
+def case(seed, schedule="sync", devices=3, classes=(1, 1, 2), more=0):
     rng = random.Random(seed)
-    return random_case(rng, rng.choice([1, 1, 2]), rng.choice([2, 3]), more=0)
+    made = random_case(rng, rng.choice(classes), devices, more)
+    return made if schedule == "sync" else scheduled(rng, made, schedule)
 
 
 def check_against_brute_force(dataflow, profile, classes):
@@ -33,30 +35,16 @@ def check_against_brute_force(dataflow, profile, classes):
     assert found == pytest.approx(tried, rel=1e-9)
 
 
-def test_the_fastest_layout_of_every_mode_is_that_of_brute_force():
-    for seed in range(12):
-        check_against_brute_force(*case(seed))
-
-
-def overlapping_case(seed, schedule, more=0):
-    rng = random.Random(seed)
-    return scheduled(rng, random_case(rng, rng.choice([1, 1, 2]), 3, more), schedule)
-
-
-@pytest.mark.parametrize("schedule", ["periodic", "async"])
-def test_where_learners_learn_meanwhile_the_fastest_layout_is_that_of_brute_force(schedule):
-    for seed in range(25):
-        check_against_brute_force(*overlapping_case(seed, schedule))
-
-
 @pytest.mark.parametrize("schedule", ["sync", "periodic", "async"])
-def test_sizes_that_are_dropped_on_the_way_are_not_those_of_the_fastest_layout(monkeypatch, schedule):
-    """Cuts ranges of sizes in two, so that they are cut as often as those of a cluster; usually one cut is enough for
-    so few devices."""
-    monkeypatch.setattr(layer_search, "PARTS", 2)
-    monkeypatch.setattr(layer_search, "MANY", 0)
-    for seed in range(20, 45):
-        check_against_brute_force(*(case(seed) if schedule == "sync" else overlapping_case(seed, schedule)))
+def test_the_fastest_layout_of_every_mode_is_that_of_brute_force(schedule):
+    for seed in range(12 if schedule == "sync" else 25):
+        check_against_brute_force(*case(seed, schedule))
+
+
+def test_ranges_of_sizes_that_are_dropped_do_not_contain_the_fastest_layout(monkeypatch):
+    monkeypatch.setattr(profile_planner, "FEW", 1)  # bounds every range, as on a cluster
+    for seed, schedule in product(range(3), ("sync", "periodic", "async")):
+        check_against_brute_force(*case(seed, schedule, devices=6, classes=(1,)))
 
 
 @pytest.mark.slow
@@ -64,6 +52,31 @@ def test_sizes_that_are_dropped_on_the_way_are_not_those_of_the_fastest_layout(m
 def test_the_fastest_layout_is_that_of_brute_force_in_thousands_of_cases(block):
     for seed in range(1_000 + block * 100, 1_100 + block * 100):
         check_against_brute_force(*case(seed))
+
+
+@pytest.mark.parametrize("memory", [1e9, 60])
+def test_on_a_cluster_few_ranges_of_sizes_are_priced_and_no_split_is_much_faster(memory):
+    cost = Cost(Curve((0.0, 16.0, 4096.0), (0.01, 0.02, 2.0)), bytes=Curve((0.0, 4096.0), (10.0, 400.0)), offload_s=0.3)
+    others = [Component(name, 1, 4096) for name in ("reward", "reference")]
+    sim, policy = Component("sim", 20, 1024, even=True, splits=True), Component("policy", 20, 1024, merges=64)
+    edges = [edge for c in others for edge in (Edge("sim", c.name), Edge(c.name, "learner"))]
+    dataflow = Dataflow((sim, policy, Component("learner", 32, 2000), *others), (*SIMPLE.edges, *edges))
+    profile = Profile(
+        dataflow, {c.name: {"gpu": cost} for c in dataflow.components}, Sync(0.1, Curve((1, 999), (0, 3)))
+    )
+    planner = Planner(dataflow, profile, [DeviceClass("gpu", "gpu", 1024, memory)])
+    modes = planner.modes()
+    assert planner.priced < 1e6
+    best, rng = modes["disaggregated"].price.seconds, random.Random(0)
+    for _ in range(300):  # splits of the same zones
+        layers = [split(layer, 1024, rng) for layer in modes["disaggregated"].layout.layers]
+        other = planner.pricer.price(replace(modes["disaggregated"].layout, layers=tuple(layers)))
+        assert not other.fits or other.seconds > 0.99 * best
+
+
+def split(layer, devices, rng):
+    borders = [0, *sorted(rng.sample(range(1, devices), len(layer) - 1)), devices]
+    return tuple(replace(zone, devices=end - first) for zone, (first, end) in zip(layer, pairwise(borders)))
 
 
 def test_no_device_is_given_twice_and_no_memory_exceeded():
@@ -124,7 +137,8 @@ def test_weights_that_policy_and_learner_share_are_counted_once():
     apart = ((Zone(("sim",), "gpu", 1), Zone(("policy", "learner"), "gpu", 1)),)
     pricer = Pricer(SIMPLE, profile, [DeviceClass("gpu", "gpu", 2, 1e12)])
     assert pricer.price(Layout(apart)).used_bytes["gpu"] == 12
-    assert float(pricer.price(Layout(apart, swapped=frozenset(["learner"]))).layers[0].idle["gpu"]) == 4
+    idle = pricer.swap_terms(apart[0], [1, 1], 1, frozenset(["learner"]))["idle", 1]
+    assert float(idle) == 4
     together = ((Zone(("sim", "policy", "learner"), "gpu", 1),),)
     assert pricer.price(Layout(together)).used_bytes["gpu"] == 16  # a learner is never in a simulator's process
 
