@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from statistics import median
@@ -29,8 +29,20 @@ from embodied.reporting.page import (
 from embodied.reporting.sections import is_move, pieces_of, worker_rows
 from embodied.system.machine import under_load
 
-HEAD = ("mode", "steps/s", "per {device}", "rollout s", "update s", "weights s", "idle", "MB", "backward s")
-PREDICTED = ("predicted", "measured", "error", "spread")
+COLUMNS: tuple[tuple[str, str, Callable[[float], str]], ...] = (  # head, key in a row, text
+    ("steps/s", "env_steps_per_s", "{:.0f}".format),
+    ("per {device}", "env_steps_per_s_and_{device}", "{:.0f}".format),
+    ("rollout s", "rollout_s", "{:.3f}".format),
+    ("update s", "update_s", "{:.3f}".format),
+    ("weights s", "publish_s", "{:.3f}".format),
+    ("idle", "idle", "{:.0%}".format),
+    ("MB", "peak_bytes", lambda num_bytes: f"{num_bytes / 1e6:.0f}"),
+    ("backward s", "first_backward_s", "{:.3f}".format),
+    ("predicted", "predicted_s", "{:.3f} s".format),
+    ("measured", "measured_s", "{:.3f} s".format),
+    ("error", "error", "{:+.0%}".format),
+    ("spread", "spread", "{:.0%}".format),
+)
 
 
 def row_of(result: Any, mode: str) -> dict[str, float | None]:
@@ -62,7 +74,13 @@ def unit(result: Any) -> tuple[str, int]:
 
 
 def head_of(result: Any) -> list[str]:
-    return [name.format(device=unit(result)[0]) for name in (*HEAD, *PREDICTED)]
+    return ["mode", *(head.format(device=unit(result)[0]) for head, _, _ in COLUMNS)]
+
+
+def cells(result: Any, mode: str, row: dict[str, float | None]) -> list[str]:
+    """The text of a row; empty where a value is unknown."""
+    values = [(row[key.format(device=unit(result)[0].lower())], text) for _, key, text in COLUMNS]
+    return [mode, *("" if value is None else text(value) for value, text in values)]
 
 
 def middle(values: Iterable[float | None]) -> float | None:
@@ -82,9 +100,8 @@ def rows_of(result: Any) -> dict[str, dict[str, float | None]]:
 def describe(result: Any) -> list[str]:
     """The table, and its conclusions."""
     lines = ["", f"{result.task}, {result.num_envs} envs, {result.where}; medians of {num_rounds(result)} rounds"]
-    lines.append("".join(f"{name:>{14 if i == 0 else 13}}" for i, name in enumerate(head_of(result))))
-    for mode, row in rows_of(result).items():
-        lines.append("".join(f"{cell:>{14 if i == 0 else 13}}" for i, cell in enumerate(cells(mode, row))))
+    rows = [cells(result, mode, row) for mode, row in rows_of(result).items()]
+    lines += ["".join([f"{first:>14}", *(f"{cell:>13}" for cell in rest)]) for first, *rest in (head_of(result), *rows)]
     lines += [f"{mode:>14}  {layout_of(result, mode)}" for mode in rows_of(result)]
     lines += [f"{mode:>14}  not run: {reason}" for mode, reason in result.refused.items()]
     return [*lines, *verdict(result)]
@@ -96,24 +113,6 @@ def layout_of(result: Any, mode: str) -> str:
     shares = {role: median(r.busy[role] for r in rounds) for role in rounds[0].busy}
     busy = ", ".join(f"{role} {share:.0%}" for role, share in shares.items())
     return f"{result.expected[mode]['layout']}; at work: {busy}"
-
-
-def cells(mode: str, row: dict[str, float]) -> list[str]:
-    return [
-        mode,
-        f"{row['env_steps_per_s']:.0f}",
-        f"{row.get('env_steps_per_s_and_gpu', row.get('env_steps_per_s_and_core')):.0f}",
-        f"{row['rollout_s']:.3f}",
-        f"{row['update_s']:.3f}",
-        f"{row['publish_s']:.3f}",
-        f"{row['idle']:.0%}",
-        f"{row['peak_bytes'] / 1e6:.0f}",
-        "" if row["first_backward_s"] is None else f"{row['first_backward_s']:.3f}",
-        f"{row['predicted_s']:.3f} s",
-        f"{row['measured_s']:.3f} s",
-        f"{row['error']:+.0%}",
-        "" if row["spread"] is None else f"{row['spread']:.0%}",
-    ]
 
 
 def verdict(result: Any) -> list[str]:
@@ -192,7 +191,7 @@ def write_report(results: Sequence[Any], header: dict[str, Any], folder: Path) -
 def benchmark_page(results: Sequence[Any], header: dict[str, Any]) -> Block:
     parts = [section("Measured", measurement(results, header), chart(results))]
     for result in results:
-        shown = table(head_of(result), [cells(mode, row) for mode, row in rows_of(result).items()])
+        shown = table(head_of(result), [cells(result, mode, row) for mode, row in rows_of(result).items()])
         plans = [f"{mode}: {layout_of(result, mode)}" for mode in result.expected]
         refused = [f"{mode} was not run: {reason}" for mode, reason in result.refused.items()]
         traced = [part for mode, path in result.traces.items() for part in timeline(mode, Path(path))]
