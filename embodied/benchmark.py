@@ -53,7 +53,7 @@ from embodied.profiling.stored_profiles import (
     profile_path,
     repeated,
 )
-from embodied.profiling.timed_run import Round, TimedRun
+from embodied.profiling.timed_run import Round, TimedRun, typical
 from embodied.records.progress import now
 from embodied.reporting.benchmark_page import describe, warnings, write_report
 from embodied.run import launch
@@ -105,6 +105,9 @@ class Result:
     @property
     def where(self) -> str:
         return describe_devices(self.devices, self.nodes)
+
+    def typical(self, mode: str) -> Round:
+        return typical(self.rounds[mode])
 
 
 def main(argv: list[str] | None = None) -> int:

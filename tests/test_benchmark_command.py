@@ -165,8 +165,9 @@ def test_what_a_real_run_takes_besides_goes_where_it_belongs():
     pricer = Pricer(dataflow, profile, [DeviceClass("cpu", "cpu", 2, 1e12)])
     layout = Layout(((Zone(("sim", "policy"), "cpu", 2),), (Zone(("learner",), "cpu", 2),)))
     update_s = 8 * 0.15 + 0.03  # of it 8 times 0.05 s between learners, and 0.03 s once
-    shared = {"sync_s": 0.4, "publish_s": 0.02, "barrier_s": 0.16, "rest_s": 0.01, "busy_s": {}}
-    seen = timed_run.RunTimings(8 * 0.27, update_s, edges=dataflow.edges, **shared)
+    phases = {"rollout_s": 8 * 0.27, "update_s": update_s, "publish_s": 0.02}
+    others = {"sync_s": 0.4, "barrier_s": 0.16, "first_backward_s": None, "env_steps": 32, "busy": {}}
+    seen = Round(sum(phases.values()) + 0.01, **phases, **others)
     taken = timed_run.with_turns(profile, pricer, layout, seen)
     sim = taken.costs["sim"]["cpu"]
     assert (sim.seconds.at(1), sim.exchange_s.at(2), sim.exchange_s.at(1)) == pytest.approx((0.15, 0.02, 0))
@@ -320,7 +321,8 @@ def test_handing_over_is_measured_however_little_time_there_is(tmp_path, monkeyp
 
     def real_run(config, plan, logs, clock, program):
         rollout_s, publish_s = next(took)
-        return timed_run.RunTimings(rollout_s, 0.0, 0.0, publish_s, 0.0, 0.0, dataflow_of(config).edges, {})
+        seen = Round(rollout_s + publish_s, rollout_s, 0.0, publish_s, 0.0, 0.0, None, 1, {})
+        return seen, dataflow_of(config).edges
 
     monkeypatch.setattr(timed_run, "real_run", real_run)
     config = in_turns(load([*SMALL]).config)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -50,8 +50,24 @@ class Round:
     sync_s: float  # of the update: a learner's exchanges with other learners, waits included; mean over learners
     barrier_s: float  # of the rollout: waits of finished sims for the slowest sim; mean over sims
     first_backward_s: float | None  # since the iteration began; None if the first rank had no gradient
-    env_steps: int
+    env_steps: float
     busy: dict[str, float]
+
+    @property
+    def rest_s(self) -> float:
+        """Seconds outside of the phases."""
+        return max(self.seconds - self.rollout_s - self.update_s - self.publish_s, 0.0)
+
+
+def typical(rounds: Sequence[Round]) -> Round:
+    """The median of every number of these rounds, where it is known."""
+
+    def middle(values: Iterable[float | None]) -> Any:
+        known = [value for value in values if value is not None]
+        return median(known) if known else None
+
+    numbers = {field.name: middle(getattr(r, field.name) for r in rounds) for field in fields(Round)[:-1]}
+    return Round(**numbers, busy={role: median(r.busy[role] for r in rounds) for role in rounds[0].busy})
 
 
 class TimedRun:
@@ -181,20 +197,6 @@ class Clock:
         return self.spent() < share * self.seconds
 
 
-@dataclass(frozen=True)
-class RunTimings:
-    """Medians over the iterations of a short real run."""
-
-    rollout_s: float
-    update_s: float
-    sync_s: float  # exchanges between learners
-    publish_s: float
-    barrier_s: float  # waits for the slowest sim
-    rest_s: float
-    edges: tuple[Edge, ...]  # between roles, from the last iteration's channels
-    busy_s: dict[str, float]  # by role, of one worker
-
-
 def calibrate(
     config: RunConfig,
     profile: Profile,
@@ -220,9 +222,9 @@ def calibrate(
         pricer = Pricer(profile.dataflow, profile, classes)
         placement, shared = as_placement(pricer, layout, topology, draws), divides_requests(config)
         plan = make_plan(placement, topology, config.env.num_envs, roles=roles, shared=shared)
-        seen = real_run(config, plan, logs / f"run-{place}", clock, program)
+        seen, edges = real_run(config, plan, logs / f"run-{place}", clock, program)
         if not place:
-            profile = replace(profile, dataflow=replace(profile.dataflow, edges=seen.edges))
+            profile = replace(profile, dataflow=replace(profile.dataflow, edges=edges))
             profile = with_others(profile, pricer, layout, seen, extra_roles(roles))
             pricer = Pricer(profile.dataflow, profile, classes)
         profile = (with_turns if not place else with_apart)(profile, pricer, layout, seen)
@@ -251,7 +253,7 @@ def positions(layout: Layout) -> dict[str, tuple[Zone, int]]:
     return {name: (zone, zone.devices) for zone in layout.zones for name in zone.components}
 
 
-def latency_of(profile: Profile, pricer: Pricer, layout: Layout, seen: RunTimings) -> float:
+def latency_of(profile: Profile, pricer: Pricer, layout: Layout, seen: Round) -> float:
     """Seconds of a transfer between a sim's process and a policy's, from a rollout."""
     expected = float(pricer.node_seconds(("sim", "policy"), positions(layout), 1))
     expected += beside_sims_s(profile, pricer, layout)
@@ -260,7 +262,7 @@ def latency_of(profile: Profile, pricer: Pricer, layout: Layout, seen: RunTiming
     )  # there and back
 
 
-def with_apart(profile: Profile, pricer: Pricer, layout: Layout, seen: RunTimings) -> Profile:
+def with_apart(profile: Profile, pricer: Pricer, layout: Layout, seen: Round) -> Profile:
     """The profile with costs from the second run: shared weights without a transfer, and requests with one."""
     link = profile.link
     if link == Link():
@@ -295,14 +297,12 @@ def with_costs(profile: Profile, name: str, change: Callable[[Cost], Cost]) -> P
     return replace(profile, costs={**profile.costs, name: changed})
 
 
-def with_others(
-    profile: Profile, pricer: Pricer, layout: Layout, seen: RunTimings, more: Iterable[PlacedRole]
-) -> Profile:
+def with_others(profile: Profile, pricer: Pricer, layout: Layout, seen: Round, more: Iterable[PlacedRole]) -> Profile:
     """The profile with the costs of roles without a probe, in proportion to their items."""
     at = positions(layout)
     for role in more:
         size = -(-profile.dataflow[role.name].items // int(pricer.count(role.name, at, 1)))
-        curve = Curve((0.0, float(size)), (0.0, seen.busy_s[role.name]))
+        curve = Curve((0.0, float(size)), (0.0, seen.busy[role.name] * seen.seconds))
         profile = with_costs(profile, role.name, lambda cost, curve=curve: replace(cost, seconds=curve))
     return profile
 
@@ -314,7 +314,7 @@ def beside_sims_s(profile: Profile, pricer: Pricer, layout: Layout) -> float:
     return sum(float(pricer.node_seconds((name,), positions(layout), 1)) for name in names)
 
 
-def with_turns(profile: Profile, pricer: Pricer, layout: Layout, seen: RunTimings) -> Profile:
+def with_turns(profile: Profile, pricer: Pricer, layout: Layout, seen: Round) -> Profile:
     """The profile with the first run's additional seconds assigned to its parts."""
     at, dataflow = positions(layout), profile.dataflow
     ranks = int(pricer.count("learner", at, 1))
@@ -374,16 +374,12 @@ def fewer_episodes(config: RunConfig, share: float, length: int) -> tuple[RunCon
     return config.with_values("algo", groups=groups), cut
 
 
-def real_run(config: RunConfig, plan: PlacementPlan, logs: Path, clock: Clock, program: type) -> RunTimings:
-    """At least two iterations; the first is a warm-up."""
+def real_run(
+    config: RunConfig, plan: PlacementPlan, logs: Path, clock: Clock, program: type
+) -> tuple[Round, tuple[Edge, ...]]:
+    """A typical iteration, and the edges between roles. At least two iterations; the first is a warm-up."""
     with TimedRun(config, plan, logs, program) as timed_run:
         rounds = [timed_run.iterate()]
         while len(rounds) < 2 or (len(rounds) < REAL_ITERATIONS and clock.left(1.0)):
             rounds.append(timed_run.iterate())
-        edges = traced_edges(timed_run.flows())
-    rounds = rounds[1:]
-    rest = [r.seconds - r.rollout_s - r.update_s - r.publish_s for r in rounds]
-    names = ("rollout", "update", "sync", "publish", "barrier")
-    phases = (median(getattr(r, f"{name}_s") for r in rounds) for name in names)
-    busy_s = {role: median(r.busy[role] * r.seconds for r in rounds) for role in rounds[0].busy}
-    return RunTimings(*phases, max(median(rest), 0.0), edges, busy_s)
+        return typical(rounds[1:]), traced_edges(timed_run.flows())

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from statistics import median
@@ -47,23 +47,20 @@ COLUMNS: tuple[tuple[str, str, Callable[[float], str]], ...] = (  # head, key in
 
 def row_of(result: Any, mode: str) -> dict[str, float | None]:
     """Medians over the rounds of a mode."""
-    rounds, expected = result.rounds[mode], result.expected[mode]
+    rounds, expected, typical = result.rounds[mode], result.expected[mode], result.typical(mode)
     seconds = [r.seconds for r in rounds]
     steps = median(r.env_steps / r.seconds for r in rounds)
     low, high = np.percentile(seconds, [25, 75])
     return {
         "env_steps_per_s": steps,
         f"env_steps_per_s_and_{unit(result)[0].lower()}": steps / unit(result)[1],
-        "rollout_s": median(r.rollout_s for r in rounds),
-        "update_s": median(r.update_s for r in rounds),
-        "publish_s": median(r.publish_s for r in rounds),
+        **{key: getattr(typical, key) for key in ("rollout_s", "update_s", "publish_s", "first_backward_s")},
         "idle": result.idle[mode],
         "peak_bytes": result.peak_bytes[mode],
-        "first_backward_s": middle(r.first_backward_s for r in rounds),
         "predicted_s": expected["seconds"],
-        "measured_s": median(seconds),
-        "error": expected["seconds"] / median(seconds) - 1,
-        "spread": float((high - low) / median(seconds)) if len(seconds) > 1 else None,
+        "measured_s": typical.seconds,
+        "error": expected["seconds"] / typical.seconds - 1,
+        "spread": float((high - low) / typical.seconds) if len(seconds) > 1 else None,
     }
 
 
@@ -81,12 +78,6 @@ def cells(result: Any, mode: str, row: dict[str, float | None]) -> list[str]:
     """The text of a row; empty where a value is unknown."""
     values = [(row[key.format(device=unit(result)[0].lower())], text) for _, key, text in COLUMNS]
     return [mode, *("" if value is None else text(value) for value, text in values)]
-
-
-def middle(values: Iterable[float | None]) -> float | None:
-    """The median of the known values."""
-    known = [value for value in values if value is not None]
-    return median(known) if known else None
 
 
 def rows_of(result: Any) -> dict[str, dict[str, float | None]]:
@@ -109,9 +100,7 @@ def describe(result: Any) -> list[str]:
 
 def layout_of(result: Any, mode: str) -> str:
     """The roles on each device, and the share of time in which each role's workers were busy."""
-    rounds = result.rounds[mode]
-    shares = {role: median(r.busy[role] for r in rounds) for role in rounds[0].busy}
-    busy = ", ".join(f"{role} {share:.0%}" for role, share in shares.items())
+    busy = ", ".join(f"{role} {share:.0%}" for role, share in result.typical(mode).busy.items())
     return f"{result.expected[mode]['layout']}; at work: {busy}"
 
 
