@@ -257,7 +257,7 @@ def under(planner: Planner, schedule: str, modes: dict[str, Choice | None]) -> C
     if schedule == dataflow.schedule:
         fastest = min(filter(None, modes.values()), key=lambda choice: choice.price.seconds, default=None)
     else:
-        planner = Planner(dataflow.under(schedule), planner.pricer.profile, planner.classes, planner.stages)
+        planner = planner.under(schedule)
         fastest = planner.best()
     return fastest or reasons.why_not_apart(planner)
 

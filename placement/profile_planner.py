@@ -262,6 +262,10 @@ class Planner:
         self.least = cache(self._least)
         self.priced = 0  # number of priced boxes
 
+    def under(self, schedule: str) -> Planner:
+        """The planner of the same work under this schedule."""
+        return Planner(self.dataflow.under(schedule), self.pricer.profile, self.classes, self.stages)
+
     def best(self) -> Choice | None:
         """The fastest layout; None if none fits."""
         return self._fastest([option for options in self._options.values() for option in options])

@@ -19,6 +19,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
 from embodied.placement.layout import DeviceClass
 from embodied.placement.placement_errors import PlacementError, number
 
@@ -28,9 +30,7 @@ MOST = 9999  # devices of a kind on a node
 CORES_PER_GPU = 16
 CORE_GB = 8.0  # memory of a machine, per core
 TEXT = re.compile(r"(?:(?P<nodes>\d+)x)?(?P<count>\d+)x(?P<model>[A-Za-z][\w-]*)")
-NAME = re.compile(r"[\w.-]+")  # names that a placement can contain
 CLUSTER_EXAMPLES = "examples: 8xGPU, 64x8xGPU, 8xH100, 16xCPU, 4xFAKE, or a file.yaml"
-NODE_KEYS = ("name", "count", "gpus", "gpu", "gpu_memory_gb", "cores", "memory_gb", "devices")
 
 
 @dataclass(frozen=True)
@@ -151,6 +151,21 @@ def not_there(device: str, node: Node) -> str:
     )
 
 
+class NodeEntry(BaseModel):
+    """One entry of `nodes` in a file."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+    name: str = Field("", pattern=r"^[\w.-]*$")  # as a placement can contain it
+    count: int = Field(1, ge=1, le=MOST)
+    gpus: int = Field(0, ge=0, le=MOST)
+    gpu: str = "GPU"
+    gpu_memory_gb: float | None = Field(None, gt=0)
+    cores: int | None = Field(None, ge=1, le=MOST)
+    memory_gb: float = Field(float("inf"), gt=0)
+    devices: list[str] = []
+
+
 def read_topology(text: str) -> Topology:
     """The machines described by text such as 64x8xGPU, or by a YAML file."""
     if text.endswith((".yaml", ".yml")):
@@ -196,36 +211,18 @@ def read_file(path: Path) -> Topology:
 
 def read_nodes(entry: Any, place: int, path: Path) -> list[Node]:
     """Reads one entry: one node, or `count` equal nodes."""
-    where = f"{path}: entry {place + 1} of nodes"
-    if not isinstance(entry, Mapping) or set(entry) - set(NODE_KEYS):
-        wrong = ", ".join(sorted(set(entry) - set(NODE_KEYS))) if isinstance(entry, Mapping) else repr(entry)
-        raise PlacementError(f"{where} has {wrong}; keys: {', '.join(NODE_KEYS)}")
-    whole = {key: entry.get(key, default) for key, default in (("count", 1), ("gpus", 0), ("cores", None))}
-    if whole["cores"] is None:
-        whole["cores"] = whole["gpus"] * CORES_PER_GPU if isinstance(whole["gpus"], int) else 0
-    for key, value in whole.items():
-        least = 1 if key != "gpus" else 0
-        if not isinstance(value, int) or isinstance(value, bool) or not least <= value <= MOST:
-            raise PlacementError(
-                f"{where}: {key}={value!r} should be a whole number up to {MOST}, {key}: 8 for example"
-            )
-    model = str(entry.get("gpu", "GPU")).upper()
-    gpu_gb = number_of(entry, "gpu_memory_gb", GPU_GB.get(model), where)
-    memory_gb = number_of(entry, "memory_gb", float("inf"), where)
-    gpus = tuple(Gpu(i, model, gpu_gb * GB) for i in range(whole["gpus"]))
-    devices, name = entry.get("devices", []), str(entry.get("name", f"node{place}"))
-    if not isinstance(devices, list):
-        raise PlacementError(f'{where}: devices={devices!r} should be a list, devices: ["arm:0"] for example')
-    if not NAME.fullmatch(name):
-        raise PlacementError(f"{where}: name={name!r} should be of letters, digits, dots and dashes")
-    names = [name] if whole["count"] == 1 else [f"{name}-{i}" for i in range(whole["count"])]
-    return [Node(n, whole["cores"], gpus, memory_gb * GB, devices=tuple(map(str, devices))) for n in names]
-
-
-def number_of(entry: Mapping, key: str, default: float | None, where: str) -> float:
-    value = entry.get(key, default)
-    if value is None:
-        raise PlacementError(f"{where}: a {entry.get('gpu')} is not known here, so say its memory: {key}: 48")
-    if not isinstance(value, int | float) or isinstance(value, bool) or not value > 0:
-        raise PlacementError(f"{where}: {key}={value!r} should be a number of gigabytes")
-    return float(value)
+    try:
+        read = NodeEntry.model_validate(entry)
+    except ValidationError as err:
+        wrong = (f"{'.'.join(map(str, one['loc'])) or 'it'}={one['input']!r}: {one['msg']}" for one in err.errors())
+        keys = ", ".join(NodeEntry.model_fields)
+        raise PlacementError(f"{path}: entry {place + 1} of nodes: {'; '.join(wrong)}; keys: {keys}") from None
+    memory_gb = read.gpu_memory_gb or GPU_GB.get(read.gpu.upper())
+    if memory_gb is None:
+        raise PlacementError(f"{path}: a {read.gpu} is not known here, so say its memory: gpu_memory_gb: 48")
+    gpus = tuple(Gpu(i, read.gpu.upper(), memory_gb * GB) for i in range(read.gpus))
+    cores, name = read.cores or read.gpus * CORES_PER_GPU, read.name or f"node{place}"
+    if not cores:
+        raise PlacementError(f"{path}: {name} has no device; say its cores: 8, or its gpus")
+    names = [name] if read.count == 1 else [f"{name}-{i}" for i in range(read.count)]
+    return [Node(n, cores, gpus, read.memory_gb * GB, devices=tuple(read.devices)) for n in names]

@@ -282,8 +282,7 @@ def periodic_is_the_same(config: RunConfig) -> bool:
 def periodic_if_it_pays(planner: Planner, best: Choice) -> tuple[Choice, str]:
     """The fastest layout and its schedule, among schedules with the same result."""
     if planner.dataflow.groups:
-        dataflow = planner.dataflow.under("periodic")
-        other = Planner(dataflow, planner.pricer.profile, planner.classes, planner.stages).best()
+        other = planner.under("periodic").best()
         if other and other.price.seconds < (1 - PAYS) * best.price.seconds:
             return other, "periodic"
     return best, "sync"
