@@ -8,8 +8,9 @@ chunks, and the components that offload their memory between turns. If learners 
 The search is best first. A way is a candidate without the sizes of its zones; a box is a range of sizes for every zone
 of a way. The least value of every term of the price over a box gives a lower bound on its seconds and bytes. The way
 with the lowest bound is refined: boxes that cannot beat the fastest known layout are dropped, the others are divided.
-Up to EXACT devices of a class the result is that of an exhaustive search. Above, sizes come from a grid, gains below
-TOLERANCE are not searched for, and only the BOXES most promising boxes of a way are divided.
+Up to EXACT devices of a class the result is that of an exhaustive search. Above, sizes come from a grid if there are
+many. After THOROUGH priced boxes, gains below TOLERANCE are not searched for, and only the BOXES most promising boxes
+of a way are divided.
 """
 
 from __future__ import annotations
@@ -32,7 +33,8 @@ from embodied.placement.schedule_overlap import has_learner_devices, overlaps
 MODES = ("collocated", "hybrid", "disaggregated", "custom")
 STAGES = (1, 2, 4)
 EXACT = 64  # devices of a class up to which no layout is faster than the result
-TOLERANCE = 0.005  # above EXACT: a gain that is not searched for
+THOROUGH = 40_000  # priced boxes, after which small gains are left out
+TOLERANCE = 0.005  # of the seconds of an iteration
 GRID = 24  # sizes per factor of two above EXACT
 BOXES = 256  # of a way that are divided
 CORNERS = 8  # boxes of a way whose corners are priced
@@ -184,7 +186,7 @@ class Way:
             self._halve()
         seconds, fits = self.price(self.boxes, self.level)
         kept = np.flatnonzero(fits & (seconds < bound))
-        kept = kept[np.argsort(seconds[kept], kind="stable")][: self.planner.most_boxes]
+        kept = kept[np.argsort(seconds[kept], kind="stable")][: None if self.planner.is_exact else BOXES]
         self.boxes = self.boxes[:, kept]
         return float(seconds[kept].min(initial=np.inf))
 
@@ -252,8 +254,6 @@ class Planner:
         self.classes = tuple(c for c in classes if c.count)
         self.pricer = Pricer(dataflow, profile, self.classes)
         self.stages = stages if any(len(node) > 1 for node in dataflow.order) else (1,)
-        exact = max(c.count for c in self.classes) <= EXACT
-        self.margin, self.most_boxes = (1 - ROUNDING, None) if exact else (1 - TOLERANCE, BOXES)
         self.swaps = subsets([c.name for c in dataflow.components if self.pricer.can_swap(c.name)])
         if self._always_fits():
             self.swaps = [frozenset()]
@@ -261,6 +261,16 @@ class Planner:
         self.terms = cache(lambda layer, stages: LayerTerms(self.pricer, layer, stages, self.swaps))
         self.least = cache(self._least)
         self.priced = 0  # number of priced boxes
+
+    @property
+    def is_exact(self) -> bool:
+        """True if no gain is left out: on few devices, and while few boxes have been priced."""
+        return self.priced < THOROUGH or max(c.count for c in self.classes) <= EXACT
+
+    @property
+    def margin(self) -> float:
+        """The share of the fastest known time that a lower bound has to be below."""
+        return 1 - (ROUNDING if self.is_exact else TOLERANCE)
 
     def under(self, schedule: str) -> Planner:
         """The planner of the same work under this schedule."""
