@@ -4,12 +4,10 @@ The graph is data: it is traced from the channels of a run or read from a file. 
 iteration (weights) do not order the work of this one. Components that exchange data within an iteration in both
 directions (sim and policy) form a cycle and are one node of the order.
 
-The cost of unequal lengths of conversations: an engine ends with its longest answer, learner ranks wait for the
-busiest rank, and a group is complete with its last answer.
-
-A profile has the lengths of answers as evenly spaced quantiles. Batches drawn from them (equal in every process) are
-simulated on engines with a limited number of concurrent answers, and assigned to ranks by `balance.py`. The resulting
-ratios multiply the profile's measured seconds; with one worker they are 1.
+Conversations differ in length: an engine ends with its longest answer, learner ranks wait for the busiest rank, and a
+group is complete with its last answer. A profile has the lengths of answers as evenly spaced quantiles. Batches drawn
+from them (equal in every process) are simulated on engines with a limited number of concurrent answers, and assigned to
+ranks by `balance.py`. The resulting ratios multiply the profile's measured seconds; with one worker they are 1.
 """
 
 from __future__ import annotations

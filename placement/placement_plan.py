@@ -1,10 +1,9 @@
 """A plan: the processes, their roles, cores and other devices. Equal inputs give equal plans; nothing is started or
 probed.
 
-Chooses devices for the modes when nothing has been measured yet. The result is a map from roles to devices.
-
-With a measured profile `run/launch.py` uses `profile_planner.py` instead. `run/memory_check.py` checks memory
-afterwards.
+A placement is a map from roles to devices, or a mode. `choose` makes the map of a mode by the rules below, when nothing
+has been measured yet; with a measured profile `run/launch.py` uses `profile_planner.py` instead. `run/memory_check.py`
+checks memory afterwards.
 
 Networks compute on cores or on GPUs; simulators on cores, or on GPUs with `gpu_sims`. Devices are taken from all
 machines in turn, so that every mode uses all machines.
@@ -455,7 +454,7 @@ def make_plan(
 ) -> PlacementPlan:
     """Returns the plan of a placement on `machines`, or on one machine with these cores; raises PlacementError. `roles`
     need a place; `more`: a map may place other roles, too; `shared`: several policy workers may answer a request.
-    `mode_rules.choose` describes the other arguments."""
+    `choose` describes the other arguments."""
     if not isinstance(machines, Topology):
         machines = one_machine(machines)
     roles = roles_of(roles)

@@ -1,11 +1,8 @@
 """Measured (or published) costs of the parts of a dataflow: the input of the planner, as one JSON file.
 
-This module has the format and the reader; `embodied/profiling` measures. Sizes are items per worker and call: envs for
-a sim, rows for a policy, items of a gradient step for a learner.
-
-Estimates a measured quantity (seconds, bytes) at sizes that were not measured.
-
-A curve is piecewise linear through the measured points and never falls. Beyond the last point it keeps its slope; below
+`embodied/profiling` measures; this module has the format, the curves through the measured points, and the cost of a
+component by its number of devices. Sizes are items per worker and call: envs for a sim, rows for a policy, items of a
+gradient step for a learner. A curve is piecewise linear and never falls. Beyond the last point it keeps its slope; below
 the first point it falls at most in proportion to the size.
 """
 

@@ -223,7 +223,7 @@ class ProbeWorker(Worker):
             return bool(part.policy.policy.frozen_features(obs))
 
     def moves(self, num_envs: int) -> dict[str, Moves]:
-        """Moves of the policy, and of a learner that has learned once."""
+        """Measures how the policy, and a learner after its first update, are offloaded and onloaded."""
         part = self.parts[self._rows(num_envs)]
         measured = {"policy": moves_of(part.policy)}
         with self._away(part):
