@@ -1,16 +1,17 @@
 """Which learner ranks compute which units of a batch, and in which order.
 
-A unit is a group of conversations that share a prompt, or a robot's episode. A forward pass over L tokens (or decisions)
-costs a * L, and b * L^2 for attention. `deal` and `deal_groups` give whole units to single ranks: the costliest unit
-first, each to the rank with the least load. Example with lengths 8, 1, 1, 6, two ranks and free attention: blocks of
-neighbours have loads 9 and 7. The costliest-first assignment gives 8 to rank 0, and 6, 1 and 1 to rank 1: loads 8 and 8.
+A unit is a group of conversations that share a prompt, or a robot's episode. A forward pass over L tokens (or
+decisions) costs a * L, and b * L^2 for attention. `deal` and `deal_groups` give whole units to single ranks: the
+costliest unit first, each to the rank with the least load. Example with lengths 8, 1, 1, 6, two ranks and free
+attention: blocks of neighbours have loads 9 and 7. The costliest-first assignment gives 8 to rank 0, and 6, 1 and 1
+to rank 1: loads 8 and 8.
 
-`divide_sequences` divides long sequences: one of degree N is computed by N neighbouring ranks, which share its work and
-memory, and exchange data in attention. Groups of ranks are aligned: two groups are either disjoint or nested. Every rank
-runs its passes in the order of one global list. The first unfinished pass of the list can always run, so there is no
-deadlock. Example: sequences of 32K, 16K, 16K and eight times 8K tokens on 4 ranks, with costs of attention alone (16, 4,
-4 and 1 each). The rank of the longest sequence has twice the mean load of 8. Divided over ranks 0 and 1 the longest
-costs 8 on each, and ranks 2 and 3 get 8 each from the other sequences.
+`divide_sequences` divides long sequences: one of degree N is computed by N neighbouring ranks, which share its work
+and memory, and exchange data in attention. Groups of ranks are aligned: two groups are either disjoint or nested.
+Every rank runs its passes in the order of one global list. The first unfinished pass of the list can always run, so
+there is no deadlock. Example: sequences of 32K, 16K, 16K and eight times 8K tokens on 4 ranks, with costs of
+attention alone (16, 4, 4 and 1 each). The rank of the longest sequence has twice the mean load of 8. Divided over
+ranks 0 and 1 the longest costs 8 on each, and ranks 2 and 3 get 8 each from the other sequences.
 
 All functions are pure: every process computes the same assignment from the same costs.
 """

@@ -6,8 +6,8 @@ directions (sim and policy) form a cycle and are one node of the order.
 
 Conversations differ in length: an engine ends with its longest answer, learner ranks wait for the busiest rank, and a
 group is complete with its last answer. A profile has the lengths of answers as evenly spaced quantiles. Batches drawn
-from them (equal in every process) are simulated on engines with a limited number of concurrent answers, and assigned to
-ranks by `balance.py`. The resulting ratios multiply the profile's measured seconds; with one worker they are 1.
+from them (equal in every process) are simulated on engines with a limited number of concurrent answers, and assigned
+to ranks by `balance.py`. The resulting ratios multiply the profile's measured seconds; with one worker they are 1.
 """
 
 from __future__ import annotations

@@ -2,8 +2,8 @@
 
 `embodied/profiling` measures; this module has the format, the curves through the measured points, and the cost of a
 component by its number of devices. Sizes are items per worker and call: envs for a sim, rows for a policy, items of a
-gradient step for a learner. A curve is piecewise linear and never falls. Beyond the last point it keeps its slope; below
-the first point it falls at most in proportion to the size.
+gradient step for a learner. A curve is piecewise linear and never falls. Beyond the last point it keeps its slope;
+below the first point it falls at most in proportion to the size.
 """
 
 from __future__ import annotations
