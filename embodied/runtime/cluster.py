@@ -24,7 +24,7 @@ from typing import Any
 
 from embodied.core.errors import DeadlineExceeded, WorkerFailed
 from embodied.runtime.backend import Events, make_backend
-from embodied.runtime.channel import DEFAULT_CAPACITY, Channel
+from embodied.runtime.channel import CLOSING, DEFAULT_CAPACITY, Channel
 from embodied.runtime.heartbeat import LOOK_S, MAX_WORKERS, AwakeClock, Sign, readable
 from embodied.runtime.host import DRIVER, GIVEN, HostPlan, WorkerSpec
 from embodied.runtime.processes import START_S
@@ -271,7 +271,7 @@ class Cluster:
         self._closed = True
         try:
             for channel in self._channels.values():
-                channel.end.close("the driver", "the cluster is closing")
+                channel.end.close(*CLOSING)
         finally:
             self._backend.stop(seconds)
             with self._changed:

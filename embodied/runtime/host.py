@@ -24,7 +24,7 @@ from embodied.runtime.channel import Channel, Queue, Remote, hosts_of_runs
 from embodied.runtime.heartbeat import Progress, readable, resident_bytes
 from embodied.runtime.payload import Payload
 from embodied.runtime.timers import Timers
-from embodied.runtime.worker import Peers, Worker
+from embodied.runtime.worker import Worker
 
 DRIVER = "driver"
 GIVEN = ("EMBODIED_DEVICE", "EMBODIED_RENDER", "EMBODIED_RENDER_FILE")  # set by the plan alone
@@ -129,10 +129,7 @@ class Host:
     def stop(self, seconds: float) -> list[str]:
         """Closes the workers; returns the names of workers that are still busy after `seconds`."""
         until = time.monotonic() + seconds
-        with self._lock:
-            ends = list(self._ends.values())
-        for end in ends:
-            end.cluster_closes()
+        self._tell_ends("cluster_closes")
         for thread in self._workers.values():
             thread.stop()
         for thread in self._workers.values():
@@ -155,33 +152,11 @@ class Host:
             return self._ends[channel.name]
 
     def serve_channel(self, peer: str, message: tuple, payload: Payload | None = None) -> None:
+        """Serves another host's message about a channel (`channel.py`)."""
         kind, name, *rest = message
-        end = self.end_of(rest[0]) if kind == "open" else self._ends[name]
+        end = self.end_of(rest.pop()) if kind == "open" else self._ends[name]
         try:
-            if kind == "open":
-                end.opened_by(peer)
-            elif kind == "put":
-                end.put_from(peer, payload, *rest)
-            elif kind == "get":
-                end.get_from(peer, *rest)
-            elif kind == "cancel":
-                end.cancel_from(peer, *rest)
-            elif kind == "size":
-                self.post(peer, ("size_is", name, rest[0], end.qsize()))
-            elif kind == "close":
-                end.close(*rest)
-            elif kind == "room":
-                end.room_for(*rest)
-            elif kind == "got":
-                end.answer(rest[0], payload, last=rest[1])
-            elif kind == "given_up":
-                end.answer(rest[0])
-            elif kind == "size_is":
-                end.answer(rest[0], size=rest[1])
-            elif kind == "shut":
-                end.answer(rest[0], closed=(rest[1], rest[2]))
-            elif kind == "closed":
-                end.closed_by(*rest)
+            getattr(end, f"on_{kind}")(peer, payload, *rest)
         except Exception as error:  # an item that cannot be serialised: every waiting call must get the error
             traceback.print_exc()
             end.close(self.name, f"{type(error).__name__}: {error}")
@@ -189,25 +164,25 @@ class Host:
     def _host_died(self, host: str, worker: str, cause: str, restarts: bool) -> None:
         with self._lock:
             self._dead[host] = (worker, cause, restarts)
-            ends = list(self._ends.values())
-        for end in ends:
-            end.host_died(host, worker, cause, restarts)
+        self._tell_ends("host_died", host, worker, cause, restarts)
 
     def _host_revived(self, host: str) -> None:
         """A dead host was restarted: the channels whose home it is begin anew, empty."""
         with self._lock:
             self._dead.pop(host, None)
-            ends = list(self._ends.values())
-        for end in ends:
-            end.host_revived(host)
+        self._tell_ends("host_revived", host)
 
     def _worker_failed(self, worker: str, cause: str) -> None:
         """A worker has failed, but not its host. The driver closes the worker's named channels."""
         with self._lock:
             self._failed[worker] = cause
+        self._tell_ends("worker_failed", worker, cause)
+
+    def _tell_ends(self, event: str, *about: Any) -> None:
+        with self._lock:
             ends = list(self._ends.values())
         for end in ends:
-            end.worker_failed(worker, cause)
+            getattr(end, event)(*about)
 
     def note(self, producer: str, consumer: str) -> None:
         """Records that an item went from one worker to another through a channel of this host."""
@@ -334,7 +309,7 @@ class _WorkerThread(threading.Thread):
             cls = getattr(sys.modules[self.spec.module], cls.partition(":")[2])
         worker = cls.__new__(cls)
         worker.name, worker.rank, worker.world_size = self.spec.name, self.spec.rank, self.spec.world_size
-        worker.peers = Peers(self.host.run, self.spec.name, homes)
+        worker.run, worker.homes = self.host.run, homes
         worker.timers = Timers()
         worker.tick = lambda: self.host.tick_slot(self.spec.slot)
         worker.waiting = self.host.waiting

@@ -43,7 +43,8 @@ class Worker:
     rank: int
     world_size: int
     timers: Timers
-    peers: Peers
+    run: str  # of the cluster
+    homes: Mapping[str, Sequence[tuple[str, str]]]  # by role, the host and GPU ("": none) of each rank
     tick: Callable[[], None] = staticmethod(lambda: None)
     """Sends a sign of life during long work; calls and channel operations do so by themselves."""
     waiting: Callable[[], AbstractContextManager[None]] = staticmethod(nullcontext)
@@ -51,16 +52,17 @@ class Worker:
 
     def send(self, item: Any, to: tuple[str, int], tag: Any = None, timeout_s: float | None = None) -> None:
         """Sends an item directly to a worker, by role and rank; blocks while many of its items wait there."""
-        self.peers.to(*to).put(item, tag, timeout_s=timeout_s)
+        self._channel(self.name, f"{to[0]}-{to[1]}").put(item, tag, timeout_s)
 
     def recv(self, source: tuple[str, int], tag: Any = None, timeout_s: float | None = None) -> Any:
         """Takes the next item from a worker under this tag, or the next of any tag without one. Raises ChannelClosed if
         the worker failed or died, DeadlineExceeded after `timeout_s`."""
-        return self.peers.source(*source).get(tag, timeout_s)
+        return self._channel(f"{source[0]}-{source[1]}", self.name).get(tag, timeout_s)
 
     def broadcast(self, item: Any, to: str, tag: Any = None, timeout_s: float | None = None) -> None:
         """Sends an item to all other workers of a role; for other processes it is encoded once."""
-        put_all(self.peers.all_of(to), item, tag, timeout_s)
+        workers = [f"{to}-{rank}" for rank in range(max(1, len(self.homes.get(to, ()))))]
+        put_all([self._channel(self.name, worker) for worker in workers if worker != self.name], item, tag, timeout_s)
 
     def all_reduce(self, array: Any) -> Any:
         """The sum of all workers' arrays in this role, added in rank order."""
@@ -68,6 +70,19 @@ class Worker:
         self.broadcast(copy(array), role, "all_reduce")  # a copy: the array may change before readers copy it
         ranks = range(self.world_size)
         return sum(array if rank == self.rank else self.recv((role, rank), "all_reduce") for rank in ranks)
+
+    def _channel(self, source: str, receiver: str) -> Channel:
+        """The direct channel between two workers."""
+        (source_host, _), (home, gpu) = self._home(source), self._home(receiver)
+        pair = Pair(source, source_host, receiver)
+        return Channel(self.run, f"{source} -> {receiver}", home, DEFAULT_CAPACITY, gpu, pair)
+
+    def _home(self, worker: str) -> tuple[str, str]:
+        role, _, rank = worker.rpartition("-")
+        if int(rank) >= len(self.homes.get(role, ())):
+            known = ", ".join(f"{role} ({len(hosts)})" for role, hosts in self.homes.items())
+            raise ValueError(f"the plan has no worker {worker}; it has by role: {known}")
+        return self.homes[role][int(rank)]
 
     @contextmanager
     def alive(self, at_most_s: float) -> Iterator[None]:
@@ -141,39 +156,3 @@ class Worker:
 def machine() -> str:
     """Names this boot of this machine."""
     return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-
-
-class Peers:
-    """The channels between a worker and all other workers."""
-
-    def __init__(self, run: str, name: str, homes: Mapping[str, Sequence[tuple[str, str]]]) -> None:
-        """`homes`: for every role, the host and GPU ("": none) of each rank."""
-        self.run, self.name, self.homes = run, name, homes
-        self._channels: dict[str, Channel] = {}
-
-    def to(self, role: str, rank: int) -> Channel:
-        return self._between(self.name, f"{role}-{rank}")
-
-    def source(self, role: str, rank: int) -> Channel:
-        return self._between(f"{role}-{rank}", self.name)
-
-    def all_of(self, role: str) -> list[Channel]:
-        """The channels to all ranks of a role except this worker."""
-        self._home(f"{role}-0")
-        ranks = range(len(self.homes[role]))
-        return [self.to(role, rank) for rank in ranks if f"{role}-{rank}" != self.name]
-
-    def _between(self, source: str, receiver: str) -> Channel:
-        name = f"{source} -> {receiver}"
-        if name not in self._channels:
-            (source_host, _), (home, gpu) = self._home(source), self._home(receiver)
-            pair = Pair(source, source_host, receiver)
-            self._channels[name] = Channel(self.run, name, home, DEFAULT_CAPACITY, gpu, pair)
-        return self._channels[name]
-
-    def _home(self, worker: str) -> tuple[str, str]:
-        role, _, rank = worker.rpartition("-")
-        if not 0 <= int(rank or -1) < len(self.homes.get(role, ())):
-            known = ", ".join(f"{role} ({len(hosts)})" for role, hosts in self.homes.items())
-            raise ValueError(f"the plan has no worker {worker}; it has by role: {known}")
-        return self.homes[role][int(rank)]

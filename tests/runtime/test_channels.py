@@ -1,10 +1,13 @@
 import time
+from contextlib import nullcontext
 
 import numpy as np
 import pytest
 
 from embodied.core.errors import ChannelClosed, DeadlineExceeded, WorkerFailed
-from embodied.runtime import Worker, served_while_busy
+from embodied.runtime import Channel, Worker, served_while_busy
+from embodied.runtime.channel import Remote
+from embodied.runtime.payload import decode, encode
 
 
 class Peer(Worker):
@@ -22,9 +25,6 @@ class Peer(Worker):
 
     def get_all(self, channel, count, **options):
         return [channel.get(**options) for _ in range(count)]
-
-    def get_batch(self, channel, weight, **options):
-        return channel.get_batch(weight, **options)
 
     def put_until_full(self, channel, most):
         for i in range(most):
@@ -119,50 +119,46 @@ def test_get_without_a_key_takes_whatever_is_next(peers, channel):
     assert b.get_all(channel, 3).wait() == [[1, 2, 3]]
 
 
-def test_get_batch_takes_until_the_weight_is_reached(peers, channel):
+def test_a_get_that_gave_up_takes_no_later_item(peers, channel):
     a, b = peers
-    a.put_all(channel, ["one", "two", "three", "four"], weight=3).wait()
-    assert b.get_batch(channel, 7).wait() == [["one", "two", "three"]]  # 3 + 3 < 7 <= 3 + 3 + 3
-    assert b.get_batch(channel, 1).wait() == [["four"]]
-
-
-def test_a_batch_larger_than_the_capacity_is_collected_as_it_comes(peers, channel):
-    a, b = peers
-    batch = b.get_batch(channel, 50)
-    sent = a.put_all(channel, list(range(50)))
-    assert batch.wait() == [list(range(50))]
-    sent.wait()
-
-
-def test_a_batch_that_came_too_late_loses_nothing(peers, channel):
-    a, b = peers
-    a.put_all(channel, [1, 2]).wait()
-    with pytest.raises(WorkerFailed, match=r"nothing came for 0\.1 s"):
-        b.get_batch(channel, 3, timeout_s=0.1).wait()
+    a.put_keyed(channel, [("x", 1)]).wait()
+    with pytest.raises(WorkerFailed, match=r"nothing came under key 'y' for 0\.05 s"):
+        b.get_all(channel, 1, key="y", timeout_s=0.05).wait()
     assert "b-0" in closed(channel)  # it was given the channel, so its failure closed it
 
 
-def test_a_get_that_gave_up_leaves_the_items_for_the_next(shared_cluster, name):
-    channel = shared_cluster.channel(name)
-    channel.put(1, weight=1)
-    with pytest.raises(DeadlineExceeded):
-        channel.get_batch(2, timeout_s=0.05)
-    assert channel.get() == 1
+def test_an_item_that_comes_after_a_get_gave_up_waits_for_the_next_get(shared_cluster, peers, name):
+    channel = shared_cluster.channel(name, home=peers[1])
+    with pytest.raises(DeadlineExceeded, match="nothing came under key 'y'"):
+        channel.get("y", timeout_s=0.05)
+    channel.put(1, key="y")
+    assert channel.get("y") == 1
 
 
-def test_items_put_back_do_not_count_as_room_twice(shared_cluster, name):
-    channel = shared_cluster.channel(name, capacity=2)
-    for i in range(2):
-        channel.put(i)
-    with pytest.raises(DeadlineExceeded):
-        channel.get_batch(3, timeout_s=0.05)
-    for i in (2, 3):  # the batch had made room
-        channel.put(i)
-    assert [channel.get() for _ in range(4)] == [0, 1, 2, 3]
-    for i in range(2):
-        channel.put(i)
-    with pytest.raises(DeadlineExceeded, match="2 items waiting"):
-        channel.put(2, timeout_s=0.05)
+class LateAnswer:
+    """A consumer's host. The home of its channel answers a get only when that is cancelled: both were on their way."""
+
+    timeout_s, driver, run = 60.0, None, "run"
+
+    def post(self, host, message, payload=None):
+        kind, _, number, *_ = message
+        if kind == "cancel":
+            self.end.on_answer(host, encode("late"), number, None, None)
+
+    def caller(self):
+        return "b-0"
+
+    def waiting(self):
+        return nullcontext()
+
+    def unpack(self, payload):
+        return decode(payload)
+
+
+def test_an_item_that_was_on_its_way_when_a_get_gave_up_is_taken():
+    host = LateAnswer()
+    host.end = Remote(Channel("run", "late", "home", None), host)
+    assert host.end.get(None, 0.05) == "late"
 
 
 def test_a_producer_waits_when_capacity_items_are_waiting(peers, channel):

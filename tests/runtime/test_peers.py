@@ -33,7 +33,7 @@ class Peer(Worker):
 
     def broadcast_and_count(self, item, to):
         """-> how often the item was encoded."""
-        host, count = hosts_of_runs[self.peers.run], []
+        host, count = hosts_of_runs[self.run], []
         pack, host.pack = host.pack, lambda *arguments: (count.append(1), pack(*arguments))[1]
         try:
             self.broadcast(item, to)
