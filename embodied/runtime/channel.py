@@ -1,8 +1,8 @@
 """A named queue between workers, with optional keys; channels may form cycles.
 
 The queue itself lives in one host, its home (`Queue`): put it where the items are consumed. Other hosts have a
-`Remote`, which asks the home. Within a host the object itself is handed over, so the producer must not change it afterwards. From
-another host a copy arrives, whose large arrays are read-only.
+`Remote`, which asks the home. Within a host the object itself is handed over, so the producer must not change it
+afterwards. From another host a copy arrives, whose large arrays are read-only.
 
 `capacity` limits the waiting items of one producer: its next put blocks until the consumer takes an item.
 

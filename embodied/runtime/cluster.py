@@ -25,7 +25,7 @@ from typing import Any
 from embodied.core.errors import DeadlineExceeded, WorkerFailed
 from embodied.runtime.backend import Events, make_backend
 from embodied.runtime.channel import CLOSING, DEFAULT_CAPACITY, Channel
-from embodied.runtime.heartbeat import LOOK_S, MAX_WORKERS, AwakeClock, Sign, readable
+from embodied.runtime.heartbeat import LOOK_S, MAX_WORKERS, AwakeClock, readable
 from embodied.runtime.host import DRIVER, GIVEN, HostPlan, WorkerSpec
 from embodied.runtime.processes import START_S
 from embodied.runtime.rendezvous import InProcessRendezvous, RendezvousFile, rendezvous_point
@@ -158,22 +158,14 @@ class Cluster:
                     return
                 self._wait([handle], started, timeout_s)
 
-    def progress(self, group: WorkerGroup) -> list[Sign]:
-        """Returns each rank's last sign of life."""
-        return [self._backend.progress(host, self._slot(w)) for w, host in zip(group.workers, group.hosts)]
-
     # Supervision
 
-    def supervise(self, groups: Sequence[WorkerGroup], stale: Sequence[WorkerGroup], budget: Budget) -> None:
+    def supervise(self, groups: Sequence[WorkerGroup], budget: Budget) -> None:
         """From now on replaces hosts that run only these groups if they die or hang; a hanging host with another role
-        ends the run. Restarted workers of `stale` groups need weights first. A backend without isolation can replace
-        nothing."""
-        roles, stale_roles = {g.role for g in groups}, {g.role for g in stale}
-        plans = self.hosts if self._backend.isolates else []
-        unique = [plan.name for plan in plans if not roles.issuperset(plan.roles)]
-        hosts = [plan.name for plan in plans if plan.name not in unique]
-        stale_hosts = [plan.name for plan in plans if stale_roles.intersection(plan.roles) and plan.name in hosts]
-        supervisor = Supervisor(budget, hosts, stale_hosts, unique)
+        ends the run. A backend without isolation can replace nothing."""
+        roles = {group.role for group in groups}
+        names = {plan.name: roles.issuperset(plan.roles) for plan in self.hosts if self._backend.isolates}
+        supervisor = Supervisor(budget, [n for n in names if names[n]], [n for n in names if not names[n]])
         self._watchdog = Watchdog(self._backend, supervisor, self._clock, self._built_s)
 
     def settle(self, *handles: Handle, until: Callable[[], bool] = lambda: False) -> dict[str, Failure]:
@@ -228,11 +220,11 @@ class Cluster:
             self._send(handle, worker, host, ("make", spec), packed, arguments)
         return handles
 
-    def rebuilt_by(self, host: str, construction: Sequence[Handle], weights: Sequence[Handle]) -> None:
-        """A replaced host works when `construction` is done, and is no longer stale when `weights` is done."""
+    def rebuilt_by(self, host: str, construction: Sequence[Handle]) -> None:
+        """A replaced host works when these calls are done."""
         assert self._watchdog is not None
         with self._changed:
-            self._watchdog.rebuilt_by(host, construction, weights)
+            self._watchdog.rebuilt_by(host, construction)
 
     def restarts(self, host: str) -> int:
         """Returns how often this host was started again in this run."""

@@ -1,40 +1,24 @@
-"""Decides when a host is suspected, killed, replaced or given up: a state machine without processes, threads or clock.
+"""Notices hosts that hang or have died, and decides which are started again.
 
-It gets events with their times, and returns decisions. `Watchdog` asks it and kills hung hosts.
-`workflows/rollout_manager.py` restarts dead hosts, collects lost data again, and ends the run if an error repeats after
-every restart (`Repetitions`).
-
-    healthy <-> suspect      silent for half of hang_s, or heard again
-    any -> restarting        it died or hung, while it was built again too, and the budget allows another life
-    restarting -> stale      its workers are constructed, but one among them has no weights yet
-    restarting -> healthy    constructed, and nothing is missing
-    stale -> healthy         it has the current weights
-    any -> dead              it died once too often, or holds state that is lost: the run ends
-
-Failures of workers and their processes. The watchdog finds hung hosts, kills them, and decides by `supervision.py`
-which dead hosts are restarted. The cluster calls it from its waits and callbacks, under its lock.
+`Watchdog` kills hosts that have been silent for too long, and asks the `Supervisor`, a state machine without processes,
+threads or clock, whether a dead host may have another life. The cluster calls the watchdog from its waits and
+callbacks, under its lock. `workflows/rollout_manager.py` starts dead hosts again, collects lost data again, and ends
+the run if an error repeats after every restart (`Repetitions`). A restarted worker that reads weights acts only once it
+has the current ones (`weights.py`).
 """
 
 from __future__ import annotations
 
 import re
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from enum import Enum
+from dataclasses import dataclass, replace
 from typing import Any
 
+from embodied.core.arrays import gather
 from embodied.core.errors import WorkerFailed
 from embodied.runtime.backend import Backend
 from embodied.runtime.heartbeat import AwakeClock
-
-
-class State(Enum):
-    HEALTHY = "healthy"
-    SUSPECT = "suspect"
-    RESTARTING = "restarting"
-    STALE = "stale"
-    DEAD = "dead"
 
 
 @dataclass(frozen=True)
@@ -46,77 +30,49 @@ class Budget:
     hang_s: float  # seconds of silence after which a host is killed
 
 
-@dataclass
-class _Host:
-    state: State = State.HEALTHY
-    restarts: int = 0
-    recent: deque[float] = field(default_factory=deque)  # times of restarts within the window
-
-
 class Supervisor:
-    def __init__(
-        self, budget: Budget, hosts: Iterable[str], stale: Iterable[str] = (), unique: Iterable[str] = ()
-    ) -> None:
-        """Restarted `stale` hosts need the current weights first. `unique` hosts are watched like `hosts`, but not
-        restarted."""
+    """Decides whether a dead host is started again."""
+
+    def __init__(self, budget: Budget, hosts: Iterable[str], unique: Iterable[str] = ()) -> None:
+        """`unique` hosts are watched like `hosts`, but not started again."""
         self.budget = budget
-        self._hosts = {host: _Host() for host in (*hosts, *unique)}
-        self._stale = frozenset(stale)
+        self.hosts = (*hosts, *unique)
         self._unique = frozenset(unique)
-
-    def __contains__(self, host: str) -> bool:
-        return host in self._hosts
-
-    def __iter__(self):
-        return iter(self._hosts)
-
-    def state(self, host: str) -> State:
-        return self._hosts[host].state
+        self._restarts: Counter[str] = Counter()
+        self._recent: dict[str, deque[float]] = {host: deque() for host in self.hosts}  # restarts within the window
+        self._away: set[str] = set()  # hosts that have died and are not constructed again
 
     def restarts(self, host: str) -> int:
         """The number of restarts of this host in the whole run."""
-        return self._hosts[host].restarts
+        return self._restarts[host]
 
     def replaces(self, host: str) -> bool:
-        return host in self._hosts and host not in self._unique
+        return host in self._recent and host not in self._unique
 
     def at_work(self, host: str) -> bool:
         """True if the host has been constructed: later exceptions are not constructor failures."""
-        return self.state(host) in (State.HEALTHY, State.SUSPECT, State.STALE)
-
-    def silent(self, host: str, seconds: float) -> bool:
-        """The host has been silent for `seconds`; returns True if it must be killed, also while it is rebuilt."""
-        if self.state(host) in (State.HEALTHY, State.SUSPECT):
-            self._hosts[host].state = State.SUSPECT if seconds >= self.budget.hang_s / 2 else State.HEALTHY
-        return seconds >= self.budget.hang_s
+        return host not in self._away
 
     def died(self, host: str, now: float) -> str | None:
-        """Returns None if the host will be restarted, otherwise the reason why not ("": the cause is enough)."""
-        record, budget = self._hosts[host], self.budget
+        """Returns None if the host is to be started again, otherwise the reason why not ("": the cause is enough)."""
+        self._away.add(host)
         if host in self._unique:
-            record.state = State.DEAD
             return ""
-        while record.recent and now - record.recent[0] > budget.window_s:
-            record.recent.popleft()
-        if len(record.recent) >= budget.max_restarts:
-            record.state = State.DEAD
+        recent, budget = self._recent[host], self.budget
+        while recent and now - recent[0] > budget.window_s:
+            recent.popleft()
+        if len(recent) >= budget.max_restarts:
             return (
-                f"this was after {len(record.recent)} restarts within {budget.window_s:g} s "
+                f"this was after {len(recent)} restarts within {budget.window_s:g} s "
                 f"(faults.max_restarts={budget.max_restarts})"
             )
-        record.recent.append(now)
-        record.restarts += 1
-        record.state = State.RESTARTING
+        recent.append(now)
+        self._restarts[host] += 1
         return None
 
     def constructed(self, host: str) -> None:
-        if self.state(host) is State.RESTARTING:
-            self._hosts[host].state = State.STALE if host in self._stale else State.HEALTHY
-
-    def current(self, host: str) -> None:
-        """The host has the current weights."""
-        if self.state(host) is State.STALE:
-            self._hosts[host].state = State.HEALTHY
+        """A host that was started again works."""
+        self._away.discard(host)
 
 
 SAME_LINE = 3  # failures of a worker at one line after which the run ends: not by chance, a restart would fail, too
@@ -219,15 +175,15 @@ class Watchdog:
         self, backend: Backend, supervisor: Supervisor, clock: AwakeClock, built_s: Mapping[str, float]
     ) -> None:
         """`built_s`: host -> the longest call of its first construction."""
-        self.supervisor = supervisor
-        hang_s = supervisor.budget.hang_s
-        self._rebuild_s = {host: max(hang_s, REBUILD_S, REBUILD_FACTOR * built_s.get(host, 0)) for host in supervisor}
-        self.check_s = min(1.0, supervisor.budget.hang_s / 4)
-        self._backend = backend
-        self._clock = clock
+        self.supervisor, self._backend, self._clock = supervisor, backend, clock
+        self.hang_s = supervisor.budget.hang_s
+        self.check_s = min(1.0, self.hang_s / 4)
+        self._rebuild_s = {
+            host: max(self.hang_s, REBUILD_S, REBUILD_FACTOR * built_s.get(host, 0)) for host in supervisor.hosts
+        }
         self._next_check = 0.0
         self._condemned: dict[str, Failure] = {}  # host -> why it is being killed
-        self._rebuilt_by: dict[str, tuple[Sequence[Any], Sequence[Any]]] = {}  # host -> (construction, weights)
+        self._rebuilt_by: dict[str, Sequence[Any]] = {}  # host -> the calls that construct its workers again
 
     def replaceable(self, host: str) -> bool:
         """True if restarting the host can recover from its errors."""
@@ -255,19 +211,17 @@ class Watchdog:
             return
         self._next_check = now + self.check_s
         self._advance()
-        calls_of: dict[str, list[Call]] = {}
-        for running in calls:
-            calls_of.setdefault(running.host, []).append(running)
-        for host in self.supervisor:
+        calls_by_host = gather((running.host, running) for running in calls)
+        for host in self.supervisor.hosts:
             if host in self._condemned or not (self.supervisor.at_work(host) or host in self._rebuilt_by):
                 continue
-            silence, call = self._silence(host, calls_of.get(host, []), now)
-            if self.supervisor.silent(host, silence):
+            silence, call = self._silence(host, calls_by_host.get(host, []), now)
+            if silence >= self.hang_s:
                 where = "; its log says where" if self._backend.write_stacks(host) else ""
                 doing = f" during {call.handle.what}" if call else ""
                 cause = (
-                    f"hung: no sign of life for {silence:.0f} s{doing} (faults.hang_s="
-                    f"{self.supervisor.budget.hang_s:g}), so it was killed{where} [{self._backend.where(host)}]"
+                    f"hung: no sign of life for {silence:.0f} s{doing} (faults.hang_s={self.hang_s:g}), so it was "
+                    f"killed{where} [{self._backend.where(host)}]"
                 )
                 self.condemn(host, Failure(call.worker if call else host, cause))
 
@@ -279,17 +233,15 @@ class Watchdog:
         reason = self.supervisor.died(host, self._clock())
         return (replace(failure, mendable=True), True) if reason is None else (failure.final(reason), False)
 
-    def rebuilt_by(self, host: str, construction: Sequence[Any], weights: Sequence[Any]) -> None:
-        """The host works again when these calls are done: first the construction of workers, then their weights."""
-        self._rebuilt_by[host] = (construction, weights)
+    def rebuilt_by(self, host: str, construction: Sequence[Any]) -> None:
+        """The host works again when these calls are done."""
+        self._rebuilt_by[host] = construction
 
     def _advance(self) -> None:
-        for host, (construction, weights) in list(self._rebuilt_by.items()):
+        for host, construction in list(self._rebuilt_by.items()):
             if all(handle.succeeded() for handle in construction):
                 self.supervisor.constructed(host)
-                if all(handle.succeeded() for handle in weights):
-                    self.supervisor.current(host)
-                    del self._rebuilt_by[host]
+                del self._rebuilt_by[host]
 
     def _silence(self, host: str, calls: list[Call], now: float) -> tuple[float, Call | None]:
         """Returns the longest silence of the process or of a busy worker, and that worker's call. A rebuilt worker has

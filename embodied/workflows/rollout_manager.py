@@ -118,7 +118,7 @@ class RolloutManager:
             self.replies = [[channel(f"replies-sim-{s}/{i}", home=self.sims[s]) for i in places] for s in sims]
         faults = workers.config.faults
         self.budget = Budget(faults.max_restarts, faults.window_s, faults.hang_s)
-        self.cluster.supervise([self.sims, self.policies], [self.policies], self.budget)
+        self.cluster.supervise([self.sims, self.policies], self.budget)
 
     def rows(self, sim: int) -> np.ndarray:
         """The env rows of a sim worker."""
@@ -248,14 +248,15 @@ class RolloutManager:
             self.device_sharing.unbuilt |= {names[policy] for policy in policies if policy not in here}
             self.weight_sync.forget(policy for policy in policies if policy not in here)
             built += [self.policies[policy].build(self.spec) for policy in here]
-            loads = self.weight_sync.reload(here)
+            self.weight_sync.reload(here)
             present = self.device_sharing.has_memory
-            absent = [policy for policy in here if not present(names[policy])]
-            loads += [self.policies[policy].offload() for policy in absent]  # after it has loaded weights
+            for policy in [policy for policy in here if not present(names[policy])]:
+                self.policies[policy].offload()  # after it has loaded weights
             self.read_reports()  # of the dead worker
             abandoned = sum(self.training.lose(sim) for sim in sims) if self.training else 0
-            loads += [self.sims[sim].offload() for sim in sims if not present(self.sims.workers[sim])]
-            self.cluster.rebuilt_by(host, built, loads)
+            for sim in [sim for sim in sims if not present(self.sims.workers[sim])]:
+                self.sims[sim].offload()
+            self.cluster.rebuilt_by(host, built)
             self.restarts += 1
             self.abandoned_episodes += abandoned
             self._report_restart(restart, failure, abandoned)

@@ -116,7 +116,7 @@ def test_what_has_come_from_a_dead_peer_is_kept_and_its_successor_is_heard(proce
     hosts = [HostPlan("left", ("a",)), HostPlan("right", ("b",))]
     with Cluster(processes, hosts, log_dir=tmp_path, timeout_s=60) as cluster:
         a, b = cluster.launch(Peer, "a"), cluster.launch(Peer, "b")
-        cluster.supervise([a], [], Budget(1, 60, 60))
+        cluster.supervise([a], Budget(1, 60, 60))
         a.send_all(("b", 0), (None, "last words")).wait()
         b.wait_for_item(("a", 0)).wait()  # news of the death could overtake what is still on its way
         (host,) = cluster.settle(a.die())

@@ -41,11 +41,11 @@ def test_a_host_that_is_started_again_is_told_and_shown_again(tmp_path):
     with Cluster("local", plans, log_dir=tmp_path, timeout_s=60, on_start=lambda *one: told.append(one)) as cluster:
         group = cluster.launch(Idle, "a")
         first = group.ready().wait()[0]
-        cluster.supervise([group], [], Budget(5, 1800.0, 180.0))
+        cluster.supervise([group], Budget(5, 1800.0, 180.0))
         os.kill(first, signal.SIGKILL)
         assert list(cluster.settle(group.ready())) == ["left"]
         again = cluster.replace("left")
-        cluster.rebuilt_by("left", again, [])
+        cluster.rebuilt_by("left", again)
         second = group.ready().wait()[0]
         assert [pid for host, pid in told if host == "left"] == [first, second] and first != second
         assert shown(second) == ("embodied left", "left")

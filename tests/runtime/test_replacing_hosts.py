@@ -71,12 +71,12 @@ def cluster(processes, tmp_path):
         yield cluster
 
 
-def launch(cluster, max_restarts=3, hang_s=15.0, stale=False):
+def launch(cluster, max_restarts=3, hang_s=15.0):
     """Three workers; those of a and b are supervised."""
     a, b, c = cluster.launch(Pupil, "a", start=10), cluster.launch(Pupil, "b"), cluster.launch(Pupil, "c")
     for group in (a, b, c):
         group.pid().wait()
-    cluster.supervise([a, b], [b] if stale else [], Budget(max_restarts, 600, hang_s))
+    cluster.supervise([a, b], Budget(max_restarts, 600, hang_s))
     return a, b, c
 
 
@@ -88,7 +88,7 @@ def lose(cluster, *handles):
 
 def replace(cluster, host):
     handles = cluster.replace(host)
-    cluster.rebuilt_by(host, handles, [])
+    cluster.rebuilt_by(host, handles)
     assert cluster.settle(*handles) == {}
 
 
@@ -234,10 +234,10 @@ def test_other_hosts_still_end_the_run(cluster):
 def test_a_constructor_that_fails_in_the_second_life_ends_the_run(processes, tmp_path):
     with Cluster(processes, HOSTS, timeout_s=60) as cluster:
         a = cluster.launch(Fragile, "a", tmp_path / "born")
-        cluster.supervise([a], [], Budget(3, 600, 15))
+        cluster.supervise([a], Budget(3, 600, 15))
         lose(cluster, a.die())
         handles = cluster.replace("one")
-        cluster.rebuilt_by("one", handles, [])
+        cluster.rebuilt_by("one", handles)
         with pytest.raises(WorkerFailed, match="a-0: constructor failed: RuntimeError: no second life"):
             cluster.settle(*handles)
 
@@ -276,7 +276,7 @@ def open_in(pid):
 def test_inline_replaces_nothing(tmp_path):
     with Cluster("inline", HOSTS, timeout_s=60) as cluster:
         a = cluster.launch(Pupil, "a")
-        cluster.supervise([a], [], Budget(3, 600, 1))
+        cluster.supervise([a], Budget(3, 600, 1))
         with pytest.raises(WorkerFailed, match="bad grip"):
             cluster.settle(a.raise_error(ValueError("bad grip")))
 

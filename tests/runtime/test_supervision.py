@@ -4,42 +4,17 @@ import pytest
 
 from embodied.runtime.cluster import Handle
 from embodied.runtime.heartbeat import AwakeClock, Pulse, Sign
-from embodied.runtime.supervision import Budget, Call, Failure, Repetitions, State, Supervisor, Watchdog
+from embodied.runtime.supervision import Budget, Call, Failure, Repetitions, Supervisor, Watchdog
 
 BUDGET = Budget(max_restarts=2, window_s=100, hang_s=10)
 
 
-def supervisor(stale=()) -> Supervisor:
-    return Supervisor(BUDGET, ["sims", "policy"], stale)
-
-
-def test_a_silent_host_is_suspect_first_and_killed_later():
-    machine = supervisor()
-    assert not machine.silent("sims", 4.9) and machine.state("sims") is State.HEALTHY
-    assert not machine.silent("sims", 5) and machine.state("sims") is State.SUSPECT
-    assert machine.silent("sims", 10)
-    assert machine.state("policy") is State.HEALTHY
-
-
-def test_a_suspect_that_speaks_again_is_healthy():
-    machine = supervisor()
-    machine.silent("sims", 9.9)
-    assert not machine.silent("sims", 0.1) and machine.state("sims") is State.HEALTHY
-
-
 def test_a_death_at_work_is_a_restart():
-    machine = supervisor()
-    assert machine.died("sims", now=5) is None
-    assert machine.state("sims") is State.RESTARTING and machine.restarts("sims") == 1
+    machine = Supervisor(BUDGET, ["sims", "policy"])
+    assert machine.at_work("sims") and machine.died("sims", now=5) is None
+    assert not machine.at_work("sims") and machine.restarts("sims") == 1
     machine.constructed("sims")
-    assert machine.state("sims") is State.HEALTHY and machine.restarts("policy") == 0
-
-
-def test_a_host_that_is_silent_while_it_is_built_again_is_killed_too():
-    machine = supervisor()
-    machine.died("sims", now=0)
-    assert not machine.silent("sims", 9.9) and machine.silent("sims", 10)
-    assert machine.state("sims") is State.RESTARTING
+    assert machine.at_work("sims") and machine.restarts("policy") == 0
 
 
 class Building:
@@ -73,7 +48,7 @@ def test_a_successor_has_hang_s_to_beat_and_three_times_its_first_life_to_be_bui
     watchdog = Watchdog(backend, machine, AwakeClock(lambda: backend.now), {"sims": 40.0})
     machine.died("sims", now=0)
     building = Handle(None, "sim.__init__", ["sim-0"])
-    watchdog.rebuilt_by("sims", [building], [])
+    watchdog.rebuilt_by("sims", [building])
     while backend.killed_at is None and backend.now < 500:
         backend.now += 1
         if beats_until and backend.now <= beats_until:
@@ -85,38 +60,17 @@ def test_a_successor_has_hang_s_to_beat_and_three_times_its_first_life_to_be_bui
 
 
 def test_a_death_while_it_is_built_again_is_another_restart_of_the_budget():
-    machine = supervisor()
+    machine = Supervisor(BUDGET, ["sims"])
     assert machine.died("sims", now=0) is None and machine.died("sims", now=1) is None
-    assert machine.state("sims") is State.RESTARTING and machine.restarts("sims") == 2
+    assert not machine.at_work("sims") and machine.restarts("sims") == 2
     assert "after 2 restarts" in machine.died("sims", now=2)
-    assert machine.state("sims") is State.DEAD and not machine.at_work("sims")
 
 
 def test_a_unique_host_is_watched_and_has_no_second_life():
     machine = Supervisor(BUDGET, ["sims"], unique=["learner"])
+    assert machine.hosts == ("sims", "learner")
     assert machine.replaces("sims") and not machine.replaces("learner")
-    assert not machine.silent("learner", 9.9) and machine.silent("learner", 10)
-    assert machine.died("learner", now=5) == "" and machine.state("learner") is State.DEAD
-
-
-def test_a_policy_is_stale_until_it_has_the_current_weights():
-    machine = supervisor(stale=["policy"])
-    machine.died("policy", now=0)
-    machine.current("policy")
-    assert machine.state("policy") is State.RESTARTING, "weights cannot arrive before there is a policy"
-    machine.constructed("policy")
-    assert machine.state("policy") is State.STALE
-    assert machine.silent("policy", 10) and machine.state("policy") is State.STALE
-    machine.current("policy")
-    assert machine.state("policy") is State.HEALTHY
-
-
-def test_a_stale_host_that_dies_is_restarted_within_the_budget():
-    machine = supervisor(stale=["policy"])
-    for now in (0, 1):
-        assert machine.died("policy", now) is None
-        machine.constructed("policy")
-    assert machine.died("policy", 2) is not None
+    assert machine.died("learner", now=5) == "" and not machine.at_work("learner")
 
 
 def dies_and_returns(machine, now) -> str | None:
@@ -126,16 +80,15 @@ def dies_and_returns(machine, now) -> str | None:
 
 
 def test_the_budget_counts_restarts_of_one_host_within_the_window():
-    machine = supervisor()
+    machine = Supervisor(BUDGET, ["sims", "policy"])
     assert [dies_and_returns(machine, now) for now in (0, 60)] == [None, None]
     reason = dies_and_returns(machine, 100)
     assert reason == "this was after 2 restarts within 100 s (faults.max_restarts=2)"
-    assert machine.state("sims") is State.DEAD
     assert machine.died("policy", 100) is None
 
 
 def test_restarts_before_the_window_are_forgotten():
-    machine = supervisor()
+    machine = Supervisor(BUDGET, ["sims"])
     assert [dies_and_returns(machine, now) for now in (0, 60, 101, 161)] == [None] * 4
     assert machine.restarts("sims") == 4
     assert dies_and_returns(machine, 200) is not None
