@@ -588,7 +588,7 @@ def check_shares(plan: PlacementPlan, stages: int, shared: bool) -> None:
 
 
 # CPU cores: a placement names them; a host on a GPU gets a share of the cores of the GPU's NUMA node, a host on other
-# hardware may use all cores. `embodied/runtime/local.py` and `ray/guard.py` bind processes to their cores.
+# hardware may use all cores. `embodied/runtime/local.py` binds processes to their cores.
 
 
 def cores_of(devices: tuple[int, ...], node: Node) -> tuple[int, ...]:

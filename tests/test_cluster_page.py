@@ -372,6 +372,6 @@ def test_a_submitted_job_joins_its_cluster_and_its_numbers_are_metrics_of_ray():
     finally:
         os.killpg(head.pid, signal.SIGTERM)
         head.wait(60)
-    assert job.returncode == 0 and "ray: one Ray actor per host" in told and "iteration 30/30" in told, told
+    assert job.returncode == 0 and "ray: one process per host" in told and "iteration 30/30" in told, told
     assert re.search(r'ray_embodied_train_grad_norm\{.*run="pointmass_ppo-', seen), seen[-2000:]
     shutil.rmtree(folder)

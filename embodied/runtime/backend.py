@@ -8,31 +8,20 @@ import importlib.util
 import logging
 import os
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
 from embodied.core.errors import ConfigError
-from embodied.runtime.heartbeat import PROGRESS_BYTES, Progress, Pulse, Sign, resident_bytes
-from embodied.runtime.host import DRIVER, Host, HostPlan, Links
-from embodied.runtime.processes import NOTICE_S, START_S
+from embodied.runtime.heartbeat import NOTICE_S, PROGRESS_BYTES, Progress, Pulse, Sign, resident_bytes
+from embodied.runtime.host import DRIVER, Events, Host, HostPlan, Links
 
 _log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True)
-class Events:
-    """A backend's reports to the cluster, from any thread."""
-
-    on_report: Callable[[str, tuple, Any], None]  # (host name, message, packed result): a host answers
-    on_start: Callable[[str, int], None]  # (host name, process id): the host has started
-    on_death: Callable[[str, str], None]  # (host name, cause): its process ended, after all its messages were delivered
 
 
 PROMISES = {  # descriptions of the backends for users
     "inline": "one process for debugging: nothing is pinned, no crash is isolated, nothing overlaps",
     "local": "one process per host on this machine",
-    "ray": "one Ray actor per host, on this machine or on several",
+    "ray": "one process per host, on the machines of a Ray cluster",
 }
 
 
@@ -133,7 +122,7 @@ def make_backend(
     events: Events,
     address: str | None = None,
     modules: Sequence[str] = (),
-    start_s: float = START_S,
+    start_s: float = 300.0,
 ) -> Backend:
     if name not in ("auto", *PROMISES):
         raise ValueError(f"cluster.backend={name!r} is unknown; known: auto, {', '.join(PROMISES)}")

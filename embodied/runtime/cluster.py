@@ -23,11 +23,10 @@ from pathlib import Path
 from typing import Any
 
 from embodied.core.errors import DeadlineExceeded, WorkerFailed
-from embodied.runtime.backend import Events, make_backend
+from embodied.runtime.backend import make_backend
 from embodied.runtime.channel import CLOSING, DEFAULT_CAPACITY, Channel
 from embodied.runtime.heartbeat import LOOK_S, MAX_WORKERS, AwakeClock, readable
-from embodied.runtime.host import DRIVER, GIVEN, HostPlan, WorkerSpec
-from embodied.runtime.processes import START_S
+from embodied.runtime.host import DRIVER, GIVEN, Events, HostPlan, WorkerSpec
 from embodied.runtime.rendezvous import InProcessRendezvous, RendezvousFile, rendezvous_point
 from embodied.runtime.supervision import Budget, Call, Failure, Supervisor, Watchdog
 from embodied.runtime.worker import Worker
@@ -47,7 +46,7 @@ class Cluster:
         timeout_s: float = 600.0,
         address: str | None = None,
         modules: Sequence[str] = (),
-        start_s: float = START_S,
+        start_s: float = 300.0,
         on_start: Callable[[str, int], None] = lambda host, pid: None,
     ) -> None:
         """`address` of a running Ray cluster; `modules` are user modules that its nodes may lack. A Ray cluster of the

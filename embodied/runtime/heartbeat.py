@@ -25,6 +25,7 @@ _WORDS = 3  # of 8 bytes: ticks, time of the last tick, whether it waits (for th
 _PROCESS = MAX_WORKERS  # the slot of the process itself
 PROGRESS_BYTES = (MAX_WORKERS + 1) * _WORDS * 8
 BEAT_S = 0.5
+NOTICE_S = 10.0  # limit for noticing the end of a process
 
 
 class Sign(NamedTuple):

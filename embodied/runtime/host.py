@@ -79,6 +79,15 @@ class Links:
     report: Callable[..., None]  # (message, packed result=None)
 
 
+@dataclass(frozen=True)
+class Events:
+    """What the parent of hosts is told about them, from any thread."""
+
+    on_report: Callable[[str, tuple, Any], None]  # (host name, message, packed result): a host answers
+    on_start: Callable[[str, int], None]  # (host name, process id): the host has started
+    on_death: Callable[[str, str], None]  # (host name, cause): its process ended, after all its messages were delivered
+
+
 class Host:
     def __init__(
         self,
@@ -118,7 +127,7 @@ class Host:
             worker, method, call_id = rest
             self._workers[worker].submit(call_id, method, packed)
         elif kind == "channel":
-            self.serve_channel(DRIVER, rest[0], packed)
+            self.serve_channel(*rest, packed)
         elif kind == "died":
             self._host_died(*rest)
         elif kind == "revived":

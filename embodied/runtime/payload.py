@@ -144,12 +144,13 @@ class BufferLayout:
 class Payload:
     """An encoded object; may be sent many times. Owns the descriptor of its memory file until it is dropped."""
 
-    __slots__ = ("body", "fd", "layout")
+    __slots__ = ("body", "fd", "layout", "stored")
 
     def __init__(self, body: bytes | memoryview, layout: BufferLayout | None = None, fd: int = -1) -> None:
         self.body = body
         self.layout = layout
         self.fd = fd
+        self.stored: Any = None  # a reference to the memory file's content in Ray's object store
 
     def __del__(self) -> None:
         if self.fd >= 0:

@@ -1,14 +1,11 @@
-"""Shared by backends whose hosts are processes: starting, watching and ending them.
+"""The processes of hosts: what a host's process does, and the servers from which hosts are forked.
 
-`placement/placement_plan.py` chooses the cores of a host; this module checks that the machine has them.
+`local.py` starts, wires and ends these processes.
 
-The main program of a host of the local backend. Imports little: a host is up in a fraction of a second.
-
-A process that has done the slow imports of hosts, and forks to become a host.
-
-The driver never imports torch, and four hosts that each import it take four times as long on busy cores. So one process
-imports it for all hosts of a cluster, and ends when they run. A forked host is a child of the driver like any other
-host: the server forks twice, its own child ends at once, and the driver adopts the orphan. Native libraries read the
+A fork server is a process that has done the slow imports of hosts, and forks to become a host. The driver never imports
+torch, and four hosts that each import it take four times as long on busy cores. So one process imports it for all hosts
+of a cluster, and ends when they run. A forked host is a child of the process that asked for it, like any other host:
+the server forks twice, its own child ends at once, and the asking process adopts the orphan. Native libraries read the
 environment when they are loaded, so there is one server for each environment.
 """
 
@@ -18,7 +15,6 @@ import ctypes
 import faulthandler
 import io
 import json
-import logging
 import mmap
 import os
 import select
@@ -29,120 +25,18 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from embodied.runtime.heartbeat import PROGRESS_BYTES, Progress, Pulse, Sign, is_stopped
-from embodied.runtime.host import DRIVER, Host, HostPlan, Links, ranges
+from embodied.runtime.heartbeat import PROGRESS_BYTES, Progress, is_stopped
+from embodied.runtime.host import DRIVER, Host, Links
 from embodied.runtime.payload import Loop, MessageSocket, Payload, decode, encode
 
-if TYPE_CHECKING:
-    from embodied.runtime.backend import Events
-
-_log = logging.getLogger(__name__)
-
 WRITE_STACKS = signal.SIGUSR1  # makes a host write its threads' stacks into its log
-WRITING_S = 0.2  # time for a process to write its threads' stacks
-START_S = 300.0  # limit for starting a Ray cluster of the run's own
 LOG_BYTES = 64 << 20  # maximum size of a host's log; of a longer log the last quarter is kept
 LOG_S = 1.0  # between two checks of a log's size
-NOTICE_S = 10.0  # limit for noticing the end of a process
-KILL_S = 5.0  # limit for a killed process to vanish
-
-
-@dataclass
-class HostProcess:
-    """One life of a host."""
-
-    plan: HostPlan
-    log: str | None
-    memory: mmap.mmap
-    progress: Progress = field(init=False)
-    pid: int | None = field(default=None, init=False)  # None: not known yet
-    stopped: threading.Event = field(default_factory=threading.Event, init=False)  # its workers are closed
-    ended: threading.Event = field(default_factory=threading.Event, init=False)
-    node = ""  # node of the cluster, if there is one
-    here = True  # on this machine
-    end_s = KILL_S
-
-    def __post_init__(self) -> None:
-        self.progress = Progress(self.memory)
-
-    def where(self) -> str:
-        """Process, cores and log, for error messages."""
-        parts = [f"node {self.node}"] if self.node else []
-        parts.append(f"pid {self.pid}" if self.pid is not None else "starting")
-        parts += [f"cores {ranges(self.plan.cores)}"] if self.plan.cores else []
-        parts += [f"log: {self.log}"] if self.log is not None else []
-        return ", ".join(parts)
-
-    def free(self) -> None:
-        self.progress.release()
-        self.memory.close()
-
-
-class Processes:
-    """The part of a backend that reads its `HostProcess`es. Subclasses start, call and kill them."""
-
-    isolates = True
-    notice_s = NOTICE_S
-
-    def __init__(
-        self, run: str, log_dir: Path | None, timeout_s: float, events: Events, pack: Callable, unpack: Callable
-    ) -> None:
-        self._run, self._log_dir, self._timeout_s, self._events = run, log_dir, timeout_s, events
-        self.pack, self.unpack = pack, unpack
-        self._processes: dict[str, Any] = {}
-        links = Links(pack, unpack, self._post, lambda *report: events.on_report(DRIVER, *report))
-        self.host = Host(run, [DRIVER], links, Progress(bytearray(PROGRESS_BYTES)), timeout_s)
-
-    def where(self, host: str) -> str:
-        return self._processes[host].where()
-
-    def progress(self, host: str, slot: int) -> Sign:
-        return self._processes[host].progress.read(slot)
-
-    def pulse(self, host: str) -> Pulse:
-        return self._processes[host].progress.pulse()
-
-    def write_stacks(self, host: str) -> bool:
-        process = self._processes[host]
-        asked = process.log is not None and process.pid is not None and process.here and not process.ended.is_set()
-        if asked:
-            with suppress(ProcessLookupError):
-                os.kill(process.pid, WRITE_STACKS)
-                time.sleep(WRITING_S)
-        return asked
-
-    def stop(self, seconds: float) -> None:
-        processes = list(self._processes.values())
-        try:
-            for process in processes:
-                self.call(process.plan.name, ("stop", seconds))
-            until = time.monotonic() + seconds + 0.5
-            for process in processes:
-                if not process.stopped.wait(max(until - time.monotonic(), 0)):
-                    _log.warning("host %s did not close in time and is killed", process.plan.name)
-        finally:
-            for process in processes:
-                if not process.ended.is_set():
-                    self.kill(process.plan.name)
-            for process in processes:
-                process.ended.wait(process.end_s)
-            self.host.stop(0)
-            self._close()
-            for process in processes:
-                process.free()
-
-
-def progress_memory(more_bytes: int = 0) -> tuple[int, mmap.mmap]:
-    """A memory file without a name for a host's signs of life. Only the part with the progress is mapped."""
-    fd = os.memfd_create("embodied-progress", os.MFD_CLOEXEC)
-    os.ftruncate(fd, PROGRESS_BYTES + more_bytes)
-    return fd, mmap.mmap(fd, PROGRESS_BYTES)
 
 
 class LogFile(io.FileIO):
@@ -187,40 +81,6 @@ def shorten(log: Path, most: int = LOG_BYTES) -> None:
         file.write(b"[a log holds at most %d MiB: earlier lines were dropped]\n" % (most >> 20) + kept)
 
 
-def check_cores(plan: HostPlan, usable: Iterable[int], what: str = "this process") -> None:
-    """Refuses a host on cores that `what` may not use."""
-    if not set(usable).issuperset(plan.cores):
-        raise ValueError(
-            f"host {plan.name} is to run on cores {ranges(plan.cores)}, but {what} may use only {ranges(tuple(usable))}"
-        )
-
-
-def boot_order(run: str, plan: HostPlan, timeout_s: float) -> dict[str, Any]:
-    """Returns a host's start-up information as plain values."""
-    main = sys.modules["__main__"]
-    sys.modules.setdefault("__mp_main__", main)  # its name in the hosts
-    return {
-        "name": plan.name,
-        "run": run,
-        "timeout_s": timeout_s,
-        "cores": list(plan.cores),
-        "path": [os.path.abspath(p) for p in sys.path],
-        "main_module": main.__spec__.name if getattr(main, "__spec__", None) is not None else None,
-        "main_file": getattr(main, "__file__", None),
-    }
-
-
-def describe_exit(code: int) -> str:
-    """Puts an exit code of `subprocess` into words; a negative one is a signal."""
-    if code >= 0:
-        return f"exited with code {code}"
-    try:
-        name = signal.Signals(-code).name
-    except ValueError:
-        name = f"signal {-code}"
-    return f"was killed by {name}"
-
-
 _PR_SET_PDEATHSIG = 1
 ARGUMENTS = slice(45, 47)  # the fields of /proc/self/stat, after the name, with the addresses of their begin and end
 SHORT = 15  # letters of a process name in top
@@ -228,7 +88,7 @@ _DELIVERY_S = 5.0  # limit for sending the puts of an ended call
 
 
 def main(boot: dict[str, Any]) -> None:
-    _follow_driver(boot["driver"])
+    _follow(boot["parent"])
     show_title(boot["name"])
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the driver decides when a run ends
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
@@ -241,12 +101,15 @@ def main(boot: dict[str, Any]) -> None:
 
 
 def _serve(boot: dict[str, Any]) -> None:
-    driver = MessageSocket(socket.socket(fileno=boot["control_fd"]))
-    peers: dict[str, MessageSocket] = {}
+    parent = MessageSocket(socket.socket(fileno=boot["control_fd"]))
+    peers: dict[str, MessageSocket] = {}  # on this machine; the one called DRIVER passes messages on to all others
     control, channels = Loop(), Loop()
 
     def post(host: str, message: tuple, payload: Payload | None = None) -> None:
-        peers[host].post(message, payload)
+        if host in peers and host != DRIVER:
+            peers[host].post(message, payload)
+        else:
+            peers[DRIVER].post((host, message), payload)
 
     def report(message: tuple, packed: Payload | None = None) -> None:
         if message[0] == "failed":
@@ -254,34 +117,30 @@ def _serve(boot: dict[str, Any]) -> None:
         until = time.monotonic() + (_DELIVERY_S if threading.current_thread() is not threading.main_thread() else 0)
         while any(peer.backed_up() for peer in list(peers.values())) and time.monotonic() < until:
             time.sleep(0.001)  # a call is done when its puts have been sent: they are not lost if this process dies
-        driver.post(message, packed)
+        parent.post(message, packed)
 
     progress = Progress(mmap.mmap(boot["progress_fd"], PROGRESS_BYTES))
     os.close(boot["progress_fd"])
     progress.start_beating()
     links = Links(encode, decode, post, report)
-    host = Host(boot["run"], [boot["name"]], links, progress, boot["timeout_s"], os.getppid())
+    host = Host(boot["run"], [boot["name"]], links, progress, boot["timeout_s"], boot["driver"])
 
     def connect(name: str, fd: int) -> None:
+        if name in peers:  # all messages of a peer's old process come before messages of its new process
+            drained = threading.Event()
+            channels.submit(lambda: (channels.drain(peers[name]), drained.set()))
+            drained.wait()
         peers[name] = peer = MessageSocket(socket.socket(fileno=fd))
         # The end of a peer needs no action here: the driver reports deaths and their causes.
         channels.add(peer, lambda message, payload, _: host.serve_channel(name, message, payload), lambda: None)
 
-    def forget(name: str) -> None:
-        """Serves all messages of a peer's old process before messages of its new process."""
-        drained = threading.Event()
-        channels.submit(lambda: (channels.drain(peers[name]), drained.set()))
-        drained.wait()
-
     def on_control(message: tuple, payload: Payload | None, fd: int) -> None:
         if message[0] == "peer":
-            if message[1] in peers:
-                forget(message[1])
             connect(message[1], fd)
         elif message[0] == "stop":
             host.stop(message[1])
             report(("stopped",))  # before the end, which waits for the last thread of a simulator's library
-            driver.flush()
+            parent.flush()
             _exit(0)
         else:
             host.control(message, payload)
@@ -294,7 +153,7 @@ def _serve(boot: dict[str, Any]) -> None:
             _exit(1)
 
     threading.Thread(target=serve_channels, name="channels", daemon=True).start()
-    control.add(driver, on_control, lambda: _exit(1))
+    control.add(parent, on_control, lambda: _exit(1))
     control.run()
 
 
@@ -305,12 +164,11 @@ def _exit(code: int) -> None:
     os._exit(code)
 
 
-def _follow_driver(pid: int | None) -> None:
-    """Makes the kernel kill this process when the driver dies, even during a native call."""
-    if pid is not None:
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-        if os.getppid() != pid:  # the driver died before this call
-            os._exit(1)
+def _follow(parent: int) -> None:
+    """Makes the kernel kill this process when its parent dies, even during a native call."""
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:  # it died before this call
+        os._exit(1)
 
 
 def find_main_lazily(module: str | None, file: str | None) -> None:
@@ -368,17 +226,16 @@ READ_ONCE = (
 )
 FORK_S = 60.0  # deadline for a server's imports and fork
 STOPPED_S = 2.0  # a server that is stopped for longer is given up
-ADOPTED_S = 5.0  # deadline for the kernel to make a fork the driver's child
+ADOPTED_S = 5.0  # deadline for the kernel to make a fork the asking process's child
 MARK = "EMBODIED_HOST"  # a variable of hosts, inherited by programs that they start; servers do not have it
 TITLE = "embodied fork server"
 _PR_SET_CHILD_SUBREAPER = 36
 _SERVE = """
 import ctypes, json, os, sys
 order = json.loads(sys.argv[1])
-if order["follow"]:
-    ctypes.CDLL(None).prctl(1, 9)  # the kernel kills it when the driver dies, even a stopped one
-    if os.getppid() != order["driver"]:
-        sys.exit(1)
+ctypes.CDLL(None).prctl(1, 9)  # the kernel kills it when its parent dies, even a stopped one
+if os.getppid() != order["parent"]:
+    sys.exit(1)
 sys.path[:] = order["path"]
 from embodied.runtime.processes import serve
 serve(order)
@@ -400,15 +257,12 @@ class Forked:
 
 
 class ForkServer:
-    """The driver's side of a fork server."""
+    """The side of a fork server that asks for forks. The kernel ends the server, like any host, when the *thread* ends
+    that has started it."""
 
     def __init__(self, env: dict[str, str], modules: Sequence[str], path: Sequence[str]) -> None:
         self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        # The parent-death signal comes at the end of the *thread* that started a process, so only the main thread
-        # starts some.
-        follow = threading.current_thread() is threading.main_thread()
-        order = {"fd": theirs.fileno(), "modules": [*modules], "path": [*path], "driver": os.getpid()}
-        order["follow"] = follow
+        order = {"fd": theirs.fileno(), "modules": [*modules], "path": [*path], "parent": os.getpid()}
         with theirs:
             self.process = subprocess.Popen(
                 [sys.executable, "-P", "-c", _SERVE, json.dumps(order)],
@@ -478,7 +332,7 @@ _adopting = _Adopting()
 
 
 class ForkServers:
-    """The fork servers of a cluster, while its hosts are started for the first time."""
+    """The fork servers of a cluster's hosts on this machine, while they are started for the first time."""
 
     def __init__(self) -> None:
         self._servers: dict[tuple, ForkServer] | None = {}
@@ -515,7 +369,7 @@ class ForkServers:
 
 
 def serve(order: dict[str, Any]) -> None:
-    """Import, then fork on request until the driver closes its end."""
+    """Import, then fork on request until the asking process closes its end."""
     import gc
     import importlib
 
@@ -525,27 +379,26 @@ def serve(order: dict[str, Any]) -> None:
         with suppress(Exception):  # the import fails again, with its message, in the host that needs it
             importlib.import_module(name)
     gc.freeze()  # present objects are never collected, so their memory pages stay shared
-    driver = socket.socket(fileno=order["fd"])
+    asking = socket.socket(fileno=order["fd"])
     while True:
-        word, fds, _, _ = socket.recv_fds(driver, 16, 8)
+        word, fds, _, _ = socket.recv_fds(asking, 16, 8)
         if not word:
             os._exit(0)
         if (child := os.fork()) == 0:
             if os.fork() == 0:
-                driver.close()
-                _become_host(order["driver"], *fds)
+                asking.close()
+                _become_host(order["parent"], *fds)
             os._exit(0)
         os.waitpid(child, 0)
         for fd in fds:
             os.close(fd)
 
 
-def _become_host(driver: int, order_fd: int, reply_fd: int, *fds: int) -> None:
-    """Run a host as a fresh process would, after reporting to the driver once it is our parent."""
-
+def _become_host(parent: int, order_fd: int, reply_fd: int, *fds: int) -> None:
+    """Run a host as a fresh process would, after reporting to the asking process once it is our parent."""
     try:
         until = time.monotonic() + ADOPTED_S
-        while os.getppid() != driver:
+        while os.getppid() != parent:
             if time.monotonic() > until:
                 os._exit(1)
             time.sleep(0.0005)
@@ -560,10 +413,8 @@ def _become_host(driver: int, order_fd: int, reply_fd: int, *fds: int) -> None:
             os.dup2(output := named.pop(name), place)
             os.close(output)
         _adopt(order)
-        main(order["boot"] | named | {"driver": driver})
+        main(order["boot"] | named | {"parent": parent})
     finally:
-        import traceback
-
         traceback.print_exc()
         os._exit(1)
 

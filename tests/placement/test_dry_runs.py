@@ -185,7 +185,7 @@ def test_declared_machines_are_shown_and_nothing_is_started(capsys):
     asked = ["recipe=pointmass_ppo_openvla_tiny", "cluster.machines=2x4xGPU"]
     assert train.main([*asked, "--dry-run"]) == 0
     told = capsys.readouterr().out
-    assert "1 x policy + learner on gpu:0 of node1" in told and "ray: one Ray actor per host" in told
+    assert "1 x policy + learner on gpu:0 of node1" in told and "ray: one process per host" in told
     assert train.main(asked) == 2
     assert "cluster.machines=2x4xGPU is for planning: add --dry-run" in capsys.readouterr().err
     assert evaluate.main(["checkpoint=random", "env.name=pointmass", "cluster.machines=8xGPU", "--dry-run"]) == 0

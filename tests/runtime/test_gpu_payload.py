@@ -93,17 +93,6 @@ def test_what_was_on_a_gpu_arrives_on_the_cpu_where_the_reader_holds_none(preten
             assert got.device.type == "cpu" and torch.equal(got, torch.arange(1000))
 
 
-def test_so_it_is_on_ray(pretended):
-    ray_payload = pytest.importorskip("embodied.runtime.ray.actors")
-    import torch
-
-    pretended.setenv("EMBODIED_DEVICE", "gpu:0")
-    packed = ray_payload.encode({"numbers": torch.arange(1000)}, "gpu:0")
-    pretended.delenv("EMBODIED_DEVICE")
-    got = ray_payload.decode(packed)["numbers"]
-    assert got.device.type == "cpu" and torch.equal(got, torch.arange(1000))
-
-
 class Pretender(Worker):
     """`gpu:0` is a GPU to it."""
 

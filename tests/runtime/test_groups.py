@@ -352,7 +352,7 @@ def test_a_host_gets_its_environment_before_it_imports_anything(processes, monke
 
 def test_a_host_starts_without_heavy_imports(processes):
     with Cluster(processes, [HostPlan("one", ("count",))], timeout_s=60) as cluster:
-        heavy = {"torch", "mani_skill", "sapien"} | ({"ray", "pydantic"} if processes != "ray" else set())
+        heavy = {"torch", "mani_skill", "sapien", "ray", "pydantic"}
         assert heavy.isdisjoint(cluster.launch(Light, "count").modules().wait()[0])
 
 

@@ -10,7 +10,7 @@ from embodied.runtime import HostPlan
 pytest.importorskip("ray")
 from embodied.runtime.ray.nodes import RayNode, move
 
-ONE, TWO = (RayNode(name, name, tuple(range(4)), "python", False, "", 0) for name in ("one", "two"))
+ONE, TWO = (RayNode(name, name, tuple(range(4))) for name in ("one", "two"))
 PLAN = HostPlan("sim-0", ("sim",), cores=(8, 9), node="gone")
 
 
@@ -22,7 +22,7 @@ def test_a_host_moves_to_the_least_busy_node_and_its_least_busy_cores():
 
 
 def test_a_node_with_fewer_cores_gives_what_it_has():
-    assert move(PLAN, [RayNode("small", "id", (3,), "python", False, "", 0)], Counter()).cores == (3,)
+    assert move(PLAN, [RayNode("small", "id", (3,))], Counter()).cores == (3,)
 
 
 def test_a_host_that_needs_a_gpu_stays_lost():

@@ -1,7 +1,7 @@
-"""The Ray backend: hosts as actors on one or many nodes.
+"""The Ray backend: hosts on one or many nodes.
 
-`actors` are the hosts and their transport of large arrays, `nodes` the connection, its machines, and a run's cores and
-GPUs, `guard` the parent of a host's process.
+`actors` are the backend and its agents, `nodes` the connection, its machines, and a run's cores and
+GPUs.
 """
 
 __all__ = ["actors", "nodes"]

@@ -1,30 +1,19 @@
-"""Hosts as actors of a Ray cluster: a cluster of the run's own on this machine, or a running cluster at an address.
+"""Hosts on the nodes of a Ray cluster: a cluster of the run's own on this machine, or a running cluster at an address.
 
-Ray starts the processes, reports that they live, and moves large parts between machines. The parent of each host's
-process (`guard.py`) sets the cores before any import, ends the process with the driver, and reports the exit code.
+On each node with hosts there is an agent, a Ray actor. It starts the hosts there and wires them to each other exactly
+as the local backend does, tells the driver what they report, and passes messages on between its hosts and those of
+other nodes. So Ray starts one process per node, moves messages between machines, and notices lost nodes. The rest is
+the same as on the local backend.
 
-`RayBackend` is the driver's side. `RayHost` is the actor. One of Ray's threads receives the driver's messages, one the
-other hosts' messages, and one sends reports. Workers have threads of their own, as on every backend.
-
-Moves an object between Ray processes: large buffers through Ray's object store, the rest inside the message.
-
-The writer copies every buffer of 64 KiB or more once into the store. A reader on the same machine uses it in place; for
-another machine Ray transfers it with the message. Arrays arrive read-only. Torch CPU tensors arrive as a writable copy,
-because torch knows no read-only tensors and the store's pages are shared. Tensors from a GPU arrive on the reader's own
-GPU, or on the CPU if it has none.
+A large message is copied into Ray's object store by the agent of its sender, and out of it by the agent of its reader.
 """
 
 from __future__ import annotations
 
-import faulthandler
 import itertools
-import json
-import mmap
 import os
 import pickle
 import queue
-import shlex
-import signal
 import sys
 import threading
 import time
@@ -32,42 +21,25 @@ import traceback
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+import numpy as np
 import ray
+from ray._private import worker
 from ray.exceptions import RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from embodied.runtime.heartbeat import BEAT_S, PROGRESS_BYTES, Progress
-from embodied.runtime.host import DRIVER, Host, HostPlan, Links, ranges
-from embodied.runtime.payload import OUT_OF_BAND_BYTES, Payload, join, split
-from embodied.runtime.processes import (
-    KILL_S,
-    NOTICE_S,
-    START_S,
-    WRITE_STACKS,
-    HostProcess,
-    Processes,
-    boot_order,
-    check_cores,
-    describe_exit,
-    find_main_lazily,
-    keep_log_short,
-    print_to_log,
-    progress_memory,
-    show_title,
-)
-from embodied.runtime.ray import guard
-from embodied.runtime.ray.nodes import Connection, RayNode, Reservation, last_words, move, run_on
+from embodied.core.arrays import gather
+from embodied.runtime.heartbeat import BEAT_S, NOTICE_S, PROGRESS_BYTES, Progress
+from embodied.runtime.host import DRIVER, Events, Host, HostPlan, Links
+from embodied.runtime.local import KILL_S, WRITING_S, HostProcess, HostProcesses, LocalHosts, boot_order, check_cores
+from embodied.runtime.payload import Payload, decode, encode, map_shared, segments
+from embodied.runtime.ray.nodes import Connection, RayNode, Reservation, move
 from embodied.runtime.shared_leases import SOCKET
+from embodied.runtime.worker import machine
 
-if TYPE_CHECKING:
-    from embodied.runtime.backend import Events
-
-_EXIT_BYTES = 16  # after the progress: how the process ended
-_LAST_WORDS_S = 10.0  # how long it may take to fetch the log of a host on another machine
 _LOST_S = 45.0  # how long Ray may take to say that a node is lost
 _DELIVERY_S = 5.0  # how long an ended call may wait for the arrival of its puts
 _ONE_THREAD_EACH = {"control": 1, "channels": 1, "reports": 1}
@@ -77,30 +49,24 @@ _LEAVE_DEVICES = {"RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0", "RAY_EXPERIMENTAL_N
 
 
 @dataclass
-class RayProcess(HostProcess):
-    life: int
-    at: RayNode
+class Agent:
+    """The agent of a node, for the driver."""
+
+    node: RayNode
     actor: Any
-    memory_fd: int
-    printed_to: str | None  # its log, or a file on another machine that is fetched when the host ends
-    exit_file: str
-    listener: threading.Thread | None = None
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        self.node = self.at.name
-        self.here = self.at.here
-        self.end_s = KILL_S + _LAST_WORDS_S * (not self.here)
-
-    def free(self) -> None:
-        self.listener.join(KILL_S)
-        super().free()
-        os.close(self.memory_fd)
+    listener: threading.Thread = field(init=False)
 
 
-class RayBackend(Processes):
+@dataclass
+class RayProcess(HostProcess):
+    life: int = field(kw_only=True)
+    agent: Agent = field(kw_only=True)
+
+
+class RayBackend(HostProcesses):
     name = "ray"
     notice_s = _LOST_S + NOTICE_S  # ranks hear of a lost node at once, Ray later
+    pack, unpack = staticmethod(encode), staticmethod(decode)
 
     def __init__(
         self,
@@ -108,328 +74,287 @@ class RayBackend(Processes):
         log_dir: Path | None,
         timeout_s: float,
         events: Events,
-        address: str | None = None,
-        modules: Sequence[str] = (),
-        start_s: float = START_S,
-        plans: Sequence[HostPlan] = (),
+        address: str | None,
+        modules: Sequence[str],
+        start_s: float,
+        plans: Sequence[HostPlan],
     ) -> None:
+        super().__init__()
+        self._log_dir, self._events = log_dir and log_dir.absolute(), events
         self._lives = itertools.count(1)
         self._stopping = False
+        self._agents: dict[str, Agent] = {}  # by node id
         self._connection = Connection(address, modules, start_s)
         self._reservation: Reservation | None = None
-        # The run's own cluster has no other programs, and devices that several runs share are reserved for all of them.
-        if address is not None and SOCKET not in os.environ:
-            try:
+        try:
+            self._first = gather((self._connection.node(plan.node).id, plan.name) for plan in plans)
+            # The run's own cluster has no other programs, and shared devices are reserved for all runs that share them.
+            if address is not None and SOCKET not in os.environ:
                 self._reservation = Reservation(plans, self._connection.node)
-            except BaseException:
-                self._connection.close()
-                raise
-        super().__init__(run, log_dir and log_dir.absolute(), timeout_s, events, encode, decode)
-        once = {"num_cpus": 0, "max_restarts": 0, "max_task_retries": 0}
-        self._actor_class = ray.remote(**once, concurrency_groups=_ONE_THREAD_EACH)(RayHost)
+        except BaseException:
+            self._connection.close()
+            raise
+        links = Links(encode, decode, self._post, lambda *report: events.on_report(DRIVER, *report))
+        self.host = Host(run, [DRIVER], links, Progress(bytearray(PROGRESS_BYTES)), timeout_s)
+        here = {"path": sys.path, "folder": os.getcwd(), "log_dir": self._log_dir, "process": identity(os.getpid())}
+        self._order = {"boot": boot_order(run, timeout_s, os.getpid()), **here}
 
     def spawn(self, plan: HostPlan) -> None:
-        before = self._processes.get(plan.name)
+        before = self.processes.get(plan.name)
         plan = plan if before is None else self._plan_of_next(before)
         node, life = self._connection.node(plan.node), next(self._lives)
         check_cores(plan, node.cores, f"node {node.name}" if plan.node else "this process")
-        memory_fd, memory = progress_memory(_EXIT_BYTES)
         log = str(self._log_dir / f"{plan.name}.log") if self._log_dir is not None else None
-        shared_file = f"/proc/{os.getpid()}/fd/{memory_fd}"
-        exit_file = shared_file if node.here else f"{node.folder}/embodied-{self._run}-{life}.exit"
-        printed_to = log if node.here or log is None else exit_file.replace(".exit", ".log")
-        actor = self._actor_class.options(
-            scheduling_strategy=NodeAffinitySchedulingStrategy(node.id, soft=False),
-            runtime_env={
-                "env_vars": {**plan.environment(), **_LEAVE_DEVICES},
-                "py_executable": _guarded(plan, node, exit_file),
-            },
-        ).remote(self._boot(plan, life, printed_to, shared_file if node.here else None))
-        process = RayProcess(plan, log, memory, life, node, actor, memory_fd, printed_to, exit_file)
-        process.listener = threading.Thread(target=self._listen, args=(process,), name=f"ray-{plan.name}", daemon=True)
-        self._processes[plan.name] = process
-        for other in self._processes.values():
-            if other is not process:
-                other.actor.meet.remote(plan.name, life, actor)
-                actor.meet.remote(other.plan.name, other.life, other.actor)
+        agent, progress = self._agent_on(node), Progress(bytearray(PROGRESS_BYTES))
+        self.processes[plan.name] = RayProcess(plan, log, progress, None, node.name, life=life, agent=agent)
         if before is not None:
-            before.free()
-        process.listener.start()
+            before.progress.release()
+        for each in self._agents.values():
+            each.actor.place.remote({plan.name: (life, agent.actor)})
+        agent.actor.spawn.remote(plan)
 
-    def call(self, host: str, message: tuple, packed: Stored | None = None) -> None:
-        arguments = packed.arguments() if packed is not None else ()
-        self._processes[host].actor.control.remote(pack_message(message), *arguments)
+    def call(self, host: str, message: tuple, packed: Payload | None = None) -> None:
+        self.processes[host].agent.actor.call.remote(host, pack_message(message), *carried(packed))
+
+    def write_stacks(self, host: str) -> bool:
+        process = self.processes[host]
+        asked = process.log is not None and not process.ended.is_set()
+        if asked:
+            process.agent.actor.write_stacks.remote(host)
+            time.sleep(WRITING_S)
+        return asked
 
     def kill(self, host: str) -> None:
-        process = self._processes[host]
-        if process.pid is not None and process.here and not process.ended.is_set():
-            with suppress(ProcessLookupError):
-                os.kill(process.pid, signal.SIGKILL)
-        else:
-            with suppress(RayError):
-                ray.kill(process.actor)
+        self.processes[host].agent.actor.kill.remote(host)
 
     def stop(self, seconds: float) -> None:
         self._stopping = True
-        super().stop(seconds)
+        agents = list(self._agents.values())
+        try:
+            for agent in agents:
+                agent.actor.stop.remote(seconds)
+            until = time.monotonic() + seconds + 2 * KILL_S
+            for agent in agents:
+                agent.listener.join(max(until - time.monotonic(), 0))
+        finally:
+            for agent in agents:
+                with suppress(RayError):
+                    ray.kill(agent.actor)
+            for agent in agents:
+                agent.listener.join(KILL_S)
+            self.host.stop(0)
+            if self._reservation is not None:
+                with suppress(RayError):
+                    self._reservation.free()
+            self._connection.close()
+            segments.drop()
+            for process in self.processes.values():
+                process.progress.release()
 
     # Inside
 
-    def _close(self) -> None:
-        if self._reservation is not None:
-            with suppress(RayError):
-                self._reservation.free()
-        self._connection.close()
-
-    def _boot(self, plan: HostPlan, life: int, log: str | None, progress_file: str | None) -> dict[str, Any]:
-        order = boot_order(self._run, plan, self._timeout_s)
-        order["path"] = order["path"] if progress_file else None  # on this machine
-        driver = os.getpid() if progress_file else None
-        here = {"life": life, "log": log, "folder": os.getcwd(), "progress_file": progress_file, "driver": driver}
-        return {**order, **here}
+    def _agent_on(self, node: RayNode) -> Agent:
+        if node.id not in self._agents:
+            once = {"num_cpus": 0, "max_restarts": 0, "max_task_retries": 0}
+            actor = ray.remote(**once, concurrency_groups=_ONE_THREAD_EACH)(NodeAgent)
+            strategy = NodeAffinitySchedulingStrategy(node.id, soft=False)
+            placed = actor.options(scheduling_strategy=strategy, runtime_env={"env_vars": _LEAVE_DEVICES})
+            agent = Agent(node, placed.remote({**self._order, "first": self._first.pop(node.id, [])}))
+            agent.actor.place.remote({name: (one.life, one.agent.actor) for name, one in self.processes.items()})
+            name = f"ray-{node.name}"
+            agent.listener = threading.Thread(target=self._listen, args=(agent,), name=name, daemon=True)
+            agent.listener.start()
+            self._agents[node.id] = agent
+        return self._agents[node.id]
 
     def _plan_of_next(self, before: RayProcess) -> HostPlan:
         """The plan of a host that is started again: the same, or moved if its node is lost."""
-        if not self._connection.lost(before.at):
+        if not self._connection.lost(before.agent.node):
             return before.plan
-        cores = [(process.node, core) for process in self._processes.values() for core in process.plan.cores]
-        return move(before.plan, self._connection.others(before.at), Counter(cores))
+        cores = [(process.node, core) for process in self.processes.values() for core in process.plan.cores]
+        return move(before.plan, self._connection.others(before.agent.node), Counter(cores))
 
-    def _post(self, host: str, message: tuple, payload: Stored | None = None) -> None:
-        self.call(host, ("channel", message), payload)  # in order with calls and news of deaths
+    def _post(self, host: str, message: tuple, payload: Payload | None = None) -> None:
+        self.call(host, ("channel", DRIVER, message), payload)  # in order with calls and news of deaths
 
-    def _listen(self, process: RayProcess) -> None:
-        """A thread per host: receives its messages, until its end."""
+    def _listen(self, agent: Agent) -> None:
+        """A thread per agent: receives its messages, until its end."""
         failed = ""
         try:
-            for sent in process.actor.listen.remote():
-                self._take(process, *ray.get(sent))
+            for sent in agent.actor.listen.remote():
+                self._take(*ray.get(sent))
         except RayError as error:
-            failed = str(error)
-        code = self._exit_code(process)
-        cause = describe_exit(code) if code is not None else self._why_it_vanished(process, failed)
-        process.stopped.set()
-        process.ended.set()
-        if not self._stopping:
-            self._events.on_death(process.plan.name, cause)
+            failed = str(error).strip()
+        if self._stopping:
+            return
+        # Ray takes its time to notice that a machine is gone.
+        until = time.monotonic() + (_LOST_S if agent.node.id != self._connection.own.id else 0)
+        while not (lost := self._connection.lost(agent.node)) and time.monotonic() < until and not self._stopping:
+            time.sleep(0.5)
+        cause = f"could not run: {failed}"
+        if lost:
+            cause = f"was lost with node {agent.node.name} of the cluster, which Ray no longer reaches"
+        self._agents.pop(agent.node.id, None)
+        for process in [process for process in self.processes.values() if process.agent is agent]:
+            if not process.ended.is_set():
+                self._end(process, cause)
 
-    def _why_it_vanished(self, process: RayProcess, failed: str) -> str:
-        if not process.here and self._connection.lost(process.at):
-            return f"was lost with node {process.at.name} of the cluster, which Ray no longer reaches"
-        return f"could not run: {failed.strip()}"
-
-    def _take(self, process: RayProcess, kind: str, message: bytes, *payload: Any) -> None:
-        content = unpack_message(message)
-        packed = Stored(*payload[:2], ref=payload[2] if len(payload) > 2 else None) if payload else None
-        if packed is not None and packed.ref is not None:
-            packed.parts = ray.get(packed.ref)  # now: its writer may die
+    def _take(self, kind: str, host: str, life: int, message: bytes, *arguments: Any) -> None:
+        process, content, payload = self.processes[host], unpack_message(message), received(*arguments)
+        if process.life != life:
+            return
         if kind == "report":
-            self._events.on_report(process.plan.name, content, packed)
+            self._events.on_report(host, content, payload)
         elif kind == "channel":
-            self.host.serve_channel(process.plan.name, content, packed)
+            self.host.serve_channel(host, content, payload)
         elif kind == "progress":
             process.progress.note(content)
         elif kind == "up":
             process.pid = content
-            self._events.on_start(process.plan.name, content)
-        elif kind == "stopped":
-            process.stopped.set()
+            self._events.on_start(host, content)
+        elif kind == "died":
+            self._end(process, *content)
 
-    def _exit_code(self, process: RayProcess) -> int | None:
-        """Returns the exit code that the guard wrote, also for a process that never reported its id; None if it wrote
-        nothing."""
-        if not process.here:
-            return self._last_words(process) if process.pid is not None else None
-        until = time.monotonic() + KILL_S
-        while time.monotonic() < until:
-            line = os.pread(process.memory_fd, _EXIT_BYTES, PROGRESS_BYTES).rstrip(b"\0")
-            if line.endswith(b"\n"):
-                return int(line)
-            time.sleep(0.01)
-        return None
-
-    def _last_words(self, process: RayProcess) -> int | None:
-        asked = run_on(process.at.id, last_words, process.exit_file, process.printed_to)
-        try:
-            code, printed = ray.get(asked, timeout=_LAST_WORDS_S)
-        except RayError:  # the machine is gone, which Ray takes its time to notice
-            until = time.monotonic() + _LOST_S
-            while not (self._stopping or self._connection.lost(process.at)) and time.monotonic() < until:
-                time.sleep(0.5)
-            return None
-        if process.log is not None:
+    def _end(self, process: RayProcess, cause: str, printed: bytes | None = None) -> None:
+        """`printed`: the log of a host on another machine."""
+        if printed is not None and process.log is not None:
             Path(process.log).parent.mkdir(parents=True, exist_ok=True)
             with open(process.log, "ab") as log:
                 log.write(printed)
-        return code
+        process.ended.set()
+        if not self._stopping:
+            self._events.on_death(process.plan.name, cause)
 
 
-def _guarded(plan: HostPlan, node: RayNode, exit_file: str) -> str:
-    """Returns what Ray puts before the arguments of a host's process."""
-    order = {"cores": list(plan.cores), "driver": os.getpid() if node.here else None, "exit_file": exit_file}
-    order["exit_at"] = PROGRESS_BYTES if node.here else 0
-    source = Path(guard.__file__).read_text()
-    return shlex.join([node.python, "-I", "-S", "-c", source, json.dumps(order), node.python])
+class NodeAgent:
+    """The actor: the parent of a node's hosts. One of Ray's threads receives what the driver sends, one what other
+    agents send, and one sends to the driver."""
 
-
-class RayHost:
-    """`boot` comes from the driver as plain values; see RayBackend._boot."""
-
-    def __init__(self, boot: dict[str, Any]) -> None:
-        self._reports: queue.SimpleQueue[tuple] = queue.SimpleQueue()
-        self._peers: dict[str, tuple[int, Any]] = {}  # name -> (which life of it, actor)
-        self._met = threading.Condition()
-        self._sending = threading.Lock()
-        self._sent: dict[str, Any] = {}  # peer -> answer to the last message that was sent there
-        self._life = boot["life"]
-        self._timeout_s = boot["timeout_s"]
-        _write_to(boot["log"])
-        keep_log_short(boot["log"])
-        _check_cores(boot["cores"])
-        if boot["path"]:  # the driver is on this machine
-            sys.path[:] = boot["path"]
-            os.chdir(boot["folder"])
-        ray._raylet.setproctitle = lambda *_: None  # Ray would show the running method instead
-        show_title(boot["name"])
-        _die_of_what_kills()
-        find_main_lazily(boot["main_module"], boot["main_file"])
-        progress = self._progress(boot["progress_file"])
-        links = Links(encode, decode, self._post, self._report)
-        self._host = Host(boot["run"], [boot["name"]], links, progress, boot["timeout_s"], boot["driver"])
-        self._tell("up", os.getpid())
+    def __init__(self, order: dict[str, Any]) -> None:
+        self._outbox: queue.SimpleQueue[Any] = queue.SimpleQueue()  # (messages to wait for, message to the driver)
+        self._places: dict[str, tuple[int, Any]] = {}  # host of any node -> (its life, its agent)
+        self._sent: dict[str, dict[str, Any]] = {}  # host -> by destination, the last message that it sent there
+        boot, log_dir = order["boot"], order["log_dir"]
+        self._is_elsewhere = identity(boot["driver"]) != order["process"]
+        if self._is_elsewhere:
+            boot["driver"] = None
+            log_dir = log_dir and Path(worker.global_worker.node.get_logs_dir_path()) / f"embodied-{boot['run']}"
+        else:
+            sys.path[:] = order["path"]
+            os.chdir(order["folder"])
+        events = Events(self._on_report, lambda host, pid: self._tell("up", host, pid), self._on_death)
+        self._hosts = LocalHosts(boot, order["first"], log_dir, events, self._relay)
+        if boot["driver"]:
+            self._hosts.control.watch(os.pidfd_open(boot["driver"]), lambda: os._exit(1))
+        threading.Thread(target=self._report_progress, name="progress", daemon=True).start()
 
     # Called by the driver
 
     @ray.method(concurrency_group="control", num_returns=0)
-    def meet(self, name: str, life: int, actor: Any) -> None:
-        with self._met:
-            self._peers[name] = (life, actor)
-            self._met.notify_all()
+    def place(self, hosts: dict[str, tuple[int, Any]]) -> None:
+        """These hosts are new, here or on other nodes."""
+        self._places |= hosts
 
     @ray.method(concurrency_group="control", num_returns=0)
-    def control(self, message: bytes, *payload: Any) -> None:
-        with _ending_the_process_on_error():
-            content = unpack_message(message)
-            if content[0] == "stop":
-                self._host.stop(content[1])
-                self._tell("stopped")
-            else:
-                self._host.control(content, _received(payload))
+    def spawn(self, plan: HostPlan) -> None:
+        try:
+            self._hosts.spawn(plan)
+        except Exception as error:
+            traceback.print_exc()
+            self._tell("died", plan.name, (f"could not be started: {type(error).__name__}: {error}",))
+
+    @ray.method(concurrency_group="control", num_returns=0)
+    def call(self, host: str, message: bytes, *payload: Any) -> None:
+        if host in self._hosts.processes:
+            with _ending_the_process_on_error():
+                self._hosts.call(host, unpack_message(message), received(*payload))
+
+    @ray.method(concurrency_group="control", num_returns=0)
+    def write_stacks(self, host: str) -> None:
+        self._hosts.write_stacks(host)
+
+    @ray.method(concurrency_group="control", num_returns=0)
+    def kill(self, host: str) -> None:
+        self._hosts.kill(host)
+
+    @ray.method(concurrency_group="control", num_returns=0)
+    def stop(self, seconds: float) -> None:
+        self._hosts.end(seconds)
+        self._outbox.put(None)
 
     @ray.method(concurrency_group="reports", num_returns="streaming")
     def listen(self) -> Iterator[tuple]:
-        """Yields this host's messages to the driver, in order."""
-        while True:
-            yield self._reports.get()
+        """Yields the messages to the driver, in order. A report comes after the messages that its host sent before."""
+        while (item := self._outbox.get()) is not None:
+            sent, message = item
+            if sent:
+                ray.wait(sent, num_returns=len(sent), timeout=_DELIVERY_S)
+            yield message
 
-    # Called by other hosts
+    # Called by other agents
 
     @ray.method(concurrency_group="channels")
-    def serve_channel(self, peer: str, life: int, message: bytes, *payload: Any) -> None:
+    def deliver(self, sender: str, life: int, host: str, message: bytes, *payload: Any) -> None:
         with _ending_the_process_on_error():
-            if life >= self._peers.get(peer, (0, None))[0]:  # not from an earlier life
-                self._host.serve_channel(peer, unpack_message(message), _received(payload))
+            if life >= self._places.get(sender, (0, None))[0]:  # not from an earlier life
+                self._hosts.call(host, ("channel", sender, unpack_message(message)), received(*payload))
 
-    # Inside
+    # Messages of the hosts here
 
-    def _post(self, host: str, message: tuple, payload: Stored | None = None) -> None:
-        if host == DRIVER:
-            self._tell("channel", message, payload)
+    def _relay(self, host: str, destination: str, message: tuple, payload: Payload | None) -> None:
+        if destination == DRIVER:
+            self._tell("channel", host, message, payload)
             return
-        with self._met:
-            if not self._met.wait_for(lambda: host in self._peers, self._timeout_s):
-                raise TimeoutError(f"the driver never introduced {host}")
-            _, actor = self._peers[host]
-        packed, arguments = pack_message(message), _arguments(payload)
-        with self._sending:
-            self._sent[host] = actor.serve_channel.remote(self._host.name, self._life, packed, *arguments)
+        (life, _), (_, agent) = self._places[host], self._places[destination]
+        sent = agent.deliver.remote(host, life, destination, pack_message(message), *carried(payload))
+        self._sent.setdefault(host, {})[destination] = sent
 
-    def _report(self, message: tuple, packed: Stored | None = None) -> None:
-        if message[0] == "failed":
-            print(message[3], file=sys.stderr, flush=True)
-        if self._host.caller() != self._host.name:  # a worker
-            self._wait_until_sent()
-        self._tell("report", message, packed)
+    def _on_report(self, host: str, message: tuple, payload: Payload | None) -> None:
+        """If this node is lost, the puts of an ended call are not: they are sent before its end is reported."""
 
-    def _wait_until_sent(self) -> None:
-        """A call is done when its puts have arrived: if this process dies, they are not lost."""
-        with self._sending:
-            sent = dict(self._sent)
-        if sent:
-            ray.wait(list(sent.values()), num_returns=len(sent), timeout=_DELIVERY_S)
-        with self._sending:
-            for peer, answer in sent.items():
-                if self._sent.get(peer) is answer:
-                    del self._sent[peer]
+        def tell() -> None:
+            self._hosts.channels.drain(self._hosts.processes[host].channels)
+            self._tell("report", host, message, payload)
 
-    def _tell(self, kind: str, message: Any = None, payload: Stored | None = None) -> None:
-        self._reports.put((kind, pack_message(message), *_arguments(payload)))
+        self._hosts.channels.submit(tell)
 
-    def _progress(self, file: str | None) -> Progress:
-        if file is not None:
-            with open(file, "r+b") as memory:
-                progress = Progress(mmap.mmap(memory.fileno(), PROGRESS_BYTES))
-        else:
-            progress = Progress(bytearray(PROGRESS_BYTES))
-            threading.Thread(target=self._report_progress, args=(progress,), name="progress", daemon=True).start()
-        progress.start_beating()
-        return progress
+    def _on_death(self, host: str, cause: str) -> None:
+        log, printed = self._hosts.processes[host].log, None
+        if self._is_elsewhere and log is not None:
+            with suppress(OSError):
+                printed = Path(log).read_bytes()
+                os.unlink(log)
+        self._tell("died", host, (cause, printed))
 
-    def _report_progress(self, progress: Progress) -> None:
-        """Sends signs of life to a driver on another machine."""
-        seen: dict[int, tuple[int, int]] = {}
+    def _tell(self, kind: str, host: str, message: Any, payload: Payload | None = None) -> None:
+        sent = list(self._sent.pop(host, {}).values()) if kind in ("report", "died") else []
+        life = self._places[host][0]
+        self._outbox.put((sent, (kind, host, life, pack_message(message), *carried(payload))))
+
+    def _report_progress(self) -> None:
+        """Sends the hosts' signs of life."""
+        seen: dict[str, dict[int, tuple[int, int]]] = {}
         while True:
             time.sleep(BEAT_S)
-            if news := progress.news(seen):
-                seen |= news
-                self._tell("progress", news)
+            for host, process in list(self._hosts.processes.items()):
+                known = seen.setdefault(f"{host} {process.pid}", {})
+                with suppress(ValueError):  # released, since the host has been started again
+                    if not process.ended.is_set() and (news := process.progress.news(known)):
+                        known |= news
+                        self._tell("progress", host, news)
 
 
-def _arguments(payload: Stored | None) -> tuple:
-    return () if payload is None else payload.arguments()
-
-
-def _received(payload: tuple) -> Stored | None:
-    return Stored(*payload) if payload else None
-
-
-def _write_to(log: str | None) -> None:
-    if log is None:
-        return
-    Path(log).parent.mkdir(parents=True, exist_ok=True)
-    file = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
-    for stream in (sys.stdout, sys.stderr):
-        stream.flush()
-    for fd in (1, 2):
-        os.dup2(file, fd)
-    os.close(file)
-    print_to_log()
-
-
-def _die_of_what_kills() -> None:
-    """Makes a fatal signal end the process at once, with a Python traceback. Ray's own handler takes seconds and may
-    end in SIGABRT."""
-    faulthandler.disable()
-    for number in (signal.SIGSEGV, signal.SIGABRT, signal.SIGBUS, signal.SIGFPE, signal.SIGILL):
-        signal.signal(number, signal.SIG_DFL)
-    faulthandler.enable()
-    faulthandler.register(WRITE_STACKS)
-
-
-def _check_cores(cores: list[int]) -> None:
-    """Checks that every thread started by Ray runs on the cores of the plan."""
-    for thread in os.listdir("/proc/self/task"):
-        with suppress(ProcessLookupError):
-            allowed = os.sched_getaffinity(int(thread))
-        if cores and allowed != set(cores):
-            raise RuntimeError(
-                f"this host was to run on cores {ranges(tuple(cores))}, but is on {ranges(tuple(allowed))}"
-            )
+def identity(pid: int) -> tuple[str, str]:
+    """The machine and the time at which this process was started: the same for nobody who cannot see it."""
+    try:
+        return machine(), Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]
+    except FileNotFoundError:
+        return "", ""
 
 
 @contextmanager
 def _ending_the_process_on_error() -> Iterator[None]:
-    """End the process when a thread of the host stops serving, so that it does not look alive."""
+    """End the process when the agent cannot pass on a message, so that its hosts do not look alive."""
     try:
         yield
     except BaseException:
@@ -439,53 +364,32 @@ def _ending_the_process_on_error() -> Iterator[None]:
         os._exit(1)
 
 
-class Stored(Payload):
-    """An encoded object. The sender has a reference to the large parts, a receiver the parts themselves."""
-
-    __slots__ = ("parts", "ref", "tensors")
-
-    def __init__(
-        self, body: bytes | None, tensors: frozenset[int] = frozenset(), parts: list | None = None, ref: Any = None
-    ) -> None:
-        super().__init__(body)  # None: a long body is the last of the parts
-        self.tensors = tensors
-        self.parts = parts
-        self.ref = ref
-
-    def arguments(self) -> tuple:
-        """Returns arguments for a remote call, where `Stored(*arguments)` restores the object: Ray replaces the
-        reference, if any, by the parts."""
-        if self.parts is not None and self.ref is None:  # passed on
-            self.ref = _put(self.parts)
-        return (self.body, self.tensors) if self.ref is None else (self.body, self.tensors, self.ref)
+def carried(payload: Payload | None) -> tuple:
+    """Arguments for a remote call, where `received` makes a payload of them: Ray replaces the reference, if any, by the
+    bytes of the memory file."""
+    if payload is None:
+        return ()
+    if payload.fd < 0:
+        return bytes(payload.body), None
+    if payload.stored is None:
+        assert payload.layout is not None
+        payload.stored = ray.put(np.frombuffer(map_shared(payload.fd, payload.layout.total_bytes), np.uint8))
+    return bytes(payload.body), payload.layout, payload.stored
 
 
-def encode(item: Any, reader: str = "") -> Stored:
-    """Tensors on GPUs go through the host's memory, whatever the `reader`'s GPU."""
-    body, buffers, tensors = split(item)
-    if len(body) >= OUT_OF_BAND_BYTES:
-        return Stored(None, tensors, ref=_put([*buffers, body]))
-    return Stored(bytes(body), tensors, ref=_put(buffers) if buffers else None)
+def received(body: bytes | None = None, layout: Any = None, content: Any = None) -> Payload | None:
+    if body is None or content is None:
+        return None if body is None else Payload(body)
+    content = ray.get(content) if isinstance(content, ray.ObjectRef) else content
+    fd, memory = segments.take(len(content))
+    memory[: len(content)] = memoryview(content)
+    return Payload(body, layout, fd)
 
 
-def decode(payload: Stored) -> Any:
-    parts = payload.parts
-    if parts is None and payload.ref is not None:
-        parts = payload.parts = ray.get(payload.ref)
-    if parts is None:
-        return join(payload.body)
-    parts = [bytearray(part) if i in payload.tensors else part for i, part in enumerate(parts)]
-    return join(parts.pop() if payload.body is None else payload.body, parts)
-
-
-def _put(parts: list) -> Any:
-    return ray.put([pickle.PickleBuffer(part) for part in parts])
-
-
-def pack_message(message: tuple) -> bytes:
+def pack_message(message: Any) -> bytes:
     """Pickles messages here: a message that Ray cannot unpickle would be lost without an error."""
     return pickle.dumps(message, protocol=5)
 
 
-def unpack_message(data: bytes) -> tuple:
+def unpack_message(data: bytes) -> Any:
     return pickle.loads(data)  # noqa: S301  (sent by a process of this run)

@@ -29,7 +29,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -44,7 +44,6 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, Place
 
 from embodied.core.errors import ConfigError, EmbodiedError
 from embodied.runtime.host import HostPlan
-from embodied.runtime.processes import START_S
 
 OF_CARDS = ("CUDA_VISIBLE_DEVICES", "MUJOCO_EGL_DEVICE_ID", "EMBODIED_RENDER", "EMBODIED_RENDER_FILE")
 _LIMIT_BYTES = 100_000_000  # limit for modules that are sent to nodes
@@ -52,7 +51,6 @@ _PARTS = ("envs", "policies", "placement", "recipes", "assets")  # in a checkout
 _LEFT_OUT = shutil.ignore_patterns("__pycache__", ".*", "runs")
 _REACH_S = 5.0  # deadline to reach an address
 _LOOK_S = 60.0  # deadline to start a process on every node
-_END_S = 5.0  # deadline for the exit code of an ended host
 
 
 @dataclass(frozen=True)
@@ -60,9 +58,6 @@ class RayNode:
     name: str
     id: str
     cores: tuple[int, ...]  # cores that Ray may use there
-    python: str
-    here: bool  # True on the driver's machine, which shares files and processes
-    folder: str  # where Ray keeps its logs
     num_gpus: int = 0
     num_cpus: int = 0
 
@@ -71,7 +66,7 @@ class Connection:
     """Joins the cluster at an address, or starts one for this run. An existing connection of the program (`ray.init`)
     is used and left open."""
 
-    def __init__(self, address: str | None, modules: Sequence[str] = (), start_s: float = START_S) -> None:
+    def __init__(self, address: str | None, modules: Sequence[str] = (), start_s: float = 300.0) -> None:
         self._own_cluster: OwnCluster | None = None
         self._ours = not ray.is_initialized()
         self._nodes: dict[str, RayNode] = {}
@@ -82,7 +77,7 @@ class Connection:
             elif self._ours:
                 join(address, modules)
             if address is None:
-                self.own = RayNode("", ray.get_runtime_context().get_node_id(), _cores(), sys.executable, True, "")
+                self.own = RayNode("", ray.get_runtime_context().get_node_id(), _cores())
             else:
                 self._look_around()
         except BaseException:
@@ -122,11 +117,10 @@ class Connection:
     def _look_around(self) -> None:
         own = ray.get_runtime_context().get_node_id()
         alive = [node for node in ray.nodes() if node["Alive"]]
-        with _secret() as secret:
-            seen = answers([(node["NodeID"], secret) for node in alive], look)
-        for node, (cores, python, here, folder) in zip(alive, seen):
+        seen = answers([(node["NodeID"], ()) for node in alive], _cores)
+        for node, cores in zip(alive, seen):
             gpus, cpus = (int(node["Resources"].get(kind, 0)) for kind in ("GPU", "CPU"))
-            ray_node = RayNode(node["NodeName"], node["NodeID"], cores[:cpus], python, here, folder, gpus, cpus)
+            ray_node = RayNode(node["NodeName"], node["NodeID"], cores[:cpus], gpus, cpus)
             if node["NodeID"] == own:
                 self.own = ray_node
             if ray_node.name in self._nodes:
@@ -159,28 +153,6 @@ def answers(nodes: Sequence[tuple[str, tuple]], function: Callable) -> list[Any]
 def run_on(node_id: str, function: Any, *arguments: Any) -> Any:
     task = ray.remote(num_cpus=0, max_retries=0)(function)
     return task.options(scheduling_strategy=NodeAffinitySchedulingStrategy(node_id, soft=False)).remote(*arguments)
-
-
-def look(file: str, content: bytes) -> tuple[tuple[int, ...], str, bool, str]:
-    """Returns, on a node: its cores, interpreter, True if the driver is on this machine, and Ray's log folder."""
-    with suppress(OSError):
-        here = Path(file).read_bytes() == content
-        return _cores(), sys.executable, here, worker.global_worker.node.get_logs_dir_path()
-    return _cores(), sys.executable, False, worker.global_worker.node.get_logs_dir_path()
-
-
-def last_words(exit_file: str, log: str | None) -> tuple[int | None, bytes]:
-    """Returns, on a node, a host's exit code and output. Removes both files."""
-    until, code = time.monotonic() + _END_S, b""
-    while not code.endswith(b"\n") and time.monotonic() < until:
-        with suppress(FileNotFoundError):
-            code = Path(exit_file).read_bytes()
-        time.sleep(0.02)
-    printed = Path(log).read_bytes() if log is not None and os.path.exists(log) else b""
-    for path in (exit_file, log):
-        if path is not None:
-            Path(path).unlink(missing_ok=True)
-    return int(code) if code else None, printed
 
 
 # Connecting
@@ -286,18 +258,6 @@ def _cores() -> tuple[int, ...]:
     return tuple(sorted(os.sched_getaffinity(0)))
 
 
-@contextmanager
-def _secret() -> Iterator[tuple[str, bytes]]:
-    """A secret file that only this user's processes on this machine can open, and its content."""
-    content = secrets.token_bytes(32)
-    fd = os.memfd_create("embodied-here", os.MFD_CLOEXEC)
-    try:
-        os.write(fd, content)
-        yield f"/proc/{os.getpid()}/fd/{fd}", content
-    finally:
-        os.close(fd)
-
-
 # Code for nodes on other machines: this package, and the user's modules that a recipe names
 
 
@@ -394,7 +354,7 @@ until rm -rf "$folder"; do sleep 0.1; done
 class OwnCluster:
     """A Ray node on this machine. Use it as a context manager or call `stop`."""
 
-    def __init__(self, object_store_bytes: int | None = None, start_s: float = START_S) -> None:
+    def __init__(self, object_store_bytes: int | None = None, start_s: float = 300.0) -> None:
         memory = [] if object_store_bytes is None else [f"--object-store-memory={object_store_bytes}"]
         ray = [sys.executable, "-P", "-m", "ray.scripts.scripts", *_START, f"--num-cpus={os.cpu_count()}", *memory]
         until = time.monotonic() + start_s
