@@ -22,7 +22,7 @@ class Peer(Worker):
 
     def wait_for_item(self, source):
         deadline = time.monotonic() + 60
-        while not self.peers.source(*source).qsize() and time.monotonic() < deadline:
+        while not self._channel(f"{source[0]}-{source[1]}", self.name).qsize() and time.monotonic() < deadline:
             time.sleep(0.01)
 
     def recv_or_reason(self, source):
