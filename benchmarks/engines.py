@@ -25,7 +25,7 @@ from benchmarks.common import code_commit, machine, markdown
 from embodied.core.conversations import SamplingRule
 from embodied.core.types import ActionSpec, EnvSpec
 from embodied.policies import make_policy
-from embodied.policies.config import LanguageConfig
+from embodied.policies.language.config import LanguageConfig
 from embodied.policies.language.engine import Engine, Request, make_engine
 
 SPEC = EnvSpec(ActionSpec(1), instruction=True, max_episode_steps=1, has_success=True, text=True)

@@ -278,7 +278,8 @@ def empty(kind: str, asked: argparse.Namespace, **options: Any) -> Any:
     """A policy of full size without weights, or a tiny one."""
     from embodied.core.types import ActionSpec, EnvSpec
     from embodied.policies import policy_class
-    from embodied.policies.config import OpenVLAConfig, Pi0Config
+    from embodied.policies.openvla.config import OpenVLAConfig
+    from embodied.policies.pi0.config import Pi0Config
 
     preset, side = ("tiny", 32) if asked.tiny else ("full", 224)
     config = {"openvla": OpenVLAConfig, "pi0": Pi0Config}[kind]
@@ -419,7 +420,8 @@ def bridge(asked: argparse.Namespace) -> Figures:
 
     from embodied.core.types import EpisodeList
     from embodied.envs import make_env
-    from embodied.envs.config import ManiSkillConfig, PointMassConfig
+    from embodied.envs.maniskill.config import ManiSkillConfig
+    from embodied.envs.pointmass.config import PointMassConfig
 
     rows = 2 if asked.tiny else 64
     task = {"task": "PutCarrotOnPlateInScene-v1", "cameras": ("3rd_view_camera",), "backend": "cuda"}

@@ -21,7 +21,7 @@ from benchmarks.common import code_commit, environment, markdown
 from embodied.core.conversations import SamplingRule
 from embodied.core.types import ActionSpec, EnvSpec
 from embodied.policies import make_policy
-from embodied.policies.config import LanguageConfig
+from embodied.policies.language.config import LanguageConfig
 from embodied.policies.language.engine import Engine, Request, make_engine
 from embodied.serving.config import TOKEN
 

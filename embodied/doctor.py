@@ -24,7 +24,6 @@ from embodied.core.errors import ConfigError
 from embodied.core.options import Requirement
 from embodied.envs import plugin
 from embodied.envs.config import ENV_CONFIGS
-from embodied.envs.text.config import TextConfig
 from embodied.run import launch
 from embodied.system.machine import (
     ENGINES,
@@ -45,7 +44,7 @@ AT_ONCE = 4  # simultaneous checks, at most: a simulator takes a gigabyte
 NEWEST, OLDEST = (3, 12), (3, 11)
 # With a CPU-only torch these packages break the import of other packages.
 CUDA_ONLY = ("torchvision", "torchaudio", "torchcodec", "timm")
-INSTALLED = {kind: issubclass(options, TextConfig) for kind, options in ENV_CONFIGS.items() if options.needs.packages}
+INSTALLED = {kind: options.speaks for kind, options in ENV_CONFIGS.items() if options.needs.packages}
 DRAWN, SCORED = ([kind for kind, text in INSTALLED.items() if text is scored] for scored in (False, True))
 
 

@@ -2,22 +2,18 @@
 
 from __future__ import annotations
 
-import ast
-import importlib.util
 import itertools
 from collections.abc import Callable, Container, Iterable
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
 
 from embodied.config.recipe import RunConfig, load
 from embodied.config.recipe_files import by_family, recipe_file, recipe_names
 from embodied.core.arrays import gather
 from embodied.core.errors import ConfigError, nearest
 from embodied.core.files import as_path
-from embodied.envs import PLUGINS, env_class, plugin
+from embodied.core.plugins import ENGINE_CLASSES, ENVS, OURS, PACKAGE, Entry, Plugins
+from embodied.envs import env_class, plugin
 from embodied.envs.config import ENV_CONFIGS, EnvConfig
-from embodied.policies import FAMILIES
 from embodied.policies.config import POLICY_CONFIGS
 from embodied.policies.hub import how_to_get
 from embodied.run import launch
@@ -124,11 +120,11 @@ def lacks_model(name: str | None, models: Container[str], machine: Machine) -> s
 
 
 def envs(machine: Machine) -> Iterable[Item]:
-    return plugins(PLUGINS, ENV_CONFIGS, machine)
+    return plugins(ENV_CONFIGS, machine)
 
 
 def policies(machine: Machine) -> Iterable[Item]:
-    return plugins(FAMILIES, POLICY_CONFIGS, machine)
+    return plugins(POLICY_CONFIGS, machine)
 
 
 def models(machine: Machine) -> Iterable[Item]:
@@ -142,18 +138,28 @@ def models(machine: Machine) -> Iterable[Item]:
 
 
 def engines(machine: Machine) -> Iterable[Item]:
-    return (Item(name, engine.purpose, why_no_engine(name, machine)) for name, engine in ENGINES.items())
+    for entry in map(ENGINE_CLASSES.entry, ENGINE_CLASSES.names):
+        ours = ENGINES.get(entry.name)
+        yield Item(entry.name, ours.purpose, why_no_engine(entry.name, machine)) if ours else of_package(entry)
 
 
-def plugins(places: dict[str, str], options: dict[str, Any], machine: Machine) -> Iterable[Item]:
-    """An item per plug-in, by name."""
-    for name, where in places.items():
-        need = options[name].needs
-        yield Item(name, f"{purpose(where)} Needs {need}.", why_not(need, machine))
+def plugins(models: Plugins, machine: Machine) -> Iterable[Item]:
+    """An item for each plug-in of these options. Those of other packages are not imported."""
+    for entry in map(models.entry, models.names):
+        if entry.package == PACKAGE:
+            options = models[entry.name]
+            text = f"{first_sentence(options.__doc__)} Needs {options.needs}."
+            yield Item(entry.name, text, why_not(options.needs, machine))
+        else:
+            yield of_package(entry)
+
+
+def of_package(entry: Entry) -> Item:
+    return Item(entry.name, f"{entry.where} of the package {entry.package}.", "")
 
 
 def tasks(machine: Machine) -> Iterable[Item]:
-    for env in PLUGINS:
+    for env in OURS[ENVS]:
         options, catalogue = ENV_CONFIGS[env], plugin(env).catalogue
         problem = why_not(options.needs, machine)
         if catalogue and not problem:
@@ -193,13 +199,6 @@ def comment(recipe: str) -> str:
 
 def first_sentence(text: str) -> str:
     return text.partition(". ")[0].rstrip(".:") + "."
-
-
-def purpose(where: str) -> str:
-    """The first sentence of a plug-in's docstring, read without importing the module."""
-    spec = importlib.util.find_spec(where.partition(":")[0])
-    text = ast.get_docstring(ast.parse(Path(spec.origin).read_text(encoding="utf-8"))) or ""
-    return first_sentence(" ".join(text.split("\n\n")[0].split()))
 
 
 LISTS: dict[str, Callable[[Machine], Iterable[Item]]] = {

@@ -6,10 +6,10 @@ from __future__ import annotations
 
 import importlib
 import inspect
-from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from embodied.core.errors import ConfigError
+from embodied.envs.config import ENV_CONFIGS, kind_of
 from embodied.envs.own_modules import import_all, import_class, simulator_of
 
 if TYPE_CHECKING:
@@ -28,23 +28,7 @@ PUBLIC = {  # names for the user's own env, by the module that defines them; imp
     "check_text_env": "embodied.envs.text.text_env_checker",
     "check_vector_env": "embodied.envs.env_checker",
 }
-__all__ = ["PLUGINS", "env_class", "env_that_knows", "import_class", "make_env", "speaks", *PUBLIC]
-
-PLUGINS = {
-    "maniskill": "embodied.envs.maniskill.env:ManiSkillEnv",
-    "libero": "embodied.envs.libero.env:LiberoEnv",
-    "robosuite": "embodied.envs.robosuite.env:RobosuiteEnv",
-    "pointmass": "embodied.envs.pointmass.env:PointMassEnv",
-    "sums": "embodied.envs.text.toys:Sums",
-    "sort": "embodied.envs.text.toys:Sort",
-    "pictures": "embodied.envs.text.toys:PictureQuestions",
-    "reverse_text": "embodied.envs.text.toys:ReverseText",
-    "math": "embodied.envs.text.math:Math",
-    "mixture": "embodied.envs.text.mixture:Mixture",
-    "reasoning_gym": "embodied.envs.text.reasoning_gym:ReasoningGym",
-    "verifiers": "embodied.envs.text.verifiers:Verifiers",
-    "gym": "embodied.envs.gym.env:GymEnv",
-}
+__all__ = ["env_class", "import_class", "make_env", "speaks", *PUBLIC]
 
 
 def __getattr__(name: str) -> Any:
@@ -58,14 +42,9 @@ def make_env(config: Any, num_envs: int) -> VectorEnv:
     return env_class(config)(config, num_envs)
 
 
-def env_that_knows(tasks: str | Sequence[str]) -> str | None:
-    """The `env.name` that follows from the names of these tasks alone; None if it does not."""
-    names = (tasks,) if isinstance(tasks, str) else tasks
-    return next((name for name in PLUGINS if names and all(map(plugin(name).knows, names))), None)
-
-
-def plugin(name: str) -> type[VectorEnv]:
-    module, _, cls = PLUGINS[name].partition(":")
+def plugin(name: str) -> type[Any]:
+    """The class of a registered env."""
+    module, _, cls = ENV_CONFIGS[name].env.partition(":")
     return getattr(importlib.import_module(module), cls)
 
 
@@ -79,8 +58,6 @@ def speaks(kind: type) -> bool:
 def env_class(config: Any) -> type[Any]:
     """The class for `env.name`: ours, the user's, or our wrapper of the user's `gymnasium.Env`. A subclass of VectorEnv
     or TextEnv, constructed from config and num_envs."""
-    from embodied.envs.config import kind_of
-
     import_all(config)
     kind = kind_of(config)
     if kind != "external":

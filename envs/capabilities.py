@@ -1,17 +1,15 @@
-"""Questions to an env's class before a run: can it run here, what does "auto" mean, what should users know.
+"""Questions to an env's class before a run: can it run here, what does "auto" mean, what should users know, and by
+which protocols are its evaluations played.
 
-Evaluation protocols: how the episodes of an evaluation are played, under a name with a version.
-
-A plug-in declares its own in `EnvCapabilities.protocols`. When a rule changes, the name gets a new version, so results
-under the same name were played by the same rules.
+A protocol has a name with a version. When one of its rules changes, so does its name: results under the same name were
+played by the same rules.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field, replace
-from importlib.metadata import PackageNotFoundError, version
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol, TypedDict
 
@@ -59,11 +57,6 @@ class EnvCapabilities:
     @classmethod
     def plays_together(cls, config: Any) -> bool:
         """True if the rows of one env are simulated in a batch, so that a few more rows cost little."""
-        return False
-
-    @classmethod
-    def knows(cls, task: str) -> bool:
-        """True if this name alone identifies a task of this env, for evaluations that name no env."""
         return False
 
     @classmethod
@@ -165,18 +158,6 @@ class EvaluationProtocol:
     def published_name(self) -> str:
         """Its name with the physics of published results."""
         return self.name.partition("+")[0]
-
-    def in_mujoco(self, versions: tuple[str, ...]) -> EvaluationProtocol:
-        """This protocol if one of these versions of MuJoCo is installed, else one whose name contains the installed
-        version."""
-        try:
-            installed = version("mujoco")
-        except PackageNotFoundError:  # planned here, played on another machine
-            return self
-        if installed in versions:
-            return replace(self, rules=f"{self.rules}; MuJoCo {installed}")
-        rules = f"{self.rules}; MuJoCo {installed} simulates otherwise than {versions[-1]}, that of {self.name}"
-        return replace(self, name=f"{self.name}+mujoco{installed}", rules=rules)
 
 
 AS_TRAINED = EvaluationProtocol(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection, Mapping
-from typing import Annotated, Any, ClassVar, Literal, get_args, get_origin
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, get_args, get_origin
 
 from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
@@ -72,8 +72,18 @@ def side_by_side(of: str = "") -> Any:
 
 
 class CommonEnvConfig(Strict):
+    if TYPE_CHECKING:  # each env describes its own
+        name: Any
+        task: Any
+
+    env: ClassVar[str] = ""
+    """The env's class, as my_pkg.my_module:MyEnv."""
+
     needs: ClassVar[Requirement] = Requirement()
     """Packages that it needs."""
+
+    speaks: ClassVar[bool] = False
+    """True if it asks in words; what a class of yours does, follows from its base."""
 
     task_base: ClassVar[str] = ""
     """The simulator's class whose subclasses are its tasks; empty if users cannot add tasks with
@@ -138,6 +148,11 @@ class CommonEnvConfig(Strict):
         field = cls.model_fields["task"]
         fixed = get_args(field.annotation) if get_origin(field.annotation) is Literal else ("",)
         return [(task, field.description or "") for task in fixed]
+
+    @classmethod
+    def knows(cls, task: str) -> bool:
+        """True if this name alone identifies a task of this env, for evaluations that name no env."""
+        return False
 
     @classmethod
     def advice(cls, lacking: Collection[str], environ: Mapping[str, str]) -> list[str]:

@@ -1,5 +1,5 @@
-"""The options of an env: one model per kind, chosen by `name`, each in a `config.py` of its simulator's folder. Free of
-torch and simulators.
+"""The options of an env: a model for each `env.name`, imported when it is named. They are in the `config.py` of the
+env's folder, free of torch and simulators.
 """
 
 from __future__ import annotations
@@ -7,25 +7,12 @@ from __future__ import annotations
 import re
 from typing import Annotated, Any
 
-from pydantic import Discriminator, Field, Tag, model_validator
+from pydantic import Field, model_validator
 
 from embodied.core.errors import nearest
-from embodied.core.options import variants
+from embodied.core.options import ChosenByName
+from embodied.core.plugins import ENVS, OURS, Plugins
 from embodied.envs.common_config import EXTERNAL, CommonEnvConfig, NamedWithKind, Tasks, side_by_side, with_task
-from embodied.envs.gym.config import GymConfig
-from embodied.envs.libero.config import LiberoConfig
-from embodied.envs.maniskill.config import ManiSkillConfig
-from embodied.envs.pointmass.config import PointMassConfig
-from embodied.envs.robosuite.config import RobosuiteConfig
-from embodied.envs.text.config import (
-    MathConfig,
-    MixtureConfig,
-    PicturesConfig,
-    ReasoningGymConfig,
-    ReverseTextConfig,
-    ToyTextConfig,
-    VerifiersConfig,
-)
 
 
 class ExternalEnvConfig(CommonEnvConfig):
@@ -47,44 +34,31 @@ class ExternalEnvConfig(CommonEnvConfig):
         return with_task(values, name.rpartition(":")[2])
 
 
+ENV_CONFIGS = Plugins(ENVS, "env.name", {"external": ExternalEnvConfig})
+
+
 def unknown_env(name: str) -> str:
-    """The message for a name that is neither ours nor a class."""
-    whole = [kind for kind in ENV_CONFIGS if kind not in NAMED]
-    known = ", ".join([*whole, *(model.written for model in NAMED.values()), "my_pkg.my_module:MyEnv"])
+    """The message for a name that is neither an env's nor a class."""
+    ours = [getattr(ENV_CONFIGS[kind], "written", kind) for kind in OURS[ENVS]]
+    names = [*ours, *(kind for kind in ENV_CONFIGS.names if kind not in OURS[ENVS])]
+    known = ", ".join([*names, "my_pkg.my_module:MyEnv"])
     if re.fullmatch(r"[\w/-]+-v\d+", name):
         meant = f"env.name=gym:{name}, of Gymnasium, or env.name=maniskill env.task={name}"
         return f"env.name={name!r} is unknown; did you mean {meant}? (known: {known})"
-    return f"env.name={name!r} is unknown (known: {known}){nearest(name, [*whole, *(f'{kind}:' for kind in NAMED)])}"
+    return f"env.name={name!r} is unknown (known: {known}){nearest(name, [word.partition('<')[0] for word in names])}"
 
 
 def kind_of(value: Any) -> str:
     """The tag of the model that an env section belongs to."""
     name = value.get("name", "maniskill") if isinstance(value, dict) else getattr(value, "name", "maniskill")
-    name = str(name)  # "gym:" in YAML is a mapping
-    kind, colon, _ = name.partition(":")
-    return kind if kind in ENV_CONFIGS and (kind in NAMED) == bool(colon) else "external"
+    kind, colon, _ = str(name).partition(":")  # "gym:" in YAML is a mapping
+    return kind if kind in ENV_CONFIGS and issubclass(ENV_CONFIGS[kind], NamedWithKind) == bool(colon) else "external"
 
 
-EnvConfig = Annotated[
-    Annotated[ManiSkillConfig, Tag("maniskill")]
-    | Annotated[PointMassConfig, Tag("pointmass")]
-    | Annotated[LiberoConfig, Tag("libero")]
-    | Annotated[RobosuiteConfig, Tag("robosuite")]
-    | Annotated[ToyTextConfig, Tag("sums")]
-    | Annotated[ToyTextConfig, Tag("sort")]
-    | Annotated[PicturesConfig, Tag("pictures")]
-    | Annotated[ReverseTextConfig, Tag("reverse_text")]
-    | Annotated[MathConfig, Tag("math")]
-    | Annotated[MixtureConfig, Tag("mixture")]
-    | Annotated[ReasoningGymConfig, Tag("reasoning_gym")]
-    | Annotated[VerifiersConfig, Tag("verifiers")]
-    | Annotated[GymConfig, Tag("gym")]
-    | Annotated[ExternalEnvConfig, Tag("external")],
-    Discriminator(kind_of),
-]
-ENV_CONFIGS: dict[str, type[CommonEnvConfig]] = {
-    kind: model for kind, model in variants(EnvConfig).items() if kind != "external"
-}
-NAMED = {kind: model for kind, model in ENV_CONFIGS.items() if issubclass(model, NamedWithKind)}  # env.name=KIND:NAME
-SIMULATORS = {model.task_base: kind for kind, model in ENV_CONFIGS.items() if model.task_base}
-"""Simulators that take the user's own tasks, by the base class of these tasks."""
+EnvConfig = Annotated[CommonEnvConfig, ChosenByName(ENV_CONFIGS, kind_of)]
+
+
+def env_that_knows(tasks: str | tuple[str, ...] | list[str]) -> str | None:
+    """The `env.name` that follows from the names of these tasks alone; None if it does not."""
+    names = [tasks] if isinstance(tasks, str) else tasks
+    return next((name for name, kind in ENV_CONFIGS.items() if names and all(map(kind.knows, names))), None)

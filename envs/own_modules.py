@@ -14,7 +14,7 @@ import sys
 import threading
 import traceback
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib.abc import MetaPathFinder
 from pathlib import Path
@@ -22,9 +22,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from embodied.core.errors import ConfigError, EmbodiedError, in_a_line, nearest
-from embodied.envs.config import EXTERNAL, SIMULATORS, kind_of, unknown_env
-from embodied.envs.libero.load_simulator import simulator
-from embodied.system.vulkan_driver import ensure_vulkan
+from embodied.envs.config import ENV_CONFIGS, EXTERNAL, kind_of, unknown_env
 
 if TYPE_CHECKING:
     from embodied.envs.vector_env import VectorEnv
@@ -32,21 +30,23 @@ if TYPE_CHECKING:
 MODULE = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*")
 
 
+def prepare_sapien() -> None:
+    from embodied.system.vulkan_driver import ensure_vulkan
+
+    ensure_vulkan()
+
+
 def prepare_libero() -> None:
     """robosuite reads its switches while it is imported."""
+    from embodied.envs.mujoco.loading import simulator
+
     if not getattr(LOCAL, "preparing_libero", False):
         LOCAL.preparing_libero = True
         simulator()
 
 
 # package -> its preparation before the import
-PREPARE: dict[str, Callable[[], None]] = {
-    "sapien": ensure_vulkan,
-    "robosuite": prepare_libero,
-    "libero": prepare_libero,
-}
-
-
+PREPARE = {"sapien": prepare_sapien, "robosuite": prepare_libero, "libero": prepare_libero}
 LOCAL = threading.local()
 
 
@@ -101,8 +101,10 @@ def registered_with_libero(module: ModuleType, name: str) -> type | None:
 
 def simulator_of(kind: Any) -> str | None:
     """The `env.name` that runs this class as a task; None if it is not a simulator's task."""
-    bases = [f"{base.__module__}.{base.__qualname__}" for base in (kind.__mro__ if inspect.isclass(kind) else ())]
-    return next((SIMULATORS[base] for base in bases if base in SIMULATORS), None)
+    if not inspect.isclass(kind):
+        return None
+    bases = [f"{base.__module__}.{base.__qualname__}" for base in kind.__mro__]
+    return next((name for name, options in ENV_CONFIGS.items() if options.task_base in bases), None)
 
 
 def as_a_task(name: Any) -> str | None:
@@ -139,7 +141,7 @@ def tasks_in(module: ModuleType, simulator: str) -> dict[str, type]:
 def own_modules(env: Any) -> list[str]:
     """All modules of the user that this env section names, to be sent to other machines."""
     tasks = [env.task] if isinstance(env.task, str) else list(env.task)
-    named = tasks if env.name in SIMULATORS.values() else []
+    named = tasks if env.task_base else []
     named += [where for where in (env.name, env.reward) if names_a_class(where)]
     return list(dict.fromkeys([*env.modules, *(where.partition(":")[0] for where in named if is_own(where))]))
 

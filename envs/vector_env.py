@@ -3,9 +3,8 @@ rollouts with them, `sim_worker.py` evaluations.
 
 A plug-in implements `_reset_rows`, `_step`, `_observe`, for videos `render_rows` and for images `_paint`; this class
 implements resets, time limits, action chunks, freezing of finished rows and the meaning of success. A row that is done
-stays frozen (reward 0, mask False) until `reset` names it, and a row that was never reset counts as done.
-
-The images of a vector env, drawn only when they are needed.
+stays frozen (reward 0, mask False) until `reset` names it, and a row that was never reset counts as done. Images are
+drawn only when they are needed.
 """
 
 from __future__ import annotations

@@ -14,13 +14,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from embodied.core.errors import CheckpointError, ConfigError, in_a_line
-from embodied.policies.config import FAMILIES as OPTIONS
+from embodied.policies.config import POLICY_CONFIGS
 
 if TYPE_CHECKING:
     from embodied.core.types import EnvSpec
     from embodied.policies.base import Policy
-
-FAMILIES = {name: options.policy for name, options in OPTIONS.items()}
 
 PUBLIC = {  # public names by module; imported on access
     "EnvSpec": "embodied.core.types",
@@ -30,7 +28,7 @@ PUBLIC = {  # public names by module; imported on access
     "PolicyOutput": "embodied.core.types",
     "Scores": "embodied.policies.base",
 }
-__all__ = ["FAMILIES", "load_policy", "make_policy", "policy_class", *PUBLIC]
+__all__ = ["load_policy", "make_policy", "policy_class", *PUBLIC]
 
 
 def __getattr__(name: str) -> Any:
@@ -41,11 +39,12 @@ def __getattr__(name: str) -> Any:
 
 def policy_class(name: str) -> type[Policy]:
     """The class behind `policy.name`."""
-    where = FAMILIES.get(name, name)
+    where = POLICY_CONFIGS[name].policy if ":" not in name and name in POLICY_CONFIGS else name
     module, _, attribute = where.partition(":")
     if not attribute:
         raise ConfigError(
-            f"policy.name={name!r} is unknown; families: {', '.join(FAMILIES)}, or my_pkg.my_module:MyPolicy"
+            f"policy.name={name!r} is unknown; families: {', '.join(POLICY_CONFIGS.names)}, or "
+            "my_pkg.my_module:MyPolicy"
         )
     if where is name:
         check_package(name)
@@ -69,7 +68,7 @@ def policy_class(name: str) -> type[Policy]:
 
 def slow_imports(config: Any) -> tuple[str, ...]:
     """The slow imports of a policy; modules of the user's own are not included."""
-    family = FAMILIES.get(config.name, "").partition(":")[0]
+    family = config.policy.partition(":")[0]
     return tuple(filter(None, ("torch", family, "peft" if getattr(config, "lora_rank", None) else "")))
 
 

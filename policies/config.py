@@ -1,26 +1,19 @@
-"""The options of a policy: one model per family, chosen by `name`. Families with a folder have them in its `config.py`.
-Installed packages add families of their own. Free of torch, so that `--help` stays fast.
+"""The options of a policy: one model per family, chosen by `policy.name` and imported when it is named. Families with a
+folder have them in its `config.py`. Free of torch, so that `--help` stays fast.
 """
 
 from __future__ import annotations
 
-import os
-import sys
-import warnings
 from collections.abc import Iterator, Mapping
 from itertools import pairwise
-from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Union
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
-from pydantic import Discriminator, Field, PositiveInt, Tag
+from pydantic import Field, PositiveInt
 
 from embodied.core.errors import ConfigError
-from embodied.core.options import never_with
+from embodied.core.options import ChosenByName, never_with
+from embodied.core.plugins import FAMILIES, Plugins
 from embodied.policies.common_config import PolicyOptions
-from embodied.policies.language.config import LanguageConfig
-from embodied.policies.openvla.config import OpenVLAConfig, OpenVLAOFTConfig
-from embodied.policies.pi0.config import Pi0Config
-from embodied.policies.smolvla.config import SmolVLAConfig
 
 
 class ActorCriticConfig(PolicyOptions):
@@ -58,6 +51,8 @@ class ActorCriticConfig(PolicyOptions):
 
 
 class MLPConfig(ActorCriticConfig):
+    """A network of a few layers on the state."""
+
     policy = "embodied.policies.networks:MLPPolicy"
 
     name: Literal["mlp"] = Field(
@@ -71,6 +66,8 @@ class MLPConfig(ActorCriticConfig):
 
 
 class CNNConfig(ActorCriticConfig):
+    """Convolutions on the images of any number of cameras, and the state where there is one."""
+
     policy = "embodied.policies.networks:CNNPolicy"
     sees = True
 
@@ -137,72 +134,16 @@ class ExternalPolicyConfig(PolicyOptions):
         return 0  # unknown
 
 
-FAMILIES: dict[str, type[PolicyOptions]] = {
-    "mlp": MLPConfig,
-    "cnn": CNNConfig,
-    "openvla": OpenVLAConfig,
-    "openvla_oft": OpenVLAOFTConfig,
-    "pi0": Pi0Config,
-    "pi05": Pi0Config,
-    "smolvla": SmolVLAConfig,
-    "language": LanguageConfig,
-}
-"""The options of each family by policy.name. They name the policy's class, and recognise its published models."""
+POLICY_CONFIGS = Plugins(FAMILIES, "policy.name", {"external": ExternalPolicyConfig})
 
 
-GROUP = "embodied.families"
-
-
-def adds_families(folder: str) -> bool:
-    """True if a package that is installed in this folder has entry points in our group."""
-    if not os.path.isdir(folder):
-        return False
-    entries = (
-        os.path.join(each.path, "entry_points.txt") for each in os.scandir(folder) if each.name[-10:] == ".dist-info"
-    )
-    return any(os.path.isfile(path) and f"[{GROUP}]".encode() in Path(path).read_bytes() for path in entries)
-
-
-def outside_families() -> dict[str, type[PolicyOptions]]:
-    """Families of installed packages, by the entry points in the group embodied.families: policy.name -> options."""
-    if not any(map(adds_families, sys.path)):
-        return {}
-    from importlib.metadata import entry_points  # 40 ms and 69 modules, which --help would pay for
-
-    families = {}
-    try:
-        entries = [*entry_points(group=GROUP)]
-    except Exception as err:  # one package's damaged file is enough
-        warnings.warn(f"families of installed packages are missing: {type(err).__name__}: {err}", stacklevel=2)
-        return {}
-    for entry in entries:
-        try:
-            options = entry.load()
-        except (Exception, SystemExit) as err:
-            warnings.warn(f"policy.name={entry.name} is missing: importing {entry.value} failed: {err}", stacklevel=2)
-            continue
-        if entry.name in FAMILIES or not (isinstance(options, type) and issubclass(options, PolicyOptions)):
-            warnings.warn(
-                f"policy.name={entry.name} of {entry.value} is left out: it should be a new name, and a subclass of "
-                "PolicyOptions",
-                stacklevel=2,
-            )
-            continue
-        families[entry.name] = options
-    return families
-
-
-def _family(value: Any) -> str:
+def family_of(value: Any) -> str:
+    """The tag of the model that a policy section belongs to."""
     name = str(value.get("name", "mlp") if isinstance(value, dict) else getattr(value, "name", "mlp"))
     return "external" if ":" in name else name
 
 
-FAMILIES |= outside_families()
-POLICY_CONFIGS: dict[str, type[PolicyOptions]] = FAMILIES | {"external": ExternalPolicyConfig}
 if TYPE_CHECKING:
     PolicyConfig = Any
 else:
-    PolicyConfig = Annotated[
-        Union[tuple(Annotated[options, Tag(name)] for name, options in POLICY_CONFIGS.items())],  # noqa: UP007
-        Discriminator(_family),
-    ]
+    PolicyConfig = Annotated[PolicyOptions, ChosenByName(POLICY_CONFIGS, family_of)]

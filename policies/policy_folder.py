@@ -21,7 +21,7 @@ from embodied.core.errors import CheckpointError
 from embodied.core.files import digest, read_object, reading
 from embodied.core.types import EnvSpec
 from embodied.policies.common_config import PublishedFolder
-from embodied.policies.config import FAMILIES, POLICY_CONFIGS
+from embodied.policies.config import POLICY_CONFIGS
 from embodied.runtime.published_weights import Blob, array_of, blob_of, read_safetensors, spec_of, write_safetensors
 
 if TYPE_CHECKING:
@@ -113,7 +113,7 @@ def read_description(folder: Path) -> tuple[Any, EnvSpec]:
         name = policy.get("name", "mlp")
         options = POLICY_CONFIGS.get("external" if ":" in str(name) else str(name))
         if not isinstance(name, str) or options is None:
-            raise ValueError(f"policy.name={name!r:.60} is unknown; families: {', '.join(FAMILIES)}")
+            raise ValueError(f"policy.name={name!r:.60} is unknown; families: {', '.join(POLICY_CONFIGS.names)}")
         config = validated(options, policy, f"the options of policy.name={name}: policy.")
         return config, validated(EnvSpec, spec, "env_spec.")
 
@@ -140,7 +140,7 @@ def published_family(folder: Path) -> str | None:
     if not content or "policy" in content:
         return None
     files = PublishedFolder(content, frozenset(path.name for path in folder.iterdir()), partial(read_blobs, folder))
-    kinds = dict.fromkeys(FAMILIES.values())
+    kinds = dict.fromkeys(POLICY_CONFIGS.values())
     return next((name for options in kinds if (name := options.recognise(files))), None)
 
 
@@ -148,7 +148,7 @@ def families_of(folder: Path) -> tuple[str, ...]:
     """The values of policy.name that fit the model in a folder, likeliest first; () if its config.json is not
     recognised."""
     if family := published_family(folder):
-        return (family, *(FAMILIES[family].alike if family in FAMILIES else ()))
+        return (family, *(POLICY_CONFIGS[family].alike if family in POLICY_CONFIGS else ()))
     ours = read_json(folder / CONFIG).get("policy")
     name = ours.get("name") if isinstance(ours, dict) else None
     return (str(name),) if name else ()

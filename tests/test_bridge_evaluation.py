@@ -8,7 +8,7 @@ from bridge_files import needs
 from embodied.core.types import ActionSpec, EnvSpec
 from embodied.evaluate import main
 from embodied.policies import make_policy
-from embodied.policies.config import OpenVLAConfig, OpenVLAOFTConfig
+from embodied.policies.openvla.config import OpenVLAConfig, OpenVLAOFTConfig
 
 TASK = "PutCarrotOnPlateInScene-v1"
 SPEC = EnvSpec(ActionSpec(7), images={"3rd_view_camera": (224, 224, 3)}, instruction=True)

@@ -237,7 +237,7 @@ def test_runs_share_the_devices_of_all_machines(machines, tmp_path):
 MY_ENV = """
 import os
 from embodied.envs.pointmass.env import PointMassEnv
-from embodied.envs.config import PointMassConfig
+from embodied.envs.pointmass.config import PointMassConfig
 
 class MyEnv(PointMassEnv):
     def __init__(self, config, num_envs):

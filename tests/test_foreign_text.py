@@ -10,7 +10,7 @@ from embodied.train import main as train
 ENV = """
 import os
 from pathlib import Path
-from embodied.envs.config import PointMassConfig
+from embodied.envs.pointmass.config import PointMassConfig
 from embodied.envs.pointmass.env import PointMassEnv
 
 WORDS = os.fsdecode(b"no file /data/\\xff.obj \\x1b[2J")

@@ -20,7 +20,7 @@ from embodied import evaluate, sft, train
 from embodied.config.read import leaves, root
 from embodied.config.recipe import RunConfig
 from embodied.core.conversations import SamplingRule
-from embodied.policies.config import LanguageConfig
+from embodied.policies.language.config import LanguageConfig
 from embodied.policies.language.engine import Request, make_engine
 from embodied.policies.language.remote_server import RemoteServer
 from embodied.policies.language.vllm import FromFolder

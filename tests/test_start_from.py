@@ -13,7 +13,8 @@ from embodied.config.recipe_files import recipe_names
 from embodied.core.errors import ConfigError, Diverged
 from embodied.core.types import ActionSpec, EnvSpec
 from embodied.policies import make_policy
-from embodied.policies.config import OpenVLAConfig, Pi0Config
+from embodied.policies.openvla.config import OpenVLAConfig
+from embodied.policies.pi0.config import Pi0Config
 from embodied.run.policy_source import check_continues, find_start, first_run
 from embodied.sweeps.seeds_and_sweeps import load_all, read_order, shared_start
 from embodied.train import iterate

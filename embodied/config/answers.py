@@ -21,6 +21,7 @@ from typing_extensions import is_typeddict
 from embodied.config.read import Section, Tree, choices, leaves, plain
 from embodied.config.recipe_files import BY_TASK, RECIPES, by_family, recipe_names
 from embodied.core.errors import ConfigError, nearest
+from embodied.core.plugins import Plugins
 
 if TYPE_CHECKING:
     from embodied.config.command_line import Command
@@ -331,8 +332,9 @@ def allowed_words(path: str, root: Section, tree: Tree) -> list[Any]:
     if section is None:
         return []
     if name == "name":
-        words = [word for model in section.variants.values() for word in choices(model.model_fields["name"].annotation)]
-        return words or list(section.variants)
+        if isinstance(section.variants, Plugins):
+            return section.variants.names
+        return [word for model in section.variants.values() for word in choices(model.model_fields["name"].annotation)]
     return choices(section.field(name, tree.section(above)).annotation)
 
 

@@ -170,7 +170,7 @@ def base_recipe(
         if isinstance(stored, str) and (recipe_path := stored_recipe(as_path(stored))):
             return str(recipe_path)
     if family := published(values | own):
-        from embodied.envs import env_that_knows
+        from embodied.envs.config import env_that_knows
 
         task = values.get("env.task")
         env = values.get("env.name") or (env_that_knows(task) if isinstance(task, str | list) else None)

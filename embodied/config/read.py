@@ -11,7 +11,7 @@ key twice is a mistake.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from copy import deepcopy
 from dataclasses import dataclass, field, replace
@@ -29,7 +29,7 @@ from pydantic_core import to_jsonable_python
 from embodied.config.recipe_files import BY_TASK, DEFAULT_ENV, EVERY_RECIPE, RECIPES, recipe_file, recipe_names
 from embodied.core.errors import ConfigError, nearest
 from embodied.core.files import BadPath, as_path
-from embodied.core.options import BelongsToFile
+from embodied.core.options import BelongsToFile, ChosenByName
 
 COMMAND_LINE = "command line"
 Key = tuple[str, ...]
@@ -216,12 +216,13 @@ def with_own_task(source: Source, tree: Tree) -> Source:
     """If `env.name=my_tasks:Class` names a task of a simulator, the source with env.name=SIMULATOR
     env.task=my_tasks:Class instead. The same for `env.task=my_tasks:Class` over a recipe of another simulator.
     """
-    from embodied.envs.config import SIMULATORS
+    from embodied.envs.config import ENV_CONFIGS, kind_of
     from embodied.envs.own_modules import as_a_task
 
     values = dict(source.values)
     before = (tree.section(("env",)) or {}).get("name", DEFAULT_ENV)
-    named = values.get(ENV_NAME, values.get(ENV_TASK) if before in SIMULATORS.values() else None)
+    takes_own_tasks = bool(ENV_CONFIGS[kind_of({"name": before})].task_base)
+    named = values.get(ENV_NAME, values.get(ENV_TASK) if takes_own_tasks else None)
     simulator = None
     try:
         simulator = as_a_task(named)
@@ -244,8 +245,8 @@ def lay(tree: Tree, root: Section, source: Source) -> None:
             switch(tree, root.at(key[:-1]), key[:-1], value, source)
     for key, value in source.values:
         drop_superseded(tree, root, key, value, source)
-    for key, value in source.values:
-        tree.put(key, own_path(root, key, value, source.folder), source.name)
+    for key, value in sorted(source.values, key=lambda item: item[0][-1] != "name"):  # names choose the models
+        tree.put(key, own_path(root, key, value, source.folder, tree.section(key[:-1])), source.name)
 
 
 def switch(tree: Tree, section: Section | None, prefix: Key, name: Any, source: Source) -> None:
@@ -295,12 +296,12 @@ def drop_superseded(tree: Tree, root: Section, key: Key, value: Any, source: Sou
     """Drop earlier settings replaced by this value: alternatives of its key (`one_of`), and for another task or engine
     the settings of the old one (`of_task`, `view_of_task`, `of_engine`)."""
     *above, name = key
-    section, before = root.at(above), tree.section(tuple(above)) or {}
-    if section is None:
+    section, before = root.at(above), tree.section(tuple(above))
+    model = section.variants.get(section.tag(before) or "") if section and before else None
+    if model is None or before is None:
         return
-    alternatives, model = next(iter(section.variants.values())).one_of, section.variants.get(section.tag(before) or "")
-    gone = [other for other in alternatives if other != name] if name in alternatives and value is not None else []
-    if name in ("task", "engine") and model and before.get(name) not in (None, value):
+    gone = [other for other in model.one_of if other != name] if name in model.one_of and value is not None else []
+    if name in ("task", "engine") and before.get(name) not in (None, value):
         theirs = [*getattr(model, f"of_{name}"), *(model.view_of_task if name == "task" and not tree.evaluates else ())]
         gone += theirs
         note_left_out(tree, key, before[name], model, theirs, source)
@@ -313,21 +314,21 @@ def settings(above: list[str], names: list[str], values: dict) -> list[str]:
     return [f"{'.'.join([*above, name])}={write_yaml(values[name])}" for name in names]
 
 
-def own_path(root: Section, key: Key, value: Any, folder: Path) -> Any:
+def own_path(root: Section, key: Key, value: Any, folder: Path, values: dict | None = None) -> Any:
     """The value; a path (or a task's file) is made relative to the folder of its source. An invalid path stays
-    unchanged and is refused by the model."""
+    unchanged and is refused by the model. `values`: of the key's section, whose name chooses the model."""
     with suppress(BadPath):
-        return _own_path(root, key, value, folder)
+        return _own_path(root, key, value, folder, values)
     return value
 
 
-def _own_path(root: Section, key: Key, value: Any, folder: Path) -> Any:
+def _own_path(root: Section, key: Key, value: Any, folder: Path, values: dict | None) -> Any:
     if key == ENV_TASK:
         named = value if isinstance(value, list) else [value]
         files = [str(folder / as_path(one)) if str(one).endswith(".bddl") else one for one in named]
         return files if isinstance(value, list) else files[0]
     section = root.at(key[:-1])
-    field = section.field(key[-1]) if section else None
+    field = section.field(key[-1], values) if section else None
     mark = path_mark(field) if field else None
     if mark is None or not isinstance(value, str) or value in choices(field.annotation):
         return value
@@ -339,26 +340,27 @@ def _own_path(root: Section, key: Key, value: Any, folder: Path) -> Any:
 class Section:
     """The models that a section can hold."""
 
-    variants: dict[str, type[BaseModel]]  # by tag; a plain section has one, tagged ""
+    variants: Mapping[str, type[BaseModel]]  # by tag; a plain section has one, tagged ""
     discriminator: Any = None
 
     def tag(self, values: dict) -> str | None:
         """The tag of the variant selected by these values; None if their name is unknown."""
-        if len(self.variants) == 1:
-            return next(iter(self.variants))
         pick = self.discriminator
+        if pick is None:
+            return next(iter(self.variants))
         tag = pick(values) if callable(pick) else values.get(pick)
         return tag if tag in self.variants else None
 
     def field(self, key: str, values: dict | None = None) -> FieldInfo | None:
         """The field of a key in the variant selected by these values, else in any variant."""
-        first = self.variants.get(self.tag(values)) if values else None
-        models = [*([first] if first else []), *self.variants.values()]
-        return next((model.model_fields[key] for model in models if key in model.model_fields), None)
+        chosen = self.variants.get(self.tag(values or {}) or "")
+        if chosen and key in chosen.model_fields:
+            return chosen.model_fields[key]
+        return next((model.model_fields[key] for model in self.variants.values() if key in model.model_fields), None)
 
     def child(self, key: str) -> Section | None:
-        """The section at this key; None for other keys."""
-        field = self.field(key)
+        """The section at this key; None for other keys, and in a section with variants, which hold plain values."""
+        field = self.field(key) if self.discriminator is None else None
         return section_of(field) if field else None
 
     def at(self, path: Sequence[str]) -> Section | None:
@@ -375,6 +377,8 @@ class Section:
 
 def section_of(field: FieldInfo) -> Section | None:
     """The section a field holds, or None for a plain value."""
+    if chosen := next((mark for mark in field.metadata if isinstance(mark, ChosenByName)), None):
+        return Section(chosen.models, chosen.tag_of)
     models = {}
     union = get_origin(field.annotation) in (Union, UnionType)
     for kind in get_args(field.annotation) if union else (field.annotation,):

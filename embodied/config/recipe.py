@@ -50,10 +50,8 @@ from embodied.config.sections import (
 from embodied.core.errors import ConfigError
 from embodied.core.options import BelongsToFile, Strict, broken_rules, never_with, only_with
 from embodied.envs.config import EnvConfig, ExternalEnvConfig
-from embodied.envs.text.config import TextConfig
 from embodied.learners.config import LearnerConfig
 from embodied.policies.config import MLPConfig, PolicyConfig
-from embodied.policies.language.config import LanguageConfig
 from embodied.runtime.config import ClusterConfig, FaultsConfig
 
 
@@ -87,7 +85,7 @@ class RunConfig(Strict):
         unused = (info.context or {}).get("unused", ())
         problems = [*broken_rules(ALWAYS, self), *self._uneven_stages()]
         if "policy" not in unused and not isinstance(self.env, ExternalEnvConfig):  # an external env may be a text env
-            problems += self.language_gap(isinstance(self.env, TextConfig))
+            problems += self.language_gap(self.env.speaks)
         if "algo" not in unused:
             odd = [*broken_rules(OF_ANSWERS, self)]
             rest = self.with_values("algo", groups=None) if odd else self  # without consequences of this mistake
@@ -132,7 +130,7 @@ class RunConfig(Strict):
             )
         if self.pipeline.schedule == "periodic" and (reason := algo.why_not_periodic()):
             yield f"pipeline.schedule=periodic: {reason}"
-        if not (isinstance(policy, LanguageConfig) and algo.whole_episodes):
+        if not (policy.speaks and algo.whole_episodes):
             return
         if algo.minibatch_size and algo.minibatch_size % algo.group_size:
             fit = max(algo.minibatch_size // algo.group_size, 1) * algo.group_size

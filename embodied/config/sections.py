@@ -8,10 +8,11 @@ from itertools import combinations
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BeforeValidator, Field, field_validator
+from pydantic import AfterValidator, BeforeValidator, Field, field_validator
 
 from embodied.core.files import as_path
 from embodied.core.options import LocalPath, PathOrRecipe, Strict, never_with, one_or_several, only_with
+from embodied.core.plugins import LOGGER_CLASSES
 from embodied.placement.grammar import MAP_EXAMPLE, MODES, parse_map
 from embodied.placement.placement_errors import PlacementError
 
@@ -148,9 +149,12 @@ class RunSection(Strict):
     )
     trace: int = Field(5, ge=0, description="Number of iterations, from the start, that trace.json records in full.")
 
-    log: Annotated[tuple[Literal["tensorboard", "wandb", "trackio"], ...], BeforeValidator(one_or_several)] = Field(
+    log: Annotated[
+        tuple[Annotated[str, AfterValidator(LOGGER_CLASSES.known)], ...], BeforeValidator(one_or_several)
+    ] = Field(
         ("tensorboard",),
-        description="Curves besides metrics.jsonl: any of tensorboard, wandb, trackio. wandb sends nothing unless "
+        description="Curves besides metrics.jsonl: any of tensorboard, wandb, trackio, or a logger of an installed "
+        "package. wandb sends nothing unless "
         "WANDB_MODE or WANDB_API_KEY ask for it, trackio nothing unless TRACKIO_SPACE_ID or TRACKIO_SERVER_URL do.",
     )
 

@@ -15,12 +15,13 @@ be compared with each other are checked by a plain function instead (`Strict.con
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Self, get_args
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, ValidationInfo, field_validator, model_validator
+from pydantic_core import CoreSchema, PydanticKnownError, core_schema
 
 from embodied.core.files import as_path
 
@@ -179,9 +180,22 @@ def types_of(annotation: Any) -> list[Any]:
     return [annotation, *(kind for part in parts for kind in types_of(part))]
 
 
-def variants(union: Any) -> dict[str, type[Any]]:
-    """The models of a section with several variants, by tag."""
-    return {mark.tag: model for model, mark in map(get_args, get_args(get_args(union)[0]))}
+@dataclass(frozen=True)
+class ChosenByName:
+    """Marks a section whose model follows from its values. Only the chosen model is imported."""
+
+    models: Mapping[str, type[Strict]]
+    tag_of: Callable[[Any], str]  # the key in `models`, for a section's values or a model
+
+    def __get_pydantic_core_schema__(self, *_: Any) -> CoreSchema:
+        as_it_is = core_schema.simple_ser_schema("any")
+        return core_schema.with_info_plain_validator_function(self.validate, serialization=as_it_is)
+
+    def validate(self, value: Any, info: ValidationInfo) -> Strict:
+        tag = self.tag_of(value)
+        if tag not in self.models:
+            raise PydanticKnownError("union_tag_invalid", {"discriminator": "name", "tag": tag, "expected_tags": ""})
+        return self.models[tag].model_validate(value, context=info.context)
 
 
 def one_or_several(value: Any) -> Any:

@@ -2,17 +2,13 @@
 
 `Console` shows the plan first, then one live line (off a terminal a plain line per iteration), then the results. It
 computes the running means in the line and in metrics.jsonl. `RunLog` writes metrics.jsonl, logs/driver.log, and the
-curves of `run.log`: TensorBoard's files, W&B or trackio (`loggers.py`).
+curves of `run.log` (`loggers.py`).
 """
 
 from __future__ import annotations
 
 import json
-import os
-import re
-import socket
 import sys
-import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from datetime import UTC, datetime
@@ -20,12 +16,12 @@ from io import FileIO, StringIO
 from itertools import pairwise
 from pathlib import Path
 from shlex import join, quote
-from typing import Any
 
 from embodied.core.errors import printable
 from embodied.core.files import encode, replace_text, show
+from embodied.core.plugins import LOGGER_CLASSES
 from embodied.core.types import EpisodeResult
-from embodied.records.loggers import TrackioLogger, WandbLogger
+from embodied.records.loggers import Logger, RayGauges
 from embodied.records.transcripts import ANSWERS, SAMPLES, TRANSCRIPTS, as_line, ends_line, read_ends, read_samples
 
 RECENT_EPISODES = "recent_episodes"  # in the state of a checkpoint
@@ -249,20 +245,19 @@ class RunLog:
         self.metrics = run / "metrics.jsonl"
         self.conversations = run / SAMPLES
         self._file: FileIO | None = None
-        self._loggers: list[TensorBoardLogger | WandbLogger | TrackioLogger | RayGauges] = []
-        self._tensorboard = True  # to be opened with the first row
+        self._loggers: list[Logger] = []
 
     def begin(self, names: Sequence[str], on_ray: bool = False) -> list[str]:
-        """Open the loggers of `run.log`, and on a Ray cluster its metrics. Returns a line for each logger."""
-        self._tensorboard = "tensorboard" in names
+        """Open the loggers of `run.log`, and on a Ray cluster its metrics. Returns the lines of loggers that have
+        something to say."""
         if on_ray:
-            self._loggers.append(RayGauges(self.path.name))
+            self._loggers.append(RayGauges(self.path))
         lines = []
-        for name, kind in {"wandb": WandbLogger, "trackio": TrackioLogger}.items():
-            if name in names:
-                logger = kind(self.path)
-                self._loggers.append(logger)
-                lines.append(f"{name:<12}{logger.describe()}")
+        for name in dict.fromkeys(names):
+            logger = LOGGER_CLASSES[name](self.path)
+            self._loggers.append(logger)
+            if line := logger.describe():
+                lines.append(f"{name:<12}{line}")
         return lines
 
     def note(self, text: str) -> None:
@@ -328,9 +323,6 @@ class RunLog:
         self._file, self._loggers = None, []
 
     def _point(self, step: int, numbers: dict) -> None:
-        if self._tensorboard:
-            self._loggers.append(TensorBoardLogger(self.path / "tensorboard"))
-            self._tensorboard = False
         for logger in self._loggers:
             logger.add(step, in_folders(numbers))
 
@@ -344,58 +336,6 @@ class RunLog:
             self._file.close()
             self._file = None
         replace_text(self.metrics, "".join(json.dumps(row) + "\n" for row in rows))
-
-
-class RayGauges:
-    """The newest numbers as metrics of the Ray cluster (embodied_train_loss for train/loss), labelled by run, for its
-    dashboard and for Prometheus."""
-
-    def __init__(self, run: str) -> None:
-        self.run = run
-        self.gauges: dict[str, Any] = {}
-
-    def add(self, step: int, numbers: dict[str, float]) -> None:
-        from ray.util.metrics import Gauge
-
-        for name, number in {"env_steps": step, **numbers}.items():
-            if name not in self.gauges:
-                words = re.sub(r"\W", "_", name.removeprefix("run/"))
-                self.gauges[name] = Gauge(f"embodied_{words}", f"{name} of a run's newest iteration", ("run",))
-            self.gauges[name].set(number, {"run": self.run})
-
-    def close(self, failed: bool = False) -> None:
-        self.gauges.clear()
-
-
-class TensorBoardLogger:
-    """TensorBoard's curves, written with its own record writer: no thread behind, and no torch in the driver.
-
-    One event file. A resumed run opens another beside it; TensorBoard joins them.
-    """
-
-    def __init__(self, folder: Path) -> None:
-        from tensorboard.compat.proto.event_pb2 import Event
-        from tensorboard.summary.writer.record_writer import RecordWriter
-
-        folder.mkdir(exist_ok=True)
-        name = f"events.out.tfevents.{time.time_ns() // 10**9}.{socket.gethostname()}.{os.getpid()}"
-        self._file = (folder / name).open("ab", buffering=0)
-        self._records = RecordWriter(self._file)
-        self._write(Event(wall_time=time.time(), file_version="brain.Event:2"))
-
-    def add(self, step: int, numbers: dict[str, float]) -> None:
-        """A point of every curve, after so many env steps."""
-        from tensorboard.compat.proto.event_pb2 import Event
-        from tensorboard.compat.proto.summary_pb2 import Summary
-
-        values = [Summary.Value(tag=name, simple_value=number) for name, number in numbers.items()]
-        self._write(Event(wall_time=time.time(), step=step, summary=Summary(value=values)))
-
-    def close(self, failed: bool = False) -> None:
-        self._file.close()
-
-    def _write(self, event: Any) -> None:
-        self._records.write(event.SerializeToString())
 
 
 def in_folders(numbers: dict) -> dict[str, float]:

@@ -82,8 +82,8 @@ def scoring(kind: str) -> dict[str, Any]:
     from embodied.envs import plugin
     from embodied.envs.text.scoring_process import Scorer
 
-    right, question = plugin(kind).scored_example()
-    scorer = Scorer(kind)
+    process, right, question = plugin(kind).scored_example()
+    scorer = Scorer(process)
     try:
         scores = [scorer.score(60.0, answer=answer, **question) for answer in (right, "elephant")]
     finally:

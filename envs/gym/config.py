@@ -10,6 +10,9 @@ from embodied.envs.common_config import NamedWithKind, OnSuccess
 
 
 class GymConfig(NamedWithKind):
+    """Any Gymnasium env: env.name=gym:<id>."""
+
+    env = "embodied.envs.gym.env:GymEnv"
     written = "gym:<id>"
 
     name: str = Field(pattern=r"^gym:\S+$", description="gym:<id>, any registered Gymnasium env.")

@@ -1,3 +1,3 @@
 """LIBERO tasks on MuJoCo: states, images, stored initial states, experts."""
 
-__all__ = ["config", "env", "expert", "images", "load_simulator", "scene", "tasks"]
+__all__ = ["config", "env", "expert", "scene", "tasks"]

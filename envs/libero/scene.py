@@ -8,12 +8,8 @@ evaluated once per physics step instead of three times, and observations only wh
 
 from __future__ import annotations
 
-import contextlib
-import random
-import threading
 import traceback
 import weakref
-from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -22,8 +18,9 @@ import numpy as np
 
 from embodied.core.errors import ConfigError, EmbodiedError, in_a_line
 from embodied.envs.libero.config import SETTLING_STEPS
-from embodied.envs.libero.load_simulator import RESET_DEPENDENT, quiet, simulator
 from embodied.envs.libero.tasks import TaskFiles, check_buildable
+from embodied.envs.mujoco.env import Draws
+from embodied.envs.mujoco.loading import RESET_DEPENDENT, quiet, simulator
 
 SUBSTEPS = 25  # physics steps of 2 ms per env step
 SHOWN = 23  # LIBERO's observations show the state after this physics step of the env step (counted from 0)
@@ -163,9 +160,6 @@ class Scene:
         row.shown = {name: np.array(getattr(model if name == "site_rgba" else data, name)) for name in self.shown}
 
 
-_drawing = threading.Lock()
-
-
 def build(files: TaskFiles, new_env: Any) -> Any:
     """robosuite's env of a task; a mistake in the user's own task becomes an error of one line."""
     if files.states is not None:
@@ -179,25 +173,3 @@ def build(files: TaskFiles, new_env: Any) -> Any:
             last = traceback.extract_tb(err.__traceback__)[-1]
             where = f"{Path(last.filename).name}, line {last.lineno}"
             raise ConfigError(f"{files.name}: LIBERO cannot build {files.bddl}: {in_a_line(err)} ({where})") from err
-
-
-class Draws:
-    """One episode's own random numbers, for code that draws from the global generators, as robosuite's does."""
-
-    def __init__(self, seed: int) -> None:
-        self._numpy = np.random.RandomState(seed).get_state()
-        self._python = random.Random(seed).getstate()
-
-    @contextlib.contextmanager
-    def used(self) -> Iterator[None]:
-        """In this context the global random generators continue from this state."""
-        with _drawing:
-            before = np.random.get_state(), random.getstate()
-            np.random.set_state(self._numpy)
-            random.setstate(self._python)
-            try:
-                yield
-            finally:
-                self._numpy, self._python = np.random.get_state(), random.getstate()
-                np.random.set_state(before[0])
-                random.setstate(before[1])

@@ -10,12 +10,15 @@ from pydantic import Field
 from embodied.core.errors import nearest
 from embodied.core.options import Requirement
 from embodied.envs.common_config import PRIVILEGED, SIZE_HELP, CommonEnvConfig, ImageSize, Region, Tasks
-from embodied.envs.maniskill.bridge.bridge_tasks import asset_folder
+from embodied.envs.maniskill.bridge.bridge_tasks import CONTROL, PLATES, asset_folder, is_bridge
 
 REWARD_MODES = ("normalized_dense", "dense", "sparse")  # reward modes of ManiSkill's own tasks
 
 
 class ManiSkillConfig(CommonEnvConfig):
+    """ManiSkill's tasks from states and images, on the CPU or on its own GPU physics."""
+
+    env = "embodied.envs.maniskill.env:ManiSkillEnv"
     needs = Requirement(("mani-skill", "sapien"), "maniskill", vulkan=True)
     task_base = "mani_skill.envs.sapien_env.BaseEnv"
     of_task: ClassVar = ("max_episode_steps", "solver_iterations", "retries")
@@ -90,6 +93,10 @@ class ManiSkillConfig(CommonEnvConfig):
     video_size: int = Field(256, gt=15, multiple_of=2, description="Width and height of video frames, in pixels.")
 
     @classmethod
+    def knows(cls, task: str) -> bool:
+        return is_bridge(task)
+
+    @classmethod
     def advice(cls, lacking: Collection[str], environ: Mapping[str, str]) -> list[str]:
         if not any("mani_skill" in line or "MS_ASSET_DIR" in line for line in lacking):
             return []
@@ -113,8 +120,29 @@ class ManiSkillConfig(CommonEnvConfig):
     def conflicts(self) -> Iterator[str]:
         """Yields mistakes that can be found without the simulator; a user's tasks may have other modes."""
         tasks = (self.task,) if isinstance(self.task, str) else self.task
+        yield from self._bridge_conflicts(tasks)
         if self.reward_mode not in REWARD_MODES and not self.modules and not any(":" in task for task in tasks):
             yield (
                 f"env.reward_mode={self.reward_mode!r} is unknown (known: {', '.join(REWARD_MODES)})"
                 f"{nearest(self.reward_mode, REWARD_MODES)}"
             )
+
+    def _bridge_conflicts(self, tasks: tuple[str, ...]) -> Iterator[str]:
+        """Yields options that only bridge tasks, or only other tasks, have."""
+        bridge, named = is_bridge(tasks), ", ".join(tasks)
+        if self.action_units and not bridge:
+            yield f"env.action_units is for bridge tasks; {named} has units of its own, leave it out"
+        if self.image_region and not bridge and self.image_fov is None:
+            yield (
+                "env.image_region is a part of the image that env.image_fov describes; set both, such as "
+                "env.image_fov=60"
+            )
+        if self.object_set and not all(task.startswith(PLATES) for task in tasks):
+            yield f"env.object_set is for {PLATES}...; {named} has one set of things, leave it out"
+        if bridge and self.control_mode not in (None, CONTROL):
+            yield (
+                f"env.control_mode={self.control_mode} is not for the arm of {named}; env.control_mode=null takes the "
+                "one it has"
+            )
+        if bridge and self.image_fov is not None:
+            yield f"env.image_fov: the photograph behind {named} has its own angle of view; leave it out"

@@ -1,10 +1,8 @@
-"""Builds a ManiSkill env whose batched code runs on N CPU scenes in one process.
+"""Builds a ManiSkill env whose batched code runs on N CPU scenes in one process, and draws its rows' initial states.
 
 ManiSkill refuses more than one env per process on a CPU, although its batched code would work. While an env is built,
 some names in its modules are replaced, so that it gets `BatchedCpuPhysics` instead of the GPU's physics. Lazy lookups
 are triggered before the names are restored.
-
-The first random numbers of many generators at once, each seeded for one env row.
 
 ManiSkill draws initial states with `torch.rand` and with `numpy.random.RandomState.normal`. Both are Mersenne Twisters
 with the same words for a seed. Building two generators per row takes 150 us; computing the words of all rows together

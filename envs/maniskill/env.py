@@ -29,7 +29,6 @@ from embodied.envs.maniskill.tasks import (
     BATCHED_TASKS,
     DRAWING,
     action_bounds,
-    check_bridge,
     control_of,
     find_task,
     for_robots,
@@ -59,10 +58,6 @@ class ManiSkillEnv(VectorEnv):
     @classmethod
     def plays_together(cls, config: ManiSkillConfig) -> bool:
         return config.backend != "cpu"
-
-    @classmethod
-    def knows(cls, task: str) -> bool:
-        return is_bridge(task)
 
     @classmethod
     def missing_files(cls, config: ManiSkillConfig, machine: Any) -> dict[str, str]:
@@ -199,7 +194,7 @@ class ManiSkillEnv(VectorEnv):
 
     def expert(self, kind: str = "scripted", tick: Callable[[], None] = lambda: None) -> Expert:
         if kind == "planner":
-            from embodied.envs.maniskill.experts import PlannerExpert
+            from embodied.envs.maniskill.motion_planner.planner_expert import PlannerExpert
 
             return PlannerExpert(self, tick)
         if is_bridge(self.config.task):
@@ -212,12 +207,14 @@ class ManiSkillEnv(VectorEnv):
 
     @classmethod
     def check_expert(cls, config: ManiSkillConfig, kind: str) -> None:
-        from embodied.envs.maniskill.experts import ManiSkillExpert, PlannerExpert
-
         config = cls.resolve(config)  # experts need the control mode
         if kind == "planner":
+            from embodied.envs.maniskill.motion_planner.planner_expert import PlannerExpert
+
             PlannerExpert.check(config)
         elif not all(is_bridge(task) for task in cls.tasks(config)):
+            from embodied.envs.maniskill.experts import ManiSkillExpert
+
             ManiSkillExpert.check(config)
 
     def facts(self) -> dict[str, str]:
@@ -229,7 +226,6 @@ class ManiSkillEnv(VectorEnv):
         for task in cls.tasks(config):
             if task not in BATCHED_TASKS or config.robot or config.modules:
                 tasks.check_choices(config.model_copy(update={"task": task}))
-        check_bridge(config)
 
     # The env
 

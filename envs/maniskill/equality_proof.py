@@ -123,7 +123,7 @@ def keep(proof: Proof, config: ManiSkillConfig, folder: Path) -> Path:
 PROVE = """import sys
 from pathlib import Path
 from embodied.envs import env_class
-from embodied.envs.config import ManiSkillConfig
+from embodied.envs.maniskill.config import ManiSkillConfig
 config = ManiSkillConfig.model_validate_json(sys.argv[1])
 from embodied.envs.maniskill.equality_proof import prove
 prove(env_class(config), config, Path(sys.argv[2]))

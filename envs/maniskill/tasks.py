@@ -1,12 +1,8 @@
-"""ManiSkill's tasks by name: the registered tasks, how they are built, and their missing files.
+"""ManiSkill's tasks by name: the registered ones, what each offers (control modes, rewards, cameras, robots), and its
+observed numbers and actions. Errors list what there is.
 
-ManiSkill prompts for downloads; here an error lists missing files before anything starts.
-
-Control modes, rewards, cameras and robots that a ManiSkill task offers, and errors that list them.
-
-ManiSkill lists shaped rewards (`env.reward_mode`) also for tasks that do not implement them; these are left out here.
-
-The observed numbers of a ManiSkill env with their names, and its actions.
+ManiSkill prompts for downloads; here an error lists missing files before anything starts. It lists shaped rewards
+(`env.reward_mode`) also for tasks that do not implement them; these are left out.
 """
 
 from __future__ import annotations
@@ -120,26 +116,6 @@ def find_own(task: str) -> Any:
             f"env.task={task!r}: {name} is no subclass of ManiSkill's BaseEnv; {module.__file__} {known_tasks}"
         )
     raise ConfigError(f"env.task={task!r}: {module.__file__} {known_tasks}, not {name}{nearest(name, known)}")
-
-
-def check_bridge(config: ManiSkillConfig) -> None:
-    """Refuse options that only bridge tasks, or only other tasks, have."""
-    bridge = is_bridge(config.task)
-    if config.action_units and not bridge:
-        raise ConfigError(f"env.action_units is for bridge tasks; {config.task} has units of its own, leave it out")
-    if config.image_region and not bridge and config.image_fov is None:
-        raise ConfigError(
-            "env.image_region is a part of the image that env.image_fov describes; set both, such as env.image_fov=60"
-        )
-    if config.object_set and not config.task.startswith(PLATES):
-        raise ConfigError(f"env.object_set is for {PLATES}...; {config.task} has one set of things, leave it out")
-    if bridge and config.control_mode not in (None, CONTROL):
-        raise ConfigError(
-            f"env.control_mode={config.control_mode} is not for the arm of {config.task}; env.control_mode=null takes "
-            "the one it has"
-        )
-    if bridge and config.image_fov is not None:
-        raise ConfigError(f"env.image_fov: the photograph behind {config.task} has its own angle of view; leave it out")
 
 
 def control_of(config: ManiSkillConfig) -> str:

@@ -10,6 +10,10 @@ from embodied.envs.common_config import PRIVILEGED, SIZE_HELP, CommonEnvConfig, 
 
 
 class PointMassConfig(CommonEnvConfig):
+    """A toy: push a point with inertia to a target in a square."""
+
+    env = "embodied.envs.pointmass.env:PointMassEnv"
+
     name: Literal["pointmass"] = Field(description="A toy: move a point to a target, numpy only.")
     task: Literal["reach"] = Field("reach", description="The only task.")
     size: float = Field(1.0, gt=0, description="The world is the square from -size to size.")

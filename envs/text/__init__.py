@@ -3,11 +3,9 @@
 __all__ = [
     "config",
     "math",
-    "reasoning_gym",
     "scoring_process",
     "text_env",
     "text_env_checker",
     "toys",
-    "verifiers",
     "worker",
 ]

@@ -10,12 +10,13 @@ from pydantic import Field, model_validator
 
 from embodied.core.errors import nearest
 from embodied.core.options import LocalPath, Requirement, one_or_several, only_with
-from embodied.envs.common_config import CommonEnvConfig, NamedWithKind, Tasks, side_by_side, with_task
+from embodied.envs.common_config import CommonEnvConfig, Tasks, side_by_side, with_task
 
 
 class TextConfig(CommonEnvConfig):
     """The options that all text envs share: a step is a turn of the conversation, and the env says when it is over."""
 
+    speaks = True
     on_success: ClassVar[str] = "continue"
     after_success: ClassVar[int] = 0
     stagger: ClassVar[bool] = False
@@ -30,54 +31,70 @@ class TextConfig(CommonEnvConfig):
     side_by_side: int = side_by_side()
 
 
-TOY_TASKS = {  # env.name -> its tasks, the usual one first
-    "sums": {
-        "add2": "37+58=",
-        "fewshot_sums": "37 + 8 = after three examples, for models that have read of such things",
-        "calc2": "37*58=, where <calc>37*58</calc> asks a calculator",
-        "mul2": "37*58= without one",
-    },
-    "sort": {"sort4": "sort 98171: of four to six digits"},
-    "pictures": {
-        "count": "how many dots there are, one to six",
-        "colour": "the colour of the disc, beside a square",
-        "add": "the sum of two digits from 1 to 5",
-    },
-}
-
-
 class ToyTextConfig(TextConfig):
-    name: Literal["sums", "sort", "pictures"] = Field(
-        description="A toy for small language models: add numbers, sort digits."
-    )
+    TASKS: ClassVar[dict[str, str]] = {}  # the usual one first
+
     task: Tasks = Field(
-        "",
-        description="The task, or a list to take in turn; unset: the first. sums: add2, fewshot_sums, calc2, mul2. "
-        "sort: sort4. What they ask: python -m embodied.list tasks",
+        "", description="The task, or a list to take in turn; unset: the first of python -m embodied.list tasks."
     )
 
     @classmethod
     def tasks_in_words(cls, name: str) -> list[tuple[str, str]]:
-        return list(TOY_TASKS[name].items())
+        return list(cls.TASKS.items())
 
     @model_validator(mode="before")
     @classmethod
     def _usual_task(cls, values: Any) -> Any:
-        return with_task(values, next(iter(TOY_TASKS.get(str(values.get("name")), "")), ""))
+        return with_task(values, next(iter(cls.TASKS))) if isinstance(values, dict) else values
 
     def conflicts(self) -> Iterator[str]:
-        known = TOY_TASKS[self.name]
-        for task in {*one_or_several(self.task)} - {*known}:
-            yield f"env.task={task!r} is not a task of {self.name} (known: {', '.join(known)}){nearest(task, known)}"
+        for task in {*one_or_several(self.task)} - {*self.TASKS}:
+            known = f"(known: {', '.join(self.TASKS)}){nearest(task, self.TASKS)}"
+            yield f"env.task={task!r} is not a task of {self.name} {known}"
+
+
+class SumsConfig(ToyTextConfig):
+    """A toy for small language models: add or multiply numbers, also with a calculator."""
+
+    env = "embodied.envs.text.toys:Sums"
+    TASKS: ClassVar = {
+        "add2": "37+58=",
+        "fewshot_sums": "37 + 8 = after three examples, for models that have read of such things",
+        "calc2": "37*58=, where <calc>37*58</calc> asks a calculator",
+        "mul2": "37*58= without one",
+    }
+
+    name: Literal["sums"] = Field(description="A toy for small language models: add numbers.")
+
+
+class SortConfig(ToyTextConfig):
+    """A toy for small language models: sort digits."""
+
+    env = "embodied.envs.text.toys:Sort"
+    TASKS: ClassVar = {"sort4": "sort 98171: of four to six digits"}
+
+    name: Literal["sort"] = Field(description="A toy for small language models: sort digits.")
 
 
 class PicturesConfig(ToyTextConfig):
+    """A toy for small models that read images: drawings, and a question to each."""
+
+    env = "embodied.envs.text.toys:PictureQuestions"
+    TASKS: ClassVar = {
+        "count": "how many dots there are, one to six",
+        "colour": "the colour of the disc, beside a square",
+        "add": "the sum of two digits from 1 to 5",
+    }
+
     name: Literal["pictures"] = Field(description="A toy for small models that see: drawings, and a question to each.")
-    task: Tasks = Field("", description="The task, or a list to take in turn; unset: the first. count, colour, add.")
     pixels: int = Field(48, ge=16, le=4096, description="Width and height of a picture.")
 
 
 class ReverseTextConfig(TextConfig):
+    """Text to be written backwards, rewarded by similarity."""
+
+    env = "embodied.envs.text.toys:ReverseText"
+
     name: Literal["reverse_text"] = Field(description="Text to be written backwards, rewarded by similarity.")
     task: Literal["sentences", "letters"] = Field(
         "sentences", description="sentences: messages, for chat models. letters: a few, for small models."
@@ -90,6 +107,9 @@ class ReverseTextConfig(TextConfig):
 
 
 class MathConfig(TextConfig):
+    """Questions from a file, whose boxed answers are compared as mathematics."""
+
+    env = "embodied.envs.text.math:Math"
     needs = Requirement(("math-verify",), "reasoning")
 
     name: Literal["math"] = Field(description="Questions from a file, whose boxed answers are compared as mathematics.")
@@ -110,23 +130,11 @@ class MathConfig(TextConfig):
     score_s: float = Field(5.0, gt=0, description="Seconds for comparing an answer; after them it counts as wrong.")
 
 
-class ReasoningGymConfig(TextConfig, NamedWithKind):
-    needs = Requirement(("reasoning-gym",), "reasoning")
-    written = "reasoning_gym:<task>"
-
-    name: str = Field(pattern=r"^reasoning_gym:\w+$", description="reasoning_gym:<name>, any of its tasks.")
-    task: str = Field("", description="How results name it; unset: the task's name.")
-    kwargs: dict[str, Any] = Field(default_factory=dict, description="Options of that task, as reasoning_gym has them.")
-    partial_scores: bool = Field(False, description="Reward the task's scores below 1 too; only 1 is a success.")
-    score_s: float = Field(5.0, gt=0, description="As for math.")
-
-    @classmethod
-    def tasks_in_words(cls, name: str) -> list[tuple[str, str]]:
-        listing = 'python -c "import reasoning_gym.factory as f; print(*sorted(f.DATASETS))"'
-        return [("", f"env.name=reasoning_gym:NAME for any NAME of: {listing}")]
-
-
 class MixtureConfig(TextConfig):
+    """Several text envs in one run, drawn by their weights."""
+
+    env = "embodied.envs.text.mixture:Mixture"
+
     name: Literal["mixture"] = Field(description="Several text envs in one run (docs/text_envs.md).")
     task: str = Field("mixture", description="How the mixture is called; results name its envs.")
     mixture: dict[str, dict[str, Any]] = Field(
@@ -143,24 +151,3 @@ class MixtureConfig(TextConfig):
                 yield f"env.mixture.{name}.weight={weight!r}: should be a number above 0"
             if options.get("name") in (None, "mixture") or not re.fullmatch(r"[\w-]+", name):
                 yield f"env.mixture.{name}: takes the options of a text env, its name among them"
-
-
-class VerifiersConfig(TextConfig, NamedWithKind):
-    needs = Requirement(elsewhere="verifiers")
-    written = "verifiers:<environment>"
-    side_by_side: ClassVar[int] = 1  # the process of a hanging rollout is replaced, with all other rollouts in it
-
-    name: str = Field(pattern=r"^verifiers:[\w./-]+$", description="verifiers:<environment>, as the package loads it.")
-    task: str = Field("", description="How results name it; unset: the environment's name.")
-    python: LocalPath | None = Field(None, description="The interpreter that has the package: FOLDER/bin/python.")
-    kwargs: dict[str, Any] = Field(
-        default_factory=dict, description="Its options: of load_environment, or as an [env] block."
-    )
-    full_score: float = Field(1.0, description="Answers with at least this reward are successes.")
-    score_s: float = Field(60.0, gt=0, description="Seconds for a reply or a score; then the conversation is dropped.")
-    start_s: float = Field(600.0, gt=0, description="Seconds for loading it, including data sets.")
-
-    @classmethod
-    def tasks_in_words(cls, name: str) -> list[tuple[str, str]]:
-        how = "for any NAME that the package verifiers loads there (docs/text_envs.md)"
-        return [("", f"env.name=verifiers:NAME env.python=FOLDER/bin/python {how}")]

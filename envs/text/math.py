@@ -24,7 +24,7 @@ from embodied.core.conversations import Said, pictures_in
 from embodied.core.errors import ConfigError, MissingAsset
 from embodied.core.files import read_rows
 from embodied.core.types import EpisodeSpec
-from embodied.envs.text.scoring_process import Scorers
+from embodied.envs.text.scoring_process import MATHEMATICS, Scorers
 from embodied.envs.text.text_env import TextEnv, Turn
 
 INSTRUCTION = "Reason step by step, and put the final answer into \\boxed{}."
@@ -64,8 +64,8 @@ class Math(TextEnv):
         return {} if config.file else {"questions": "env.file=FILE.jsonl"}
 
     @classmethod
-    def scored_example(cls) -> tuple[str, dict[str, Any]]:
-        return "0.5", {"solutions": ["\\frac{1}{2}"]}
+    def scored_example(cls) -> tuple[str, str, dict[str, Any]]:
+        return MATHEMATICS, "0.5", {"solutions": ["\\frac{1}{2}"]}
 
     @classmethod
     def held_out(cls, config: Any) -> int:
@@ -97,7 +97,7 @@ class Math(TextEnv):
     @classmethod
     def load(cls, config: Any) -> MathQuestions:
         """The questions, and the process that compares answers."""
-        return MathQuestions(*questions(config), Scorers("math"))
+        return MathQuestions(*questions(config), Scorers(MATHEMATICS))
 
     @classmethod
     def unload(cls, shared: MathQuestions) -> None:

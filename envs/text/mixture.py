@@ -69,7 +69,7 @@ def options_of(name: str, options: dict[str, Any]) -> Any:
         return TypeAdapter(EnvConfig).validate_python({key: each for key, each in options.items() if key != "weight"})
     except ValidationError as err:
         first = err.errors()[0]
-        where = ".".join(map(str, first["loc"][1:])) or "name"
+        where = ".".join(map(str, first["loc"])) or "name"
         raise ConfigError(f"env.mixture.{name}.{where}: {first['msg'].removeprefix('Value error, ')}") from None
 
 

@@ -6,6 +6,7 @@ replaces it if it does not answer in time; that answer then counts as wrong. The
 
 from __future__ import annotations
 
+import importlib
 import json
 import logging
 import os
@@ -17,7 +18,6 @@ import sys
 import threading
 import time
 from collections.abc import Callable
-from functools import cache, lru_cache
 from typing import Any
 
 from embodied.core.errors import EmbodiedError
@@ -25,13 +25,15 @@ from embodied.core.errors import EmbodiedError
 START_S = 180.0  # imports take seconds, or minutes on a loaded machine
 END_S = 10.0  # until a killed process is gone
 ORPHAN_S = 10.0  # this long after its deadline, a process whose worker has died ends itself
+MATHEMATICS = "embodied.envs.text.scoring_process:mathematics"
 MEMORY = 4 << 30  # bytes of address space
 LONGEST = 20_000  # characters of compared answers
 TIMED_OUT, DIED = "scoring timed out", "scoring died"
 
 
 class Scorer:
-    """A process that scores answers of one kind: math, or reasoning_gym."""
+    """A process that scores answers. `kind` is my_pkg.my_module:my_scores, a function that imports what it needs and
+    returns the function that scores."""
 
     def __init__(self, kind: str) -> None:
         self.kind = kind
@@ -76,7 +78,7 @@ class Scorer:
             stdout=subprocess.PIPE,
             bufsize=0,
             start_new_session=True,  # Ctrl-C is the worker's
-            env={**os.environ, "OMP_NUM_THREADS": "1", "MPLBACKEND": "agg"},
+            env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1", "MPLBACKEND": "agg"},
         )
         os.set_blocking(self._process.stdin.fileno(), False)
         self._ready, self._rest = False, b""
@@ -152,63 +154,26 @@ class Scorers:
 # In the process
 
 
-def equal_mathematics(answer: str, solutions: list[str]) -> float:
-    """1 if the answer equals one of the solutions, in any notation."""
+def mathematics() -> Callable[..., float]:
+    """Scores 1 if the answer equals one of the solutions, in any notation."""
     from math_verify import parse, verify
 
-    given = parse(f"${answer}$", parsing_timeout=None)
-    golds = (parse(f"${solution}$", parsing_timeout=None) for solution in solutions)
-    return float(any(verify(gold, given, timeout_seconds=None) for gold in golds))
+    def score(answer: str, solutions: list[str]) -> float:
+        given = parse(f"${answer}$", parsing_timeout=None)
+        golds = (parse(f"${solution}$", parsing_timeout=None) for solution in solutions)
+        return float(any(verify(gold, given, timeout_seconds=None) for gold in golds))
 
-
-@cache
-def dataset_of(name: str, options: str) -> Any:
-    """A data set of reasoning_gym; its options are JSON."""
-    import reasoning_gym
-
-    options = json.loads(options)
-    if name == "composite" and isinstance(options.get("datasets"), list):
-        from reasoning_gym.composite import DatasetSpec
-
-        options["datasets"] = [DatasetSpec(**{"weight": 1, "config": {}, **one}) for one in options["datasets"]]
-    return reasoning_gym.create_dataset(name, **options)
-
-
-@lru_cache(1024)
-def entry_of(name: str, options: str, index: int) -> dict[str, Any]:
-    """A question of a data set. It is cached, since making one may take long and a group asks the same question."""
-    return dataset_of(name, options)[index]
-
-
-def reasoning_gym_score(answer: str, name: str, options: str, index: int, partial: bool) -> float:
-    """The data set's own score. Scores below 1 count only if `partial` is set, and never for a text that only contains
-    the answer."""
-    from reasoning_gym.dataset import ProceduralDataset
-
-    dataset = dataset_of(name, options)
-    entry = entry_of(name, options, index)
-    score = float(dataset.score_answer(answer, entry))
-    scorer = dataset
-    if name == "composite":
-        scorer = dataset.datasets[entry["metadata"]["source_dataset"]]
-    pays_for_length = type(scorer).score_answer is ProceduralDataset.score_answer
-    return score if score == 1.0 or (partial and not pays_for_length) else 0.0
-
-
-SCORES: dict[str, tuple[str, Callable[..., float]]] = {  # kind -> module to import at the start, scoring function
-    "math": ("math_verify", equal_mathematics),
-    "reasoning_gym": ("reasoning_gym", reasoning_gym_score),
-}
+    return score
 
 
 def main(kind: str) -> None:
     """Answer questions until the input ends."""
+    module, _, name = kind.partition(":")
     replies = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)  # output of libraries must not mix with replies
     resource.setrlimit(resource.RLIMIT_AS, (MEMORY, MEMORY))
     logging.disable(logging.ERROR)  # math_verify warns that its own time limits are off: the deadline is ours
-    module, score = SCORES[kind]
-    __import__(module)
+    score = getattr(importlib.import_module(module), name)()
     print(json.dumps({"ready": kind}), file=replies)
     for line in sys.stdin:
         question = json.loads(line)

@@ -122,8 +122,9 @@ class TextEnv(EnvCapabilities):
         return None
 
     @classmethod
-    def scored_example(cls) -> tuple[str, dict[str, Any]]:
-        """For `embodied.doctor`, in envs that need packages: a right answer, and the other arguments of a `Scorer`."""
+    def scored_example(cls) -> tuple[str, str, dict[str, Any]]:
+        """For `embodied.doctor`, in envs that need packages: the kind of `Scorer`, a right answer, and the other
+        arguments of its `score`."""
         raise NotImplementedError
 
     # Helpers for plug-ins

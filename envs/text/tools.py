@@ -4,11 +4,10 @@ Calls have the format of the model's own chat template: the tags of Qwen and Her
 Mistral's list. The template gets the tools with the first message (`with_tools`), and a tool's reply as a message of
 the role `tool`.
 
-Runs Python that a policy wrote in a child process that can only compute.
-
-The child imports a few modules; then the kernel (seccomp) forbids it to open files or sockets, to start processes or
-threads, to signal other processes, and to wait: one thread would wait for ever. Limits end it after some seconds of
-work, some memory, or some output. It has no environment variables. Linux on x86-64 only: elsewhere it is refused.
+The Python that a policy wrote runs in a child process that can only compute. The child imports a few modules; then the
+kernel (seccomp) forbids it to open files or sockets, to start processes or threads, to signal other processes, and to
+wait: one thread would wait for ever. Limits end it after some seconds of work, some memory, or some output. It has no
+environment variables. Linux on x86-64 only: elsewhere it is refused.
 """
 
 from __future__ import annotations

@@ -1,20 +1,15 @@
-"""Sums: the toy that small language models learn to do within minutes.
+"""Toys that small language models learn within minutes: sums, sorting digits, text written backwards, pictures.
 
-`add2` shows "37+58=" and wants "95". `fewshot_sums` is for pretrained models: it shows three sums with their results
-and one without, and scores the text before the end of the line. `calc2` is `add2` with factors, for a policy that may
-use a calculator: an answer that ends in `<calc>12*7</calc>` gets the reply "84", and the conversation continues. `mul2`
-asks the same products without a calculator. `Calculator` is a mixin for text envs and an example of a tool. Arithmetic
-is read as a syntax tree; nothing is executed.
+Sums: `add2` shows "37+58=" and wants "95". `fewshot_sums` is for pretrained models: it shows three sums with their
+results and one without, and scores the text before the end of the line. `calc2` is `add2` with factors, for a policy
+that may use a calculator: an answer that ends in `<calc>12*7</calc>` gets the reply "84", and the conversation
+continues. `mul2` asks the same products without a calculator. `Calculator` is a mixin for text envs and an example of a
+tool. Arithmetic is read as a syntax tree; nothing is executed.
 
-Sorting digits, a toy: `sort4` shows "sort 98171:", four to six digits, and wants "11789".
-
-Text to be written backwards: the smallest task for a chat model, rewarded by the similarity of its answer.
-
-`sentences` asks in messages for the reversed text between tags, as PRIME-RL's example does; `letters` shows
-"reverse hello:" and wants "olleh", for models with fresh weights. `env.file` gives texts of your own to `sentences`.
-
-Pictures, a toy for small models that read images: count dots, name a colour, add two digits. Every picture is a
-drawing, named by its random seed.
+Sorting: `sort4` shows "sort 98171:", four to six digits, and wants "11789". Backwards: `sentences` asks in messages for
+the reversed text between tags, as PRIME-RL's example does, and is rewarded by similarity; `letters` shows
+"reverse hello:" and wants "olleh", for models with fresh weights. Pictures: every picture is a drawing, named by its
+random seed; the questions are how many dots it has, the name of a colour, or the sum of two digits.
 """
 
 from __future__ import annotations

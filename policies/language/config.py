@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from typing import ClassVar, Literal
+from typing import Annotated, ClassVar, Literal
 
-from pydantic import Field
+from pydantic import AfterValidator, Field
 
 from embodied.core.errors import CheckpointError
 from embodied.core.files import as_path, read_object
 from embodied.core.options import LocalPath, never_with, only_with
+from embodied.core.plugins import ENGINE_CLASSES
 from embodied.policies.common_config import OF_SERVER, PublishedFolder
 from embodied.policies.vla.config import LoraOptions
 
@@ -18,6 +19,8 @@ SEEING = ("qwen2_5_vl", "idefics3", "smolvlm")  # config.json's model_type of mo
 
 
 class LanguageConfig(LoraOptions):
+    """A causal language model, for text envs; with pictures if it reads them."""
+
     policy = "embodied.policies.language.policy:LanguagePolicy"
     worker = "embodied.policies.language.worker:LanguageWorker"
     published = True
@@ -35,10 +38,10 @@ class LanguageConfig(LoraOptions):
     pretrained: str | None = Field(
         None, description="Published model (folder or hub id), or policy folder of ours, with whose weights it begins."
     )
-    engine: Literal["transformers", "vllm", "http"] = Field(
+    engine: Annotated[str, AfterValidator(ENGINE_CLASSES.known)] = Field(
         "transformers",
-        description="What generates answers: our own loop over the model, vLLM in the policy worker's process (make "
-        "vllm), or the servers at policy.url.",
+        description="What generates answers: transformers, our own loop over the model; vllm, in the policy worker's "
+        "process (make vllm); http, the servers at policy.url; or an engine of an installed package.",
     )
     tensor_parallel: int = Field(
         1,

@@ -7,7 +7,6 @@ until nothing is `running`, in any order, and `abort` to stop between two tokens
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
@@ -17,6 +16,7 @@ import numpy as np
 from embodied.core import rng
 from embodied.core.conversations import SamplingRule
 from embodied.core.errors import ConfigError
+from embodied.core.plugins import ENGINE_CLASSES
 from embodied.policies.language.config import LanguageConfig
 
 if TYPE_CHECKING:
@@ -24,13 +24,6 @@ if TYPE_CHECKING:
 
     from embodied.policies.language.policy import LanguagePolicy
     from embodied.policies.language.trust import ProofBlock
-
-ENGINES = {  # values of `policy.engine`; imported on use
-    "transformers": "embodied.policies.language.slots:SlotEngine",
-    "vllm": "embodied.policies.language.vllm:VLLMEngine",
-    "http": "embodied.policies.language.http_engine:HTTPEngine",
-}
-
 
 Likeliest = tuple[tuple[tuple[int, float], ...], ...]  # by token of an answer: the likeliest tokens, their log-probs
 
@@ -215,5 +208,4 @@ def cache_bytes(config: LanguageConfig, model: Any, max_length: int) -> int:
 
 def make_engine(config: LanguageConfig, policy: LanguagePolicy) -> Engine:
     """The engine that `policy.engine` names."""
-    module, _, name = ENGINES[config.engine].partition(":")
-    return getattr(importlib.import_module(module), name)(config, policy)
+    return ENGINE_CLASSES[config.engine](config, policy)

@@ -43,7 +43,7 @@ GATHER_S = 0.02  # time that it then waits for more answers, at least
 
 
 class HTTPEngine(Engine):
-    """Continues conversations on servers."""
+    """Servers at policy.url: python -m embodied.serve, or vllm serve."""
 
     def __init__(self, config: LanguageConfig, policy: LanguagePolicy) -> None:
         check_client()

@@ -97,7 +97,7 @@ class KeyValues:
 
 
 class SlotEngine(Engine):
-    """Continues conversations with the policy's own model."""
+    """Our own loop over the policy's weights, on cores and GPUs."""
 
     def __init__(self, config: LanguageConfig, policy: LanguagePolicy) -> None:
         self.model, self.sight, self.device = policy.model, policy.sight, policy.model.device

@@ -78,7 +78,7 @@ class Writing:
 
 
 class VLLMEngine(Engine):
-    """Continues conversations with vLLM."""
+    """vLLM in the policy worker's process, for models that fill a GPU or several (policy.tensor_parallel)."""
 
     def __init__(self, config: LanguageConfig, policy: LanguagePolicy) -> None:
         if importlib.util.find_spec("vllm") is None:

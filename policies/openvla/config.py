@@ -38,6 +38,8 @@ class PrismaticConfig(VLAConfig):
 
 
 class OpenVLAConfig(PrismaticConfig):
+    """OpenVLA: one image and an instruction in, one action out, token by token."""
+
     policy = "embodied.policies.openvla.policy:OpenVLAPolicy"
     alike = ("openvla_oft",)
     chunk: ClassVar[int] = 1
@@ -57,6 +59,8 @@ class OpenVLAConfig(PrismaticConfig):
 
 
 class OpenVLAOFTConfig(PrismaticConfig):
+    """OpenVLA-OFT: images and an instruction in, a chunk of actions out at once."""
+
     policy = "embodied.policies.openvla.policy:OpenVLAOFTPolicy"
     alike = ("openvla",)
 

@@ -11,6 +11,8 @@ from embodied.policies.vla.config import FlowConfig
 
 
 class Pi0Config(FlowConfig):
+    """Pi0 and Pi0.5: images, state and an instruction in, a chunk of actions out of noise."""
+
     policy = "embodied.policies.pi0.policy:Pi0Policy"
 
     name: Literal["pi0", "pi05"] = Field(

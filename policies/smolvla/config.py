@@ -11,6 +11,8 @@ from embodied.policies.vla.config import FlowConfig
 
 
 class SmolVLAConfig(FlowConfig):
+    """SmolVLA: images, state and an instruction in, a chunk of actions out of noise."""
+
     policy = "embodied.policies.smolvla.policy:SmolVLAPolicy"
 
     name: Literal["smolvla"] = Field(

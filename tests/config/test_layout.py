@@ -9,9 +9,8 @@ import pytest
 
 from embodied.config.read import leaves, root
 from embodied.config.recipe import RunConfig
-from embodied.envs import PLUGINS
+from embodied.core.plugins import OURS
 from embodied.envs.config import ENV_CONFIGS
-from embodied.policies import FAMILIES
 from embodied.policies.config import POLICY_CONFIGS
 
 ROOT = Path(__file__).parents[2]
@@ -157,18 +156,22 @@ MESSAGES = [
 ]  # between our own processes only
 
 
+CLASSES = {name: ENV_CONFIGS[name].env for name in OURS["embodied.envs"]}
+CLASSES |= {name: POLICY_CONFIGS[name].policy for name in OURS["embodied.families"]}
+
+
 def test_the_options_of_a_simulator_or_family_stand_beside_its_class():
-    assert {*PLUGINS} == {*ENV_CONFIGS} and {*FAMILIES} == {*POLICY_CONFIGS} - {"external"}
-    for name, where in (PLUGINS | FAMILIES).items():
+    for name, where in CLASSES.items():
         folder = where.partition(":")[0].rpartition(".")[0]
-        assert (ENV_CONFIGS | POLICY_CONFIGS)[name].__module__ == f"{folder}.config"
+        options = (OURS["embodied.envs"] | OURS["embodied.families"])[name]
+        assert options.partition(":")[0] == f"{folder}.config"
 
 
 def test_the_toolkit_knows_no_simulator_and_no_robot_policy_by_name():
     """It asks the classes and options behind the names. That envs may ask in words and that language models are served
     is the toolkit's own."""
-    names, shared = {*PLUGINS, *FAMILIES}, ("embodied.envs.text", "embodied.policies.language")
-    folders = {where.partition(":")[0].rpartition(".")[0] for where in (PLUGINS | FAMILIES).values()}
+    names, shared = {*CLASSES}, ("embodied.envs.text", "embodied.policies.language")
+    folders = {where.partition(":")[0].rpartition(".")[0] for where in CLASSES.values()}
     folders = {folder for folder in folders if folder.count(".") > 1} - {*shared} | {"embodied.policies.vla"}
     assert {"embodied.envs.maniskill", "embodied.policies.pi0"} <= folders
     for path in SOURCES:

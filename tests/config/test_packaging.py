@@ -5,9 +5,12 @@ import sys
 import sysconfig
 import venv
 import zipfile
+from configparser import ConfigParser
 from pathlib import Path
 
 import pytest
+
+from embodied.core.plugins import OURS
 
 ROOT = Path(__file__).parents[2]
 FOLDERS = {
@@ -50,10 +53,15 @@ def test_the_wheel_holds_every_module_and_data_file_and_no_tests(wheel, tracked)
     assert {name.split("/")[0].split("-")[0] for name in names} == {"embodied", "embodied_loop"}
 
 
-def test_the_wheel_brings_the_command(wheel):
+def test_the_wheel_brings_the_command_and_our_plug_ins(wheel):
     archive = zipfile.ZipFile(wheel)
     (name,) = (name for name in archive.namelist() if name.endswith("entry_points.txt"))
-    assert "embodied = embodied.__main__:main" in archive.read(name).decode().splitlines()
+    entries = ConfigParser(delimiters="=")
+    entries.read_string(archive.read(name).decode())
+    assert {group: dict(entries[group]) for group in entries.sections()} == {
+        "console_scripts": {"embodied": "embodied.__main__:main"},
+        **OURS,
+    }
 
 
 def test_a_folder_of_the_same_name_in_the_working_directory_shadows_nothing(wheel, tmp_path):

@@ -15,7 +15,7 @@ from embodied.core.types import ActionSpec, EnvSpec  # noqa: E402
 from embodied.datasets import read_dataset  # noqa: E402
 from embodied.datasets.quantiles import main as figures  # noqa: E402
 from embodied.policies import make_policy  # noqa: E402
-from embodied.policies.config import OpenVLAOFTConfig  # noqa: E402
+from embodied.policies.openvla.config import OpenVLAOFTConfig  # noqa: E402
 from embodied.sft import main as sft  # noqa: E402
 
 

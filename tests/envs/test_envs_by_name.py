@@ -9,15 +9,16 @@ import pytest
 from pydantic import TypeAdapter, ValidationError
 
 from embodied.core.errors import ConfigError
-from embodied.envs import env_class, env_that_knows, make_env
+from embodied.envs import env_class, make_env
 from embodied.envs.config import (
     EnvConfig,
     ExternalEnvConfig,
-    GymConfig,
-    LiberoConfig,
-    ManiSkillConfig,
-    PointMassConfig,
+    env_that_knows,
 )
+from embodied.envs.gym.config import GymConfig
+from embodied.envs.libero.config import LiberoConfig
+from embodied.envs.maniskill.config import ManiSkillConfig
+from embodied.envs.pointmass.config import PointMassConfig
 from embodied.envs.pointmass.env import PointMassEnv
 
 ADAPTER = TypeAdapter(EnvConfig)
@@ -61,6 +62,7 @@ def test_a_finished_config_is_taken_as_it_is():
         ({"name": "pointmass", "shader": "x"}, "Extra inputs"),
         ({"name": "pointmass", "num_envs": 0}, "greater than 0"),
         ({"name": "gym:"}, "should match pattern"),
+        ({"name": "gym"}, "did you mean 'gym:'"),
     ],
 )
 def test_wrong_options_are_refused(values, message):
@@ -88,7 +90,7 @@ def test_our_classes_are_found_by_name():
 
 USER_ENV = """
 from embodied.envs.pointmass.env import PointMassEnv
-from embodied.envs.config import PointMassConfig
+from embodied.envs.pointmass.config import PointMassConfig
 
 
 class Mine(PointMassEnv):

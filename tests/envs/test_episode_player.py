@@ -6,8 +6,9 @@ import pytest
 from embodied.core.errors import ConfigError
 from embodied.core.types import ActReply, EpisodeList, Job, PolicyOutput, head_start
 from embodied.envs import make_env
-from embodied.envs.config import GymConfig, PointMassConfig
+from embodied.envs.gym.config import GymConfig
 from embodied.envs.player import Record, Stage, Tally, play_horizon
+from embodied.envs.pointmass.config import PointMassConfig
 from embodied.envs.sim_worker import restore_stage, stage_state
 from embodied.runtime.timers import Timers
 

@@ -7,7 +7,10 @@ from embodied.core.errors import ConfigError
 from embodied.core.types import EpisodeList
 from embodied.envs import env_class
 from embodied.envs.capabilities import choose_protocol
-from embodied.envs.config import ExternalEnvConfig, GymConfig, ManiSkillConfig, PointMassConfig
+from embodied.envs.config import ExternalEnvConfig
+from embodied.envs.gym.config import GymConfig
+from embodied.envs.maniskill.config import ManiSkillConfig
+from embodied.envs.pointmass.config import PointMassConfig
 from embodied.run import launch
 
 

@@ -8,9 +8,12 @@ from expert_episodes import played_by_expert
 
 from embodied.core.errors import ConfigError
 from embodied.core.types import EpisodeList
-from embodied.envs.config import GymConfig, LiberoConfig, ManiSkillConfig, PointMassConfig
+from embodied.envs.gym.config import GymConfig
+from embodied.envs.libero.config import LiberoConfig
 from embodied.envs.libero.expert import rims
 from embodied.envs.maniskill import experts
+from embodied.envs.maniskill.config import ManiSkillConfig
+from embodied.envs.pointmass.config import PointMassConfig
 from embodied.envs.pointmass.env import PointMassEnv
 
 REST = np.array([0, np.pi / 8, 0, -np.pi * 5 / 8, 0, np.pi * 3 / 4, np.pi / 4])

@@ -8,7 +8,7 @@ import pytest
 from gymnasium import spaces
 from pydantic import TypeAdapter
 
-from embodied.core.errors import ConfigError, EmbodiedError, Unusable, WrongShape
+from embodied.core.errors import ConfigError, Unusable, WrongShape
 from embodied.core.types import EpisodeSpec
 from embodied.envs import make_env
 from embodied.envs.common_config import played_task
@@ -133,24 +133,17 @@ def test_an_env_that_draws_itself_can_be_recorded():
     assert env.render_rows(np.array([0, 2])).shape == (2, 24, 32, 3)
 
 
-def test_an_env_that_cannot_be_recorded_says_why(monkeypatch):
-    def needs_pygame(self):
-        raise gymnasium.error.DependencyNotInstalled("pygame is not installed")
-
-    monkeypatch.setattr(Corridor, "render", gymnasium.Env.render)
-    assert "has no method render" in make(HERE, 1, max_episode_steps=10).video_problem()
-    for frame, told in (
-        (None, "render returns NoneType"),
-        (np.zeros((9, 9, 3)), r"float64 \[9, 9, 3\], it must be uint8"),
-    ):
-        monkeypatch.setattr(Corridor, "render", lambda self, frame=frame: frame)
-        assert re.search(told, make(HERE, 1, max_episode_steps=10).video_problem())
-    monkeypatch.setattr(Corridor, "render", needs_pygame)
-    env = make(HERE, 1, max_episode_steps=10)
-    assert "pygame is not installed" in env.video_problem()
-    env.reset(seed=0)
-    with pytest.raises(EmbodiedError, match=r"cannot be recorded here: .*pygame"):
-        env.render_rows(np.array([0]))
+@pytest.mark.parametrize(
+    ("render", "told"),
+    [
+        (gymnasium.Env.render, "has no method render"),
+        (lambda self: np.zeros((9, 9, 3)), r"float64 \[9, 9, 3\], it must be uint8"),
+        (lambda self: self.pygame, "cannot be recorded here: .*pygame"),
+    ],
+)
+def test_an_env_that_cannot_be_recorded_says_why(monkeypatch, render, told):
+    monkeypatch.setattr(Corridor, "render", render)
+    assert re.search(told, make(HERE, 1, max_episode_steps=10).video_problem())
 
 
 def observing(space, seen=None):
@@ -242,26 +235,19 @@ def test_an_observation_without_a_place_is_refused_with_its_key(space, message):
     ("seen", "message"),
     [
         ({"a": 1.5}, r"observation\['b'\] cannot be read \(KeyError: 'b'\)"),
-        (np.zeros(3), r"observation\['a'\] cannot be read"),
-        ({"a": [[0], [0, 1]], "b": 1, "c": "x"}, r"observation\['a'\] cannot be read"),
-        ({"a": [0.0, 1.0], "b": 1, "c": "x"}, r"observation\['a'\] is float64 \[2\], not in Box"),
-        ({"a": "x", "b": 1, "c": "x"}, r"observation\['a'\] is array\('x'.*, not in Box"),
-        ({"a": 0.0, "b": 3, "c": "x"}, r"observation\['b'\] is array\(3\), not in Discrete\(3\)"),
-        ({"a": 0.0, "b": 1.0, "c": "x"}, r"observation\['b'\] is array\(1.\), not in Discrete\(3\)"),
+        ({"a": [0.0, 1.0], "b": 1}, r"observation\['a'\] is float64 \[2\], not in Box"),
+        ({"a": "x", "b": 1}, r"observation\['a'\] is array\('x'.*, not in Box"),
+        ({"a": 0.0, "b": 1.0}, r"observation\['b'\] is array\(1.\), not in Discrete\(3\)"),
         ({"a": 0.0, "b": 1, "c": None}, r"observation\['c'\] is None, not in Text"),
+        ({"a": 0.0, "b": 1, "c": "x", "d": np.full((9, 9), np.nan)}, "NaN"),
+        ({"a": 0.0, "b": 1, "c": "x", "d": np.full((9, 9), 7.0)}, "from 7 to 7, it must be from 0 to 1"),
     ],
 )
 def test_an_observation_outside_its_space_is_an_error_with_its_key(seen, message):
-    space = spaces.Dict({"a": spaces.Box(-1, 1, ()), "b": spaces.Discrete(3), "c": spaces.Text(3)})
-    with pytest.raises(WrongShape, match=message):
-        make(observing(space, seen)[0], max_episode_steps=5).reset(seed=0)
-
-
-@pytest.mark.parametrize(("value", "message"), [(np.nan, "NaN"), (7.0, "from 7 to 7, it must be from 0 to 1")])
-def test_pixels_that_are_none_are_an_error(value, message):
-    name, _ = observing(pixels(9, 9, high=1, dtype=np.float32), np.full((9, 9), value))
+    parts = {"a": spaces.Box(-1, 1, ()), "b": spaces.Discrete(3), "c": spaces.Text(3)}
+    space = spaces.Dict(parts | {"d": pixels(9, 9, high=1, dtype=np.float32)})
     with pytest.raises(Unusable, match=message):
-        make(name, max_episode_steps=5).reset(seed=0)
+        make(observing(space, {"c": "x", "d": np.zeros((9, 9)), **seen})[0], max_episode_steps=5).reset(seed=0)
 
 
 @pytest.mark.parametrize(
@@ -293,11 +279,9 @@ def test_discrete_actions_are_one_choice(monkeypatch, space, choices, number, na
     ("name", "kwargs", "message"),
     [
         ("gym:CartPol-v1", {}, "knows no env 'CartPol-v1'; did you mean 'CartPole-v1'"),
-        ("gym:CartPole-v9", {}, "did you mean 'CartPole-v1'"),
         ("gym:nosuchmodule:Env-v0", {}, "nosuchmodule"),
         ("gym:Blackjack-v1", {}, "no step limit of its own; set env.max_episode_steps"),
         ("gym:../../x", {}, "cannot be made: .*Malformed environment ID"),
-        ("gym:CartPole-v1", {"kwargs": {"render_mode": 3}}, "does not take env.kwargs={'render_mode': 3}"),
         ("gym:CartPole-v1", {"kwargs": {"colour": 1}}, "does not take env.kwargs={'colour': 1}"),
     ],
 )
@@ -313,11 +297,8 @@ def test_mistakes_are_explained(name, kwargs, message):
         ("reset", ({}, None), "info of reset is None, it must be a dict"),
         ("step", ({}, 0.0, False, {}), "step returned 4 values, it must return observation, reward, terminated"),
         ("step", ({"place": [0, 0], "door": 0}, None, False, False, {}), "the reward of a step is None"),
-        (
-            "step",
-            ({"place": [0, 0], "door": 0}, 0, False, False, {"success": True}),
-            "has 'success' in some steps only",
-        ),
+        ("step", ({"place": [0, 0], "door": 0}, 0, np.nan, False, {}), "terminated is nan, it must be true or false"),
+        ("step", ({"place": [0, 0], "door": 0}, 0, False, False, {"success": True}), "'success' in some steps only"),
     ],
 )
 def test_what_a_method_must_return_is_said(monkeypatch, method, given, message):
@@ -327,15 +308,6 @@ def test_what_a_method_must_return_is_said(monkeypatch, method, given, message):
     monkeypatch.setattr(Corridor, method, lambda self, *_, **__: given)
     with pytest.raises(WrongShape, match=message):
         env.step(env.action_space.sample()) if method == "step" else env.reset(seed=1)
-
-
-@pytest.mark.parametrize("odd", [float("nan"), "yes", None, 2, [0, 1]])
-def test_a_flag_that_is_no_flag_is_an_error(monkeypatch, odd):
-    env = make(HERE, max_episode_steps=5)
-    env.reset(seed=0)
-    monkeypatch.setattr(Corridor, "step", lambda self, action: (self._seen(), 0.0, odd, False, {}))
-    with pytest.raises(WrongShape, match=r"terminated is .*, it must be true or false"):
-        env.step(env.action_space.sample())
 
 
 @pytest.mark.parametrize(

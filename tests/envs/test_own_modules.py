@@ -7,8 +7,12 @@ import pytest
 from embodied.config.recipe import load
 from embodied.core.errors import ConfigError
 from embodied.envs import env_class
-from embodied.envs.config import ExternalEnvConfig, GymConfig, ManiSkillConfig, ReasoningGymConfig, VerifiersConfig
+from embodied.envs.config import ExternalEnvConfig
+from embodied.envs.gym.config import GymConfig
+from embodied.envs.maniskill.config import ManiSkillConfig
 from embodied.envs.own_modules import as_a_task, import_module, own_modules, simulator_of
+from embodied.envs.reasoning_gym.config import ReasoningGymConfig
+from embodied.envs.verifiers.config import VerifiersConfig
 
 TASK = """
 from mani_skill.envs.tasks.tabletop.push_cube import PushCubeEnv

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from embodied.core.types import EpisodeSpec
-from embodied.envs.config import PointMassConfig
+from embodied.envs.pointmass.config import PointMassConfig
 from embodied.envs.pointmass.env import GREEN, RED, VIDEO_SIZE, PointMassEnv
 
 

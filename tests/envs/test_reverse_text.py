@@ -7,7 +7,7 @@ import pytest
 
 from embodied.core.errors import ConfigError
 from embodied.core.types import EpisodeSpec
-from embodied.envs.config import ReverseTextConfig
+from embodied.envs.text.config import ReverseTextConfig
 from embodied.envs.text.toys import ReverseText
 
 

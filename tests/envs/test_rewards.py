@@ -9,7 +9,7 @@ from pydantic import ValidationError
 from embodied.core.errors import ConfigError, WrongShape
 from embodied.core.types import ActionSpec, EnvSpec, EpisodeSpec
 from embodied.envs import make_env
-from embodied.envs.config import PointMassConfig
+from embodied.envs.pointmass.config import PointMassConfig
 from embodied.envs.vector_env import StepResult, VectorEnv
 
 SAYS = [0.2, 0.5, 0.5, 1.0, 0.5]  # the simulator's rewards, step by step

@@ -2,8 +2,6 @@
 
 import random
 import re
-import shlex
-import subprocess
 import sys
 from pathlib import Path
 
@@ -14,8 +12,8 @@ from embodied import evaluate, train
 from embodied.config.recipe import load
 from embodied.core.types import EpisodeSpec
 from embodied.envs import make_env
-from embodied.envs.config import RobosuiteConfig
 from embodied.envs.env_checker import check_vector_env
+from embodied.envs.robosuite.config import RobosuiteConfig
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore"),  # robosuite's and numba's own
@@ -219,8 +217,3 @@ def test_what_cannot_be_is_one_line_of_a_dry_run(mine, capsys, arguments, says):
     assert train.main(["recipe=robosuite_ppo", *arguments, *INLINE, "--dry-run"]) == 2
     err = capsys.readouterr().err
     assert re.search(says, err) and err.count("\n") == 1, err
-
-
-def run(command, *more):
-    words = shlex.split(command)[1:]
-    return subprocess.run([sys.executable, *words, *more], capture_output=True, text=True, timeout=280)

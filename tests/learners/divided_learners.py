@@ -22,7 +22,7 @@ from embodied.core.types import BatchEnd, Trajectory, Unit, choose
 from embodied.learners.config import LearnerConfig
 from embodied.learners.divided_passes import PassTable
 from embodied.learners.worker import LearnerWorker
-from embodied.policies.config import LanguageConfig
+from embodied.policies.language.config import LanguageConfig
 from embodied.profiling.role_probe import Items
 from embodied.runtime import Timers
 from embodied.runtime.rendezvous import RendezvousFile

@@ -13,7 +13,8 @@ from embodied.learners.config import LearnerConfig
 from embodied.learners.model import Model
 from embodied.learners.train_batch import RankBatch, frozen_features
 from embodied.policies import make_policy
-from embodied.policies.config import OpenVLAConfig, OpenVLAOFTConfig, Pi0Config
+from embodied.policies.openvla.config import OpenVLAConfig, OpenVLAOFTConfig
+from embodied.policies.pi0.config import Pi0Config
 
 CAMERAS = {"top": (64, 64, 3), "wrist": (64, 64, 3)}
 FAMILIES = {

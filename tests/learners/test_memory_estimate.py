@@ -17,7 +17,7 @@ from embodied.learners.config import LearnerConfig
 from embodied.learners.memory_estimate import Memory, count, estimate, kept_by_pass, made_up, whole_gradient
 from embodied.learners.model import Model, PolicyOptimizer
 from embodied.policies import make_policy
-from embodied.policies.config import OpenVLAConfig, OpenVLAOFTConfig
+from embodied.policies.openvla.config import OpenVLAConfig, OpenVLAOFTConfig
 from embodied.runtime.collective import Alone
 
 SPEC = EnvSpec(ActionSpec(7), state_dim=8, images={"top": (64, 64, 3)}, instruction=True)

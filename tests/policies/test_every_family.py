@@ -8,14 +8,10 @@ from tiny_vla import ROBOT, noise, observe, scored
 from embodied.core.errors import CheckpointError
 from embodied.core.types import ActionSpec, EnvSpec
 from embodied.policies import load_policy, make_policy
-from embodied.policies.config import (
-    CNNConfig,
-    MLPConfig,
-    OpenVLAConfig,
-    OpenVLAOFTConfig,
-    Pi0Config,
-    SmolVLAConfig,
-)
+from embodied.policies.config import CNNConfig, MLPConfig
+from embodied.policies.openvla.config import OpenVLAConfig, OpenVLAOFTConfig
+from embodied.policies.pi0.config import Pi0Config
+from embodied.policies.smolvla.config import SmolVLAConfig
 
 STATES, CHOICES = EnvSpec(ActionSpec(3), state_dim=4), EnvSpec(ActionSpec(1, num_choices=4), state_dim=4)
 EYES = {"name": "cnn", "channels": (4, 4), "kernels": (4, 3), "strides": (2, 1), "hidden": (16,), "chunk": 2}

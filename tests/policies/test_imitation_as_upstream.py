@@ -11,7 +11,8 @@ from torch.nn import functional as F
 from embodied.core.types import ActionSpec, EnvSpec
 from embodied.learners.imitation import mean_of_items
 from embodied.policies import make_policy
-from embodied.policies.config import OpenVLAConfig, OpenVLAOFTConfig, Pi0Config
+from embodied.policies.openvla.config import OpenVLAConfig, OpenVLAOFTConfig
+from embodied.policies.pi0.config import Pi0Config
 from embodied.policies.pi0.policy import DRAWS, augmented
 
 transformers = pytest.importorskip("transformers")

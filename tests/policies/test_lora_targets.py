@@ -17,7 +17,7 @@ from embodied.core.errors import CheckpointError, ConfigError
 from embodied.core.types import ActionSpec
 from embodied.evaluate import main as evaluate
 from embodied.policies import load_policy, make_policy, policy_class
-from embodied.policies.config import OpenVLAConfig
+from embodied.policies.openvla.config import OpenVLAConfig
 from embodied.train import main as train
 
 peft = pytest.importorskip("peft")

@@ -23,7 +23,9 @@ from embodied.learners.model import Model, PolicyOptimizer
 from embodied.learners.train_batch import build_batch, frozen_features
 from embodied.learners.update import update_policy
 from embodied.policies import make_policy
-from embodied.policies.config import CNNConfig, MLPConfig, OpenVLAConfig, OpenVLAOFTConfig, Pi0Config
+from embodied.policies.config import CNNConfig, MLPConfig
+from embodied.policies.openvla.config import OpenVLAConfig, OpenVLAOFTConfig
+from embodied.policies.pi0.config import Pi0Config
 from embodied.runtime.collective import Alone
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*CUDA is not available")

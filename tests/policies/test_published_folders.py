@@ -12,8 +12,8 @@ from tiny_vla import FAMILIES, OFT, ROBOT, build, change_json, noise, observe, p
 from embodied.core.errors import CheckpointError, ConfigError
 from embodied.core.types import ActionSpec
 from embodied.policies import hub, load_policy
-from embodied.policies.config import Pi0Config
 from embodied.policies.openvla.folder import TINY, read_published
+from embodied.policies.pi0.config import Pi0Config
 from embodied.policies.pi0.policy import TINY as PI0
 from embodied.policies.policy_folder import published_family
 from embodied.policies.vla.policy import fast_tokenizer

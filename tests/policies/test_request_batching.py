@@ -12,7 +12,10 @@ from embodied.core.conversations import SamplingRule
 from embodied.core.errors import StaleWeights, Unusable, WrongShape
 from embodied.core.types import ActionSpec, ActRequest, EnvSpec, Merging, PolicyOutput
 from embodied.policies import make_policy
-from embodied.policies.config import MLPConfig, OpenVLAConfig, OpenVLAOFTConfig, Pi0Config, SmolVLAConfig
+from embodied.policies.config import MLPConfig
+from embodied.policies.openvla.config import OpenVLAConfig, OpenVLAOFTConfig
+from embodied.policies.pi0.config import Pi0Config
+from embodied.policies.smolvla.config import SmolVLAConfig
 from embodied.policies.worker import PolicyWorker, RequestBatcher
 from embodied.runtime import Cluster, HostPlan, Timers
 

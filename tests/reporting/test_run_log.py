@@ -33,6 +33,7 @@ def row(iteration, version):
 
 def test_an_evaluation_is_in_the_row_of_its_version_and_a_point_of_the_curves(tmp_path):
     log = RunLog(tmp_path)
+    assert log.begin(["tensorboard"]) == []
     for number in (1, 2, 3):
         log.row(row(number, min(number, 2)))  # the third iteration had nothing to learn
     log.evaluated(2, {"overall": OVERALL})
@@ -137,7 +138,7 @@ def history_of(data):
 def test_writing_curves_imports_neither_torch_nor_tensorflow(tmp_path):
     program = (
         "import sys, embodied.train; from pathlib import Path\n"
-        "from embodied.records.progress import TensorBoardLogger\n"
+        "from embodied.records.loggers import TensorBoardLogger\n"
         "TensorBoardLogger(Path(sys.argv[1])).add(1, {'a': 1.0}); print({'torch', 'tensorflow'} & set(sys.modules))"
     )
     told = subprocess.run([sys.executable, "-c", program, str(tmp_path)], capture_output=True, text=True, check=True)

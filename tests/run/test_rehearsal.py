@@ -13,7 +13,9 @@ from embodied.check import main as check
 from embodied.core.types import ActionSpec, EnvSpec
 from embodied.evaluate import main as evaluate
 from embodied.policies import make_policy
-from embodied.policies.config import MLPConfig, OpenVLAConfig, Pi0Config
+from embodied.policies.config import MLPConfig
+from embodied.policies.openvla.config import OpenVLAConfig
+from embodied.policies.pi0.config import Pi0Config
 from embodied.train import main as train
 
 POINT = EnvSpec(ActionSpec(2), state_dim=6)

@@ -11,7 +11,8 @@ from embodied import serve
 from embodied.core.errors import ConfigError
 from embodied.core.types import ActionSpec, EnvSpec
 from embodied.policies import make_policy
-from embodied.policies.config import OpenVLAConfig, OpenVLAOFTConfig, Pi0Config
+from embodied.policies.openvla.config import OpenVLAConfig, OpenVLAOFTConfig
+from embodied.policies.pi0.config import Pi0Config
 from embodied.policies.pi0.policy import TIED, TINY, WORDS
 from embodied.policies.policy_folder import CONFIG, WEIGHTS
 from embodied.serving.config import ServeConfig

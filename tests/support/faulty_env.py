@@ -16,7 +16,7 @@ from pathlib import Path
 
 import numpy as np
 
-from embodied.envs.config import PointMassConfig
+from embodied.envs.pointmass.config import PointMassConfig
 from embodied.envs.pointmass.env import PointMassEnv
 from embodied.envs.vector_env import StepResult
 

@@ -8,7 +8,7 @@ import threading
 import time
 from pathlib import Path
 
-from embodied.envs.config import PointMassConfig
+from embodied.envs.pointmass.config import PointMassConfig
 from embodied.envs.pointmass.env import PointMassEnv
 
 PATIENCE_S = 60.0

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from talking_env import Digits
 
-from embodied.envs.config import PointMassConfig
+from embodied.envs.pointmass.config import PointMassConfig
 from embodied.envs.pointmass.env import PointMassEnv
 from embodied.policies.config import MLPConfig
 from embodied.policies.networks import MLPPolicy

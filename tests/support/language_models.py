@@ -6,7 +6,7 @@ import torch
 import transformers
 
 from embodied.core.conversations import SamplingRule
-from embodied.policies.config import LanguageConfig
+from embodied.policies.language.config import LanguageConfig
 from embodied.policies.language.engine import Request, make_engine
 
 STOP = 1

@@ -24,8 +24,8 @@ def theirs(task: str, chunks: int, out: Path) -> None:
     """LIBERO's own env after its hard reset, observed where chunks end."""
     from libero.libero.envs import OffScreenRenderEnv
 
-    from embodied.envs.libero.scene import Draws
     from embodied.envs.libero.tasks import task_files
+    from embodied.envs.mujoco.env import Draws
 
     files = task_files(task)
     states = files.initial_states()
@@ -50,7 +50,7 @@ def theirs(task: str, chunks: int, out: Path) -> None:
 def ours(task: str, chunks: int) -> dict[str, np.ndarray]:
     from embodied.core.types import EpisodeSpec
     from embodied.envs import make_env
-    from embodied.envs.config import LiberoConfig
+    from embodied.envs.libero.config import LiberoConfig
 
     options = {"cameras": tuple(CAMERAS), "image_size": SIDE, "state": "proprio", "on_success": "continue"}
     env = make_env(LiberoConfig(name="libero", task=task, **options), len(STATES))

@@ -4,8 +4,6 @@ With `env.kwargs` a fault strikes one sim worker, as in `faulty_env`.
 """
 
 import os
-import subprocess
-import sys
 
 from faulty_env import Fault
 
@@ -83,20 +81,8 @@ class LongReplies(Digits):
         return Turn(reward=float(even), said="x" * 3000, success=even)
 
 
-class EvenDigits(Scorer):
-    """Scores as `Digits` does, in a process of its own."""
-
-    CODE = """
-from embodied.envs.text import scoring_process as scoring
-scoring.SCORES["digits"] = ("json", lambda answer: float(any(digit in answer for digit in "02468")))
-scoring.main("digits")
-"""
-
-    def _begin(self):
-        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "bufsize": 0, "start_new_session": True}
-        self._process = subprocess.Popen([sys.executable, "-c", self.CODE], **pipes)
-        os.set_blocking(self._process.stdin.fileno(), False)
-        self._ready, self._rest = False, b""
+def even_digits():
+    return lambda answer: float(any(digit in answer for digit in "02468"))
 
 
 class Scored(Digits):
@@ -104,7 +90,7 @@ class Scored(Digits):
 
     @classmethod
     def load(cls, config):
-        shared = EvenDigits("digits")
+        shared = Scorer("talking_env:even_digits")
         shared.asked = 0
         return shared
 

@@ -10,7 +10,7 @@ import time
 import numpy as np
 
 from embodied.core.rng import generator
-from embodied.envs.config import PointMassConfig
+from embodied.envs.pointmass.config import PointMassConfig
 from embodied.envs.pointmass.env import PointMassEnv
 from embodied.envs.vector_env import StepResult
 

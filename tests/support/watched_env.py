@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from embodied.core.types import ActRequest, Trajectory
-from embodied.envs.config import PointMassConfig
+from embodied.envs.pointmass.config import PointMassConfig
 from embodied.envs.pointmass.env import REACH, PointMassEnv
 from embodied.runtime.channel import Remote
 

@@ -9,11 +9,10 @@ from typing import ClassVar
 
 from embodied.config.recipe import load
 from embodied.config.recipe_files import recipe_names
+from embodied.core.plugins import OURS
 from embodied.doctor import ABSENT, OK, check_language
-from embodied.envs import PLUGINS
 from embodied.envs.config import ENV_CONFIGS
 from embodied.list import LISTS, advice, main, problem_of_env
-from embodied.policies import FAMILIES
 from embodied.system.machine import NO_VLLM, Done, Machine
 
 LIBERO = ENV_CONFIGS["libero"].needs
@@ -55,9 +54,10 @@ def test_every_recipe_env_and_policy_is_listed_and_says_what_it_is():
     assert sorted(named("recipes", Bare())) == sorted(recipe_names())
     families = [item.family for item in named("recipes", Bare()).values()]
     assert [family for family, _ in groupby(families)] == ["maniskill", "libero", "robosuite", "toys", "language"]
-    assert list(named("envs", Bare())) == list(PLUGINS)
-    assert list(named("policies", Bare())) == list(FAMILIES)
-    for kind in ("recipes", "envs", "policies"):
+    assert list(named("envs", Bare())) == list(OURS["embodied.envs"])
+    assert list(named("policies", Bare())) == list(OURS["embodied.families"])
+    assert list(named("engines", Bare())) == list(OURS["embodied.engines"])
+    for kind in ("recipes", "envs", "policies", "engines"):
         assert all(len(item.purpose) > 20 and item.purpose.endswith(".") for item in LISTS[kind](Bare()))
 
 

@@ -7,7 +7,7 @@ import pytest
 
 import embodied
 from embodied.core.types import EpisodeResult, deal_by_task, rows_of_sims
-from embodied.envs.config import PointMassConfig
+from embodied.envs.pointmass.config import PointMassConfig
 from embodied.envs.pointmass.env import PointMassEnv
 from embodied.policies.policy_folder import read_weights
 from embodied.workflows.horizon import EpisodeCounter

@@ -1,12 +1,9 @@
-"""PutOnPlate-25: put one of 25 objects on one of 17 plates, before one of 21 photographs of tables. The variants of
-`plate_variants` test generalisation.
-
-All objects that a task may draw are in the scene; unused ones lie behind the camera.
-
-The initial states of the PutOnPlate-25 tasks: the training task, and variants that differ from it in one property.
+"""PutOnPlate-25: put one of 25 objects on one of 17 plates, before one of 21 photographs of tables. `Variant`s of the
+training task differ from it in one property each, and test generalisation.
 
 An episode is a number whose digits choose object, plate, photograph, places and so on; the last digit, the object's
-rotation, changes fastest. Places are points of a grid on the table, in metres. No simulator imports.
+rotation, changes fastest. Places are points of a grid on the table, in metres. All objects that a task may draw are in
+the scene; unused ones lie behind the camera.
 """
 
 from __future__ import annotations

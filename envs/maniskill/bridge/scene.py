@@ -1,11 +1,9 @@
-"""Scenes of a WidowX arm before the photograph of a real table, with states, rewards, images of any size, and initial
-states that do not depend on earlier episodes.
-
-ManiSkill's four bridge twins.
+"""ManiSkill's four bridge twins, and the scene that they and PutOnPlate-25 share: a WidowX arm before the photograph of
+a real table, with states, rewards, and images of any size.
 
 ManiSkill has one photograph and foreground list for all envs of a process; here every env has its own. Its tasks let
 objects settle at every reset, with the arm wherever the last episode left it; here every initial state settles once,
-with the arm out of the way, and is restored later.
+with the arm out of the way, and is restored later, so it does not depend on earlier episodes.
 """
 
 from __future__ import annotations

@@ -8,8 +8,8 @@ import pytest
 from embodied.core.errors import ConfigError
 from embodied.core.types import EpisodeSpec
 from embodied.envs import env_class, make_env
-from embodied.envs.config import LiberoConfig
 from embodied.envs.env_checker import check_vector_env
+from embodied.envs.libero.config import LiberoConfig
 
 TASK, SIDE = "libero_object/2", 48
 LIBERO = importlib.util.find_spec("libero") is not None
@@ -115,7 +115,7 @@ def test_states_do_not_depend_on_images(env):
 
 def test_a_machine_without_opengl_is_told_what_to_install(monkeypatch):
     monkeypatch.delenv("MUJOCO_GL", raising=False)
-    monkeypatch.setattr("embodied.envs.libero.images.loads", lambda library: False)
+    monkeypatch.setattr("embodied.envs.mujoco.rendering.loads", lambda library: False)
     with pytest.raises(ConfigError, match="apt-get install libegl1"):
         env_class(config()).check(config())
     env_class(config()).check(config(cameras=()))

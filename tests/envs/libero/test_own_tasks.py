@@ -12,8 +12,8 @@ from embodied.core.errors import ConfigError
 from embodied.core.types import EpisodeSpec
 from embodied.envs import env_class, make_env
 from embodied.envs.capabilities import choose_protocol
-from embodied.envs.config import LiberoConfig
 from embodied.envs.env_checker import check_vector_env
+from embodied.envs.libero.config import LiberoConfig
 from embodied.envs.libero.tasks import check_buildable, own_files, read_states
 from embodied.records.results import read_results
 
@@ -171,8 +171,8 @@ def test_what_cannot_be_a_task_or_its_states_is_refused_before_anything_starts(m
 
 def test_nothing_of_the_benchmark_would_be_refused():
     from embodied.envs.libero.config import BENCHMARK, tasks_of
-    from embodied.envs.libero.load_simulator import quiet, simulator
     from embodied.envs.libero.tasks import task_files
+    from embodied.envs.mujoco.loading import quiet, simulator
 
     simulator()
     for task in tasks_of(tuple(BENCHMARK)):

@@ -13,8 +13,8 @@ from embodied import check, train
 from embodied.config.recipe import load
 from embodied.core.errors import ConfigError
 from embodied.envs import env_class
-from embodied.envs.config import ManiSkillConfig
 from embodied.envs.maniskill import env as maniskill_env
+from embodied.envs.maniskill.config import ManiSkillConfig
 from embodied.envs.maniskill.equality_proof import compare, larger
 from embodied.envs.maniskill.tasks import BATCHED_TASKS
 from embodied.run import launch
@@ -61,15 +61,6 @@ def test_differences_are_relative_for_large_numbers():
     worst = larger(0.0, np.array([1000.0, 0.5]), np.array([1000.01, 0.5]))  # 0.01 of 1,000 is 1e-5
     assert worst == pytest.approx(1e-5) and larger(worst, np.array([0.5]), np.array([0.75])) == 0.25
     assert np.isnan(larger(worst, np.array([np.nan]), np.zeros(1)))
-
-
-def test_the_size_of_the_images_of_ones_own_task_is_said(folder):
-    task = f"env.task={write(folder, 9)}:Plain9-v1"
-    env = load(
-        ["recipe=maniskill_ppo", task, "env.cameras=[base_camera]", "policy.name=cnn", "env.image_size=96"]
-    ).config.env
-    (told,) = [line for line in maniskill_env.ManiSkillEnv.remarks(env, folder) if "image" in line]
-    assert told == "images are 96x96 pixels, whatever size the task gives its cameras (env.image_size)"
 
 
 @pytest.mark.slow  # docs/own_task.md is tested to do the same
@@ -153,14 +144,6 @@ def test_the_view_of_a_recipes_task_is_not_that_of_another_unless_a_trained_poli
     assert evaluated.image_fov == 60 and evaluated.image_region and evaluated.max_episode_steps is None
 
 
-def test_a_users_recipe_for_another_task_does_not_inherit_the_limit(tmp_path):
-    recipe = tmp_path / "mine.yaml"
-    recipe.write_text("extends: maniskill_ppo\nenv: {task: RollBall-v1}\n")
-    assert load([f"recipe={recipe}"]).config.env.max_episode_steps is None
-    recipe.write_text("extends: maniskill_ppo\nenv: {task: RollBall-v1, max_episode_steps: 33}\n")
-    assert load([f"recipe={recipe}"]).config.env.max_episode_steps == 33
-
-
 def test_an_imposed_limit_is_on_the_first_screen(folder, capsys):
     told = dry(capsys, "env.task=RollBall-v1", "env.max_episode_steps=20")
     assert "episodes end after 20 env steps, by env.max_episode_steps; the task's own limit is 80" in told
@@ -172,9 +155,17 @@ def test_an_imposed_limit_is_on_the_first_screen(folder, capsys):
     [
         ("PlugCharger-v1", "env.reward_mode=dense: PlugCharger-v1 has no such reward; set env.reward_mode=sparse"),
         ("Empty-v1", "env.reward_mode=dense: Empty-v1 has no such reward; it has none at all"),
+        (
+            "unshaped:Unshaped",
+            "env.reward_mode=dense: unshaped:Unshaped has no such reward, its class does not write "
+            "compute_dense_reward; set env.reward_mode=sparse",
+        ),
     ],
 )
-def test_a_reward_that_the_task_lacks_is_answered_with_those_that_it_has(task, answer):
+def test_a_reward_that_the_task_lacks_is_answered_with_those_that_it_has(folder, task, answer):
+    (folder / "unshaped.py").write_text(
+        "from mani_skill.envs.sapien_env import BaseEnv\n\n\nclass Unshaped(BaseEnv):\n    pass\n"
+    )
     config = ManiSkillConfig(task=task, reward_mode="dense")
     with pytest.raises(ConfigError) as told:
         env_class(config).check(config)
@@ -195,17 +186,6 @@ def test_a_dry_run_refuses_what_the_task_does_not_have(folder, argument, message
     assert train.main(["recipe=maniskill_ppo", "env.task=PushCube-v1", "--dry-run", argument]) == 2
     told = capsys.readouterr().err
     assert message in told and told.count("\n") == 1
-
-
-def test_rewards_nobody_wrote_are_refused_with_those_that_are_there(folder):
-    (folder / "unshaped.py").write_text(
-        "from mani_skill.envs.sapien_env import BaseEnv\n\n\nclass Unshaped(BaseEnv):\n    pass\n"
-    )
-    config = ManiSkillConfig(task="unshaped:Unshaped")
-    with pytest.raises(ConfigError, match="Unshaped has no such reward, its class does not write comp") as told:
-        env_class(config).check(config)
-    assert str(told.value).endswith("compute_normalized_dense_reward; set env.reward_mode=sparse")
-    env_class(config).check(config.model_copy(update={"reward_mode": "sparse"}))
 
 
 def test_batched_scenes_all_have_a_ground(folder):

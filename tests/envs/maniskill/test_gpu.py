@@ -9,9 +9,9 @@ from embodied.core.arrays import host
 from embodied.core.errors import ConfigError, EmbodiedError
 from embodied.core.types import EpisodeSpec
 from embodied.envs import make_env
-from embodied.envs.config import ManiSkillConfig
 from embodied.envs.env_checker import check_vector_env
 from embodied.envs.maniskill import build
+from embodied.envs.maniskill.config import ManiSkillConfig
 from embodied.envs.maniskill.env import ManiSkillEnv
 from embodied.placement.topology import Gpu
 from embodied.run import launch

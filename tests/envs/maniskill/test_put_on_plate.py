@@ -5,13 +5,13 @@ import pytest
 from bridge_files import needs
 from needed import requires, without_files
 
-from embodied.core.errors import ConfigError, MissingAsset
+from embodied.core.errors import MissingAsset
 from embodied.core.types import EpisodeSpec
 from embodied.envs import env_class
-from embodied.envs.config import ManiSkillConfig
 from embodied.envs.maniskill.bridge.bridge_expert import FASTEST, FASTEST_TURN
 from embodied.envs.maniskill.bridge.bridge_tasks import CAMERA, PLATES
 from embodied.envs.maniskill.bridge.put_on_plate import variants
+from embodied.envs.maniskill.config import ManiSkillConfig
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # ManiSkill's and SAPIEN's own
 requires("mani_skill")
@@ -38,11 +38,6 @@ def test_missing_things_are_named_with_where_they_come_from(monkeypatch, tmp_pat
     without_files(monkeypatch, tmp_path)
     with pytest.raises(MissingAsset, match=r"(?s)widowx250s.*more_carrot, more_plate and more_table"):
         KIND.check(KIND.resolve(ManiSkillConfig(task=SINGLE)))
-
-
-def test_sets_of_things_are_for_these_tasks_only():
-    with pytest.raises(ConfigError, match="leave it out"):
-        KIND.check(KIND.resolve(ManiSkillConfig(task="PushCube-v1", object_set="test")))
 
 
 @pytest.mark.parametrize("inside", [True, False])

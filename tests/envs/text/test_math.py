@@ -198,16 +198,6 @@ def test_the_first_twentieth_is_held_out(tmp_path):
     assert len(drawn) == 95 and not drawn & {*held_out}, "0+1= comes twice in the file"
 
 
-@pytest.mark.parametrize(
-    ("count", "noted"), [(30, ["5% of the 30 questions in", "1 prompt, fewer than 20"]), (400, [])]
-)
-def test_a_note_says_when_a_short_file_holds_out_few_questions(tmp_path, count, noted):
-    file = written(tmp_path / "a.jsonl", *many(count))
-    notes = " ".join(Math.remarks(config(file), tmp_path))
-    assert bool(notes) == bool(noted) and all(part in notes for part in noted)
-    assert not Math.remarks(config(file, held_out=str(file)), tmp_path), "what the user has chosen needs no note"
-
-
 def test_what_is_in_a_held_out_file_is_not_trained_on(tmp_path):
     held_out = written(tmp_path / "b.jsonl", *many(20)[10:])
     chosen = config(written(tmp_path / "a.jsonl", *many(20)), held_out=str(held_out))

@@ -4,7 +4,6 @@ import os
 import signal
 import subprocess
 import sys
-import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 
@@ -16,51 +15,36 @@ from embodied.envs.text.scoring_process import DIED, LONGEST, TIMED_OUT, Scorer
 LOOPS = "9" * 400 + "^{" + "9" * 400 + "}"  # a number with more digits than there is memory for
 
 
-class Faulty(Scorer):
-    """Its process scores a number, sleeps or dies, as the answer says."""
-
-    CODE = """
-import os, sys, time
-from embodied.envs.text import scoring_process as scoring
-def score(answer):
-    if answer == "hang": time.sleep(1000)
-    if answer == "die": os.kill(os.getpid(), 9)
-    if answer == "print": print("chatter")
-    if answer == "raise": raise ValueError("odd")
-    return float(len(answer))
-scoring.SCORES["faulty"] = ("json", score)
-scoring.main("faulty")
+FAULTY = """
+import os, time
+def scores():
+    def score(answer):
+        if answer == "hang": time.sleep(1000)
+        if answer == "die": os.kill(os.getpid(), 9)
+        if answer == "print": print("chatter")
+        if answer == "raise": raise ValueError("odd")
+        return float(len(answer))
+    return score
 """
 
-    LOCK = threading.Lock()  # several begin at a time, and a name of the module is replaced meanwhile
 
-    def _begin(self):
-        with self.LOCK:
-            self._begin_faulty()
-
-    def _begin_faulty(self):
-        class Own(subprocess.Popen):
-            def __init__(self, command, **options):
-                super().__init__([sys.executable, "-c", Faulty.CODE], **options)
-
-        scoring.subprocess, kept = type("own", (), {"Popen": Own, "PIPE": subprocess.PIPE}), scoring.subprocess
-        try:
-            super()._begin()
-        finally:
-            scoring.subprocess = kept
+@pytest.fixture(autouse=True)
+def faulty(tmp_path, monkeypatch):
+    """A module whose scores are lengths, and which sleeps or dies as the answer says."""
+    (tmp_path / "faulty_scores.py").write_text(FAULTY)
+    monkeypatch.syspath_prepend(tmp_path)
 
 
 @pytest.fixture
-def scorer():
-    scorer = Faulty("faulty")
+def scorer(faulty):
+    scorer = Scorer("faulty_scores:scores")
     yield scorer
     scorer.close()
 
 
 def test_an_answer_need_not_wait_for_another_that_takes_long(monkeypatch):
-    monkeypatch.setattr(scoring, "Scorer", Faulty)
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0, 1})
-    scorers = scoring.Scorers("faulty")
+    scorers = scoring.Scorers("faulty_scores:scores")
     with ThreadPoolExecutor(1) as thread:
         slow = thread.submit(scorers.score, 600.0, answer="hang")
         while scorers.idle:
@@ -116,7 +100,7 @@ def test_a_very_long_answer_is_not_compared(scorer):
 
 
 def test_a_process_whose_worker_is_gone_ends():
-    code = "import sys; from embodied.envs.text.scoring_process import Scorer; s = Scorer('math'); "
+    code = "from embodied.envs.text.scoring_process import MATHEMATICS, Scorer; s = Scorer(MATHEMATICS); "
     code += "print(s.pid, flush=True); "
     done = subprocess.run(
         [sys.executable, "-c", code + "import os; os.kill(os.getpid(), 9)"], capture_output=True, text=True, timeout=120
@@ -126,7 +110,7 @@ def test_a_process_whose_worker_is_gone_ends():
 
 def test_mathematics_that_never_ends_costs_one_answer():
     pytest.importorskip("math_verify")
-    scorer = Scorer("math")
+    scorer = Scorer(scoring.MATHEMATICS)
     try:
         assert scorer.score(60.0, answer="0.5", solutions=["\\frac{1}{2}"]) == (1.0, "")
         score, problem = scorer.score(1.5, answer="\\int_0^\\infty x^{x^{x^x}} dx", solutions=[LOOPS])

@@ -15,7 +15,6 @@ from embodied import check
 from embodied.core.errors import ConfigError
 from embodied.core.pictures import drawing
 from embodied.core.types import EpisodeSpec
-from embodied.envs import env_class
 from embodied.envs.config import EnvConfig
 from embodied.envs.env_checker import ContractViolation
 from embodied.envs.text import text_env
@@ -71,17 +70,9 @@ class Hidden(Guessing):
         return ({"role": "user", "content": "guess my number"},)
 
 
-class HiddenBehindASolution(Doubling):
-    """It draws by itself, and only the solution tells its questions apart."""
-
-    def reset(self, spec):
-        self.number = spec.seed if spec.init_state_id < 0 else 10**6 + spec.init_state_id
-        return "twice my number is "
-
-
-@pytest.mark.parametrize("kind", [Numbered, Hidden, HiddenBehindASolution])
+@pytest.mark.parametrize("kind", [Numbered, Hidden])
 def test_several_turns_messages_unknown_solutions_and_hidden_questions_are_fine(kind):
-    assert (check_text_env(kind, config()).solution is None) == issubclass(kind, Guessing)
+    assert check_text_env(kind, config()).solution is None
 
 
 class HidesHeldOut(Hidden):
@@ -161,18 +152,13 @@ BROKEN = {
     "fails to load": ("load", kind(load=classmethod(lambda cls, config: Path("/nowhere/at/all").read_text()))),
     "ignores the spec": ("reset", asks(lambda spec: next(count))),
     "remembers the last": ("reset", RemembersTheLast),
-    "asks always the same": ("reset", asks(lambda spec: 5 if spec.init_state_id < 0 else spec.init_state_id + 6)),
     "raises in reset": ("reset", says(lambda self, said: {}[said])),
     "holds out nothing": ("held-out", type("None", (asks(lambda spec: spec.seed),), {"num_held_out": 0})),
     "trains on what is held out": ("held-out", asks(lambda spec: numbered(spec) % 300)),
-    "holds out one": ("held-out", asks(lambda spec: 5 if spec.init_state_id >= 0 else spec.seed)),
     "holds out by seed": ("held-out", asks(lambda spec: spec.seed + 10**6 * (spec.init_state_id >= 0))),
-    "says numbers": ("said", says(lambda self, said: self.number)),
     "says nothing": ("said", says(lambda self, said: "")),
-    "says wrong messages": ("said", says(lambda self, said: [{"role": "user", "text": said}])),
     "shows what it does not tell": ("pictures", says(lambda self, said: [{"role": "user", "content": [PICTURE]}])),
     "raises on nothing": ("step", scores(lambda self, answer, right: answer[0] and right_or_not(right))),
-    "raises on words": ("step", RaisesOnWords),
     "raises on alphabets": ("step", scores(lambda self, said, right: (said.encode("ascii"), right_or_not(right))[1])),
     "raises on long ones": (  # int() takes 4300 digits
         "step",
@@ -184,17 +170,13 @@ BROKEN = {
     ),
     "returns a tuple": ("turn", scores(lambda self, answer, right: (1.0, True))),
     "rewards NaN": ("reward", scores(lambda self, answer, right: Turn(math.nan, success=right))),
-    "rewards nothing": ("reward", scores(lambda self, answer, right: Turn(None, success=right))),
-    "rewards in words": ("reward", scores(lambda self, answer, right: Turn("1", success=right))),
     "succeeds in numpy": ("success", scores(lambda self, answer, right: Turn(success=np.bool_(right)))),
     "takes everything": ("success", EverythingIsRight),
     "ends with a number": ("done", scores(lambda self, answer, right: Turn(success=right, done=1))),
     "goes on in silence": ("said", scores(lambda self, answer, right: Turn(done=False))),
-    "goes on with a number": ("said", scores(lambda self, answer, right: Turn(said=5, done=False))),
     "scores by chance": ("score", scores(lambda self, said, right: Turn(float(next(count) % 3 == 0), success=right))),
     "never ends": ("end", NeverEnds),
     "has a wrong solution": ("solution", solves(lambda self: str(2 * self.number + 1))),
-    "solves with a number": ("solution", solves(lambda self: 2 * self.number)),
     "fails to solve": ("solution", solves(lambda self: self.nothing)),
 }
 
@@ -260,14 +242,6 @@ def test_an_env_of_ones_own_is_checked_with_its_options_and_tasks(tmp_path, monk
         assert part in printed
     assert check.main([*words]) == 1, "a kwarg is missing"
     assert "rule 'reset' is broken: reset raised" in capsys.readouterr().err
-
-
-def test_options_for_robots_are_refused_for_an_own_text_env(tmp_path, monkeypatch):
-    monkeypatch.syspath_prepend(tmp_path)
-    (tmp_path / "my_adding_2.py").write_text(OWN)
-    chosen = config(name="my_adding_2:Adding", reward="difference")
-    with pytest.raises(ConfigError, match="scores answers itself"):
-        env_class(chosen).check(chosen)
 
 
 @pytest.mark.parametrize("options", [{"name": "sums", "task": ["add2", "fewshot_sums"]}, {"name": "sort"}])

@@ -89,7 +89,6 @@ def test_search_finds_rare_words_first_and_nothing_where_there_is_nothing():
         ("x = 6\nprint(x, end=' ')\nfractions.Fraction(1, 3) + 1", "6 4/3"),
         ("open('/etc/passwd').read()", "PermissionError"),
         ("import os\nos.listdir('/')", "PermissionError"),
-        ("import socket", "Error"),
         ("import _socket\n_socket.socket()", "Error"),
         ("import os\nos.fork()", "PermissionError"),
         ("import os\nos.kill(os.getppid(), 9)", "PermissionError"),
@@ -98,7 +97,6 @@ def test_search_finds_rare_words_first_and_nothing_where_there_is_nothing():
         ("1 / 0", "ZeroDivisionError: division by zero"),
         ("while True: pass", "error: more than 1 seconds of work"),
         ("while True: random._os.write(1, b'x' * 10**6)", "error: an output of more than 41,000 bytes"),
-        ("while True: random._os.write(2, b'x' * 10**6)", "error: an output of more than 41,000 bytes"),
         (WAIT_FOR_EVER, "error: it waits, which programs here cannot"),
         (f"random._os.close(1), random._os.close(2)\n{WAIT_FOR_EVER}", "error: it waits, which programs here cannot"),
         ("random._os.sys.modules['ctypes'].CDLL(None).fcntl(1, F_SETOWN := 8, 0)", "-1"),  # the way to send signals

@@ -36,23 +36,6 @@ def test_held_out_prompts_are_never_drawn_for_training(name, task):
     assert len({*training}) > 1500, "training sees many different prompts"
 
 
-@pytest.mark.parametrize(("name", "task"), EVERY)
-def test_a_prompt_follows_from_its_number_or_its_seed_alone(name, task):
-    env, other = env_of(name, task), env_of(name, task)
-    first = [asked(env, task, seed=seed, index=seed) for seed in range(50)]
-    assert first == [asked(other, task, seed=seed, index=7) for seed in range(50)]
-    assert asked(env, task, 3, seed=1) == asked(other, task, 3, seed=2) != asked(env, task, 4)
-
-
-def test_without_the_held_out_questions_some_training_prompts_would_be_among_them(monkeypatch):
-    """That the test above can fail."""
-    env = env_of("sums", "add2")
-    held_out = {asked(env, "add2", number) for number in range(200)}
-    key = type(env), "add2", repr(env.config)
-    monkeypatch.setitem(TextEnv._held_out, key, (TextEnv._held_out[key][0], set(), []))
-    assert held_out & {asked(env, "add2", seed=seed) for seed in range(10_000)}
-
-
 @pytest.mark.parametrize(
     ("name", "task", "prompt", "right", "wrong"),
     [

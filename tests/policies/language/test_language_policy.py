@@ -12,8 +12,10 @@ from safetensors.torch import load_file, save_file
 from tiny_language import SPEC, TALKS, alone, answers, build, inputs_of, publish, theirs
 
 from embodied.core.errors import CheckpointError, ConfigError
-from embodied.policies import FAMILIES, load_policy, policy_class
-from embodied.policies.config import LanguageConfig, PolicyConfig
+from embodied.core.plugins import OURS
+from embodied.policies import load_policy, policy_class
+from embodied.policies.config import PolicyConfig
+from embodied.policies.language.config import LanguageConfig
 from embodied.policies.policy_folder import published_family, read_description, read_weights
 from embodied.runtime.published_weights import tensor_of
 
@@ -149,7 +151,7 @@ def test_a_conversation_is_as_long_as_the_model_has_positions_or_less(folders):
     assert build(pretrained=folder, max_length=100).max_length == 100
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("name", OURS["embodied.families"])
 def test_options_say_of_every_family_whether_it_speaks(name):
     options = TypeAdapter(PolicyConfig).validate_python({"name": name})
     assert options.speaks == policy_class(name).speaks

@@ -16,8 +16,8 @@ from tiny_language import build
 
 from embodied.core.conversations import SamplingRule
 from embodied.core.errors import ConfigError, EmbodiedError
-from embodied.policies.config import LanguageConfig
 from embodied.policies.language import http_engine, server_pool
+from embodied.policies.language.config import LanguageConfig
 from embodied.policies.language.engine import Request, make_engine
 from embodied.policies.language.http_messages import WeightFolder, fingerprint
 from embodied.policies.language.server_pool import WritingSpeed, request_limits

@@ -17,8 +17,7 @@ from tiny_language import publish
 
 from embodied import train
 from embodied.core.errors import ConfigError
-from embodied.policies.config import LanguageConfig
-from embodied.policies.language.config import SEEING
+from embodied.policies.language.config import SEEING, LanguageConfig
 from embodied.policies.language.folder import CPU_HEADS
 from embodied.policies.language.policy import LanguagePolicy
 from embodied.policies.language.vllm import on_gpu

@@ -18,10 +18,10 @@ from embodied.core.types import EpisodeSpec
 from embodied.envs import env_class
 from embodied.envs.config import EnvConfig
 from embodied.envs.env_checker import ContractViolation
-from embodied.envs.text import verifiers
 from embodied.envs.text.text_env_checker import check_text_env
-from embodied.envs.text.verifiers import Verifiers
-from embodied.envs.text.verifiers_child import Problem, splits, turns_of, what_counts
+from embodied.envs.verifiers import env as verifiers
+from embodied.envs.verifiers.env import Verifiers
+from embodied.envs.verifiers.verifiers_child import Problem, splits, turns_of, what_counts
 
 
 @pytest.fixture

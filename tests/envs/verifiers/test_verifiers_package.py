@@ -1,7 +1,7 @@
 """The real package `verifiers`: `load_environment`, datasets and rubrics before 0.4, tasksets and agents from then on.
 
 python -m venv FOLDER && FOLDER/bin/python -m pip install "verifiers>=0.4,<0.5"
-EMBODIED_VERIFIERS_PYTHON=FOLDER/bin/python python -m pytest tests/envs/text/test_verifiers_package.py
+EMBODIED_VERIFIERS_PYTHON=FOLDER/bin/python python -m pytest tests/envs/verifiers/test_verifiers_package.py
 """
 
 import json
@@ -20,8 +20,8 @@ from tiny_language import PLAIN, build, publish
 from embodied import check
 from embodied.core.types import EpisodeSpec
 from embodied.envs.config import EnvConfig
-from embodied.envs.text import verifiers
-from embodied.envs.text.verifiers import Verifiers
+from embodied.envs.verifiers import env as verifiers
+from embodied.envs.verifiers.env import Verifiers
 from embodied.serving.config import TOKEN
 
 CALLING = "{% for t in tools %}{{ t['function']['name'] }}<tool_call>{% endfor %}" + PLAIN
@@ -280,7 +280,7 @@ def test_a_mixture_and_an_environment_without_an_eval_dataset(opened):
 WORKER = """
 import sys, time
 from types import SimpleNamespace
-from embodied.envs.text.verifiers import Bridge, Example
+from embodied.envs.verifiers.env import Bridge, Example
 
 config = SimpleNamespace(name="verifiers:my-sums", python=sys.argv[1], kwargs={}, start_s=600, score_s=600)
 bridge = Bridge(config)

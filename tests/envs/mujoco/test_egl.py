@@ -4,8 +4,8 @@ import os
 
 import pytest
 
-from embodied.envs.libero import images
-from embodied.envs.libero.images import choose_card
+from embodied.envs.mujoco import rendering
+from embodied.envs.mujoco.rendering import choose_card
 from embodied.system.vulkan_driver import loads
 
 HYBRID = ["renderD128", "renderD131", "renderD130", "renderD129", ""]  # another maker's first, software last
@@ -25,18 +25,18 @@ HYBRID = ["renderD128", "renderD131", "renderD130", "renderD129", ""]  # another
 )
 def test_the_card_is_found_by_its_file_or_by_what_cuda_shows(devices, place, wanted, chosen, monkeypatch, capsys):
     table = [(device, None) if isinstance(device, str) else device for device in devices]
-    monkeypatch.setattr(images, "egl_devices", lambda: table)
-    for key, value in {images.CHOICE: place, "EMBODIED_RENDER_FILE": wanted}.items():
+    monkeypatch.setattr(rendering, "egl_devices", lambda: table)
+    for key, value in {rendering.CHOICE: place, "EMBODIED_RENDER_FILE": wanted}.items():
         monkeypatch.setenv(key, value or "")
         if value is None:
             monkeypatch.delenv(key)
     choose_card()
-    assert os.environ.get(images.CHOICE) == chosen
+    assert os.environ.get(rendering.CHOICE) == chosen
     assert ("EGL has no device 6 (renderD134)" in capsys.readouterr().err) == (chosen is None and place is not None)
 
 
 @pytest.mark.skipif(not loads("libEGL.so.1"), reason="needs EGL")
 def test_egl_is_asked_for_its_devices():
-    devices = images.egl_devices()
+    devices = rendering.egl_devices()
     assert all(file == "" or file.startswith("renderD") for file, _ in devices)
     assert all(number is None or number >= 0 for _, number in devices)

@@ -1,7 +1,7 @@
-"""Camera images of LIBERO scenes, rendered with MuJoCo directly, equal pixel for pixel to LIBERO's own env.
+"""Camera images of MuJoCo scenes, equal pixel for pixel to robosuite's and LIBERO's own.
 
 OpenGL comes from EGL (a graphics card's, or Mesa's software renderer) or OSMesa; every thread has one context, in which
-each scene keeps its meshes and textures. A frame shows the arrays of `SceneRow.shown`, so it can be drawn after the
+each scene keeps its meshes and textures. A frame shows the arrays of `Row.shown`, so it can be drawn after the
 simulation has continued.
 """
 
@@ -12,14 +12,14 @@ import ctypes
 import os
 import sys
 import threading
+from collections.abc import Mapping
+from typing import Any, Protocol
 
 import numpy as np
 
 from embodied.core.errors import ConfigError
-from embodied.envs.libero.scene import Scene, SceneRow
 from embodied.system.vulkan_driver import loads
 
-CAMERAS = {"agentview": "agentview", "wrist": "robot0_eye_in_hand"}  # our names of MuJoCo's cameras
 ARRAYS = ("geom_xpos", "geom_xmat", "site_xpos", "site_xmat", "cam_xpos", "cam_xmat", "light_xpos", "light_xdir")
 SHOWN = (*ARRAYS, "site_rgba")
 MAX_GEOMS = 1000  # of a drawn scene, robosuite's number
@@ -66,10 +66,27 @@ def make_current() -> None:
     _mine.context.make_current()
 
 
+class Row(Protocol):
+    """One env row's simulation."""
+
+    data: Any  # robosuite's
+    shown: dict[str, np.ndarray]  # the arrays of its last observation
+
+
+class Scene(Protocol):
+    """A model and the rows that share it."""
+
+    model: Any  # MuJoCo's
+
+    def attach(self, row: Any) -> None:
+        """Let the model describe this row."""
+
+
 class Painter:
     """Draws the rows of one scene."""
 
-    def __init__(self, scene: Scene, largest: int, fast: bool, cameras: dict[str, str] = CAMERAS) -> None:
+    def __init__(self, scene: Scene, largest: int, fast: bool, cameras: Mapping[str, str]) -> None:
+        """`cameras`: MuJoCo's names of the cameras, by ours."""
         import mujoco
 
         self._mujoco = mujoco
@@ -95,11 +112,11 @@ class Painter:
         room.offwidth, room.offheight = max(room.offwidth, largest), max(room.offheight, largest)
         self._context = mujoco.MjrContext(model, mujoco.mjtFontScale.mjFONTSCALE_150)
 
-    def paint(self, row: SceneRow, camera: str, side: int) -> np.ndarray:
+    def paint(self, row: Row, camera: str, side: int) -> np.ndarray:
         """uint8 [side, side, 3], upright: the row's last observation."""
         return self._draw(row.shown, camera, side)
 
-    def paint_now(self, row: SceneRow, camera: str, side: int) -> np.ndarray:
+    def paint_now(self, row: Row, camera: str, side: int) -> np.ndarray:
         """An image of the current state, for videos."""
         self._scene.attach(row)
         now = {name: getattr(row.data._data, name) for name in ARRAYS}

@@ -1,17 +1,14 @@
-"""`env.name=verifiers:<environment>`: environments of the package `verifiers`, in the interpreter `env.python`, since
-they need other versions of libraries.
+"""`env.name=verifiers:<environment>`: environments of the package `verifiers`, played in a process of the interpreter
+`env.python`, since they need other versions of libraries.
 
 An example of the environment is a prompt, its rollout a conversation, and its rubric's score the reward at the end.
 Evaluations ask the examples of its eval_dataset, or without one the first 5%, at most 500, of its dataset.
 
-Plays environments of the package `verifiers` in a process of their own interpreter.
-
 An environment calls the model, so the sim worker serves an OpenAI endpoint, on loopback and for clients that know the
 token. A chat request waits there until the policy has answered. `Bridge` holds the process (`verifiers_child.py`) and
-the endpoint; `Example` is one conversation.
-
-A process that dies, or sends no request or score in time, is replaced. The conversation at which it failed is lost;
-other conversations are repeated to the new process, which must ask the same questions.
+the endpoint; `Example` is one conversation. A process that dies, or sends no request or score in time, is replaced. The
+conversation at which it failed is lost; other conversations are repeated to the new process, which must ask the same
+questions.
 """
 
 from __future__ import annotations

@@ -10,7 +10,9 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache, lru_cache
 from importlib.util import find_spec
 from typing import Any
 
@@ -18,9 +20,10 @@ from embodied.core.conversations import Said
 from embodied.core.errors import ConfigError, MissingAsset, in_a_line, nearest
 from embodied.core.rng import generator
 from embodied.core.types import EpisodeSpec
-from embodied.envs.text.scoring_process import Scorers, dataset_of, entry_of
+from embodied.envs.text.scoring_process import Scorers
 from embodied.envs.text.text_env import TRIES, TextEnv, Turn
 
+SCORES = "embodied.envs.reasoning_gym.env:scores"
 POOL = 10_000  # questions to train on
 # Question i of seed s is made by a generator of seed s + i, so this is far from the training questions.
 HELD_OUT_SEED = 1 << 30
@@ -58,10 +61,10 @@ class ReasoningGym(TextEnv):
             raise ConfigError(f"env.name={config.name} env.kwargs={config.kwargs}: {in_a_line(err)}") from err
 
     @classmethod
-    def scored_example(cls) -> tuple[str, dict[str, Any]]:
+    def scored_example(cls) -> tuple[str, str, dict[str, Any]]:
         name, made = "chain_sum", json.dumps({"seed": 0, "size": 1})
         question = {"name": name, "options": made, "index": 0, "partial": False}
-        return entry_of(name, made, 0)["answer"], question
+        return SCORES, entry_of(name, made, 0)["answer"], question
 
     @classmethod
     def load(cls, config: Any) -> HeldOutQuestions:
@@ -70,7 +73,7 @@ class ReasoningGym(TextEnv):
 
         held_out = dataset_of(task_of(config), options(config, HELD_OUT_SEED))
         known = frozenset(held_out[index]["question"] for index in range(cls.num_held_out))
-        return HeldOutQuestions(SYSTEM_PROMPTS["default"], Scorers("reasoning_gym"), known)
+        return HeldOutQuestions(SYSTEM_PROMPTS["default"], Scorers(SCORES), known)
 
     @classmethod
     def unload(cls, shared: HeldOutQuestions) -> None:
@@ -123,3 +126,40 @@ def task_of(config: Any) -> str:
 def options(config: Any, seed: int) -> str:
     """The arguments of a data set as JSON, from which the scoring process makes the same data set."""
     return json.dumps({**config.kwargs, "seed": seed, "size": POOL}, sort_keys=True)
+
+
+@cache
+def dataset_of(name: str, options: str) -> Any:
+    """A data set of reasoning_gym; its options are JSON."""
+    import reasoning_gym
+
+    options = json.loads(options)
+    if name == "composite" and isinstance(options.get("datasets"), list):
+        from reasoning_gym.composite import DatasetSpec
+
+        options["datasets"] = [DatasetSpec(**{"weight": 1, "config": {}, **one}) for one in options["datasets"]]
+    return reasoning_gym.create_dataset(name, **options)
+
+
+@lru_cache(1024)
+def entry_of(name: str, options: str, index: int) -> dict[str, Any]:
+    """A question of a data set. It is cached, since making one may take long and a group asks the same question."""
+    return dataset_of(name, options)[index]
+
+
+def scores() -> Callable[..., float]:
+    """For the scoring process: the data set's own score. Scores below 1 count only if `partial` is set, and never for a
+    text that only contains the answer."""
+    from reasoning_gym.dataset import ProceduralDataset
+
+    def score(answer: str, name: str, options: str, index: int, partial: bool) -> float:
+        dataset = dataset_of(name, options)
+        entry = entry_of(name, options, index)
+        points = float(dataset.score_answer(answer, entry))
+        scorer = dataset
+        if name == "composite":
+            scorer = dataset.datasets[entry["metadata"]["source_dataset"]]
+        pays_for_length = type(scorer).score_answer is ProceduralDataset.score_answer
+        return points if points == 1.0 or (partial and not pays_for_length) else 0.0
+
+    return score

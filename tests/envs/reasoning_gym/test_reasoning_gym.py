@@ -8,7 +8,7 @@ from embodied.core.errors import ConfigError
 from embodied.core.types import EpisodeSpec
 from embodied.envs import env_class
 from embodied.envs.config import EnvConfig
-from embodied.envs.text import reasoning_gym
+from embodied.envs.reasoning_gym import env as reasoning_gym
 from embodied.envs.text.scoring_process import Scorer
 from embodied.envs.text.text_env_checker import check_text_env
 
@@ -22,7 +22,7 @@ def config(task="chain_sum", **options):
 
 @pytest.fixture(scope="module")
 def scorer():
-    scorer = Scorer("reasoning_gym")
+    scorer = Scorer(reasoning_gym.SCORES)
     yield scorer
     scorer.close()
 

@@ -1,7 +1,7 @@
-"""Loads LIBERO's simulator into a process, once and quietly.
+"""Loads MuJoCo, robosuite and LIBERO into a process, once and quietly.
 
-robosuite and MuJoCo change settings of the process when they are imported, so this happens before anything else imports
-them, also before a user's module (`own_modules.py`). Resets and steps are in `scene.py`.
+They change settings of the process when they are imported, so this happens before anything else imports them, also
+before a user's module (`own_modules.py`).
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def load_simulator() -> tuple[Any, Any]:
     """MuJoCo's module and a function from a task file to robosuite's env, without cameras.
 
     robosuite opens a log file with a fixed name and prints advice when it is imported, and picks a renderer for the
-    whole process; we render ourselves (images.py), so all of this is prevented.
+    whole process; we render ourselves (rendering.py), so all of this is prevented.
     """
     is_first = "mujoco" not in sys.modules
     before = os.environ.get("MUJOCO_GL")

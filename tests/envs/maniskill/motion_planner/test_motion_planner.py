@@ -10,10 +10,11 @@ from needed import requires
 
 from embodied.core.errors import ConfigError
 from embodied.core.types import EpisodeList, EpisodeResult
-from embodied.envs.config import ManiSkillConfig, PointMassConfig
-from embodied.envs.maniskill import experts
+from embodied.envs.maniskill.config import ManiSkillConfig
 from embodied.envs.maniskill.env import ManiSkillEnv
-from embodied.envs.maniskill.experts import CONTROLS, SOLVERS, Plan, PlannerExpert, PlanReplay
+from embodied.envs.maniskill.motion_planner import planner_expert
+from embodied.envs.maniskill.motion_planner.planner_expert import CONTROLS, SOLVERS, Plan, PlannerExpert, PlanReplay
+from embodied.envs.pointmass.config import PointMassConfig
 from embodied.envs.pointmass.env import PointMassEnv
 
 requires("mani_skill")
@@ -38,7 +39,7 @@ def test_a_replay_cuts_a_move_short_but_no_wait_for_the_fingers():
     replay, aims = PlanReplay(plan, turns=True), []
     joints = REST[None]
     for _ in range(6):
-        hand, turned, _ = experts.hand_pose(joints)
+        hand, turned, _ = planner_expert.hand_pose(joints)
         aims.append(int(replay.advance(hand[0], turned[0])))
         joints = plan.joints[[aims[-1]]]
     assert aims == [3, 4, 5, 6, 6, 6], "0.06 rad of this joint move the hand by less than 4 cm"
@@ -46,9 +47,9 @@ def test_a_replay_cuts_a_move_short_but_no_wait_for_the_fingers():
 
 def test_a_hand_that_does_not_arrive_goes_on_after_a_while():
     plan = plan_of([0.0, 1.0, 1.0], [1, 1, -1])
-    hand, turned, _ = experts.hand_pose(REST[None])
+    hand, turned, _ = planner_expert.hand_pose(REST[None])
     replay = PlanReplay(plan, turns=True)
-    aims = [int(replay.advance(hand[0], turned[0])) for _ in range(3 * experts.PATIENCE)]
+    aims = [int(replay.advance(hand[0], turned[0])) for _ in range(3 * planner_expert.PATIENCE)]
     assert aims[0] == 0 and aims[-1] == 2 and sorted(aims) == aims
 
 
@@ -105,9 +106,9 @@ def test_what_the_planner_does_not_play_is_refused():
 
 
 def test_a_missing_planner_is_told_with_what_to_install(monkeypatch):
-    monkeypatch.setitem(sys.modules, experts.SOLUTIONS, None)
+    monkeypatch.setitem(sys.modules, planner_expert.SOLUTIONS, None)
     with pytest.raises(ConfigError, match=r"cannot be loaded here.*pip install mplib==0\.1\.1"):
-        experts.solver("PickCube-v1")
+        planner_expert.solver("PickCube-v1")
 
 
 def test_episodes_that_were_cut_off_are_told_with_the_option_that_gives_time(capsys):

@@ -1,0 +1,3 @@
+"""What simulators on MuJoCo and robosuite share: LIBERO and robosuite itself."""
+
+__all__ = ["env", "loading", "rendering"]

@@ -1,0 +1,3 @@
+"""The generated puzzles of reasoning_gym, as a text env."""
+
+__all__ = ["config", "env"]

@@ -1,0 +1,3 @@
+"""Environments of the package verifiers, as text envs: played in an interpreter of their own."""
+
+__all__ = ["config", "env"]
