@@ -168,7 +168,9 @@ def build(files: TaskFiles, new_env: Any) -> Any:
     with quiet():
         check_buildable(files)
         try:
-            return new_env(str(files.bddl))
+            env = new_env(str(files.bddl))
+            env._check_success()  # finds names in the goal that nothing has
+            return env
         except Exception as err:
             last = traceback.extract_tb(err.__traceback__)[-1]
             where = f"{Path(last.filename).name}, line {last.lineno}"

@@ -11,7 +11,6 @@ import contextlib
 import inspect
 import io
 import re
-from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -190,9 +189,7 @@ def check_own(config: Any) -> None:
 
 
 def check_buildable(files: TaskFiles) -> None:
-    """Refuse with a message what LIBERO would refuse with a KeyError, and register the task's class."""
-    from libero.libero.envs import TASK_MAPPING
-    from libero.libero.envs.base_object import OBJECTS_DICT
+    """Refuse what LIBERO would refuse without a name, and register the task's class."""
     from libero.libero.envs.bddl_utils import robosuite_parse_problem
     from libero.libero.envs.predicates import VALIDATE_PREDICATE_FN_DICT
 
@@ -201,32 +198,18 @@ def check_buildable(files: TaskFiles) -> None:
     except Exception as err:
         reason = " ".join(str(err).split()) or type(err).__name__
         raise ConfigError(f"{files.name}: LIBERO cannot parse {files.bddl}: {reason}") from None
-    kind = class_of(files.name)
-    if kind and kind.__name__.lower() != problem["problem_name"]:
-        raise ConfigError(
-            f"{files.name}: {files.bddl} is a problem of {problem['problem_name']}; write (define (problem "
-            f"{kind.__name__}) in it"
-        )
-    if kind:
+    if kind := class_of(files.name):
+        if kind.__name__.lower() != problem["problem_name"]:
+            raise ConfigError(
+                f"{files.name}: {files.bddl} is a problem of {problem['problem_name']}; write (define (problem "
+                f"{kind.__name__}) in it"
+            )
         register(kind)
-    known = {"problem": TASK_MAPPING, "predicate": VALIDATE_PREDICATE_FN_DICT, "kind of object": OBJECTS_DICT}
-    rooms = {name for names in problem["fixtures"].values() for name in names}
-    used = {
-        "problem": [problem["problem_name"]],
-        "predicate": [str(term[0]).lower() for term in problem["goal_state"]],
-        "kind of object": [name.lower() for name in problem["objects"]],
-    }
-    for what, names in used.items():
-        for name in names:
-            if name not in known[what]:
-                some = f"; there are {', '.join(sorted(known[what])[:12])}, ..."
-                hint = nearest(name, known[what], count=3) or some
-                raise ConfigError(f"{files.name}: LIBERO has no {what} {name!r}{hint}")
-    declared = rooms | {name for names in problem["objects"].values() for name in names} | {*problem["regions"]}
-    for name in mentioned(problem):
-        if name not in declared:
-            hint = nearest(name, declared)
-            raise ConfigError(f"{files.name}: {name!r} is no object, fixture or region of {files.bddl}{hint}")
+    for name in (str(term[0]).lower() for term in problem["goal_state"]):
+        if name not in VALIDATE_PREDICATE_FN_DICT:
+            some = f"; there are {', '.join(sorted(VALIDATE_PREDICATE_FN_DICT)[:12])}, ..."
+            hint = nearest(name, VALIDATE_PREDICATE_FN_DICT, count=3) or some
+            raise ConfigError(f"{files.name}: LIBERO has no predicate {name!r}{hint}")
 
 
 def register(kind: type) -> None:
@@ -238,13 +221,6 @@ def register(kind: type) -> None:
     names = [base.__name__.lower() for base in kind.__mro__]
     if inherited := next((REGION_SAMPLERS[name] for name in names if name in REGION_SAMPLERS), None):
         REGION_SAMPLERS[names[0]] = inherited
-
-
-def mentioned(problem: dict) -> Iterator[str]:
-    """Names in the goal, in the initial state and among the objects of interest."""
-    yield from problem["obj_of_interest"]
-    for term in [*problem["initial_state"], *problem["goal_state"]]:
-        yield from (name for name in term[1:] if isinstance(name, str))
 
 
 def check_width(path: Path, task: str, states: np.ndarray, wanted: int) -> None:

@@ -182,6 +182,17 @@ def test_the_toolkit_knows_no_simulator_and_no_robot_policy_by_name():
             assert not names & {word for word in words if isinstance(word, str)}, path
 
 
+ASIDE = tuple(
+    f"embodied.envs.{name}" for name in ("verifiers", "reasoning_gym", "robosuite", "maniskill.motion_planner")
+)
+
+
+def test_what_few_runs_use_stands_aside_and_is_imported_on_use():
+    for module, path in MODULES.items():
+        outside = [folder for folder in ASIDE if not allowed(module, [folder])]
+        assert not [name for name, now in imports(path) if now and allowed(name, outside)], path
+
+
 def test_nothing_else_is_pickled_and_no_global_seed_is_set():
     for path in SOURCES:
         serialisers = {name for name, _ in imports(path)} & {"pickle", "dill", "cloudpickle", "marshal", "shelve"}

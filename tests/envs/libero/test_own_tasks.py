@@ -114,12 +114,11 @@ def test_training_evaluation_and_another_folder(mine, monkeypatch, capsys):
 @pytest.mark.parametrize(
     ("old", "new", "says"),
     [
-        ("butter_1 - butter", "butter_1 - buter", "LIBERO has no kind of object 'buter'; did you mean 'butter'"),
+        ("butter_1 - butter", "butter_1 - buter", "LIBERO cannot build .*buter"),
         ("(In ketchup_1", "(Inside ketchup_1", "LIBERO has no predicate 'inside'"),
-        ("(On butter_1 floor", "(On buter_1 floor", "'buter_1' is no object, fixture or region of"),
-        ("LIBERO_Floor_M", "LIBERO_Flor_M", "LIBERO has no problem 'libero_flor_manipulation'; did you mean"),
+        ("(On butter_1 floor", "(On buter_1 floor", "LIBERO cannot build .*buter_1"),
+        ("LIBERO_Floor_M", "LIBERO_Flor_M", "LIBERO cannot build .*libero_flor_manipulation"),
         ("(:goal", "(:gaol", r"lacks \(:goal ...\)"),
-        ("(:goal", "(goal", r"lacks \(:goal ...\)"),
         ("(:goal", "(:goal (", "its parentheses do not match"),
         ("(:ranges ((0.10", "(:yaw_rotation ((print(1) 0))) (:ranges ((0.10", "yaw_rotation"),
     ],
