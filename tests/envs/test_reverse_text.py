@@ -41,14 +41,6 @@ def test_sentences_are_wanted_between_tags():
     assert 0 < env.step(f"<reversed_text>{right[:4]}</reversed_text>").reward < 1
 
 
-def test_a_prompt_is_drawn_by_its_seed_and_never_held_out():
-    env = ReverseText(config(task="letters"))
-    held_out = {asked(env, "letters", number) for number in range(env.num_held_out)}
-    drawn = [asked(env, "letters", seed=seed) for seed in range(300)]
-    assert len(held_out) == env.num_held_out and not held_out & {*drawn}
-    assert drawn[:9] == [asked(env, "letters", seed=seed) for seed in range(9)]
-
-
 def test_texts_of_a_file_are_held_out_from_the_first(tmp_path):
     path = tmp_path / "texts.jsonl"
     texts = [f"text number {number}" for number in range(ReverseText.num_held_out + 1)]

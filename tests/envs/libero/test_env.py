@@ -179,26 +179,12 @@ def test_things_settle_as_the_recipe_says_and_in_evaluations_as_the_protocol_doe
 
 
 @needs_libero
-def test_the_numbered_stored_state_is_restored(env):
-    stored = env._scene(SPATIAL).files.initial_states()
-    rows = env._rows
-    begun = []
-    begin, step = type(env._scene(SPATIAL)).begin, type(env._scene(SPATIAL)).step
-
-    def at_once(scene, row, seed, state, *settling):
-        """Without settling, so that the stored numbers are still there."""
-        scene.step = lambda row, action: begun.append(row.data._data.qpos.copy()) or scene._show(row) or False
-        try:
-            return begin(scene, row, seed, state)
-        finally:
-            del scene.step
-
-    scene = env._scene(SPATIAL)
-    scene.begin = lambda row, seed, state, *settling: at_once(scene, row, seed, state)
-    start(env, EpisodeSpec(SPATIAL, 31, 0, 0), None, None)
-    del scene.begin
-    assert np.array_equal(begun[0], stored[31, 1 : 1 + len(begun[0])])
-    assert type(scene).step is step and rows[0] is not None
+def test_the_numbered_stored_state_is_restored():
+    env = make_env(LiberoConfig(name="libero", task=SPATIAL, settling_steps=0), 1)
+    start(env, EpisodeSpec(SPATIAL, 31, 0, 0))
+    begun = env.row(0).data._data.qpos
+    assert np.array_equal(begun, files_of(SPATIAL).initial_states()[31, 1 : 1 + len(begun)])
+    env.close()
 
 
 @needs_libero

@@ -14,7 +14,6 @@ from embodied.envs import env_class, make_env
 from embodied.envs.capabilities import choose_protocol
 from embodied.envs.env_checker import check_vector_env
 from embodied.envs.libero.config import LiberoConfig
-from embodied.envs.libero.tasks import check_buildable, own_files, read_states
 from embodied.records.results import read_results
 
 pytestmark = [
@@ -166,23 +165,3 @@ def test_what_cannot_be_a_task_or_its_states_is_refused_before_anything_starts(m
     assert evaluate.main(["checkpoint=random", "env.name=libero", *arguments, *INLINE]) == 2
     err = capsys.readouterr().err
     assert re.search(says, err) and err.count("\n") == 1, err
-
-
-def test_nothing_of_the_benchmark_would_be_refused():
-    from embodied.envs.libero.config import BENCHMARK, tasks_of
-    from embodied.envs.libero.tasks import task_files
-    from embodied.envs.mujoco.loading import quiet, simulator
-
-    simulator()
-    for task in tasks_of(tuple(BENCHMARK)):
-        files = own_files(str(task_files(task).bddl))
-        with quiet():
-            check_buildable(files)
-
-
-def test_states_are_read_from_either_kind_of_file(tmp_path):
-    states = np.arange(6.0).reshape(2, 3)
-    np.save(tmp_path / "s.npy", states)
-    np.savez(tmp_path / "s.npz", states=states, other=np.zeros(2))
-    assert np.array_equal(read_states(tmp_path / "s.npy"), states)
-    assert np.array_equal(read_states(tmp_path / "s.npz"), states)

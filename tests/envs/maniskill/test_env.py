@@ -1,8 +1,6 @@
 """Real ManiSkill on the CPU. One process builds each env once; rows are few and episodes short, so the file takes
 seconds."""
 
-import subprocess
-import sys
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
@@ -96,16 +94,6 @@ def test_fewer_solver_iterations_are_for_rollouts_alone():
         env.close()
 
 
-def test_a_task_without_places_has_no_relative_positions():
-    widths = []
-    for relative in (False, True):
-        env = make_env(ManiSkillConfig(task="MS-CartpoleBalance-v1", relative_positions=relative), 1)
-        widths.append(env.env_spec.state_dim)
-        assert reset(env, [0], [1]).shape == (1, widths[-1])
-        env.close()
-    assert widths[0] == widths[1]
-
-
 def test_frozen_rows_stand_still_and_the_others_go_on_bitwise_as_in_full_company(batched):
     """Row 0 alone runs on while the others are over; then they begin again."""
     rng = np.random.default_rng(3)
@@ -135,27 +123,6 @@ def test_steps_that_are_put_off_lead_to_the_same_bits(batched, monkeypatch):
         seen.append([began, *(each for one in played for each in (one.obs["state"], one.rewards))])
     for one, other in zip(*seen, strict=True):
         np.testing.assert_array_equal(one, other)
-
-
-def test_a_scene_takes_the_physics_steps_of_an_env_step_in_a_row(batched, monkeypatch):
-    physics, taken = batched.envs[0].scene.px, []
-
-    class Noted:
-        def __init__(self, env, system):
-            self.env, self.system = env, system
-
-        def step(self):
-            taken.append(self.env)
-            self.system.step()
-
-    monkeypatch.setattr(physics, "systems", [Noted(env, system) for env, system in enumerate(physics.systems)])
-    reset(batched, range(4), [1, 2, 3, 4])
-    batched.step_chunk(np.zeros((4, 1, 8), np.float32))
-    assert taken == [0] * 5 + [1] * 5 + [2] * 5 + [3] * 5 and physics.owed == 0
-    physics.step()
-    assert physics.owed == 1 and len(taken) == 20
-    physics.refresh([0])
-    assert physics.owed == 0 and taken[20:] == [0, 1, 2, 3]
 
 
 def test_code_between_physics_steps_finds_every_one_taken(monkeypatch):
@@ -250,22 +217,6 @@ def test_what_a_task_needs_and_does_not_tell_maniskill_is_missed_too(monkeypatch
         assert {*assets} <= {*DATA_SOURCES, *DATA_GROUPS, SVG}
 
 
-def test_a_missing_asset_ends_the_command_without_a_prompt(tmp_path):
-    command = [sys.executable, "-m", "embodied.train", "recipe=maniskill_ppo", "env.task=PutCarrotOnPlateInScene-v1"]
-    ended = subprocess.run(
-        command, cwd=tmp_path, env=env_with(MS_ASSET_DIR=str(tmp_path)), capture_output=True, text=True, timeout=120
-    )
-    assert ended.returncode == 2, ended.stderr
-    assert "bridge_v2_real2sim" in ended.stderr and "Traceback" not in ended.stderr
-    assert not (tmp_path / "runs").exists()
-
-
-def env_with(**more):
-    import os
-
-    return {**os.environ, **more}
-
-
 def test_envs_in_threads_draw_as_they_do_alone():
     """The inline backend runs several sim workers in one process, and one may be built while another resets."""
 
@@ -303,17 +254,6 @@ def test_a_recipe_of_a_task_keeps_its_step_limit_and_is_found_by_it(name):
     assert recipe_of_task(env.task) == name
     assert name.removesuffix("_ppo") in env.task.replace("-", "").lower()
     assert env.solver_iterations == (4 if name == "pullcube_ppo" else None)  # which what is held does not bear
-
-
-def test_the_solver_iterations_of_a_recipe_are_for_its_task_alone():
-    assert load(["recipe=maniskill_ppo"]).config.env.solver_iterations == 4
-    assert load(["recipe=maniskill_ppo", "env.task=PickCube-v1"]).config.env.solver_iterations is None
-    assert (
-        load(["recipe=maniskill_ppo", "env.task=PickCube-v1", "env.solver_iterations=8"]).config.env.solver_iterations
-        == 8
-    )
-    with pytest.raises(ConfigError, match=r"solver_iterations=true: should be a number"):
-        load(["recipe=maniskill_ppo", "env.solver_iterations=true"])
 
 
 def test_the_first_screen_names_the_recipe_of_a_task(capsys):

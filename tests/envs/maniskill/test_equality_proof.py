@@ -144,12 +144,6 @@ def test_the_view_of_a_recipes_task_is_not_that_of_another_unless_a_trained_poli
     assert evaluated.image_fov == 60 and evaluated.image_region and evaluated.max_episode_steps is None
 
 
-def test_an_imposed_limit_is_on_the_first_screen(folder, capsys):
-    told = dry(capsys, "env.task=RollBall-v1", "env.max_episode_steps=20")
-    assert "episodes end after 20 env steps, by env.max_episode_steps; the task's own limit is 80" in told
-    assert "episodes end" not in dry(capsys)
-
-
 @pytest.mark.parametrize(
     ("task", "answer"),
     [

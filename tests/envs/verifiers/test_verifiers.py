@@ -17,7 +17,6 @@ from embodied.core.errors import ConfigError, EmbodiedError
 from embodied.core.types import EpisodeSpec
 from embodied.envs import env_class
 from embodied.envs.config import EnvConfig
-from embodied.envs.env_checker import ContractViolation
 from embodied.envs.text.text_env_checker import check_text_env
 from embodied.envs.verifiers import env as verifiers
 from embodied.envs.verifiers.env import Verifiers
@@ -78,11 +77,6 @@ def test_training_examples_are_drawn_by_the_seed(opened):
     assert asked[0] == asked[2] != asked[1] and all(one.startswith("train ") for one in asked)
 
 
-def test_held_out_examples_are_taken_in_turn_when_more_are_asked_for(opened):
-    env = opened()
-    assert env.reset(spec(23)) == env.reset(spec(3))
-
-
 def test_a_second_turn_says_only_what_is_new(opened):
     env = opened("two turns")
     env.reset(spec(5))
@@ -106,27 +100,11 @@ def test_conversations_go_on_beside_each_other(opened):
     assert first.step("1").success and second.step("2").success
 
 
-@pytest.mark.parametrize(("full", "success"), [(0.5, True), (0.6, False)])
-def test_what_a_full_score_is_can_be_said(opened, full, success):
-    env = opened(full_score=full)
-    env.reset(spec(4))
-    turn = env.step("4 in part")
-    assert (turn.reward, turn.success) == (0.5, success)
-
-
 def test_a_conversation_that_is_cut_short_is_scored_as_it_is(opened):
     env = opened("two turns")
     env.reset(spec(6))
     turn = env.cut_short(env.step("thinking"))
     assert (turn.reward, turn.done, turn.said) == (0.5, True, ())
-
-
-def test_one_that_was_left_in_the_middle_is_forgotten(opened):
-    env = opened("two turns")
-    for number in range(3):
-        env.reset(spec(number))
-        env.step("and now")
-    assert len(env.shared.child.mail) == 1
 
 
 # What goes wrong
@@ -292,17 +270,6 @@ def test_the_contract_is_kept(opened, python):
     assert "held out 0?" in seen.said and Verifiers.held_out(chosen) == 20 and Verifiers.longest_episode(chosen) == 1
 
 
-def test_answers_that_cannot_be_scored_break_the_contract(python, monkeypatch):
-    monkeypatch.setattr("embodied.envs.text.text_env_checker.ODD", ("", "garbage", "fail"))
-    with pytest.raises(ContractViolation, match=r"the answer 'fail' to .* cannot be scored: the environment failed"):
-        check_text_env(Verifiers, config(python))
-
-
-def test_the_name_gives_the_task(python):
-    chosen = config(python, "verifiers:primeintellect/gsm8k")
-    assert (chosen.task, Verifiers.tasks(chosen)) == ("primeintellect/gsm8k", ("primeintellect/gsm8k",))
-
-
 def test_without_an_interpreter_the_commands_that_make_one_are_said(python, tmp_path):
     with pytest.raises(
         ConfigError, match=r"env.python=FOLDER/bin/python: python -m venv FOLDER && FOLDER/bin/python -m"
@@ -310,13 +277,6 @@ def test_without_an_interpreter_the_commands_that_make_one_are_said(python, tmp_
         Verifiers.check(config(None))
     with pytest.raises(ConfigError, match=f"python -m venv {tmp_path}/none && {tmp_path}/none/bin/python -m pip"):
         Verifiers.check(config(tmp_path / "none" / "bin" / "python"))
-
-
-def test_an_interpreter_without_the_package_is_told_how_to_get_it(monkeypatch):
-    monkeypatch.setenv("PYTHONPATH", "")
-    mend = f"{sys.executable} cannot import verifiers .*: {sys.executable} -m pip install"
-    with pytest.raises(ConfigError, match=mend):
-        Verifiers.check(config(sys.executable))
 
 
 PACKAGE = """
