@@ -109,6 +109,7 @@ class Scene:
             self.sim.forward()
             self.env._post_process()
         success = False
+        self._show(row)
         for _ in range(settling_steps):
             success = self.step(row, NO_OP if gripper == "open" else STILL)
         return success
