@@ -3,6 +3,7 @@
 import json
 import re
 import shlex
+import sys
 
 import pytest
 from pages import ROOT, Page, newest, runner
@@ -52,6 +53,10 @@ def test_a_command_says_what_its_recipe_takes(name, command, tmp_path, monkeypat
     monkeypatch.syspath_prepend(tmp_path)
     entry, words = TAKES_A_RECIPE.match(command).groups()
     load([word for word in shlex.split(words) if not word.startswith("--")], entry=entry)
+    for module in [
+        key for key, one in sys.modules.items() if str(getattr(one, "__file__", "")).startswith(str(tmp_path))
+    ]:
+        del sys.modules[module]  # another page has a file of this name
 
 
 def slow_where_it_takes_long(command):
