@@ -7,7 +7,7 @@ import time
 
 from aiohttp import web
 
-from embodied.policies.config import LanguageConfig
+from embodied.policies.language.config import LanguageConfig
 from embodied.policies.language.engine import make_engine
 from embodied.serving.config import ServeConfig
 from embodied.serving.language_server import LanguageServer, Origin

@@ -17,7 +17,6 @@ from embodied.config.recipe import load
 from embodied.core.conversations import SamplingRule
 from embodied.core.errors import ConfigError, EmbodiedError
 from embodied.policies.language import server_pool
-from embodied.policies.language.config import LanguageConfig
 from embodied.policies.language.engine import Request, make_engine
 from embodied.policies.language.folder import as_published
 from embodied.policies.language.vllm import FromFolder
