@@ -42,7 +42,7 @@ class Batch:
     metrics: dict[str, float] = field(default_factory=dict)  # of the collector, roles and engines
     why_empty: str = ""  # why the batch has no gradient, if it has none
 
-    def add(self, played: Round) -> None:
+    def add_round(self, played: Round) -> None:
         """Add the results of a round."""
         parts = [*played.played.values()]
         self.ends += [(tokens, self.seconds + seconds) for part in parts for tokens, seconds in part.ends]
@@ -90,13 +90,13 @@ class Collector(BatchSource):
         self.begin()
         if self.early or self.config.pipeline.granularity:
             self.began, self.learning = perf_counter(), self.begin_learning(batch.number)
-        while jobs := self.next():
+        while jobs := self.next_jobs():
             listener = self if self.listens else None
             played = self.rollouts.play(jobs, self.sampling, self.rollouts.take_beside(), listener)
-            batch.add(played)
-            self.add(played)
-            self._announce(self.certain(wait=True))
-        self._announce(self.complete())
+            batch.add_round(played)
+            self.add_round(played)
+            self._announce(self.certain_units(wait=True))
+        self._announce(self.remaining_units())
         return batch
 
     # Questions
@@ -105,24 +105,24 @@ class Collector(BatchSource):
         """A batch begins."""
         raise NotImplementedError
 
-    def next(self) -> dict[int, Job]:
+    def next_jobs(self) -> dict[int, Job]:
         """The jobs of the next round, by sim; none if the batch needs no more."""
         raise NotImplementedError
 
-    def hear(self, report: Report) -> None:
+    def add_report(self, report: Report) -> None:
         """A sim reports during a round."""
         raise NotImplementedError
 
-    def add(self, played: Round) -> None:
+    def add_round(self, played: Round) -> None:
         """A round has ended with these results."""
         raise NotImplementedError
 
-    def certain(self, wait: bool) -> Iterator[tuple[int, Unit]]:
+    def certain_units(self, wait: bool) -> Iterator[tuple[int, Unit]]:
         """Learner ranks, with units that have become certain before the batch is complete and whose data have come to
         the rank. `wait` at the end of a round for data that are on their way."""
         return iter(())
 
-    def complete(self) -> Iterator[tuple[int, Unit]]:
+    def remaining_units(self) -> Iterator[tuple[int, Unit]]:
         """The batch has all its rounds: the remaining units, and then the batch's episodes and metrics."""
         raise NotImplementedError
 
@@ -138,7 +138,7 @@ class Collector(BatchSource):
 
     def go_on(self) -> None:
         self.rollouts.read_reports()
-        self._announce(self.certain(wait=False))
+        self._announce(self.certain_units(wait=False))
 
     def _announce(self, units: Iterable[tuple[int, Unit]]) -> None:
         """Announce units to their ranks, whose channels get the trajectories from the sims."""
@@ -243,7 +243,7 @@ class Relays:
             self.rollouts.settle(*(call for calls in sending for call in calls.values()))
             shares = []
             for rank, calls in enumerate(sending):
-                dealt[rank] = [episodes for episodes in dealt[rank] if not experience.gone(episodes)]
+                dealt[rank] = [episodes for episodes in dealt[rank] if not experience.lost_among(episodes)]
                 reached = [source for source, call in calls.items() if call.succeeded() and call.wait()[0]]
                 shares.append((self.passed, channels[rank], reached, dealt[rank]))
             with self._answered(group):
@@ -252,7 +252,7 @@ class Relays:
             for totals, _ in passing.wait():
                 rewards |= totals
             kept = [[episode for episodes in for_rank for episode in episodes] for for_rank in dealt]
-            experience.keep_at(dict(zip(group.workers, kept, strict=True)))
+            experience.set_keepers(dict(zip(group.workers, kept, strict=True)))
             left = sorted(episodes for for_rank in dealt for episodes in for_rank)
         return rewards, metrics
 

@@ -34,15 +34,7 @@ if TYPE_CHECKING:
 
 MAX_ATTEMPTS = 2  # of an episode whose worker dies
 
-Heard = Callable[[Iterable[EpisodeResult]], object]
-
-
-def never() -> bool:
-    return False
-
-
-def ignore(episodes: Iterable[EpisodeResult]) -> None:
-    """The default for `heard`: ignores results."""
+OnResults = Callable[[Iterable[EpisodeResult]], object]
 
 
 @dataclass(frozen=True)
@@ -103,7 +95,7 @@ class Evaluator:
         out: Path,
         dataset: Path | None = None,
         kept: PartialEvaluation | None = None,
-        stop: Callable[[], bool] = never,
+        stop: Callable[[], bool] = lambda: False,
     ) -> list[EpisodeResult]:
         """Play the fixed evaluation episodes that `kept` lacks with the current version; returns all results in episode
         order. Videos of the first episodes go into `out/videos`, the dataset to its path (None: `out/dataset`); `stop`
@@ -114,7 +106,8 @@ class Evaluator:
             missing = [spec for spec in self.episodes if spec.index not in results]
             if missing:
                 recording = self.first_recording(out)
-                played = self.play(missing, recording, heard=kept.add if kept else ignore, stop=stop)
+                store = kept.add if kept else lambda results: None
+                played = self.play(missing, recording, on_results=store, stop=stop)
                 results |= {result.index: result for result in played}
             results = [results[spec.index] for spec in self.episodes]
         if self.config.eval.dataset:
@@ -134,7 +127,7 @@ class Evaluator:
         out: Path,
         failures: list[EpisodeSpec],
         notify: Callable[[str], object],
-        stop: Callable[[], bool] = never,
+        stop: Callable[[], bool] = lambda: False,
     ) -> None:
         """Replay and film these episodes, with a `notify` for each; when `stop` becomes true, the remaining episodes
         get no video."""
@@ -142,7 +135,7 @@ class Evaluator:
         count = f"{len(failures)} failure{'s' * (len(failures) > 1)}"
         notify(f"videos      {count} to film, played once more; the results do not wait for it")
 
-        def heard(episodes: Iterable[EpisodeResult]) -> None:
+        def on_results(episodes: Iterable[EpisodeResult]) -> None:
             for index in sorted({episode.index for episode in episodes} - done):
                 done.add(index)
                 notify(f"videos      {len(done)} of {count} filmed (episode {index})")
@@ -150,7 +143,7 @@ class Evaluator:
         video_episodes = frozenset(spec.index for spec in failures)
         recording = replace(self.first_recording(out), video_episodes=video_episodes, failures_only=True, buffers=None)
         with self.workers.timers.measure("evaluate"), suppress(EvaluationStopped):
-            self.play(failures, recording, heard=heard, stop=stop)
+            self.play(failures, recording, on_results=on_results, stop=stop)
 
     def first_recording(self, out: Path) -> Recording:
         """The recording of an evaluation: transcripts; or videos of the first episodes, and buffers for the dataset."""
@@ -183,17 +176,18 @@ class Evaluator:
         episodes: list[EpisodeSpec],
         recording: Recording,
         expert: str | None = None,
-        heard: Heard = ignore,
-        stop: Callable[[], bool] = never,
+        on_results: OnResults = lambda results: None,
+        stop: Callable[[], bool] = lambda: False,
     ) -> list[EpisodeResult]:
-        """Play the episodes; returns their outcomes in order. An expert needs no policy worker. `heard` gets finished
-        episodes early, also if a worker fails. Raises EvaluationStopped if `stop()` is true and episodes are
+        """Play the episodes; returns their outcomes in order. An expert needs no policy worker. `on_results` gets
+        finished episodes early, also if a worker fails. Raises EvaluationStopped if `stop()` is true and episodes are
         missing."""
         rollouts, rule = self.workers.rollouts, rule_of(self.config.eval)
-        table = EpisodeTable(rollouts, episodes, Job((), recording=recording, expert=expert), heard, stop)
+        table = EpisodeTable(rollouts, episodes, Job((), recording=recording, expert=expert), on_results, stop)
         with self.workers.device_sharing.phase(ROLLOUT), self.workers.ended_if_given_up():
-            while jobs := table.next():
-                table.add(rollouts.play({}, rule, Evaluation(jobs, table.hear), table, by_expert=bool(expert)))
+            while jobs := table.next_jobs():
+                evaluation = Evaluation(jobs, table.add_report)
+                table.add_round(rollouts.play({}, rule, evaluation, table, by_expert=bool(expert)))
         return [table.results[spec.index] for spec in episodes]
 
 
@@ -216,9 +210,14 @@ class EpisodeTable:
     times."""
 
     def __init__(
-        self, rollouts: RolloutManager, episodes: list[EpisodeSpec], job: Job, heard: Heard, stop: Callable[[], bool]
+        self,
+        rollouts: RolloutManager,
+        episodes: list[EpisodeSpec],
+        job: Job,
+        on_results: OnResults,
+        stop: Callable[[], bool],
     ) -> None:
-        self.rollouts, self.episodes, self.job, self.heard, self.stop = rollouts, episodes, job, heard, stop
+        self.rollouts, self.episodes, self.job, self.on_results, self.stop = rollouts, episodes, job, on_results, stop
         self.left = deal_to_sims(episodes, len(rollouts.sims), rollouts.spec.text)  # by sim
         self.results: dict[int, EpisodeResult] = {}
         self.begun: set[int] = set()  # in this round
@@ -226,7 +225,7 @@ class EpisodeTable:
         self.stopping = False
         self.problem: Exception | None = None
 
-    def next(self) -> dict[int, Job]:
+    def next_jobs(self) -> dict[int, Job]:
         """The jobs of the next round, by sim; none if all episodes have results."""
         self.left = {sim: specs for sim, specs in self.left.items() if specs}
         if self.left and self.stop():
@@ -245,16 +244,16 @@ class EpisodeTable:
             self.stopping = True
             self.rollouts.sims.stop_playing()
 
-    def hear(self, report: Report) -> None:
+    def add_report(self, report: Report) -> None:
         """Record beginnings and results, and pass on the results."""
         self.begun.update(report.begun)
         self.results |= {result.index: result for result in report.finished}
         try:
-            self.heard(report.finished)
+            self.on_results(report.finished)
         except Exception as err:  # a full disk: without stored results the evaluation ends
             self.problem = self.problem or err
 
-    def add(self, played: Round) -> None:
+    def add_round(self, played: Round) -> None:
         """Record the end of a round; open episodes of a dead sim may have killed it."""
         if self.problem:
             raise self.problem
@@ -264,7 +263,7 @@ class EpisodeTable:
             self.attempts.update(spec.index for spec in suspects)
             hopeless = [spec for spec in suspects if self.attempts[spec.index] >= MAX_ATTEMPTS]
             self.results |= {spec.index: error(spec, cause) for spec in hopeless}
-        self.heard(self.results.values())
+        self.on_results(self.results.values())
         for sim, specs in self.left.items():
             missing = [spec for spec in specs if spec.index not in self.results]
             self.left[sim] = sorted(missing, key=lambda spec: spec.index in self.attempts)

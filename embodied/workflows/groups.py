@@ -125,14 +125,14 @@ class Groups(Collector):
         self.groups: list[Group] = []  # sent to learners
         self.lost: set[int] = set()  # episodes
         self.loads = np.zeros(len(self.channels))  # by rank, the cost of the groups sent during the rollout
-        self.dead: list[int] = []  # episodes that were dealt to sims that died
+        self.dealt_to_dead: list[int] = []  # episodes that were dealt to sims that died
         for episode in self.table.keys() - {*self.pool.held}:
             del self.table[episode]
         self.pool.counts.clear()
         if self.prompts is not None:
             self.prompts.counts.clear()
 
-    def next(self) -> dict[int, Job]:
+    def next_jobs(self) -> dict[int, Job]:
         """Rounds of whole groups, until the algorithm has enough. Neighbouring episodes go to the same sim, so a dead
         sim loses few groups. If a batch has equally many groups of every task, a sim plays the same few tasks in each
         batch."""
@@ -144,7 +144,8 @@ class Groups(Collector):
         blocks = deal_by_task([spec.task for spec in specs], num_sims) if by_task else env_blocks(count, num_sims)
         samples = sampled([spec.index for spec in specs], self.config.run.samples) if first else frozenset()
         self.shares = {sim: [specs[at] for at in block] for sim, block in enumerate(blocks) if block}
-        self.keep_at({rollouts.sims.workers[sim]: [spec.index for spec in share] for sim, share in self.shares.items()})
+        workers = rollouts.sims.workers
+        self.set_keepers({workers[sim]: [spec.index for spec in share] for sim, share in self.shares.items()})
         return {sim: Job(share, at_once=self.listens, samples=samples) for sim, share in self.shares.items()}
 
     def specs_of(self, indices: Sequence[int]) -> list[EpisodeSpec]:
@@ -156,15 +157,15 @@ class Groups(Collector):
 
     # What was played
 
-    def hear(self, report: Report) -> None:
+    def add_report(self, report: Report) -> None:
         self.record(report.finished)
 
-    def add(self, played: Round) -> None:
+    def add_round(self, played: Round) -> None:
         results = [result for part in played.played.values() for result in part.finished]
         self.record(self._relayed(results))
-        self.dead += [spec.index for sim in played.failures for spec in self.shares.get(sim, ())]
+        self.dealt_to_dead += [spec.index for sim in played.failures for spec in self.shares.get(sim, ())]
         self._leave_out(sorted(self.pool.playing))
-        self._leave_out(self.gone(self.pool.held))
+        self._leave_out(self.lost_among(self.pool.held))
 
     def record(self, results: Iterable[EpisodeResult]) -> None:
         """Record the outcomes of episodes; known outcomes change nothing."""
@@ -196,7 +197,7 @@ class Groups(Collector):
             row.is_lost |= row.keeper == self.rollouts.sims.workers[sim]
         return 0
 
-    def gone(self, episodes: Collection[int]) -> list[int]:
+    def lost_among(self, episodes: Collection[int]) -> list[int]:
         """The episodes whose keeper has died since."""
         return [episode for episode in episodes if self.table[episode].is_lost]
 
@@ -220,7 +221,7 @@ class Groups(Collector):
         """During a round: true if reports wait, or groups were sent."""
         return super().due() or any(transfer.done() for transfer in self.under_way)
 
-    def certain(self, wait: bool) -> Iterator[tuple[int, Unit]]:
+    def certain_units(self, wait: bool) -> Iterator[tuple[int, Unit]]:
         """With schedule=periodic: the groups that the batch is certain to contain, when learners have their data."""
         while self.early:
             for group, of_ranks in self._arrived():
@@ -234,7 +235,7 @@ class Groups(Collector):
                 return
             self._settle()
 
-    def complete(self) -> Iterator[tuple[int, Unit]]:
+    def remaining_units(self) -> Iterator[tuple[int, Unit]]:
         """All groups of the batch, unless they were sent during the rollout. Carried-over episodes stay with their
         keepers, and others are forgotten."""
         groups, batch = self.pool.take(), self.batch
@@ -247,7 +248,7 @@ class Groups(Collector):
                 yield rank, with_advantages(unit, compared)
         held = self.pool.held
         self.rollouts.settle(*(group.forget_all_but(held) for group in self.keepers))
-        results = [self.table[episode].result for episode in self.dead if episode not in self.lost]
+        results = [self.table[episode].result for episode in self.dealt_to_dead if episode not in self.lost]
         saved = tuple(result for result in results if result)  # that sims had ended before they died
         batch.played += [Played(sum(result.length for result in saved), saved)] if saved else []
         batch.finished = sorted(
@@ -316,7 +317,7 @@ class Groups(Collector):
 
     # From keepers to learners
 
-    def keep_at(self, episodes: Mapping[str, Collection[int]]) -> None:
+    def set_keepers(self, episodes: Mapping[str, Collection[int]]) -> None:
         """Record the workers that keep these episodes."""
         for worker, numbers in episodes.items():
             for number in numbers:
@@ -348,8 +349,8 @@ class Groups(Collector):
     def _send_all(self, groups: list[Group]) -> list[tuple[int, Unit]]:
         """Send every learner rank its part of a batch; groups lost with a sim are left out. A rank without episodes
         gets a copy of an episode as padding."""
-        self._leave_out(self.gone(self.pool.held))
-        lost = [group for group in groups if self.gone(group.episodes)]
+        self._leave_out(self.lost_among(self.pool.held))
+        lost = [group for group in groups if self.lost_among(group.episodes)]
         for group in lost:
             self._lose_group(group)
         if left := [group for group in groups if group not in lost]:
@@ -361,7 +362,7 @@ class Groups(Collector):
                 padding = {}
         units = self._units_when_sent()
         while self.groups and (idle := {*range(len(self.channels))} - {rank for rank, _ in units}):
-            there = [group for group in self.groups if not self.gone(group.episodes[:1])]
+            there = [group for group in self.groups if not self.lost_among(group.episodes[:1])]
             if not there:  # a rank has no unit, and no copy is left for it
                 self.groups = []
                 return []
@@ -433,7 +434,7 @@ class Groups(Collector):
             self.prompts.restore({name[6:]: array for name, array in state.items() if name.startswith("pools.")})
         if kept := {name[5:]: array for name, array in state.items() if name.startswith("kept.")}:
             keepers = self.keepers[-1]
-            self.keep_at(dict(zip(keepers.workers, self.rollouts.ask(lambda: keepers.set_kept(kept)), strict=True)))
+            self.set_keepers(dict(zip(keepers.workers, self.rollouts.ask(lambda: keepers.set_kept(kept)), strict=True)))
         return 0
 
 

@@ -46,7 +46,7 @@ class Horizon(Collector):
         self.sources: dict[str, np.ndarray] = {}  # source of a slice -> its env rows
         self.missing = [*range(len(self.rollouts.sims))]
 
-    def next(self) -> dict[int, Job]:
+    def next_jobs(self) -> dict[int, Job]:
         """All sims at first. Then dead sims, if at least half of the rollout or all data of a learner rank is missing;
         else their rows are left out."""
         sims = len(self.rollouts.sims)
@@ -56,17 +56,17 @@ class Horizon(Collector):
         job = Job(self.episodes, self.horizon, tuple(inlets), self.batch.number, pieces)
         return dict.fromkeys(self.missing, job)
 
-    def hear(self, report: Report) -> None:
+    def add_report(self, report: Report) -> None:
         self.counter.begin(report.begun)
 
-    def add(self, played: Round) -> None:
+    def add_round(self, played: Round) -> None:
         for sim, part in played.played.items():
             stages = played.sources[sim]
             self.sources |= zip(stages, np.split(self.rollouts.rows(sim), len(stages)), strict=True)
             self.counter.finish(part.finished)
         self.missing = [sim for sim in self.missing if sim not in played.played]
 
-    def complete(self) -> Iterator[tuple[int, Unit]]:
+    def remaining_units(self) -> Iterator[tuple[int, Unit]]:
         """The slices that count."""
         batch, ids = self.batch, np.sort(np.concatenate([*self.sources.values()]))
         rows = [ids[within(ids, block)] for block in self.blocks]

@@ -56,7 +56,7 @@ class BackgroundTask(Protocol):
 class Training(Protocol):
     """The record of training's episodes, which hears of their fates."""
 
-    def hear(self, report: Report) -> None:
+    def add_report(self, report: Report) -> None:
         """A player has begun or ended episodes."""
 
     def lose(self, sim: int) -> int:
@@ -68,7 +68,7 @@ class Evaluation:
     """An evaluation's episodes of one round."""
 
     jobs: dict[int, Job]  # by sim
-    hear: Callable[[Report], object]
+    add_report: Callable[[Report], object]
 
 
 @dataclass(frozen=True)
@@ -151,7 +151,7 @@ class RolloutManager:
         while losses := self._losses(calls.values(), tasks):
             if jobs:  # in an evaluation a failing episode loses only itself
                 self._refuse_repeated(losses.values())
-            broker.begin_again(self._replace(losses))
+            broker.replace_takers(self._replace(losses))
         ending = broker.end()
         while losses := self._losses(ending, [broker]):
             self._replace(losses)
@@ -170,7 +170,7 @@ class RolloutManager:
         results = {sim: call.wait()[0] for sim, call in done.items()}
         if evaluation := self.evaluation:
             for sim in results.keys() & evaluation.jobs.keys():
-                evaluation.hear(Report(self._evaluation_name, finished=results[sim][-1].finished))
+                evaluation.add_report(Report(self._evaluation_name, finished=results[sim][-1].finished))
         seconds = max((call.seconds() for call in done.values()), default=0.0)
         return Round({sim: results[sim][0] for sim in results.keys() & training}, {}, failures, seconds)
 
@@ -185,9 +185,9 @@ class RolloutManager:
                 report = self.inbox.get()
                 self.warn(report.warning)
                 if not report.evaluation and self.training:
-                    self.training.hear(report)
+                    self.training.add_report(report)
                 elif report.evaluation == self._evaluation_name and self.evaluation:
-                    self.evaluation.hear(report)
+                    self.evaluation.add_report(report)
 
     def take_beside(self) -> Evaluation | None:
         """The evaluation to be played beside the beginning round."""
@@ -362,7 +362,7 @@ class Broker:
             workers = enumerate(self.policies.workers)
             self.device_sharing.rest([worker for policy, worker in workers if self._rests(policy)])
 
-    def begin_again(self, replaced: Iterable[int]) -> None:
+    def replace_takers(self, replaced: Iterable[int]) -> None:
         """Replace dead policy workers by their successors. If other workers hold a successor's device, it is built and
         joins when it gets the device back."""
         for policy in sorted(self.takers.keys() & {*replaced}):
@@ -452,7 +452,7 @@ class Broker:
         manager, prompts = self.manager, self.prompts
         assert prompts is not None
         for item in [prompts.get() for _ in range(prompts.qsize())]:
-            self._hear(item)
+            self._add_message(item)
         playing = {*filter(self._plays, self.sources)}
         self.queue.drop(lambda prompt: source_of(prompt) not in playing)
         engines = {self.takers[policy].name: policy for policy in self._staying()}
@@ -467,7 +467,7 @@ class Broker:
             for policy in self.takers:
                 manager.requests[policy].put(PromptBatch("the driver", ()))
 
-    def _hear(self, item: PromptBatch | Vacancy) -> None:
+    def _add_message(self, item: PromptBatch | Vacancy) -> None:
         if isinstance(item, PromptBatch):
             asked = ((item.source, one) for one in item.prompts)
             self.queue.put(

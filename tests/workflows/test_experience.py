@@ -50,7 +50,7 @@ def experience(ranks, groups, *options, cost=lambda episodes: 1, rank_of=None):
     found = idle_groups(config, ("reach",), sims=sims, learners=ranks)
     found.dealer = SimpleNamespace(cost=cost, deal=lambda groups, iteration: rank_of)
     episodes = range(groups * SIZE)
-    found.keep_at({"sim-0": episodes[::2], "sim-1": episodes[1::2]})
+    found.set_keepers({"sim-0": episodes[::2], "sim-1": episodes[1::2]})
     return found, sims, [Group(tuple(episodes[g * SIZE : (g + 1) * SIZE]), (0.0,) * SIZE) for g in range(groups)]
 
 
@@ -73,7 +73,7 @@ def certain(found, *groups):
     """Send these groups, which are certain in this order, during a rollout."""
     waiting = [*groups]
     found.pool = SimpleNamespace(certain=lambda: [waiting.pop(0)] if waiting else [], hand_on=lambda group: None)
-    return [*found.certain(wait=True)]
+    return [*found.certain_units(wait=True)]
 
 
 PERIODIC = ("pipeline.schedule=periodic", "algo.minibatch_size=null", "algo.epochs=1")
@@ -106,9 +106,9 @@ def test_a_group_of_which_a_sim_died_before_it_had_sent_its_part_has_not_arrived
 
 def test_groups_of_a_dead_sim_are_not_sent():
     found, sims, groups = experience(1, 2)
-    found.keep_at({"sim-0": groups[0].episodes, "sim-1": groups[1].episodes})
+    found.set_keepers({"sim-0": groups[0].episodes, "sim-1": groups[1].episodes})
     found.dealer.deal = lambda groups, iteration: {episode: 0 for group in groups for episode in group.episodes}
     found.lose(1)
-    assert found.gone(range(2 * SIZE)) == [*groups[1].episodes]
+    assert found.lost_among(range(2 * SIZE)) == [*groups[1].episodes]
     found._send_all(groups)
     assert found.groups == groups[:1] and had(sims, 0) == [*groups[0].episodes]
