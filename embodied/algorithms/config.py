@@ -8,10 +8,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import Discriminator, Field, Tag, field_validator, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from embodied.core.errors import ConfigError
-from embodied.core.options import LocalPath, Rule, Strict, broken_rules, never_with, only_with
+from embodied.core.options import ChosenByName, LocalPath, Rule, Strict, broken_rules, never_with, only_with
 
 Beta = Annotated[float, Field(ge=0, lt=1)]
 Weight = Annotated[float, Field(ge=0)]
@@ -408,10 +408,7 @@ def algorithm(value: Any) -> str:
     return "grpo" if name in PRESETS else "ppo"  # PPOConfig refuses unknown names
 
 
-AlgoConfig = Annotated[
-    Annotated[PPOConfig, Tag("ppo")] | Annotated[GRPOConfig, Tag("grpo")],
-    Discriminator(algorithm),
-]
+AlgoConfig = Annotated[PPOConfig | GRPOConfig, ChosenByName({"ppo": PPOConfig, "grpo": GRPOConfig}, algorithm)]
 
 
 class SFTConfig(Strict):

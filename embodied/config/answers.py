@@ -259,7 +259,7 @@ def explain(
 
 
 def _explain(error: ErrorDetails, root: Section, tree: Tree, command: Command | None) -> list[str]:
-    path = key_of(error["loc"], root)
+    path = ".".join(map(str, error["loc"]))
     kind = error["type"]
     if kind == "union_tag_invalid":  # a section with an unknown name
         path, error = f"{path}.name", {**error, "input": error["ctx"]["tag"]}
@@ -336,18 +336,6 @@ def allowed_words(path: str, root: Section, tree: Tree) -> list[Any]:
             return section.variants.names
         return [word for model in section.variants.values() for word in choices(model.model_fields["name"].annotation)]
     return choices(section.field(name, tree.section(above)).annotation)
-
-
-def key_of(loc: tuple[int | str, ...], root: Section) -> str:
-    """The dotted key of a pydantic location, without the tags of variants."""
-    parts: list[str] = []
-    section: Section | None = root
-    for part in map(str, loc):
-        if section and part in section.variants and parts and not section.field(part):
-            continue
-        parts.append(part)
-        section = section.child(part) if section else None
-    return ".".join(parts)
 
 
 def keys_in(text: str, tree: Tree) -> list[str]:

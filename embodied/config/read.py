@@ -11,18 +11,17 @@ key twice is a mistake.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from copy import deepcopy
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from inspect import get_annotations
 from pathlib import Path
-from types import UnionType
-from typing import Annotated, Any, ClassVar, Literal, Union, get_args, get_origin
+from typing import Annotated, Any, ClassVar, Literal, get_args, get_origin
 
 import yaml
-from pydantic import BaseModel, Discriminator, Tag
+from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 from pydantic_core import to_jsonable_python
 
@@ -297,7 +296,7 @@ def drop_superseded(tree: Tree, root: Section, key: Key, value: Any, source: Sou
     the settings of the old one (`of_task`, `view_of_task`, `of_engine`)."""
     *above, name = key
     section, before = root.at(above), tree.section(tuple(above))
-    model = section.variants.get(section.tag(before) or "") if section and before else None
+    model = section.variants.get(section.tag_of(before)) if section and before else None
     if model is None or before is None:
         return
     gone = [other for other in model.one_of if other != name] if name in model.one_of and value is not None else []
@@ -341,26 +340,23 @@ class Section:
     """The models that a section can hold."""
 
     variants: Mapping[str, type[BaseModel]]  # by tag; a plain section has one, tagged ""
-    discriminator: Any = None
+    tag_of: Callable[[Any], str] = lambda values: ""
 
     def tag(self, values: dict) -> str | None:
         """The tag of the variant selected by these values; None if their name is unknown."""
-        pick = self.discriminator
-        if pick is None:
-            return next(iter(self.variants))
-        tag = pick(values) if callable(pick) else values.get(pick)
+        tag = self.tag_of(values)
         return tag if tag in self.variants else None
 
     def field(self, key: str, values: dict | None = None) -> FieldInfo | None:
         """The field of a key in the variant selected by these values, else in any variant."""
-        chosen = self.variants.get(self.tag(values or {}) or "")
+        chosen = self.variants.get(self.tag_of(values or {}))
         if chosen and key in chosen.model_fields:
             return chosen.model_fields[key]
         return next((model.model_fields[key] for model in self.variants.values() if key in model.model_fields), None)
 
     def child(self, key: str) -> Section | None:
         """The section at this key; None for other keys, and in a section with variants, which hold plain values."""
-        field = self.field(key) if self.discriminator is None else None
+        field = self.variants[""].model_fields.get(key) if "" in self.variants else None
         return section_of(field) if field else None
 
     def at(self, path: Sequence[str]) -> Section | None:
@@ -379,19 +375,8 @@ def section_of(field: FieldInfo) -> Section | None:
     """The section a field holds, or None for a plain value."""
     if chosen := next((mark for mark in field.metadata if isinstance(mark, ChosenByName)), None):
         return Section(chosen.models, chosen.tag_of)
-    models = {}
-    union = get_origin(field.annotation) in (Union, UnionType)
-    for kind in get_args(field.annotation) if union else (field.annotation,):
-        tag = None
-        if get_origin(kind) is Annotated:
-            kind, *marks = get_args(kind)
-            tag = next((mark.tag for mark in marks if isinstance(mark, Tag)), None)
-        if isinstance(kind, type) and issubclass(kind, BaseModel):
-            models[tag or ("" if not union else get_args(kind.model_fields["name"].annotation)[0])] = kind
-    if not models:
-        return None
-    mark = field.discriminator or next((m for m in field.metadata if isinstance(m, Discriminator)), None)
-    return Section(models, mark.discriminator if isinstance(mark, Discriminator) else mark)
+    kind = field.annotation
+    return Section({"": kind}) if isinstance(kind, type) and issubclass(kind, BaseModel) else None
 
 
 def root(model: type[BaseModel]) -> Section:
