@@ -22,7 +22,7 @@ from embodied.config.recipe import RunConfig
 from embodied.core.conversations import SamplingRule
 from embodied.policies.language.config import LanguageConfig
 from embodied.policies.language.engine import Request, make_engine
-from embodied.policies.language.remote_server import RemoteServer
+from embodied.policies.language.servers.remote_server import RemoteServer
 from embodied.policies.language.vllm import FromFolder
 from embodied.serving import language_server
 from embodied.serving.config import TOKEN

@@ -47,7 +47,7 @@ OURS = {
     ENGINES: {  # policy.engine -> its class
         "transformers": "embodied.policies.language.slots:SlotEngine",
         "vllm": "embodied.policies.language.vllm:VLLMEngine",
-        "http": "embodied.policies.language.http_engine:HTTPEngine",
+        "http": "embodied.policies.language.servers.http_engine:HTTPEngine",
     },
     LOGGERS: {  # run.log -> its class
         "tensorboard": "embodied.records.loggers:TensorBoardLogger",

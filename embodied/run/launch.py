@@ -468,7 +468,7 @@ def cluster(
     """The processes of a plan; `program` is the workflow."""
     # Of a cluster, other nodes may reach servers that this machine does not.
     if config.policy.speaks and config.policy.engine == "http" and not config.cluster.joined:
-        from embodied.policies.language.remote_server import check_servers
+        from embodied.policies.language.servers.remote_server import check_servers
 
         check_servers(config.policy)
     options, about = config.cluster, (logs, config.faults.timeout_s, config.cluster.joined)

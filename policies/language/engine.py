@@ -1,7 +1,7 @@
 """Engines continue conversations for a language policy worker, a token at a time.
 
 `policy.engine` picks one: our own loop over the policy's model (slots.py), vLLM in the same process (vllm.py),
-or a server that is asked over HTTP (http_engine.py). All are used in the same way: `add` while there is `room`, `step`
+or servers that are asked over HTTP (servers/). All are used in the same way: `add` while there is `room`, `step`
 until nothing is `running`, in any order, and `abort` to stop between two tokens.
 """
 

@@ -45,7 +45,6 @@ from embodied.core.errors import ConfigError
 from embodied.policies.language.config import LanguageConfig
 from embodied.policies.language.engine import Answer, Engine, Request, cache_bytes, seed_of
 from embodied.policies.language.folder import as_published
-from embodied.policies.language.remote_server import EXTENSION
 from embodied.policies.policy_folder import write_tensors
 from embodied.policies.vla.lora import merged, scaling_of
 from embodied.runtime.device_memory import Offloader, num_bytes
@@ -267,7 +266,7 @@ def start(config: LanguageConfig, policy: LanguagePolicy) -> tuple[Any, Any]:
                 max_num_seqs=config.max_running,
                 tensor_parallel_size=parts,
                 distributed_executor_backend="uni" if parts == 1 else "mp",
-                worker_extension_cls=EXTENSION,
+                worker_extension_cls=f"{__name__}.{FromFolder.__name__}",
                 logprobs_mode="raw_logprobs",
                 **options,
             )

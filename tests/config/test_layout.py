@@ -182,8 +182,9 @@ def test_the_toolkit_knows_no_simulator_and_no_robot_policy_by_name():
             assert not names & {word for word in words if isinstance(word, str)}, path
 
 
-ASIDE = tuple(
-    f"embodied.envs.{name}" for name in ("verifiers", "reasoning_gym", "robosuite", "maniskill.motion_planner")
+ASIDE = (
+    *(f"embodied.envs.{name}" for name in ("verifiers", "reasoning_gym", "robosuite", "maniskill.motion_planner")),
+    "embodied.policies.language.servers",
 )
 
 

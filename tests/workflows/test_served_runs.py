@@ -19,7 +19,7 @@ from tiny_language import build
 
 from embodied import evaluate, train
 from embodied.policies import load_policy
-from embodied.policies.language.server_pool import ServerPool
+from embodied.policies.language.servers.server_pool import ServerPool
 from embodied.policies.policy_folder import read_weights
 from embodied.records.transcripts import read_transcripts
 from embodied.serving.config import TOKEN

@@ -16,9 +16,9 @@ from tiny_language import build, publish
 from embodied.config.recipe import load
 from embodied.core.conversations import SamplingRule
 from embodied.core.errors import ConfigError, EmbodiedError
-from embodied.policies.language import server_pool
 from embodied.policies.language.engine import Request, make_engine
 from embodied.policies.language.folder import as_published
+from embodied.policies.language.servers import server_pool
 from embodied.policies.language.vllm import FromFolder
 from embodied.run import launch
 from embodied.runtime import published_weights

@@ -45,7 +45,7 @@ RPC = "/collective_rpc"
 KNOWN = (OWNER, "vllm")
 MANY = "/v1/completions/many"
 MOST_BYTES = 1 << 24  # of a response, or of a line of it: an answer with its proof is far smaller
-EXTENSION = "embodied.policies.language.vllm.FromFolder"
+EXTENSION = "embodied.policies.language.vllm.FromFolder"  # loads our weights in vLLM's workers
 
 
 def check_servers(config: LanguageConfig) -> None:

@@ -40,7 +40,7 @@ from embodied.policies.language.http_messages import (
     settings_of,
     version_of,
 )
-from embodied.policies.language.remote_server import (
+from embodied.policies.language.servers.remote_server import (
     SHORTEST_S,
     Overdue,
     RemoteServer,

@@ -16,11 +16,11 @@ from tiny_language import build
 
 from embodied.core.conversations import SamplingRule
 from embodied.core.errors import ConfigError, EmbodiedError
-from embodied.policies.language import http_engine, server_pool
 from embodied.policies.language.config import LanguageConfig
 from embodied.policies.language.engine import Request, make_engine
 from embodied.policies.language.http_messages import WeightFolder, fingerprint
-from embodied.policies.language.server_pool import WritingSpeed, request_limits
+from embodied.policies.language.servers import http_engine, server_pool
+from embodied.policies.language.servers.server_pool import WritingSpeed, request_limits
 from embodied.policies.language.trust import GapRecord
 from embodied.runtime import published_weights
 from embodied.runtime.published_weights import blob_of

@@ -29,8 +29,8 @@ from embodied.policies.language.config import LanguageConfig
 from embodied.policies.language.engine import Answer, Engine, Request, unanswered
 from embodied.policies.language.folder import as_published
 from embodied.policies.language.http_messages import ParsedAnswer, WeightFolder, body_of, fingerprint
-from embodied.policies.language.remote_server import check_client
-from embodied.policies.language.server_pool import LONGEST_S, PooledRequest, PooledServer, ServerPool
+from embodied.policies.language.servers.remote_server import check_client
+from embodied.policies.language.servers.server_pool import LONGEST_S, PooledRequest, PooledServer, ServerPool
 from embodied.policies.language.trust import find_mismatch
 from embodied.policies.vla.lora import merged, scaling_of
 from embodied.runtime.published_weights import blob_of
