@@ -241,16 +241,19 @@ class Children:
             child.signal(sign)
 
     def close(self) -> None:
-        """Wait for stopping runs; kill a run that does not stop in time."""
+        """Wait for stopping runs, and kill a run that does not stop in time; then record their ends. No process is left
+        where an end cannot be recorded."""
         until = time.monotonic() + CLOSE_S
-        while self.going and time.monotonic() < until:
-            self.look()
+        while time.monotonic() < until and not all(child.ended for child in self.going):
             self.pass_time(POLL_S)
-        for child in list(self.going):
+        for child in self.going:
             child.kill()
-            self.end_child(child)
-        if self.leases:
-            self.leases.close()
+        try:
+            for child in list(self.going):
+                self.end_child(child)
+        finally:
+            if self.leases:
+                self.leases.close()
 
     def pass_time(self, seconds: float) -> None:
         """Wait for this time; serve runs that share devices meanwhile."""

@@ -265,6 +265,23 @@ def test_runs_are_stopped_with_the_command_and_the_rest_does_not_begin(children,
     assert not crew.going
 
 
+def test_no_process_is_left_where_an_end_cannot_be_recorded(children, monkeypatch):
+    crew, processes = children(3, 4, places=2 * WHOLE), []
+
+    def begin(member, begin=crew.begin):
+        begin(member)
+        processes.append(crew.going[-1].process)
+
+    def full(*_):
+        raise OSError("no space left")
+
+    monkeypatch.setattr(crew, "begin", begin)
+    monkeypatch.setattr(crew, "record_end", full)
+    with pytest.raises(OSError, match="no space left"):
+        crew.run(crew.group.members, Interruption())
+    assert [process.poll() is None for process in processes] == [False, False]
+
+
 def test_runs_at_once_keep_to_their_cores(children):
     cores = sorted(os.sched_getaffinity(0))
     if len(cores) < 2:
