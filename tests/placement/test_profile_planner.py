@@ -66,7 +66,7 @@ def test_on_a_cluster_few_ranges_of_sizes_are_priced_and_no_split_is_much_faster
     )
     planner = Planner(dataflow, profile, [DeviceClass("gpu", "gpu", 1024, memory)])
     modes = planner.modes()
-    assert planner.priced < 1e6
+    assert planner.priced < 2e6
     best, rng = modes["disaggregated"].price.seconds, random.Random(0)
     for _ in range(300):  # splits of the same zones
         layers = [split(layer, 1024, rng) for layer in modes["disaggregated"].layout.layers]
