@@ -154,7 +154,7 @@ def not_there(device: str, node: Node) -> str:
 class NodeEntry(BaseModel):
     """One entry of `nodes` in a file."""
 
-    model_config = ConfigDict(extra="forbid", strict=True)
+    model_config = ConfigDict(extra="forbid", strict=True, defer_build=True)
 
     name: str = Field("", pattern=r"^[\w.-]*$")  # as a placement can contain it
     count: int = Field(1, ge=1, le=MOST)

@@ -46,7 +46,7 @@ def test_a_part_of_the_published_evaluation_is_told():
 
 
 def test_another_mujoco_than_the_published_one_is_told(monkeypatch):
-    monkeypatch.setattr("embodied.envs.capabilities.version", {"mujoco": "3.17.0"}.__getitem__)
+    monkeypatch.setattr("embodied.envs.mujoco.env.version", {"mujoco": "3.17.0"}.__getitem__)
     results, *told = played()
     results["protocol"]["name"] = "libero-v1+mujoco3.17.0"
     assert compare_with_published(results, *told)["differs"] == [
