@@ -5,6 +5,7 @@ import os
 import sys
 import threading
 import time
+from collections import Counter
 from contextlib import suppress
 from pathlib import Path
 
@@ -52,10 +53,15 @@ def traces() -> dict[str, list[str]]:
     segments.drop()  # a process keeps some for as long as its cluster lasts
     return {
         "processes": child_processes(),
-        "shared memory": Path("/proc/self/maps").read_text().count("memfd:embodied ("),
+        "shared memory": ["segment"] * Path("/proc/self/maps").read_text().count("memfd:embodied ("),
         "descriptors": descriptors(),
         "threads": sorted(thread.name for thread in threading.enumerate()),
     }
+
+
+def added(after: dict[str, list[str]], before: dict[str, list[str]]) -> list[str]:
+    """What is there more often than before, of whatever kind."""
+    return [f"{kind}: {one}" for kind in after for one in (Counter(after[kind]) - Counter(before[kind])).elements()]
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -79,9 +85,9 @@ def nothing_left_behind():
     before = traces()
     yield
     until = time.monotonic() + 5
-    while (after := traces()) != before and time.monotonic() < until:
+    while (left := added(traces(), before)) and time.monotonic() < until:
         time.sleep(0.02)
-    assert after == before
+    assert not left
 
 
 @pytest.fixture(scope="session")
