@@ -3,7 +3,6 @@
     python -m embodied.benchmark recipe=benchmarks/delays.yaml          # collocated: simulators divide among cores
     python -m embodied.benchmark recipe=benchmarks/delays_weights.yaml  # hybrid: weights are dear to hand over
     python -m embodied.benchmark recipe=benchmarks/delays_frozen.yaml   # learners apart: look at rollouts in pieces
-    python -m benchmarks.schedules benchmarks/delays_groups.yaml        # learners apart: learn while others play
     python -m embodied.benchmark recipe=benchmarks/delays_schedules.yaml   # async: updates as long as rollouts
     python -m embodied.benchmark recipe=benchmarks/delays_groups.yaml      # periodic: a group after the other
 

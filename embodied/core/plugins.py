@@ -55,6 +55,12 @@ OURS = {
         "trackio": "embodied.records.loggers:TrackioLogger",
     },
 }
+BASES = {  # of the classes in each group
+    ENVS: "embodied.envs.common_config:CommonEnvConfig",
+    FAMILIES: "embodied.policies.common_config:PolicyOptions",
+    ENGINES: "embodied.policies.language.engine:Engine",
+    LOGGERS: "embodied.records.loggers:Logger",
+}
 
 
 @dataclass(frozen=True)
@@ -99,15 +105,16 @@ class Plugins(Mapping[str, Any]):
         if name in self.more:
             return self.more[name]
         entry = self.entry(name)
-        module, _, attribute = entry.where.partition(":")
+        if entry.package == PACKAGE:
+            return imported(entry.where)
+        where = f"{entry.where} of the package {entry.package}"
         try:
-            return getattr(importlib.import_module(module), attribute)
+            found = imported(entry.where)
         except (Exception, SystemExit) as err:
-            if entry.package == PACKAGE:
-                raise
-            raise ConfigError(
-                f"{self.key}={name}: importing {entry.where} of the package {entry.package} failed: {in_a_line(err)}"
-            ) from err
+            raise ConfigError(f"{self.key}={name}: importing {where} failed: {in_a_line(err)}") from err
+        if not (isinstance(found, type) and issubclass(found, imported(BASES[self.group]))):
+            raise ConfigError(f"{self.key}={name}: {where} is no class derived from {BASES[self.group]}")
+        return found
 
     def __iter__(self) -> Iterator[str]:
         yield from (*self.names, *self.more)
@@ -129,6 +136,12 @@ class Plugins(Mapping[str, Any]):
             except ConfigError as err:
                 warnings.warn(f"left out: {err}", stacklevel=4)
         return found
+
+
+def imported(where: str) -> Any:
+    """The object at my_pkg.my_module:MyClass."""
+    module, _, attribute = where.partition(":")
+    return getattr(importlib.import_module(module), attribute)
 
 
 @cache

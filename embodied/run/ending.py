@@ -89,7 +89,7 @@ def closing(folder: RunFolder, interruption: Interruption) -> Iterator[None]:
     try:
         yield
     except KeyboardInterrupt as err:
-        record_end(folder, "stopped", f"{STOPPED_AT_ONCE}{err or name_of(signal.SIGINT)}")
+        record_end(folder, "stopped", f"{STOPPED_AT_ONCE}{str(err) or name_of(signal.SIGINT)}")
         raise
     except NothingToLearn as err:
         record_end(folder, "stopped", str(err))

@@ -482,7 +482,7 @@ class StreamedAnswer:
 
     def more(self, answer: AnswerChoice) -> AnswerChoice:
         """The new part of an open answer. A letter may take several tokens."""
-        text = answer.text[: len(answer.text) - self.held].rstrip("\ufffd")
+        text = answer.text[: max(len(answer.text) - self.held, 0)].rstrip("\ufffd")
         return self.rest(replace(answer, text=text))
 
     def rest(self, answer: AnswerChoice) -> AnswerChoice:

@@ -94,7 +94,9 @@ ENTRIES = """
 [embodied.envs]
 dial = arm_kit.config:DialConfig
 leaves = arm_kit.leaves:Nothing
+misplaced = arm_kit.dial:DialEnv
 [embodied.families]
+misplaced = arm_kit.dial:DialEnv
 linear = arm_kit.config:LinearConfig
 mlp = arm_kit.config:LinearConfig
 nowhere = arm_kit.nowhere:Nothing
@@ -180,7 +182,7 @@ print(families_of(Path(sys.argv[1])))
 def test_names_are_listed_without_an_import_and_a_run_imports_what_it_names(installed, tmp_path):
     listed = run(installed, "-c", LISTED).stdout.splitlines()
     assert {line.split()[0] for line in listed if "of the package arm-kit." in line} == {
-        *("dial", "leaves", "linear", "nowhere", "counting"),
+        *("dial", "leaves", "misplaced", "linear", "nowhere", "counting"),
     }
     assert listed[-1].split() == ["imported"]
     (tmp_path / "config.json").write_text(json.dumps({"type": "linear"}))
@@ -197,6 +199,7 @@ def test_names_are_listed_without_an_import_and_a_run_imports_what_it_names(inst
         ("policy.name=linaer", "did you mean 'linear'?"),
         ("run.log=line", "did you mean 'lines'?"),
         ("env.name=leaves", "env.name=leaves: importing arm_kit.leaves:Nothing of the package arm-kit failed: "),
+        ("env.name=misplaced", "is no class derived from embodied.envs.common_config:CommonEnvConfig"),
     ],
 )
 def test_mistakes_with_the_names_of_other_packages_are_explained(installed, option, answer):

@@ -3,6 +3,7 @@
 import errno
 import json
 import shutil
+import signal
 import sys
 from types import SimpleNamespace
 
@@ -11,7 +12,7 @@ import pytest
 from embodied.core import files
 from embodied.core.errors import CheckpointError, ConfigError
 from embodied.run import run_folder
-from embodied.run.ending import Interruption, closing
+from embodied.run.ending import Interrupted, Interruption, closing
 from embodied.run.provenance import provenance
 from embodied.run.run_folder import RunFolder
 from embodied.train import noted
@@ -68,6 +69,14 @@ def test_a_folder_that_was_removed_is_named_and_hides_no_cause(tmp_path, capsys)
     with pytest.raises(FileNotFoundError), closing(folder, Interruption()):
         folder.log.note("iteration 1")
     assert f"{folder.path} was removed" in capsys.readouterr().err
+
+
+def test_a_run_that_was_stopped_at_once_says_by_what(tmp_path):
+    for error, cause in ((KeyboardInterrupt(), "second Ctrl-C"), (Interrupted(signal.SIGTERM), "second SIGTERM")):
+        folder = RunFolder.create(tmp_path, "toy", "")
+        with pytest.raises(KeyboardInterrupt), closing(folder, Interruption()):
+            raise error
+        assert (folder.info()["state"], folder.info()["cause"]) == ("stopped", cause)
 
 
 def test_a_full_disk_is_told_with_the_folder_of_the_run(tmp_path):

@@ -179,7 +179,7 @@ def test_a_stream_is_the_answer_in_parts(open_server):
     body = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 30, "seed": 2, "logprobs": True}
     _, whole = ask(open_server, CHAT, body)
     text, stop = whole["choices"][0]["message"]["content"], None
-    for more in ({}, {"stop": text[9:11]}):
+    for more in ({}, {"stop": text[9:11]}, {"stop": text[:6]}):
         asked = body | more | {"stream": True, "stream_options": {"include_usage": True}, "return_token_ids": True}
         _, events = ask(open_server, CHAT, asked)
         lines = [line.removeprefix("data: ") for line in events.split("\n\n") if line]
