@@ -109,6 +109,9 @@ class Collector(BatchSource):
         """The jobs of the next round, by sim; none if the batch needs no more."""
         raise NotImplementedError
 
+    def begin_round(self, jobs: dict[int, Job]) -> None:
+        """The sims have been asked to play these jobs; a sim that dies from now on loses its job."""
+
     def add_report(self, report: Report) -> None:
         """A sim reports during a round."""
         raise NotImplementedError

@@ -144,8 +144,6 @@ class Groups(Collector):
         blocks = deal_by_task([spec.task for spec in specs], num_sims) if by_task else env_blocks(count, num_sims)
         samples = sampled([spec.index for spec in specs], self.config.run.samples) if first else frozenset()
         self.shares = {sim: [specs[at] for at in block] for sim, block in enumerate(blocks) if block}
-        workers = rollouts.sims.workers
-        self.set_keepers({workers[sim]: [spec.index for spec in share] for sim, share in self.shares.items()})
         return {sim: Job(share, at_once=self.listens, samples=samples) for sim, share in self.shares.items()}
 
     def specs_of(self, indices: Sequence[int]) -> list[EpisodeSpec]:
@@ -156,6 +154,10 @@ class Groups(Collector):
         return self.episodes.at(np.array([self.prompts.draw(index // size) * size for index in indices]), numbers)
 
     # What was played
+
+    def begin_round(self, jobs: dict[int, Job]) -> None:
+        workers = self.rollouts.sims.workers
+        self.set_keepers({workers[sim]: [spec.index for spec in job.episodes] for sim, job in jobs.items()})
 
     def add_report(self, report: Report) -> None:
         self.record(report.finished)
@@ -425,17 +427,21 @@ class Groups(Collector):
         return pool | {f"groups.{name}": array for name, array in numbers.items()}
 
     def restore(self, state: dict[str, np.ndarray]) -> int:
-        """No episode was open, so none is abandoned."""
+        """No episode was open. Those that were kept by a sim that died before the checkpoint are abandoned with their
+        groups."""
         groups = {name[7:]: array for name, array in state.items() if name.startswith("groups.")}
         self.pool.restore(groups)
         self.empty = int(groups["empty"]) % self.algo.max_empty
-        self.table |= {episode: EpisodeRow("", length=tuple(length)) for episode, *length in groups["lengths"].tolist()}
+        rows = groups["lengths"].tolist()
+        self.table |= {episode: EpisodeRow("", is_lost=True, length=tuple(length)) for episode, *length in rows}
         if self.prompts is not None:
             self.prompts.restore({name[6:]: array for name, array in state.items() if name.startswith("pools.")})
         if kept := {name[5:]: array for name, array in state.items() if name.startswith("kept.")}:
             keepers = self.keepers[-1]
             self.set_keepers(dict(zip(keepers.workers, self.rollouts.ask(lambda: keepers.set_kept(kept)), strict=True)))
-        return 0
+        lost = self.lost_among(self.pool.held)
+        self.pool.lose(lost)
+        return len(lost)
 
 
 def with_advantages(unit: Unit, compared: Mapping[int, float] | None) -> Unit:

@@ -56,6 +56,9 @@ class BackgroundTask(Protocol):
 class Training(Protocol):
     """The record of training's episodes, which hears of their fates."""
 
+    def begin_round(self, jobs: dict[int, Job]) -> None:
+        """The sims have been asked to play these jobs."""
+
     def add_report(self, report: Report) -> None:
         """A player has begun or ended episodes."""
 
@@ -147,6 +150,8 @@ class RolloutManager:
         broker = Broker(self, of_sims, stages, [] if by_expert else self._acting(), sampling, beside)
         routes = {sim: broker.route(sim) for sim in of_sims}
         broker.calls = calls = {sim: self.sims[sim].play(of_sims[sim], routes[sim]) for sim in of_sims}
+        if self.training:  # now, since a sim that died before was replaced, and its successor plays the job
+            self.training.begin_round(jobs)
         tasks = [task for task in (broker, background, *self.background) if task]
         while losses := self._losses(calls.values(), tasks):
             if jobs:  # in an evaluation a failing episode loses only itself

@@ -75,7 +75,9 @@ def test_groups_that_never_end_are_forgotten():
 def test_drawn_prompts_are_played_and_their_rates_are_in_the_checkpoint(size):
     options = ["recipe=sums_grpo", "env.num_envs=4", "algo.groups=2", "algo.pools=[1e9,1e9,1e9]"]
     found = idle_groups(load([*options, f"algo.group_size={size}"]).config, ("sums",), text=True)
-    specs = found.next_jobs()[0].episodes
+    jobs = found.next_jobs()
+    found.begin_round(jobs)
+    specs = jobs[0].episodes
     assert specs == [found.episodes[index] for index in range(2 * size)]
     results = [
         EpisodeResult(s.index, s.task, -1, s.seed, 1, float(s.index % 2), bool(s.index % 2), True) for s in specs

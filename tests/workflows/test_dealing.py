@@ -140,7 +140,7 @@ def test_a_group_that_ranks_compute_together_leaves_all_as_much_to_do():
 def test_scores_that_are_compared_are_those_of_cut_and_long_answers():
     options = ["algo.truncated=punish", "algo.overlong=2", "algo.groups=1", "algo.group_size=4", "env.num_envs=4"]
     found = idle_groups(load(["recipe=sums_grpo", *options]).config, ("sums",), text=True)
-    found.next_jobs()
+    found.begin_round(found.next_jobs())
     tokens, cut = (2, 4, 5, 5), (False, False, False, True)
     found.record(
         EpisodeResult(i, "sums", -1, 1, 1, 1.0, True, True, truncated=cut[i], tokens=tokens[i]) for i in range(4)

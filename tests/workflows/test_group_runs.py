@@ -1,5 +1,8 @@
 """Training on groups of whole episodes: the same wherever it runs, whole after a stop, honest about what is lost."""
 
+import os
+import signal
+
 import numpy as np
 import pytest
 import stepped
@@ -129,6 +132,18 @@ def test_a_resumed_run_equals_one_that_was_not_stopped(reference, tmp_path):
     assert far(again, reference[1]) < 1e-9
 
 
+def test_a_checkpoint_without_the_episodes_of_a_dead_sim_is_resumed(tmp_path):
+    with Run(tmp_path / "first", ONE_OF_EACH, *DROPS) as run:
+        carried = run.play(0, 2)[-1][1]["groups/carried_episodes"]
+        run.loop.rollouts.sims.forget_all_but(()).wait()  # a successor has none of them
+        run.loop.save_learners(tmp_path / "saved")
+        state = run.loop.source.save()
+    with Run(tmp_path / "second", ONE_OF_EACH, *DROPS) as run:
+        assert run.loop.restore(tmp_path / "saved", state, 2) == carried > 0
+        _, numbers = run.iterate(2)
+        assert numbers["groups/used"] == 5 and numbers["faults/lost_episodes"] == 0
+
+
 def test_a_policy_to_start_from_is_the_reference_and_keeps_its_statistics(reference, tmp_path):
     with Run(tmp_path / "first", ONE_OF_EACH, *DROPS) as run:
         run.play()
@@ -164,3 +179,19 @@ def test_groups_of_a_dead_sim_are_dropped_and_counted_and_played_again_where_hal
         assert numbers["train/grad_norm"] > 0
         assert after["groups/used"] == 4 and after["faults/lost_episodes"] == 0
         assert not run.loop.source.pool.held
+
+
+def test_the_successor_of_a_sim_that_died_before_the_round_plays_its_episodes(tmp_path):
+    with Run(tmp_path, TWO_SIMS, "algo.filter=none", backend="local") as run:
+        rollouts, acting = run.loop.rollouts, run.loop.rollouts._acting
+
+        def acting_after_a_death():
+            os.kill(run.pid("sim-1"), signal.SIGKILL)
+            rollouts._acting = acting
+            rollouts.ask(rollouts.sims.get_kept)
+            return acting()
+
+        rollouts._acting = acting_after_a_death
+        episodes, numbers = run.iterate(0)
+        assert numbers["faults/restarts"] == 1 and numbers["faults/lost_episodes"] == 0
+        assert numbers["groups/used"] == 5 and [episode.index for episode in episodes] == list(range(15))
