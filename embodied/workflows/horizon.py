@@ -63,7 +63,7 @@ class Horizon(Collector):
         for sim, part in played.played.items():
             stages = played.sources[sim]
             self.sources |= zip(stages, np.split(self.rollouts.rows(sim), len(stages)), strict=True)
-            self.counter.finish(part.finished)
+            self.rollouts.abandoned_episodes -= self.counter.finish(part.finished)
         self.missing = [sim for sim in self.missing if sim not in played.played]
 
     def remaining_units(self) -> Iterator[tuple[int, Unit]]:
@@ -125,10 +125,15 @@ class EpisodeCounter:
             count, env = divmod(index, len(self.begun))
             self.begun[env] = max(self.begun[env], count + 1)
 
-    def finish(self, results: Iterable[EpisodeResult]) -> None:
-        """Count these episodes as settled."""
+    def finish(self, results: Iterable[EpisodeResult]) -> int:
+        """Count these episodes as settled. Returns how many of them were given up before, when their sim died after it
+        had played its part of the round."""
+        given_up = 0
         for result in results:
-            self.settled[result.index % len(self.begun)] += 1
+            count, env = divmod(result.index, len(self.begun))
+            given_up += int(count < self.settled[env])
+            self.settled[env] = max(self.settled[env], count + 1)
+        return given_up
 
     def abandon(self, rows: Sequence[int] | np.ndarray) -> int:
         """Give up the open episodes of these rows; returns their number."""
