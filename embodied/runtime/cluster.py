@@ -77,7 +77,7 @@ class Cluster:
         self._clock = AwakeClock()
         self._closed = False
         self._given_up: set[str] = set()  # hosts that were ended on purpose
-        self.interrupt: Callable[[], object] = lambda: None  # called in every wait; an exception ends the wait
+        self.interrupt: Callable[[], object] = lambda: None  # called in waits; an exception ends the wait
         events = Events(self._on_report, on_start, self._on_death)
         self._log_dir = Path(log_dir) if log_dir is not None else None
         options = (self._log_dir, timeout_s, events, address, modules, start_s)
@@ -155,7 +155,7 @@ class Cluster:
                     raise failure.error()
                 if not handle.running():
                     return
-                self._wait([handle], started, timeout_s)
+                self._wait([handle], started, timeout_s, self.interrupt if not without_losses else lambda: None)
 
     # Supervision
 
@@ -182,7 +182,7 @@ class Cluster:
                     return losses
                 if until() or not any(handle.running() for handle in handles):
                     return {}
-                self._wait(handles, started, None)
+                self._wait(handles, started, None, self.interrupt)
 
     def watch(self, channel: Channel, watched: bool = True) -> None:
         """Makes `settle` react to items in a channel whose home is the driver, or no longer."""
@@ -292,9 +292,11 @@ class Cluster:
             self._calls[call_id] = Call(worker, host, self._slot(worker), handle, self._clock())
         self._backend.call(host, (*message, call_id), packed)
 
-    def _wait(self, handles: Sequence[Handle], started: float, timeout_s: float | None) -> None:
+    def _wait(
+        self, handles: Sequence[Handle], started: float, timeout_s: float | None, interrupt: Callable[[], object]
+    ) -> None:
         """Called with the lock: waits for an event, or until the next check for hung hosts."""
-        self.interrupt()
+        interrupt()
         allowed = self.timeout_s if timeout_s is None else timeout_s
         left = started + allowed - self._clock()
         if left <= 0 and timeout_s is None:
@@ -485,7 +487,8 @@ class Handle:
         return [self._cluster.unpack(self._results[worker]) for worker in self.workers]
 
     def survivors(self) -> dict[str, Any]:
-        """Like `wait`, but returns results by worker, without ranks whose host died and will be replaced."""
+        """Like `wait`, but returns results by worker, without ranks whose host died and will be replaced. For short
+        calls, which `interrupt` does not end: memory that moves between devices must arrive."""
         self._cluster.wait_for(self, None, without_losses=True)
         return {worker: self._cluster.unpack(result) for worker, result in self._results.items()}
 

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from embodied.core.errors import DeadlineExceeded
+from embodied.core.errors import DeadlineExceeded, StepGivenUp
 from embodied.runtime import Cluster, HostPlan, Needs, Timers, Worker, share_devices
 from embodied.runtime.device_leases import GB, Action, Claim, Coordinator, LeaseError
 from embodied.runtime.device_sharing import DeviceSharing
@@ -297,14 +297,36 @@ def test_workers_of_a_cluster_swap_around_phases():
             pass
 
 
-def on_one_device(cluster, **options):
+def on_one_device(cluster, worker=Accountant, **options):
     """Two phases of a worker each, which take sharing on one device."""
-    groups = {role: cluster.launch(Accountant, role) for role in ("first", "second")}
+    groups = {role: cluster.launch(worker, role) for role in ("first", "second")}
     claims = {f"in {role}": [Claim(f"{role}-0", ("fake:0",), 1)] for role in groups}
     return groups, DeviceSharing(Coordinator({"fake:0": 1}, claims), list(groups.values()), Timers(), **options)
 
 
 ONE_EACH = [HostPlan("a", ("first",), (), 1), HostPlan("b", ("second",), (), 1)]
+
+
+class Slow(Accountant):
+    arrives = threading.Event()
+
+    def onload(self):
+        assert self.arrives.wait(60)
+        super().onload()
+
+
+def test_a_stop_does_not_leave_devices_with_a_phase_that_was_about_to_begin():
+    def stop():
+        raise StepGivenUp("the step was given up")
+
+    with Cluster("inline", ONE_EACH) as cluster:
+        groups, sharing = on_one_device(cluster, Slow)
+        cluster.interrupt = stop
+        threading.Timer(0.1, Slow.arrives.set).start()
+        with sharing.phase("in first"):
+            pass
+        with cluster.uninterrupted(), sharing.phase("in second"):  # in which the learners save
+            assert groups["second"].at_work().wait() == [True]
 
 
 def test_a_phase_waits_for_devices_that_another_thread_gives_back():
