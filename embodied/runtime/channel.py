@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import itertools
 import threading
+import time
 from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -382,7 +383,7 @@ class Remote(End):
         super().__init__(channel, host)
         self.home = channel.home
         self._requests: dict[int, Request] = {}
-        self._numbers = itertools.count()
+        self._numbers = itertools.count(time.monotonic_ns())  # none of an earlier process of this host
 
     def open(self) -> None:
         """The home is ready, for the first time or after a restart."""
@@ -428,7 +429,9 @@ class Remote(End):
     def on_answer(
         self, _: str, payload: Payload | None, number: int, size: int | None, closed: tuple[str, str] | None
     ) -> None:
-        if request := self._requests.pop(number, None):
+        with self._lock:  # the home may be declared dead meanwhile
+            request = self._requests.pop(number, None)
+        if request is not None:
             request.answers += [answer for answer in (payload, size) if answer is not None]
             request.closed = closed
             request.finish()

@@ -163,7 +163,9 @@ class Host:
     def serve_channel(self, peer: str, message: tuple, payload: Payload | None = None) -> None:
         """Serves another host's message about a channel (`channel.py`)."""
         kind, name, *rest = message
-        end = self.end_of(rest.pop()) if kind == "open" else self._ends[name]
+        end = self.end_of(rest.pop()) if kind == "open" else self._ends.get(name)
+        if end is None:  # between machines a message for a dead host may reach its replacement
+            return
         try:
             getattr(end, f"on_{kind}")(peer, payload, *rest)
         except Exception as error:  # an item that cannot be serialised: every waiting call must get the error

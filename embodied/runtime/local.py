@@ -137,8 +137,8 @@ class LocalHosts(HostProcesses):
         process = LocalProcess(
             plan, log, progress, popen.pid, popen=popen, control=control, channels=MessageSocket(channels)
         )
-        before = self.processes.pop(plan.name, None)
-        for other in self.processes.values():
+        before = self.processes.get(plan.name)
+        for other in [other for name, other in self.processes.items() if name != plan.name]:
             one, two = socket_pair()
             with one, two:
                 control.post(("peer", other.plan.name), fd=one.fileno())
@@ -208,7 +208,8 @@ class LocalHosts(HostProcesses):
         boot, env = {**self._boot, "log": log}, {**os.environ, **plan.environment()}
         boot |= {"name": plan.name, "cores": list(plan.cores), "path": [os.path.abspath(path) for path in sys.path]}
         env[MARK] = mark_of(self._boot["run"], plan.name)
-        modules = () if plan.gpu else plan.imports  # forking hosts that use CUDA has not been tried
+        on_gpu = any("gpu:" in device for device in plan.devices)
+        modules = () if on_gpu else plan.imports  # forking hosts that use CUDA has not been tried
         ours, theirs = socket_pair()
         with ExitStack() as stack:
             stack.enter_context(theirs)

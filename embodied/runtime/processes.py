@@ -122,7 +122,9 @@ def _serve(boot: dict[str, Any]) -> None:
     progress = Progress(mmap.mmap(boot["progress_fd"], PROGRESS_BYTES))
     os.close(boot["progress_fd"])
     progress.start_beating()
-    links = Links(encode, decode, post, report)
+    # GPUs without a node's name are on the driver's machine: elsewhere this process's GPU is another one.
+    pack = encode if boot["driver"] is not None else lambda item, reader="": encode(item)
+    links = Links(pack, decode, post, report)
     host = Host(boot["run"], [boot["name"]], links, progress, boot["timeout_s"], boot["driver"])
 
     def connect(name: str, fd: int) -> None:

@@ -59,6 +59,13 @@ def test_a_fork_is_a_host_like_any_other(tmp_path, monkeypatch):
     assert not Path(f"/proc/{one['pid']}").exists()
 
 
+def test_a_host_on_a_gpu_is_started_fresh_on_every_node():
+    hosts = [plan("one", devices=("gpu:0",)), plan("two", devices=("node2/gpu:0",)), plan("three", devices=("cpu:0",))]
+    with Cluster("local", hosts, timeout_s=60) as cluster:
+        imported = [about["imported"] for about in born(cluster, "one", "two", "three")]
+    assert imported == [set(), set(), {"fractions"}]
+
+
 def test_hosts_of_other_threads_come_from_another_server_and_none_stays(monkeypatch):
     servers, start = [], processes.ForkServer.__init__
 

@@ -6,7 +6,7 @@ plus one for a handle of the memory.
 
 import pytest
 
-from embodied.runtime import Cluster, HostPlan, Worker, payload
+from embodied.runtime import Cluster, HostPlan, Worker, local, payload
 from embodied.runtime.payload import decode, encode, own_device
 
 
@@ -132,3 +132,14 @@ def test_in_a_cluster_tensors_go_where_their_reader_computes(tmp_path):
         found = [reader.found(channel).wait()[0] for reader, channel in zip(readers, channels, strict=True)]
         assert found == [("cpu", 1.0), ("meta", None), ("cpu", 0.0)]
         assert giver.itself().wait()[0][0] == 0, "results go to the driver, which holds no GPU"
+
+
+def test_on_another_machine_a_gpu_of_the_same_name_is_another_one(tmp_path, monkeypatch):
+    boot_order = local.boot_order
+    monkeypatch.setattr(local, "boot_order", lambda *about: {**boot_order(*about), "driver": None})
+    held = {"env": {"EMBODIED_DEVICE": "gpu:0"}, "devices": ("gpu:0",)}
+    with Cluster("local", [HostPlan(role, (role,), **held) for role in ("giver", "same")], tmp_path, 60) as cluster:
+        giver, reader = (cluster.launch(Pretender, role) for role in ("giver", "same"))
+        channel = cluster.channel("to it", home=reader[0])
+        giver.give([channel]).wait()
+        assert reader.found(channel).wait() == [("meta", None)], "its bytes, not a handle"

@@ -109,7 +109,7 @@ class RayBackend(HostProcesses):
         self.processes[plan.name] = RayProcess(plan, log, progress, None, node.name, life=life, agent=agent)
         if before is not None:
             before.progress.release()
-        for each in self._agents.values():
+        for each in list(self._agents.values()):  # a listener removes those that are lost
             each.actor.place.remote({plan.name: (life, agent.actor)})
         agent.actor.spawn.remote(plan)
 
@@ -195,6 +195,8 @@ class RayBackend(HostProcesses):
         if lost:
             cause = f"was lost with node {agent.node.name} of the cluster, which Ray no longer reaches"
         self._agents.pop(agent.node.id, None)
+        with suppress(RayError):
+            ray.kill(agent.actor)  # if only its messages were lost, its hosts still run
         for process in [process for process in self.processes.values() if process.agent is agent]:
             if not process.ended.is_set():
                 self._end(process, cause)
@@ -218,12 +220,25 @@ class RayBackend(HostProcesses):
     def _end(self, process: RayProcess, cause: str, printed: bytes | None = None) -> None:
         """`printed`: the log of a host on another machine."""
         if printed is not None and process.log is not None:
-            Path(process.log).parent.mkdir(parents=True, exist_ok=True)
-            with open(process.log, "ab") as log:
-                log.write(printed)
+            with suppress(OSError):  # a full disk must not hide the death
+                Path(process.log).parent.mkdir(parents=True, exist_ok=True)
+                with open(process.log, "ab") as log:
+                    log.write(printed)
         process.ended.set()
         if not self._stopping:
             self._events.on_death(process.plan.name, cause)
+
+
+@contextmanager
+def _ending_the_process_on_error() -> Iterator[None]:
+    """End the process when the agent cannot pass on a message, so that its hosts do not look alive."""
+    try:
+        yield
+    except BaseException:
+        traceback.print_exc()
+        for stream in (sys.stdout, sys.stderr):
+            stream.flush()
+        os._exit(1)
 
 
 class NodeAgent:
@@ -233,8 +248,10 @@ class NodeAgent:
     def __init__(self, order: dict[str, Any]) -> None:
         self._outbox: queue.SimpleQueue[Any] = queue.SimpleQueue()  # (messages to wait for, message to the driver)
         self._places: dict[str, tuple[int, Any]] = {}  # host of any node -> (its life, its agent)
+        self._spawned = threading.Condition()
         self._sent: dict[str, dict[str, Any]] = {}  # host -> by destination, the last message that it sent there
         boot, log_dir = order["boot"], order["log_dir"]
+        self._timeout_s = boot["timeout_s"]
         self._is_elsewhere = identity(boot["driver"]) != order["process"]
         if self._is_elsewhere:
             boot["driver"] = None
@@ -262,6 +279,8 @@ class NodeAgent:
         except Exception as error:
             traceback.print_exc()
             self._tell("died", plan.name, (f"could not be started: {type(error).__name__}: {error}",))
+        with self._spawned:
+            self._spawned.notify_all()
 
     @ray.method(concurrency_group="control", num_returns=0)
     def call(self, host: str, message: bytes, *payload: Any) -> None:
@@ -296,11 +315,14 @@ class NodeAgent:
     @ray.method(concurrency_group="channels")
     def deliver(self, sender: str, life: int, host: str, message: bytes, *payload: Any) -> None:
         with _ending_the_process_on_error():
-            if life >= self._places.get(sender, (0, None))[0]:  # not from an earlier life
+            with self._spawned:  # hosts of other nodes may be at work before those here are started
+                here = self._spawned.wait_for(lambda: host in self._hosts.processes, self._timeout_s)
+            if here and life >= self._places.get(sender, (0, None))[0]:  # not from an earlier life
                 self._hosts.call(host, ("channel", sender, unpack_message(message)), received(*payload))
 
     # Messages of the hosts here
 
+    @_ending_the_process_on_error()
     def _relay(self, host: str, destination: str, message: tuple, payload: Payload | None) -> None:
         if destination == DRIVER:
             self._tell("channel", host, message, payload)
@@ -309,15 +331,18 @@ class NodeAgent:
         sent = agent.deliver.remote(host, life, destination, pack_message(message), *carried(payload))
         self._sent.setdefault(host, {})[destination] = sent
 
+    @_ending_the_process_on_error()
     def _on_report(self, host: str, message: tuple, payload: Payload | None) -> None:
         """If this node is lost, the puts of an ended call are not: they are sent before its end is reported."""
 
+        @_ending_the_process_on_error()
         def tell() -> None:
             self._hosts.channels.drain(self._hosts.processes[host].channels)
             self._tell("report", host, message, payload)
 
         self._hosts.channels.submit(tell)
 
+    @_ending_the_process_on_error()
     def _on_death(self, host: str, cause: str) -> None:
         log, printed = self._hosts.processes[host].log, None
         if self._is_elsewhere and log is not None:
@@ -331,6 +356,7 @@ class NodeAgent:
         life = self._places[host][0]
         self._outbox.put((sent, (kind, host, life, pack_message(message), *carried(payload))))
 
+    @_ending_the_process_on_error()
     def _report_progress(self) -> None:
         """Sends the hosts' signs of life."""
         seen: dict[str, dict[int, tuple[int, int]]] = {}
@@ -350,18 +376,6 @@ def identity(pid: int) -> tuple[str, str]:
         return machine(), Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]
     except FileNotFoundError:
         return "", ""
-
-
-@contextmanager
-def _ending_the_process_on_error() -> Iterator[None]:
-    """End the process when the agent cannot pass on a message, so that its hosts do not look alive."""
-    try:
-        yield
-    except BaseException:
-        traceback.print_exc()
-        for stream in (sys.stdout, sys.stderr):
-            stream.flush()
-        os._exit(1)
 
 
 def carried(payload: Payload | None) -> tuple:
