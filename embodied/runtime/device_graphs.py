@@ -84,6 +84,7 @@ class Recordings:
                 while len(self.graphs) > MOST:
                     del self.graphs[next(iter(self.graphs))]
                 return results
+            self.graphs[key] = self.graphs.pop(key)  # the last one used goes last
             if self.graphs[key] is None:
                 self.graphs[key] = self._recorded(work, inputs)
             if not self.graphs[key]:

@@ -1,8 +1,8 @@
 """Runs the rounds of sim workers and policy workers, and replaces dead workers.
 
 In a round sims play jobs, and the policy workers serve them until all are done. Reports of the sims come to one inbox,
-which is read here (`read_reports`). A host that dies in a round, or during an update, is restarted at once. Its workers
-get:
+which is read here (`read_reports`). A host that dies in a round, or during an update, is restarted in the next wait,
+which may come between the choice of jobs and their call. Its workers get:
 
     policy worker   its policy and the current weights, or the next ones if they are published while it builds. Its
                     predecessor's unanswered requests wait for it, so nothing is lost. Workers of the same process die

@@ -7,13 +7,13 @@ declared by the workflow.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
 
-from embodied.core.errors import StepGivenUp
+from embodied.core.errors import ChannelClosed, StepGivenUp
 from embodied.core.types import EnvSpec
 from embodied.envs import env_class
 from embodied.run import devices
@@ -162,7 +162,8 @@ class Workers:
             yield
         except StepGivenUp:
             for requests in self.rollouts.requests:  # of policy workers that share a learner's process
-                requests.put(None)
+                with suppress(ChannelClosed):  # it has died
+                    requests.put(None)
             self.cluster.give_up([self.groups[r.name] for r in self.roles if not r.saved and r.name != "learner"])
             raise
 
