@@ -60,7 +60,7 @@ from embodied.run.policy_source import (
     of_another_env,
     other_training,
 )
-from embodied.run.provenance import taken
+from embodied.run.provenance import try_lock
 from embodied.run.published_models import compare_with_published, differing_before
 from embodied.run.rehearsal import check_all_fit, rehearse
 
@@ -227,7 +227,7 @@ def open_folder(path: Path, asked: dict[str, Any]) -> Iterator[Path]:
         except FileExistsError:
             new = False
         lock = os.open(out, os.O_RDONLY)
-        if (mine := taken(lock)) is not False and (new or (mine and is_part_of(out, asked))):
+        if (mine := try_lock(lock)) is not False and (new or (mine and is_part_of(out, asked))):
             break
         os.close(lock)
     try:

@@ -363,7 +363,7 @@ def shown(value: Any) -> str:
 # Suggestions
 
 
-def meant(key: str, known: list[str]) -> list[str]:
+def likely_keys(key: str, known: list[str]) -> list[str]:
     """The keys among `known` that a misspelt or foreign name most likely means; the likeliest first."""
     section, _, last = key.rpartition(".")
     word = as_word(last)
@@ -409,7 +409,7 @@ def hint(key: str, known: list[str]) -> str:
             ": rollouts draw from all tokens, since losses need log-probs of the distribution that tokens are drawn "
             f"from; policy.temperature sharpens it, and eval.{as_word(last)} truncates it in evaluations"
         )
-    likely = meant(key, known)
+    likely = likely_keys(key, known)
     return f", did you mean {' or '.join(map(repr, likely))}?" if likely else ""
 
 

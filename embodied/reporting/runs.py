@@ -18,7 +18,7 @@ from embodied.core.errors import ConfigError, EmbodiedError
 from embodied.core.files import as_path, read_object, reading
 from embodied.core.types import EpisodeResult
 from embodied.records.results import PARTIAL, RESULTS, check_info, check_row, partial_in, read_results
-from embodied.run.provenance import lost
+from embodied.run.provenance import was_killed
 
 IN_TRAINING = re.compile(r"v\d{6,}")  # evaluations during training, not those started by hand
 CHOOSES_EPISODES = ("episodes", "seed", "samples", "temperature", "top_p", "top_k")
@@ -104,7 +104,7 @@ def read_run(folder: Path | str) -> Run:
     if (folder / "run.json").is_file():
         problems: list[str] = []
         info = read_info(folder / "run.json", problems)
-        if lost(folder, info):
+        if was_killed(folder, info):
             where = "from its last checkpoint" if any(folder.glob("checkpoints/v*")) else "from its start"
             resume = f"python -m embodied.{info.get('command', 'train')} {quote(f'resume={folder}')}"
             info |= {"state": "killed", "cause": LOST.format(resume=resume, where=where)}

@@ -23,7 +23,7 @@ STOPPED_AT_ONCE = "second "  # begins the cause in run.json of a run that a seco
 PACKAGES = ("embodied-loop", "torch", "numpy", "gymnasium", *SIMULATORS, "transformers", "ray")
 
 
-def taken(lock: int) -> bool | None:
+def try_lock(lock: int) -> bool | None:
     """Lock this open file until it is closed. False: another process holds the lock; None: the file system has no
     locks."""
     try:
@@ -35,7 +35,7 @@ def taken(lock: int) -> bool | None:
     return True
 
 
-def lost(run: Path, info: dict) -> bool:
+def was_killed(run: Path, info: dict) -> bool:
     """True if the run was killed, or its machine went down, before it recorded its end."""
     newest = [info, *info.get("resumed", [])][-1]
     if info.get("state") != "running" or newest.get("provenance", {}).get("host") != platform.node():
@@ -50,7 +50,7 @@ def is_held(run: Path) -> bool | None:
     except OSError:
         return None
     try:
-        free = taken(lock)
+        free = try_lock(lock)
         return None if free is None else not free
     finally:
         os.close(lock)

@@ -17,7 +17,7 @@ from embodied.core.errors import CheckpointError, ConfigError
 from embodied.core.files import in_words, replace_text
 from embodied.records.progress import RunLog, now
 from embodied.run.checkpoints import name_of, read_json
-from embodied.run.provenance import provenance, taken
+from embodied.run.provenance import provenance, try_lock
 
 DRIVER = "driver"
 ENDING_S = 10.0  # wait for the processes of a killed command to end
@@ -101,10 +101,10 @@ class RunFolder:
     def _hold(self) -> None:
         """Lock this run while it is in progress. The kernel unlocks it when this process ends."""
         lock = os.open(self.logs / "driver.log", os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o666)
-        if taken(lock) is False:
+        if try_lock(lock) is False:
             print(f"{self.path}: another process still runs it; waiting {ENDING_S:g} s for its end", flush=True)
         until = time.monotonic() + ENDING_S
-        while taken(lock) is False:
+        while try_lock(lock) is False:
             if time.monotonic() >= until:
                 os.close(lock)
                 raise CheckpointError(f"{self.path}: this run is going on in another process; stop that one first")

@@ -20,7 +20,7 @@ from embodied.config.read import write_yaml
 from embodied.config.recipe import RunConfig
 from embodied.core.errors import ConfigError, EmbodiedError
 from embodied.core.files import read_object, reading, replace_text
-from embodied.run.provenance import STOPPED_AT_ONCE, is_held, lost, provenance, taken
+from embodied.run.provenance import STOPPED_AT_ONCE, is_held, provenance, try_lock, was_killed
 
 GROUP, LOG = "group.json", "logs/group.log"
 FORMAT = "embodied-group/1"
@@ -100,7 +100,7 @@ def state_of(run: Path) -> str:
         return FINISHED
     if state == "stopped" and cause and not cause.startswith(STOPPED_AT_ONCE):  # ended by NothingToLearn
         return ENDED
-    return UNFINISHED if state != "running" or lost(run, info) or not is_held(run) else GOING_ON
+    return UNFINISHED if state != "running" or was_killed(run, info) or not is_held(run) else GOING_ON
 
 
 def recipe_mark(config: RunConfig) -> str:
@@ -174,7 +174,7 @@ def lock_runs(folder: Path, file: str = LOG) -> Iterator[None]:
     (folder / file).parent.mkdir(parents=True, exist_ok=True)
     lock = os.open(folder / file, os.O_RDWR | os.O_CREAT, 0o666)
     try:
-        if taken(lock) is False:
+        if try_lock(lock) is False:
             raise EmbodiedError(f"{folder}: another process continues these runs; stop it first")
         yield
     finally:
