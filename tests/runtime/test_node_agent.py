@@ -20,33 +20,50 @@ here = {"path": sys.path, "folder": os.getcwd(), "log_dir": None, "process": ide
 agent = NodeAgent({"boot": boot_order("run", 60.0, os.getpid()), "first": ["one"], **here})
 answers = queue.Queue()
 other = SimpleNamespace(deliver=SimpleNamespace(remote=lambda *message: answers.put(message)))
-agent.place({"other": (1, other), "one": (2, None)})
+agent.place({"other": (1, other), "third": (1, None), "one": (2, None)})
+opening, get = ("open", "numbers", Channel("run", "numbers", "one", 4)), ("get", "numbers", 7, None)
+put = ("put", "numbers", None, "a-0")
 
 
-def send_all():
-    for message, item in (
-        (("put", "numbers", None, "a-0"), "for a process of this host that is dead"),
-        (("open", "numbers", Channel("run", "numbers", "one", 4)), None),
-        (("put", "numbers", None, "a-0"), "for this one"),
-        (("get", "numbers", 7, None), None),
-    ):
-        agent.deliver("other", 1, "one", pack_message(message), *carried(None if item is None else encode(item)))
+def send(*sent):
+    for sender, life, message, item in sent:
+        agent.deliver(sender, life, "one", pack_message(message), *carried(None if item is None else encode(item)))
 
 
-sending = threading.Thread(target=send_all)
+def print_answer():
+    host, life, to, message, body, _ = answers.get(timeout=60)
+    assert (host, life, to, unpack_message(message)[:3]) == ("one", 2, "other", ("answer", "numbers", 7))
+    print(decode(Payload(body)))
+
+
+early = (
+    ("third", 1, opening, None),
+    ("other", 1, put, "for a process of this host that is dead"),
+    ("other", 1, get, None),  # as well
+    ("other", 1, opening, None),
+    ("other", 1, put, "for this one"),
+    ("other", 1, get, None),
+)
+sending = threading.Thread(target=send, args=early)
 sending.start()
 sending.join(0.2)
 agent.spawn(HostPlan("one", ("b",)))
-host, life, to, message, body, _ = answers.get(timeout=60)
-assert (host, life, to, unpack_message(message)[:3]) == ("one", 2, "other", ("answer", "numbers", 7))
-print(decode(Payload(body)))
+print_answer()
 sending.join(60)
+of_a_successor = threading.Thread(target=send, args=(("other", 2, opening, None), ("other", 2, get, None)))
+of_a_successor.start()
+of_a_successor.join(0.2)
+agent.call("one", pack_message(("died", "other", "a-0", "its process was killed", True)))
+agent.place({"other": (2, other)})
+of_a_successor.join(60)
+send(("other", 1, put, "of a dead process"), ("third", 1, put, "for a successor"))
+print_answer()
 agent.stop(5.0)
 sys.stdout.flush()
 os._exit(0)
 """
 
 
-def test_messages_wait_for_a_host_that_is_still_started_and_those_for_its_dead_process_are_dropped():
-    done = subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, text=True, timeout=120)
-    assert (done.returncode, done.stdout) == (0, "for this one\n"), done.stderr
+def test_messages_wait_until_both_hosts_are_known_and_those_for_or_from_dead_processes_are_dropped():
+    done = subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, text=True, timeout=240)
+    assert (done.returncode, done.stdout) == (0, "for this one\nfor a successor\n"), done.stderr

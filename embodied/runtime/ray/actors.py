@@ -248,7 +248,7 @@ class NodeAgent:
     def __init__(self, order: dict[str, Any]) -> None:
         self._outbox: queue.SimpleQueue[Any] = queue.SimpleQueue()  # (messages to wait for, message to the driver)
         self._places: dict[str, tuple[int, Any]] = {}  # host of any node -> (its life, its agent)
-        self._spawned = threading.Condition()
+        self._changed = threading.Condition()  # a host was started here, or placed on any node
         self._sent: dict[str, dict[str, Any]] = {}  # host -> by destination, the last message that it sent there
         boot, log_dir = order["boot"], order["log_dir"]
         self._timeout_s = boot["timeout_s"]
@@ -270,7 +270,9 @@ class NodeAgent:
     @ray.method(concurrency_group="control", num_returns=0)
     def place(self, hosts: dict[str, tuple[int, Any]]) -> None:
         """These hosts are new, here or on other nodes."""
-        self._places |= hosts
+        with self._changed:
+            self._places |= hosts
+            self._changed.notify_all()
 
     @ray.method(concurrency_group="control", num_returns=0)
     def spawn(self, plan: HostPlan) -> None:
@@ -279,8 +281,8 @@ class NodeAgent:
         except Exception as error:
             traceback.print_exc()
             self._tell("died", plan.name, (f"could not be started: {type(error).__name__}: {error}",))
-        with self._spawned:
-            self._spawned.notify_all()
+        with self._changed:
+            self._changed.notify_all()
 
     @ray.method(concurrency_group="control", num_returns=0)
     def call(self, host: str, message: bytes, *payload: Any) -> None:
@@ -315,10 +317,15 @@ class NodeAgent:
     @ray.method(concurrency_group="channels")
     def deliver(self, sender: str, life: int, host: str, message: bytes, *payload: Any) -> None:
         with _ending_the_process_on_error():
-            with self._spawned:  # hosts of other nodes may be at work before those here are started
-                here = self._spawned.wait_for(lambda: host in self._hosts.processes, self._timeout_s)
-            if here and life >= self._places.get(sender, (0, None))[0]:  # not from an earlier life
+            with self._changed:  # hosts of other nodes may be at work before this one has the driver's news of them
+                self._changed.wait_for(
+                    lambda: host in self._hosts.processes and self._life_of(sender) >= life, self._timeout_s
+                )
+            if host in self._hosts.processes and self._life_of(sender) == life:  # not from an earlier life
                 self._hosts.call(host, ("channel", sender, unpack_message(message)), received(*payload))
+
+    def _life_of(self, host: str) -> int:
+        return self._places.get(host, (0, None))[0]
 
     # Messages of the hosts here
 
