@@ -190,11 +190,15 @@ class Entry(NamedTuple):
 
 
 class Queue(End):
-    """A channel at home. It serves gets in the order they came."""
+    """A channel at home. It serves gets in the order they came.
+
+    What a host sends before it opens the channel was meant for an earlier process of the home, and is ignored. Of a
+    dead host the items still count that it had sent, its gets do not.
+    """
 
     def __init__(self, channel: Channel, host: Host) -> None:
         super().__init__(channel, host)
-        self.users: set[str] = set()  # other hosts that hold the channel
+        self._users: dict[str, bool] = {}  # other hosts that have opened the channel -> False once they are dead
         self._entries: deque[Entry] = deque()
         self._requests: deque[Request] = deque()
         self._taken: dict[tuple[str, str], int] = defaultdict(int)  # freed capacity not yet reported to other hosts
@@ -223,7 +227,7 @@ class Queue(End):
             if not drain:
                 self._entries.clear()
             self._room.notify_all()
-            users = list(self.users)
+            users = [user for user, lives in self._users.items() if lives]
         self._deliver(failed)
         for user in users:
             self.host.post(user, ("closed", self.name, peer, cause))
@@ -232,20 +236,22 @@ class Queue(End):
 
     def on_open(self, peer: str, _: None) -> None:
         with self._lock:
-            self.users.add(peer)
+            self._users[peer] = True
         if self._closed is not None:
             self.host.post(peer, ("closed", self.name, *self._closed))
 
     def on_put(self, peer: str, payload: Payload, key: Any, producer: str) -> None:
         with self._lock:
-            if self._closed is not None:
+            lives = self._users.get(peer)
+            if self._closed is not None or lives is None:
                 return
-            served = self._add(Entry(payload, key, producer, peer))
+            served = self._add(Entry(payload, key, producer, peer if lives else None))
         self._deliver(served)
         self.heard()
 
     def on_get(self, peer: str, _: None, number: int, key: Any) -> None:
-        self._start(Request(key, peer, peer, number))
+        if self._users.get(peer):
+            self._start(Request(key, peer, peer, number))
 
     def on_size(self, peer: str, _: None, number: int, key: Any) -> None:
         self.host.post(peer, ("answer", self.name, number, self.qsize(), None))
@@ -264,7 +270,7 @@ class Queue(End):
         """Forget the dead host: its requests end, and its items stay without counting for its replacement. Gets that
         wait for it as the only producer fail."""
         with self._lock:
-            self.users.discard(host)
+            self._users = {user: lives and user != host for user, lives in self._users.items()}
             self._requests = deque(request for request in self._requests if request.peer != host)
             self._entries = deque(entry._replace(peer=None) if entry.peer == host else entry for entry in self._entries)
             self._taken = defaultdict(int, {at: count for at, count in self._taken.items() if at[0] != host})
@@ -371,13 +377,19 @@ class Queue(End):
             payload = None
             if request.closed is None:
                 (value,) = request.answers
-                payload = value if isinstance(value, Payload) else self.host.pack(value)
+                try:
+                    payload = value if isinstance(value, Payload) else self.host.pack(value)
+                except Exception as error:  # the item cannot be serialised
+                    request.closed = self.host.name, f"{type(error).__name__}: {error}"
+                    self._deliver([request])
+                    raise
             self.host.post(request.peer, ("answer", self.name, request.number, None, request.closed), payload)
 
 
 class Remote(End):
     """A channel whose queue is in another process. While its dead home is restarted, puts are lost, as are the items
-    that waited there, and gets raise. Messages are sent under the lock, so none reaches a later process of the home."""
+    that waited there, and gets raise. Messages are sent under the lock, and a later process of the home ignores them
+    until it is opened."""
 
     def __init__(self, channel: Channel, host: Host) -> None:
         super().__init__(channel, host)

@@ -420,7 +420,7 @@ class Cluster:
             names = {name for worker in workers for name in self._channels_of[worker]}
             others = [host for host in self._started if host not in self._dead_hosts and not self._closed]
         for name in names:
-            self._channels[name].end.close(failure.worker, failure.cause)
+            self._channels[name].end.close(failure.worker, failure.cause, drain=True)
         for host in others:  # closes its direct channels to workers there
             self._backend.call(host, ("failed", failure.worker, failure.cause))
         with self._changed:

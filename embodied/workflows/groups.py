@@ -126,6 +126,7 @@ class Groups(Collector):
         self.lost: set[int] = set()  # episodes
         self.loads = np.zeros(len(self.channels))  # by rank, the cost of the groups sent during the rollout
         self.dealt_to_dead: list[int] = []  # episodes that were dealt to sims that died
+        self._leave_out(self.lost_among(self.pool.held))  # the first round plays as many more
         for episode in self.table.keys() - {*self.pool.held}:
             del self.table[episode]
         self.pool.counts.clear()

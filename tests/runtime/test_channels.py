@@ -1,3 +1,4 @@
+import threading
 import time
 from contextlib import nullcontext
 
@@ -18,6 +19,9 @@ class Peer(Worker):
     def put_all(self, channel, items, **options):
         for item in items:
             channel.put(item, **options)
+
+    def put_lock(self, channel):
+        channel.put(threading.Lock())
 
     def put_keyed(self, channel, pairs):
         for key, item in pairs:
@@ -184,6 +188,16 @@ def test_an_unbounded_channel_never_blocks(shared_cluster, peers, name):
     channel = shared_cluster.channel(f"all {name}", home=b, capacity=None)
     a.put_all(channel, list(range(3000))).wait()
     assert b.get_all(channel, 3000).wait() == [list(range(3000))]
+
+
+def test_a_get_of_an_item_that_cannot_be_sent_names_the_cause(backend, shared_cluster, peers, name):
+    channel = shared_cluster.channel(name, home=peers[1])
+    peers[1].put_lock(channel).wait()
+    if backend == "inline":
+        assert channel.get()
+    else:
+        with pytest.raises(ChannelClosed, match="TypeError: cannot pickle"):
+            channel.get(timeout_s=20)
 
 
 def test_two_workers_in_a_cycle_across_hosts(shared_cluster, peers, name):

@@ -62,6 +62,10 @@ class Counter(Worker):
         os.kill(os.getpid(), number)
         time.sleep(10)
 
+    def put_then_fail(self, channel):
+        channel.put("said before")
+        raise RuntimeError("broken gripper")
+
     def get(self, channel):
         return channel.get()
 
@@ -274,6 +278,16 @@ def test_a_worker_that_closes_a_channel_and_then_fails_is_the_cause(backend):
         first.close_then_fail(channel)
         with pytest.raises(WorkerFailed, match="role0-0: close_then_fail failed: RuntimeError: broken gripper"):
             waiting.wait()
+
+
+def test_what_a_worker_has_put_before_it_failed_can_still_be_taken(backend):
+    with three(backend) as cluster:
+        channel = cluster.channel("reports", capacity=None)
+        with pytest.raises(WorkerFailed, match="broken gripper"):
+            cluster.launch(Counter, "role0").put_then_fail(channel).wait()
+        assert channel.get() == "said before"
+        with pytest.raises(ChannelClosed, match="closed by role0-0: put_then_fail failed"):
+            channel.get()
 
 
 def test_a_cause_of_several_lines_is_told_in_one(backend):
