@@ -24,7 +24,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from embodied.runtime.heartbeat import NOTICE_S, PROGRESS_BYTES, Progress, Pulse, Sign
 from embodied.runtime.host import DRIVER, Events, Host, HostPlan, Links, ranges
@@ -43,6 +43,23 @@ if boot["cores"]:
 sys.path[:] = boot["path"]
 from embodied.runtime.processes import main
 main(boot)
+"""
+# Waits for the end of its standard input, in a process that is nobody's child: Ray kills the children of an agent before
+# it. Without a word, the hosts' parent was killed: then the programs that hosts have started are killed.
+_AFTERWARDS = """
+trap '' INT TERM HUP
+exec 3<&0
+{
+  read -r word && exit
+  for round in 1 2 3 4 5; do  # a program may start another one meanwhile
+    marked=$(grep -lzs "^$1" /proc/[0-9]*/environ)
+    [ "$marked" ] || exit
+    for file in $marked; do
+      pid=${file#/proc/}
+      kill -KILL ${pid%/environ}
+    done
+  done
+} <&3 > /dev/null 2>&1 &
 """
 WRITING_S = 0.2  # time for a process to write its threads' stacks
 KILL_S = 5.0  # limit for a killed process to vanish
@@ -112,6 +129,7 @@ class LocalHosts(HostProcesses):
         self._boot, self._log_dir, self._events, self._receive = boot, log_dir, events, receive
         self._first = {*first}
         self._fork_servers = ForkServers()
+        self._afterwards = kill_programs_afterwards(f"{MARK}={mark_of(boot['run'], '')}")
         # A process ends with the thread that has started it, so one thread starts all.
         self._starter = ThreadPoolExecutor(1, "start")
         self.control, self.channels = Loop(), Loop()
@@ -197,6 +215,8 @@ class LocalHosts(HostProcesses):
             loop.stop()
         for thread in self._threads:
             thread.join(timeout=5)
+        with self._afterwards:
+            self._afterwards.write(b"nothing is left\n")
         segments.drop()
         for process in self.processes.values():
             process.progress.release()
@@ -337,6 +357,16 @@ def kill_marked(mark: str) -> None:
         for pid in marked:
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
+
+
+def kill_programs_afterwards(mark: str) -> IO[bytes]:
+    """Kill all processes whose environment has a line that begins with this mark, when this process ends without
+    writing a line into the returned pipe."""
+    options: Any = {"stdin": subprocess.PIPE, "stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
+    starter = subprocess.Popen(["sh", "-c", _AFTERWARDS, "sh", mark], **options, start_new_session=True)
+    starter.wait()
+    assert starter.stdin is not None
+    return starter.stdin
 
 
 def _environment(process: Path) -> list[bytes]:

@@ -168,12 +168,13 @@ def test_large_arrays_flow_without_growing_anything(processes):
 
 
 DRIVER = """
-import ctypes, os, signal, sys, time
+import ctypes, os, signal, subprocess, sys, time
 import numpy as np
 from embodied.runtime import Cluster, HostPlan, Worker
 
 class Held(Worker):  # of the main program itself
     def pid(self): return os.getpid()
+    def start_daemon(self): return subprocess.Popen(["sleep", "1000"], start_new_session=True).pid
     def hold(self, channel, item):
         channel.put(item)
         if self.rank == 0:
@@ -184,25 +185,26 @@ print("main is run as", __name__, file=sys.stderr)
 if __name__ == "__main__":
     signal.signal(signal.SIGHUP, signal.SIG_DFL)  # whoever runs the tests may ignore these two
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    with Cluster("local", [HostPlan("one", ("a",)), HostPlan("two", ("a",))], log_dir=sys.argv[1]) as cluster:
+    with Cluster(sys.argv[2], [HostPlan("one", ("a",)), HostPlan("two", ("a",))], log_dir=sys.argv[1]) as cluster:
         workers = cluster.launch(Held, "a")
         pids = workers.pid().wait()
+        daemons = workers.start_daemon().wait()
         channel = cluster.channel("large")
         handle = workers.hold(channel, np.ones(1_000_000))
         for _ in pids:
             channel.get()
-        print(*pids, flush=True)
+        print(*pids, *daemons, flush=True)
         handle.wait()
 """
 
 
-@pytest.fixture
-def driver(tmp_path):
+@pytest.fixture(params=["local", "ray"])
+def driver(tmp_path, request):
     (tmp_path / "driver.py").write_text(textwrap.dedent(DRIVER))
-    command = [sys.executable, str(tmp_path / "driver.py"), str(tmp_path / "logs")]
+    command = [sys.executable, str(tmp_path / "driver.py"), str(tmp_path / "logs"), request.param]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     process.pids = [int(pid) for pid in process.stdout.readline().split()]
-    assert len(process.pids) == 2, process.stderr.read()
+    assert len(process.pids) == 4, process.stderr.read()
     yield process
     process.kill()
     process.communicate()
@@ -212,9 +214,9 @@ def driver(tmp_path):
     "number",
     [signal.SIGKILL, *(pytest.param(number, marks=pytest.mark.slow) for number in (signal.SIGTERM, signal.SIGHUP))],
 )
-def test_hosts_end_with_a_killed_driver(driver, number, tmp_path):
+def test_hosts_and_their_programs_end_with_a_killed_driver(driver, number, tmp_path):
     # What they share has no name that could outlive them.
-    for pid in (driver.pid, *driver.pids):
+    for pid in driver.pids[:2]:
         maps = Path(f"/proc/{pid}/maps").read_text()
         assert "memfd:embodied" in maps
         assert "/dev/shm" not in maps
