@@ -25,6 +25,8 @@ import pytest
 from embodied.policies.policy_folder import read_weights
 
 pytest.importorskip("ray")
+from embodied.runtime.ray.nodes import ENVIRONMENT
+
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1500)]
 PAGE = (Path(__file__).parents[1] / "docs" / "cluster.md").read_text()
 HEAD, SECOND = re.findall(r"^(ray start .*)", PAGE, re.M)
@@ -53,7 +55,8 @@ class Machines:
             probe.bind(("", 0))
             self.port = probe.getsockname()[1]
         told = dict(word.split("=", 1) for word in EXPORTS.split())
-        assert told.keys() == {"RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_worker_niceness"}
+        ours = {"RAY_AUTH_MODE", "RAY_worker_niceness", "RAY_memory_monitor_refresh_ms"}
+        assert told.keys() == ours | {"RAY_AUTH_TOKEN"} and all(told[name] == ENVIRONMENT[name] for name in ours)
         environment = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
         scripts = str(Path(sys.executable).parent)
         self.environment = {**environment, **told, "RAY_AUTH_TOKEN": secrets.token_hex(32)}

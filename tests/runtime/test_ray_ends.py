@@ -1,11 +1,17 @@
-"""What threads ask of Ray when a run is over."""
+"""What Ray says when a node, an agent or the run has ended."""
 
+import os
+import signal
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
-pytest.importorskip("ray")
+from embodied.core.errors import WorkerFailed
+from embodied.runtime import Cluster, HostPlan, Worker
+
+ray = pytest.importorskip("ray")
 
 # Every start of Ray is counted, and none takes place; in a process of its own, since others here are connected.
 AFTER_THE_END = """
@@ -31,3 +37,37 @@ assert calls == ["127.0.0.1:1"], calls
 def test_who_asks_after_the_end_starts_no_cluster_of_rays_own():
     done = subprocess.run([sys.executable, "-c", AFTER_THE_END], capture_output=True, text=True, timeout=120)
     assert done.stdout == "refused\n", done.stderr
+
+
+def test_an_agent_that_failed_itself_is_told_from_a_lost_node():
+    from ray.exceptions import ActorDiedError, ActorUnavailableError, RayTaskError, RuntimeEnvSetupError
+
+    from embodied.runtime.ray.actors import raised_by_actor
+
+    failed = RayTaskError("NodeAgent.__init__", "no module named torch", ImportError("torch"), proctitle="agent")
+    of_agent = (failed, ActorDiedError(failed), RuntimeEnvSetupError("no room"))
+    of_node = (ActorDiedError(), ActorUnavailableError("it does not answer", None))
+    assert all(map(raised_by_actor, of_agent)) and not any(map(raised_by_actor, of_node))
+
+
+class Sleeper(Worker):
+    def parent(self):
+        return int(Path(f"/proc/{os.getpid()}/stat").read_text().rpartition(")")[2].split()[1])
+
+    def sleep(self, channel):
+        channel.get()
+
+
+@pytest.mark.slow
+def test_a_lost_agent_is_reported_although_ray_cannot_list_its_nodes(ray_cluster, monkeypatch):
+    def no_answer():
+        raise ray.exceptions.RaySystemError("no answer")
+
+    with Cluster("ray", [HostPlan("one", ("a",))], timeout_s=60) as cluster:
+        workers = cluster.launch(Sleeper, "a")
+        (agent,) = workers.parent().wait()
+        asleep = workers.sleep(cluster.channel("never"))
+        monkeypatch.setattr(ray, "nodes", no_answer)
+        os.kill(agent, signal.SIGKILL)
+        with pytest.raises(WorkerFailed, match="its process could not run"):
+            asleep.wait()

@@ -28,7 +28,7 @@ from typing import Any
 import numpy as np
 import ray
 from ray._private import worker
-from ray.exceptions import RayError
+from ray.exceptions import RayError, RayTaskError, RuntimeEnvSetupError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from embodied.core.arrays import gather
@@ -179,18 +179,15 @@ class RayBackend(HostProcesses):
 
     def _listen(self, agent: Agent) -> None:
         """A thread per agent: receives its messages, until its end."""
-        failed = ""
+        failed, of_agent = "", False
         try:
             for sent in agent.actor.listen.remote():
                 self._take(*ray.get(sent))
         except RayError as error:
-            failed = str(error).strip()
+            failed, of_agent = str(error).strip(), raised_by_actor(error)
         if self._stopping:
             return
-        # Ray takes its time to notice that a machine is gone.
-        until = time.monotonic() + (_LOST_S if agent.node.id != self._connection.own.id else 0)
-        while not (lost := self._connection.lost(agent.node)) and time.monotonic() < until and not self._stopping:
-            time.sleep(0.5)
+        lost = not of_agent and self._is_lost(agent.node)
         cause = f"could not run: {failed}"
         if lost:
             cause = f"was lost with node {agent.node.name} of the cluster, which Ray no longer reaches"
@@ -200,6 +197,18 @@ class RayBackend(HostProcesses):
         for process in [process for process in self.processes.values() if process.agent is agent]:
             if not process.ended.is_set():
                 self._end(process, cause)
+
+    def _is_lost(self, node: RayNode) -> bool:
+        """True if Ray notices that this node is lost; it takes its time for another machine."""
+        until = time.monotonic() + (_LOST_S if node.id != self._connection.own.id else 0)
+        while not self._stopping:
+            with suppress(Exception):  # of Ray, which may not reach its own tables
+                if self._connection.lost(node):
+                    return True
+            if time.monotonic() >= until:
+                return False
+            time.sleep(0.5)
+        return False
 
     def _take(self, kind: str, host: str, life: int, message: bytes, *arguments: Any) -> None:
         process, content, payload = self.processes[host], unpack_message(message), received(*arguments)
@@ -227,6 +236,11 @@ class RayBackend(HostProcesses):
         process.ended.set()
         if not self._stopping:
             self._events.on_death(process.plan.name, cause)
+
+
+def raised_by_actor(error: RayError) -> bool:
+    """True if an actor could not start, or raised an error: its node is not lost."""
+    return isinstance(error, RayTaskError | RuntimeEnvSetupError) or getattr(error, "actor_init_failed", False)
 
 
 @contextmanager
