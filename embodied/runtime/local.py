@@ -44,8 +44,8 @@ sys.path[:] = boot["path"]
 from embodied.runtime.processes import main
 main(boot)
 """
-# Waits for the end of its standard input, in a process that is nobody's child: Ray kills the children of an agent before
-# it. Without a word, the hosts' parent was killed: then the programs that hosts have started are killed.
+# Waits for the end of its standard input, in a process that is nobody's child: Ray kills an agent's children before
+# the agent. Without a word, the hosts' parent was killed: then the programs that hosts have started are killed.
 _AFTERWARDS = """
 trap '' INT TERM HUP
 exec 3<&0
