@@ -38,6 +38,7 @@ class Interruption:
         self.at_once, self.stop_s = at_once, stop_s
         self.signal: int | None = None
         self.since = 0.0  # time of the first signal
+        self._is_deferred, self._late = False, 0
 
     @property
     def requested(self) -> bool:
@@ -52,6 +53,17 @@ class Interruption:
         if self.signal is not None and time.monotonic() - self.since >= (self.stop_s if grace else 0.0):
             after = f" {self.stop_s:g} s after {name_of(self.signal)} (run.stop_s)" if grace else ""
             raise StepGivenUp(f"{what} was given up{after}")
+
+    @contextmanager
+    def deferred(self) -> Iterator[None]:
+        """Inside, no signal stops at once; it does so at the end."""
+        self._is_deferred = True
+        try:
+            yield
+        finally:
+            self._is_deferred = False
+        if self._late:
+            raise Interrupted(self._late)
 
     def __enter__(self) -> Interruption:
         self._before: dict[int, Any] = {}
@@ -71,12 +83,18 @@ class Interruption:
         if self.signal is None:
             self.signal, self.since = sig, time.monotonic()
             if self.at_once:
-                raise Interrupted(sig)
+                self._stop_at_once(sig)
+                return
             latest = f", or after {self.stop_s:g} s" if self.stop_s < inf else ""
             with suppress(OSError):  # the terminal may be closed
                 os.write(2, f"\nstopping after this step{latest}; a second Ctrl-C or SIGTERM stops at once\n".encode())
         elif sig == signal.SIGINT or time.monotonic() - self.since >= AGAIN_S:
+            self._stop_at_once(sig)
+
+    def _stop_at_once(self, sig: int) -> None:
+        if not self._is_deferred:
             raise Interrupted(sig)
+        self._late = sig
 
 
 def name_of(number: int) -> str:

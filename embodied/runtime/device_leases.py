@@ -190,7 +190,6 @@ class Coordinator:
             if name in self.waiting or name in self.holding:
                 self.waiting = [other for other in self.waiting if other != name]
                 self._free(name)
-            self.switching.pop(name, None)
             del self.gangs[name]
         for worker in workers:
             del self.claims[worker]
@@ -242,6 +241,7 @@ class Coordinator:
 
     def _free(self, gang: str) -> None:
         self.holding.discard(gang)
+        self.switching.pop(gang, None)
         self.holders = {device: holder for device, holder in self.holders.items() if holder != gang}
         self.turns.ends(gang, self.now)
 

@@ -107,8 +107,13 @@ class DeviceSharing:
     def phase(self, name: str) -> Iterator[None]:
         """Inside, the phase's groups hold their devices. Other workers' memory is offloaded only if both do not fit."""
         with self._changed:
-            self._carry_out(self.coordinator.acquire(name))
-            self._wait_for(name, lambda: self.coordinator.granted(name))
+            actions = self.coordinator.acquire(name)
+            try:
+                self._carry_out(actions)
+                self._wait_for(name, lambda: self.coordinator.granted(name))
+            except BaseException:
+                self._give_up(name)
+                raise
             self._phases[name] = _Phase(threading.get_ident())
         try:
             with self._changed:
@@ -184,15 +189,10 @@ class DeviceSharing:
                 self.coordinator.revise(needs)
 
     def _wait_for(self, gang: str, granted: Callable[[], bool]) -> None:
-        """Block until the gang is granted; on an error it stops waiting."""
+        """Block until the gang is granted."""
         until = time.monotonic() + self.timeout_s
-        try:
-            while not granted():
-                self._wait_for_others(gang, until)
-        except BaseException:
-            if gang in self.coordinator.waiting and gang not in self.part_of.values():
-                self._carry_out(self.coordinator.cancel(gang))
-            raise
+        while not granted():
+            self._wait_for_others(gang, until)
 
     def _wait_for_others(self, gang: str, until: float) -> None:
         """Wait until something changes. Phases of this thread only change by the calls that end them."""
@@ -217,8 +217,12 @@ class DeviceSharing:
             if self._phases.pop(name, None) is None:
                 return
             for gang in (*self.parts.get(name, ()), name):
-                give_up = self.coordinator.cancel if gang in self.coordinator.waiting else self.coordinator.release
-                self._carry_out(give_up(gang))
+                self._give_up(gang)
+
+    def _give_up(self, gang: str) -> None:
+        """A gang stops waiting for its devices, or releases them."""
+        give_up = self.coordinator.cancel if gang in self.coordinator.waiting else self.coordinator.release
+        self._carry_out(give_up(gang))
 
     def _follow(self, actions: list[Action]) -> None:
         with self._changed:

@@ -139,7 +139,7 @@ class Children:
         """`folder`: of the file that lists the runs. `leases`: of runs that share devices."""
         self.folder, self.leases = folder, leases
         self.going: list[ChildRun] = []
-        self.stopping = False
+        self.stopping, self.interruption = False, Interruption()
         self.live = bool(sys.stdout and sys.stdout.isatty())
         self.reported, self.reported_at = "", time.monotonic()
 
@@ -165,7 +165,7 @@ class Children:
 
     def run(self, entries: Sequence[Any], interruption: Interruption) -> None:
         """Run all of these until they end, `most` at a time. No process is left at the end, also after an error."""
-        waiting = list(entries)
+        waiting, self.interruption = list(entries), interruption
         try:
             while self.going or (waiting and not interruption.requested):
                 while waiting and not interruption.requested and len(self.going) < self.most:
@@ -185,10 +185,11 @@ class Children:
         environment = {"CUDA_VISIBLE_DEVICES": place.cards} if place.cards else {}
         if self.leases:
             environment[SOCKET] = str(self.leases.path)
-        child.start([*self.train, *words], place.cores, **environment)
+        with self.interruption.deferred():
+            child.start([*self.train, *words], place.cores, **environment)
+            self.going.append(child)
         if self.leases:
             self.leases.expect(str(child.entry), child.process.pid, weight, place.own)
-        self.going.append(child)
         on = f" on {', '.join(place.own)}" if place.own else ""
         self.say(f"{child.entry} {f'goes on: {child.folder}' if child.folder else 'begins'}{on}")
 

@@ -11,7 +11,7 @@ import time
 
 import pytest
 
-from embodied.core.errors import EmbodiedError
+from embodied.core.errors import EmbodiedError, StepGivenUp
 from embodied.runtime import shared_leases
 from embodied.runtime.device_leases import Claim, Coordinator, LeaseError
 from embodied.runtime.device_sharing import DeviceSharing
@@ -253,6 +253,22 @@ def test_a_phase_waits_for_another_run_as_long_as_it_takes(parent):
     other.release("update")
     assert inside.wait(DEADLINE_S)
     thread.join()
+
+
+def test_a_phase_that_is_given_up_while_memory_moves_for_it_releases_its_devices(parent):
+    def stop():
+        raise StepGivenUp("the step was given up")
+
+    limit = {"fake:0": 10.0}
+    sharing = DeviceSharing(Coordinator(limit, {"update": [Claim("a", ("fake:0",))]}), [], Timers(), interrupt=stop)
+    sharing.unbuilt.add("a")  # so it has no memory yet
+    sharing.share_with_other_runs(parent.connect("a", ["fake:0"]), {"update": TRAIN})
+    with pytest.raises(StepGivenUp), sharing.phase("update"):
+        pass
+    claims = {"update": [Claim("b", ("fake:0",))]}
+    other = parent.connect_later("b", ["fake:0"]).join(Coordinator(limit, claims, ["b"]), {}, lambda actions: None)
+    other.acquire("update")
+    until(lambda: other.granted("update"))
 
 
 def test_a_mistake_of_a_run_is_its_own(parent):

@@ -282,6 +282,22 @@ def test_no_process_is_left_where_an_end_cannot_be_recorded(children, monkeypatc
     assert [process.poll() is None for process in processes] == [False, False]
 
 
+def test_no_process_is_left_where_a_signal_comes_while_it_starts(children, monkeypatch):
+    crew, processes = children(3), []
+
+    class Interrupting(subprocess.Popen):
+        def __init__(self, *arguments, **options):
+            super().__init__(*arguments, **options)
+            processes.append(self)
+            for _ in range(2):
+                os.kill(os.getpid(), signal.SIGINT)
+
+    monkeypatch.setattr(subprocess, "Popen", Interrupting)
+    with Interruption() as interruption, pytest.raises(KeyboardInterrupt):
+        crew.run(crew.group.members, interruption)
+    assert [process.poll() is None for process in processes] == [False]
+
+
 def test_runs_at_once_keep_to_their_cores(children):
     cores = sorted(os.sched_getaffinity(0))
     if len(cores) < 2:
