@@ -170,14 +170,6 @@ def test_a_schedule_that_is_named_is_taken_whatever_was_measured(tmp_path, asked
     assert plan.apart("learner") == (asked != "sync")
 
 
-def test_the_automatic_schedule_is_never_async(tmp_path):
-    config = load([*GROUPS[:3], "algo.groups=8", f"run.dir={tmp_path}", "pipeline.schedule=auto"]).config
-    assert config.algo.why_not_periodic()
-    store_costs(config, 1.0, EVEN)
-    config, _ = auto(config)
-    assert config.pipeline.schedule == "sync"
-
-
 def heavy(config):
     """Policies need 0.03 MB, learners 0.1 MB, and moving a learner takes a second."""
     policy = Cost(constant(0.001), bytes=constant(3e4), onload_s=0.0, offload_s=0.0)

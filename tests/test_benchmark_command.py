@@ -18,10 +18,10 @@ from embodied.placement.layout import DeviceClass, Layout, Zone
 from embodied.placement.profile import Cost, Curve, Profile, constant
 from embodied.placement.topology import read_topology
 from embodied.profiling import measure, timed_run
-from embodied.profiling.role_probe import ProbeWorker, copied, real
+from embodied.profiling.role_probe import ProbeWorker, real
 from embodied.profiling.stored_profiles import cost_key, dataflow_of, in_turns, newest_profile, repeated
 from embodied.profiling.timed_run import Round, TimedRun
-from embodied.reporting.benchmark_page import benchmark_page, describe, paired_ratio, warnings
+from embodied.reporting.benchmark_page import describe, paired_ratio
 from embodied.runtime.device_memory import num_bytes
 
 SMALL = ("recipe=pointmass_ppo", "env.num_envs=4", "algo.rollout_decisions=8", "algo.minibatch_size=16")
@@ -48,44 +48,6 @@ def test_the_table_puts_predicted_next_to_measured():
     assert first.split()[-5:] == ["s", "1.250", "s", "-20%", "20%"]  # quartiles 1.125 and 1.375 around 1.25
     assert "disaggregated  not run: needs 3 devices" in "\n".join(lines)
     assert lines[-1].startswith("the order of modes is the predicted one; placement=auto takes collocated, the fastest")
-
-
-def test_modes_that_are_predicted_equal_are_called_so_and_only_an_interval_makes_one_the_fastest():
-    found = result(collocated=[1.0, 1.1, 1.0], hybrid=[1.1, 1.0, 1.05], disaggregated=[3.0, 3.0, 3.0])
-    found.expected["hybrid"]["seconds"] = 1.005
-    assert describe(found)[-1].startswith(
-        "collocated and hybrid are predicted equal; the order of modes is the predicted one; placement=auto takes "
-        "collocated, one of them, not apart from the fastest: 1.05 times"
-    )
-    found.rounds["hybrid"] = rounds(0.5, 0.5, 0.5)
-    told = describe(found)[-1]  # of those predicted equal any may come first
-    assert "the order of modes is the predicted one" in told and "one of them, not the fastest here" in told
-    found.rounds["disaggregated"] = rounds(0.4, 0.4, 0.4)
-    assert "the order of modes" not in describe(found)[-1]
-
-
-ABOUT = {
-    "recipe": "toy",
-    "date": "2026-01-01T10:00:00+00:00",
-    "commit": "abc",
-    "host": "desk",
-    "processor": "EPYC",
-    "cores": 2,
-    "command": ["benchmark.py", "recipe=toy"],
-    "load": {"before": {"others": 0.0, "average": 0.3}, "during": {"others": 0.05, "average": 2.1}},
-}
-
-
-def test_a_profile_and_a_benchmark_that_were_measured_under_load_are_warned_of():
-    found = result(collocated=[1.0, 1.0])
-    found.profile = {"busy": {"before": 0.0, "during": 0.9}}
-    (told,) = warnings([found], ABOUT)
-    assert "the profile that predicts reach, 4 envs was measured under load" in told and "profile=new" in told
-    busy = ABOUT | {"load": {"before": {"others": 1.0}, "during": {"others": None}}}
-    assert warnings([found], busy)[0].startswith("this benchmark was measured under load: other programs kept cores")
-    assert len(benchmark_page([found], busy)["problems"]) == 2
-    found.profile = {}  # from before loads were written down
-    assert not warnings([found], ABOUT) and "load unknown" in str(benchmark_page([found], ABOUT))
 
 
 def test_schedules_are_compared_with_the_fastest_mode_and_not_with_what_auto_takes():
@@ -236,16 +198,6 @@ def test_what_a_policy_and_a_learner_with_shards_need_is_what_a_run_counts():
         # Its rows of the weights, of two moments and twice of the gradient; the whole gradient; a block and the rest.
         needed = split.bytes - split.split_bytes * (1 - 1 / ranks)
         assert needed == pytest.approx(5 * weights / ranks + weights + weights - sum(blocks) + max(blocks), abs=10)
-
-
-def test_what_is_played_many_times_over_is_in_rows_of_its_own():
-    networks = real(ProbeWorker, load([*SMALL]).config, parts=("policy", "learner"), tick=lambda: None)
-    networks.rollout(2, 4, 1)
-    played = networks.parts[2].kept.get()
-    twice = copied(played, 2)
-    assert twice.ids.tolist() == [0, 1, 2, 3] and twice.lengths.tolist() == [4] * 4
-    assert twice.values.shape == (16,) and len(twice.obs["state"]) == 16
-    assert (twice.rewards[8:] == played.rewards).all()
 
 
 def test_an_iteration_of_whole_episodes_is_one_round_of_all_groups():

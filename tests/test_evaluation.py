@@ -53,14 +53,6 @@ def test_success_once_and_at_the_end_of_scripted_policies(policy, once, at_end, 
     assert found["protocol"]["name"] == "as-trained-v1" and found["protocol"]["max_episode_steps"] == 6
 
 
-@pytest.mark.parametrize(("episodes", "told"), [(8, "4 envs = 2 sim workers x 2"), (2, "2 envs = 2 sim workers x 1")])
-def test_the_first_screen_counts_the_envs_that_play(episodes, told, capsys):
-    two = """placement={"sim,policy": "cpu:0-1*2", learner: "cpu:0"}"""
-    words = ["recipe=pointmass_ppo", two, "env.num_envs=8", "eval.num_envs=4", f"eval.episodes={episodes}"]
-    run("checkpoint=random", *words, "--dry-run")
-    assert told in capsys.readouterr().out
-
-
 def test_success_at_reset_is_flagged(tmp_path):
     run("checkpoint=scripted:Fails", *SWITCH, "eval.episodes=3", "env.kwargs={at_reset: true}")
     overall = results(tmp_path / "runs/evaluate-Fails")[0]["overall"]
@@ -376,9 +368,3 @@ def recorded(dataset):
     from embodied.datasets import read_dataset
 
     return [one.actions.tolist() for one in read_dataset(dataset)]
-
-
-def test_a_refused_evaluation_leaves_no_folder(tmp_path, capsys):
-    run("checkpoint=scripted:Nobody", *SWITCH, code=2)
-    assert "Nobody" in capsys.readouterr().err
-    assert not list(tmp_path.glob("runs/*/*"))

@@ -60,11 +60,6 @@ def test_a_role_that_goes_with_none_has_a_device_of_its_own_in_every_mode():
     assert "gpu:3" not in [host.device for host in gpus.hosts if "reward" not in host.roles]
 
 
-def test_a_mode_without_a_device_for_it_says_how_many_it_needs():
-    with pytest.raises(PlacementError, match="reward and the others cores of their own: that needs 2 cores"):
-        make_plan("disaggregated", one_machine((0,)), 64, roles=REWARD)
-
-
 def test_what_a_program_declares_is_known_by_its_name_and_phase():
     critic = SimpleNamespace(name="critic", phase="update", beside=None)
     declared = [SimpleNamespace(name="sim", phase="rollout", beside=None), critic, "judge"]

@@ -179,13 +179,6 @@ def test_an_evaluation_of_nothing_but_errors_fails_with_their_cause_and_keeps_wh
     assert found["overall"]["errors"] == 1 and len(episodes) == 1 and Path("runs/evaluate-NaN/report.html").is_file()
 
 
-def test_some_errors_are_said_loudly(tmp_path, capsys):
-    (tmp_path / "broken.py").write_text(BROKEN)
-    asked = ["checkpoint=broken:NaN", "env.name=my_sims:Lift", ONE_HOST, "eval.episodes=2", "eval.videos=0"]
-    run(evaluate, *asked, "policy.kwargs={std: 0.3, above: 0.6}")
-    assert "1 of 2 episodes ended in an error, which is neither success nor failure" in capsys.readouterr().out
-
-
 INCOMPLETE = {
     "Bare": ("pass", "has no method noise_spec and no act"),
     "NotDrawn": ("initialise = Policy.initialise", "has no method initialise (initialise: Draw the initial weights"),
@@ -221,22 +214,6 @@ def test_what_an_own_policy_lacks_is_said_in_one_line(name, tmp_path, capsys):
     )
     err = capsys.readouterr().err
     assert told in err and err.count("\n") == 1
-
-
-def test_a_class_that_is_not_there_is_said_in_one_line(tmp_path, capsys):
-    (tmp_path / "raises.py").write_text("raise RuntimeError('boom')\n")
-    (tmp_path / "leaves.py").write_text("raise SystemExit(3)\n")
-    for checkpoint, told in [
-        ("my_nets:Nothing", "module my_nets has no Nothing"),
-        ("raises:Policy", "importing raises failed: RuntimeError: boom"),
-        ("leaves:Policy", "importing leaves failed: SystemExit: 3"),
-        ("nowhere:Policy", "No module named 'nowhere'"),
-        ("my_sims:Lift", "is not a class of embodied.policies.base.Policy"),
-        ("a:b:c", "a class is my_pkg.my_module:MyPolicy"),
-    ]:
-        run(evaluate, f"checkpoint={checkpoint}", "env.name=pointmass", "cluster.backend=inline", code=2)
-        err = capsys.readouterr().err
-        assert told in err and err.count("\n") == 1, err
 
 
 WATCHED = '''

@@ -106,15 +106,6 @@ def test_a_plan_from_python_is_what_the_command_writes(tmp_path):
     assert plan == json.loads((tmp_path / "plan.json").read_text()) and plan["winner"] == "hybrid"
 
 
-def test_the_same_checks_as_on_the_command_line(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    with pytest.raises(ConfigError, match=r"try algo\.minibatch_size=512"):
-        embodied.train("pointmass_ppo", {"algo.minibatch_size": 100_000})
-    with pytest.raises(ConfigError, match="for the command line"):
-        embodied.train("pointmass_ppo", "--dry-run")
-    assert not list(tmp_path.iterdir())
-
-
 @pytest.mark.parametrize("command", embodied._COMMANDS)
 def test_a_command_is_both_a_module_and_a_function(command):
     module = importlib.import_module(f"embodied.{command}")

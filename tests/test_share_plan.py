@@ -1,12 +1,10 @@
 """What `embodied.share --plan` predicts from profiles, against hand-computed times."""
 
-import json
 import shlex
 
 import pytest
-from share_record import check_record
 
-from embodied import share, train
+from embodied import share
 from embodied.config.recipe import load
 from embodied.core.errors import ConfigError
 from embodied.placement import roles_of
@@ -97,19 +95,6 @@ def test_what_was_not_measured_is_refused_with_the_command_that_measures_it(tmp_
         ConfigError, match=r"was measured on other devices; .* python -m embodied\.profiling recipe=.*taxi"
     ):
         run_cost(config, words, own=1, runs=2)
-
-
-def test_seeds_share_devices_and_say_who_had_which(tmp_path, capsys):
-    short = [*ROBOT, "run.iterations=2", f"run.dir={tmp_path}", "eval.episodes=2", "eval.videos=0"]
-    short = [word for word in short if word != "run.iterations=3"]
-    assert train.main([*short, "seeds=0-1", "at_once=shared"]) == 0
-    said = capsys.readouterr().out
-    assert "2 at once, each on devices that they lend to each other" in said and "2 of 2 runs finished" in said
-    (record,) = tmp_path.glob("*-seeds-*/sharing/share.jsonl")
-    lines = [json.loads(line) for line in record.read_text().splitlines()]
-    check_record(lines[1:], {"seed 0", "seed 1"})
-    assert sum(line.get("phase") == "update" for line in lines) >= 2 * 2
-    assert "seed 0, seed 1 on " in (record.parent / "report.html").read_text()
 
 
 def test_seeds_share_devices_only_where_their_placement_can_be_chosen(tmp_path, monkeypatch):

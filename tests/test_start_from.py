@@ -48,13 +48,6 @@ def test_a_run_that_learns_nothing_ends_with_the_weights_it_began_with(first, tm
     assert json.loads((run / "run.json").read_text())["started_from"]["sha256"]
 
 
-def test_another_policy_is_refused_before_anything_starts(first, tmp_path, capsys):
-    wider = [told.replace("hidden=[8]", "hidden=[9]") for told in TINY]
-    assert train([*wider, f"run.dir={tmp_path}", f"run.start_from={first}"]) == 2
-    assert "policy.hidden=[8] there, [9] here" in capsys.readouterr().err
-    assert not list(tmp_path.iterdir())
-
-
 def test_a_run_that_began_from_a_folder_goes_on_and_is_begun_from(tmp_path):
     spec = EnvSpec(ActionSpec(2), images={"top": (64, 64, 3)}, instruction=True)
     run, folder, saved = tmp_path / "run", tmp_path / "published", tmp_path / "saved"

@@ -275,11 +275,6 @@ def test_a_run_goes_on_as_what_it_is_or_not_at_all(finished, call, changes, said
     assert (path / "run.json").read_text() == before
 
 
-def test_a_run_that_has_all_its_iterations_says_so(finished, call):
-    _, path = finished
-    assert "6 of 4 iterations are done" in call("train", f"resume={path}", "run.iterations=4")
-
-
 def test_training_that_diverges_says_so(tmp_path, call):
     output = call("train", *tiny("algo.lr=1e30", "cluster.backend=inline"), code=1)
     assert "algo.lr" in output and "Traceback" not in output
@@ -301,22 +296,6 @@ def test_a_full_disk_is_a_message_and_a_failed_run(tmp_path):
     assert "Traceback" not in output, output
     assert "error:" in output and "run.dir" in output
     assert not list((only_run(tmp_path) / "checkpoints").glob("v*"))
-
-
-def test_mistakes_are_a_few_lines_and_exit_code_2(tmp_path, call):
-    output = call("train", "recipe=pointmass_ppo", "algo.gama=1", "env.num_env=3", code=2)
-    assert "algo.gamma" in output and "env.num_envs" in output and "Traceback" not in output
-    output = call("train", *tiny("algo.minibatch_size=100000"), code=2)
-    assert "algo.minibatch_size=128" in output
-    output = call("evaluate", "checkpoint=nowhere", "recipe=pointmass_ppo", code=2)
-    assert "nowhere" in output and "Traceback" not in output
-    output = call("train", "recipe=pointmass_ppo", "policy.name=nowhere.nets:Net", code=2)
-    assert "No module named 'nowhere'" in output
-    output = call("train", "recipe=pointmass_ppo", "env.reward=nowhere:paid", "--dry-run", code=2)
-    assert "env.reward='nowhere:paid': there is no module nowhere" in output
-    assert not (tmp_path / "runs").exists()
-    output = call("train", *tiny("cluster.backend=inline", "policy.name=cnn"), code=2)
-    assert "needs images" in output
 
 
 # Runs in bfloat16: acting and learning agree, and what is saved is what acted

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from itertools import combinations_with_replacement, permutations, product
+from itertools import permutations, product
 from random import Random
 
 import pytest
@@ -76,25 +76,6 @@ def test_all_outcomes_in_all_orders_of_two_rounds(how):
             order = lambda dealt, rounds: [dealt[at] for at in (first, second)[rounds] if at < len(dealt)]  # noqa: B023, E731
             score = lambda episode: verdicts[episode // 2][episode % 2]  # noqa: B023, E731
             compare({"filter": how, "max_rounds": 2}, 4, score, order)
-
-
-def test_all_outcomes_in_all_orders_where_two_of_three_second_round_groups_are_needed():
-    """Six envs play three groups in the second round, of which one or two are taken."""
-    handed = 0
-    for verdicts in product((KEPT, LOW), repeat=5):
-        for second in permutations(range(3)):
-            order = lambda dealt, rounds: [dealt[2 * at + i] for i in (0, 1) for at in second if 2 * at < len(dealt)]  # noqa: B023, E731
-            score = lambda episode: verdicts[episode // 2][episode % 2]  # noqa: B023, E731
-            handed += compare({"filter": "resample", "filter_low": 0.3, "max_rounds": 2}, 6, score, order)
-    assert handed
-
-
-def test_all_losses_of_one_or_two_episodes():
-    for how, lost in product(("drop", "resample"), [*combinations_with_replacement(range(8), 2)]):
-        for verdicts in product((KEPT, EQUAL), repeat=3):
-            score = lambda episode: (*verdicts, KEPT, EQUAL, KEPT)[min(episode // 2, 5)][episode % 2]  # noqa: B023, E731
-            order = lambda dealt, rounds: dealt[::-1]  # noqa: E731
-            compare({"filter": how, "max_rounds": 3}, 4, score, order, frozenset(lost))
 
 
 @settings(max_examples=200, deadline=None)

@@ -129,15 +129,6 @@ def test_resampling_fills_the_envs_and_carries_surplus_and_partial_groups_over()
     assert [group.scores for group in pool.take()] == [(1, 0, 0), (1, 0, 1)]
 
 
-def test_resampling_ends_at_the_cap():
-    pool = GroupPool(config(filter="resample", max_rounds=3))
-    rounds = 0
-    while count := pool.wanted(rounds, num_envs=4):
-        finished(pool, [0] * count)
-        rounds += 1
-    assert rounds == 3 and pool.take() == []
-
-
 def test_incomplete_groups_are_dropped_and_played_again_where_half_is_missing():
     pool = GroupPool(config(groups=3))
     dealt = pool.deal(pool.wanted(0, num_envs=6))
@@ -155,15 +146,6 @@ def test_incomplete_groups_are_dropped_and_played_again_where_half_is_missing():
     assert pool.wanted(1, num_envs=6) == 4
     finished(pool, [0, 1, 1, 0])
     assert [group.episodes for group in pool.take()] == [(6, 7), (12, 13), (14, 15)]
-
-
-def test_a_surplus_group_that_is_lost_is_not_kept():
-    pool = GroupPool(config(groups=1, filter="resample"))
-    finished(pool, [1, 0, 1, 0])
-    pool.take()
-    pool.lose([3])
-    assert pool.take() == [] and pool.held == ()
-    assert pool.counts == {"kept": 1, "incomplete": 1}
 
 
 @settings(max_examples=60, deadline=None)

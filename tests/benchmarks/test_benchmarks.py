@@ -10,11 +10,9 @@ import time
 
 import numpy as np
 import pytest
-from safetensors.numpy import save_file
 
-from benchmarks import common, learning, pairs, sharing
+from benchmarks import common, learning, pairs
 from benchmarks.common import ROOT, config_hash, measure, resolved
-from benchmarks.sharing import CASES, FakeRun, play, row, simulated, table
 from embodied.config.recipe import load
 
 EAT = """
@@ -117,39 +115,6 @@ def test_rl_begins_with_what_imitation_leaves(recipe):
     tasks = [part["task"] for part in getattr(imitating.env, "mixture", {}).values()]
     env, other = going_on.env, imitating.env
     assert env.task == other.task if recipe in ROBOTS else other == env or env.task in tasks
-
-
-def test_weights_are_compared_one_by_one(tmp_path):
-    for name, value in (("one", 1.0), ("same", 1.0), ("other", 2.0)):
-        (tmp_path / name).mkdir()
-        (tmp_path / name / "config.json").write_text("{}")
-        save_file({"w": np.full(3, value, np.float32)}, tmp_path / name / "model.safetensors")
-    assert learning.same_weights(tmp_path / "one", tmp_path / "same")
-    assert not learning.same_weights(tmp_path / "one", tmp_path / "other")
-
-
-@pytest.mark.parametrize(("case", "serial", "split"), [(0, 1.46, 1.0), (1, 1.59, 1.3), (2, 1.02, 1.3)])
-def test_lending_is_as_fast_as_the_sketch_said_and_no_run_ends_later_than_on_its_own_devices(case, serial, split):
-    found = row(CASES[case], simulated(CASES[case]))
-    assert found["lend_over_serial"] == pytest.approx(serial, rel=0.05)
-    assert found["lend_over_split"] >= split and found["latest_beside_split"] <= 0.02
-    assert CASES[case].what in table([found])
-
-
-def test_processes_lend_a_device_while_their_last_conversation_is_written_elsewhere(monkeypatch):
-    monkeypatch.setattr(sharing, "BEGIN_S", 3.0)
-    monkeypatch.setattr(sharing, "SCALE", 0.5)
-    monkeypatch.setattr(FakeRun, "lengths", lambda self, seed: [[6.0] if seed == 0 else [0.3] * self.conversations])
-    runs = {"tail": FakeRun(1, 0.0, 1.0, 1), "wide": FakeRun(400, 0.0, 1.0, 1)}
-    devices = [f"fake:{i}" for i in range(3)]
-    together = {"tail": (runs["tail"], 0, devices[:2]), "wide": (runs["wide"], 1, devices[2:])}
-    lines = []
-    ends = play(together, devices, "lend", lines)
-    held = [line for line in lines if (line.get("phase") or "").startswith("rollout")]
-    borrowed = [line["at"] for line in held if line["run"] == "wide" and line["device"] in devices[:2]]
-    updated = min(line["at"] for line in lines if line.get("phase") == "update" and line["run"] == "tail")
-    assert min(borrowed) < updated
-    assert ends["wide"] < 400 / 8 * 0.3 + 1  # on its own device alone
 
 
 def test_pairs_compare_the_iterations_that_both_runs_played_at_the_same_time(tmp_path):

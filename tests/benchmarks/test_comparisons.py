@@ -31,11 +31,6 @@ def test_stable_baselines3_takes_the_gradient_steps_of_our_recipe(processes):
     assert config["algo"]["value_lr"] and config["policy"]["normalize_observations"]
 
 
-def test_env_steps_that_do_not_divide_are_refused():
-    with pytest.raises(SystemExit, match="1600 env steps of an iteration do not divide among 3 processes"):
-        compare_sb3.peer_options(resolved(compare_sb3.RECIPE), 3)
-
-
 def test_our_speed_leaves_out_the_first_iteration_and_95_percent_counts_training_seconds():
     rows = [{"env_steps": 1000 * n, "train_s": 8.0 + 2 * n, "policy_version": n} for n in (1, 2, 3)]
     found = [{"policy_version": n, "overall": {"success_once": {"rate": rate}}} for n, rate in ((3, 1.0), (2, 0.95))]
@@ -91,15 +86,6 @@ def text_env(config):
     return kind(config, kind.load(config))
 
 
-def test_a_step_of_two_processes_lasts_as_long_as_the_slower_one_and_has_the_tokens_of_both():
-    assert compare_trl.joined([(1.0, 0.25, 50), (2.0, 0.75, 60)]) == (2.0, 0.5, 110)
-
-
-def test_our_steps_last_from_one_iteration_to_the_next():
-    rows = [{"train_s": at, "success_once": 0.5, "engine/tokens": 9.0} for at in (3.0, 4.0, 4.5)]
-    assert [seconds for seconds, _, _ in compare_trl.steps_of(rows)] == [3.0, 1.0, 0.5]
-
-
 def test_steps_that_warm_up_count_as_time_but_not_as_speed():
     run = [(10.0, 0.0, 100)] * 3 + [(0.5, 0.0, 100)] * 4 + [(0.5, 1.0, 100)] * 5
     assert compare_trl.tokens_per_s(run) == 200.0
@@ -107,38 +93,8 @@ def test_steps_that_warm_up_count_as_time_but_not_as_speed():
     assert compare_trl.seconds_to_half(run[:-1]) is None
 
 
-@pytest.mark.parametrize("module", [compare_sb3, compare_trl], ids=lambda module: module.__name__)
-def test_ratios_are_to_the_best_of_the_other_round_by_round(module):
-    speeds = {
-        next(iter(compare_sb3.OURS)) if module is compare_sb3 else compare_trl.OURS: (40, 30),
-        "two": (10, 10),
-        "four": (20, 5),
-    }
-    of = (lambda rate: (rate, None)) if module is compare_sb3 else (lambda rate: [(1.0, 0.0, rate)] * 12)
-    text = module.table({who: [of(rate) for rate in rates] for who, rates in speeds.items()})
-    cells = [[cell.strip() for cell in line.split("|")[1:-1]] for line in text.splitlines()[2:]]
-    assert [line[-1] for line in cells] == ["4.00 (2.00 to 6.00)", "1.25 (0.50 to 2.00)", "1.00 (1.00 to 1.00)"]
-    assert {line[2].split(",")[0] for line in cells} == {"never"}
-
-
 @pytest.mark.parametrize("answers", ["equal", "tail"])
 def test_both_engines_write_all_tokens_that_are_asked_for(answers):
     found = engines.rates(engines.make_model(None, 3), answers, 3, 1, [1])
     assert found.keys() == {("ours", 1), ("generate", 1)}
     assert all(len(rates) == 1 and rates[0] > 0 for rates in found.values())
-
-
-def test_answers_of_the_tail_end_early_and_some_use_all_they_may():
-    lengths = [request.max_tokens for request in engines.questions("tail", 64, 100)]
-    assert max(lengths) == engines.LONGEST and min(lengths) >= engines.SHORTEST and np.median(lengths) < 40
-    assert {request.max_tokens for request in engines.questions("equal", 64, 100)} == {engines.EQUAL}
-
-
-def test_each_engine_is_compared_with_its_better_number_of_threads():
-    found = {
-        ("ours", 1): [40.0, 20.0],
-        ("ours", 2): [1.0, 1.0],
-        ("generate", 1): [2.0, 2.0],
-        ("generate", 2): [10.0, 10.0],
-    }
-    assert engines.row("tail", 16, found) == ["tail", "16", "30", "10", "3.00 (2.00 to 4.00)"]

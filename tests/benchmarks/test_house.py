@@ -85,6 +85,7 @@ def test_a_walk_counts_whole_functions_and_the_modules_that_they_name(wood):
     assert named == {"embodied/loop.py", "embodied/tools/saw.py", "embodied/tools/carried.py", "embodied/types.py"}
 
 
+@pytest.mark.slow
 def test_a_run_is_traced_in_all_of_its_processes():
     small = ("env.num_envs=2", "algo.rollout_decisions=4", "algo.minibatch_size=8", "cluster.backend=local")
     found = house.traced(House(ROOT), "pointmass_ppo", *small, 'placement={"sim,policy": "cpu:0", learner: "cpu:0"}')

@@ -40,6 +40,7 @@ def planted(tmp_path):
     return run
 
 
+@pytest.mark.slow
 def test_a_fault_is_caught_by_the_first_test_that_fails_with_it_alone(planted, capsys):
     code, found = planted()
     assert code == 1
@@ -51,6 +52,7 @@ def test_a_fault_is_caught_by_the_first_test_that_fails_with_it_alone(planted, c
     assert planted("--faults", "thirds", "--again", "--all-tests")[0] == 1
 
 
+@pytest.mark.slow
 def test_what_is_known_is_not_measured_again(planted, monkeypatch):
     planted("--faults", "subtracts")
     monkeypatch.setattr(planted_faults.Copy, "first_failure", lambda copy, tests: "tests/other.py::test_other")

@@ -32,36 +32,6 @@ def test_runs_alone_take_the_time_of_their_parts(rule, a, b):
     assert ends(replay(works, OWN, rule, AT_ONCE)) == pytest.approx({"a": a, "b": b})
 
 
-def test_an_idle_device_is_lent_until_its_run_has_work_for_it():
-    # a generates until 1, waits until 7 and updates until 8. Its device is lent as soon as it is free, until 7 at most:
-    # 1 + 6 of b's 14 s of conversations are on it, or on b's own, where conversations of 1 s leave at a border.
-    works = [work("a", [1.0], wait_s=6.0), work("b", [1.0] * 14)]
-    found = ends(replay(works, OWN, "lend", AT_ONCE))
-    assert found["a"] == pytest.approx(8.0, abs=0.06)
-    assert found["b"] == pytest.approx(9.0, abs=0.06)  # without loans 15
-    dear = ends(replay(works, OWN, "lend", (3.0, 3.0)))  # no change of hands would pay before a has ended
-    assert dear["a"] == pytest.approx(8.0) and 11 < dear["b"] <= 15.0
-
-
-def test_simulators_keep_their_devices_until_the_batch_is_whole():
-    works = [work("a", [1.0, 6.0]), work("b", [1.0] * 12, stays=True, borrows=False)]
-    own = {"a": ["fake:0", "fake:2"], "b": ["fake:1"]}
-    assert ends(replay(works, own, "lend", AT_ONCE)) == pytest.approx({"a": 6.5, "b": 13.0})
-    lines = replay(works[1:], own, "remaining", AT_ONCE)
-    assert {line["phase"] for line in lines if line.get("device")} == {"rollout", "update", None}
-
-
-def test_a_batch_of_known_seconds_goes_on_by_the_devices_that_it_has():
-    batch = SteadyBatch({1: 8.0, 2: 4.0}.__getitem__, most=2)
-    assert batch.has_more() and batch.next_s() == float("inf")
-    batch.work_on(["x"])
-    batch.pass_time(4.0)  # half of it
-    batch.work_on(["x", "y", "z"])
-    assert batch.next_s() == 2.0 and batch.busy() == {"x", "y"} and not batch.has_more()
-    batch.pass_time(2.0)
-    assert batch.progress == 1.0 and not batch.busy()
-
-
 def drawn(random):
     """Two or three runs, each with two devices, of which some wait for simulators and some cannot be divided."""
     names = ["a", "b", "c"][: random.choice([2, 3])]

@@ -1,6 +1,5 @@
 """`--help` names every key and answers before anything heavy is imported."""
 
-import importlib
 import json
 import re
 import signal
@@ -16,19 +15,15 @@ from embodied.config.recipe_files import RECIPES, TINY, recipe_names
 
 DOCS = Path(__file__).parents[2] / "docs"
 HEAVY = ("torch", "ray", "sapien", "mani_skill", "gymnasium", "tensorboard", "imageio")
-HELP = 'from embodied.{command} import main; code = main(["--help"])'
-WITHOUT_US = "import numpy, pydantic, yaml; code = 0"
 PROBE = """
-import json, resource, sys
+import json, sys
 {work}
-used = resource.getrusage(resource.RUSAGE_SELF)
 from pydantic import BaseModel
 models, built = [BaseModel], 0
 for model in models:
     models += model.__subclasses__()
     built += model.__module__.startswith("embodied") and model.__pydantic_complete__
-cpu_s = used.ru_utime + used.ru_stime
-print(json.dumps({{"code": code, "modules": sorted(sys.modules), "built": built, "cpu_s": cpu_s}}))
+print(json.dumps({{"codes": codes, "modules": sorted(sys.modules), "built": built}}))
 """
 # Short sleeps: a signal that comes just before one is heard after it.
 SLOW_IMPORT = "import time\nprint('importing', flush=True)\nfor _ in range(1200):\n    time.sleep(0.05)\n"
@@ -40,31 +35,19 @@ def probe(work):
     return json.loads(told.stdout.splitlines()[-1])
 
 
-@pytest.mark.parametrize("command", COMMANDS)
-def test_help_answers_at_once_without_torch_ray_or_a_simulator(command):
-    facts = probe(HELP.format(command=command))
-    assert facts["code"] == 0
+def test_help_of_all_commands_and_the_answer_to_a_mistake_need_no_torch_ray_or_simulator():
+    asked = [*((command, ["--help"]) for command in COMMANDS), ("train", ["recipe=pointmass_ppo", "env.num_env=3"])]
+    works = [f"from embodied.{command} import main; codes.append(main({words}))" for command, words in asked]
+    facts = probe("\n".join(["codes = []", *works]))
+    assert facts["codes"] == [*[0] * len(COMMANDS), 2]
     assert not [name for name in HEAVY if name in facts["modules"]]
+    facts = probe("\n".join(["codes = []", *works[:-1]]))
     assert facts["built"] == 0, "an options model is built though nobody has set an option"
-    assert len(facts["modules"]) < 550
 
 
-def test_help_and_a_mistakes_answer_cost_little_more_than_the_libraries_they_need():
-    """CPU time next to that of imports nobody can do without, the least of some in turns: the machine may be busy."""
-    answers = (["--help"], ["--cfg", "recipe=pointmass_ppo"], ["recipe=pointmass_ppo", "env.num_env=3"])
-    works = [WITHOUT_US, *(f"from embodied.train import main; code = main({argv})" for argv in answers)]
-    least = [float("inf")] * len(works)
-    for _ in range(10):
-        least = [min(before, probe(work)["cpu_s"]) for before, work in zip(least, works, strict=True)]
-        if max(least[1:]) < 6 * least[0]:
-            return
-    raise AssertionError(f"CPU seconds of {answers} and of the imports alone: {least}")
-
-
-@pytest.mark.parametrize("command", ["train", "serve"])  # what answers stands in embodied/__init__.py, for all
-def test_ctrl_c_while_a_command_is_imported_is_a_line(command, tmp_path):
+def test_ctrl_c_while_a_command_is_imported_is_a_line(tmp_path):
     (tmp_path / "yaml.py").write_text(SLOW_IMPORT)
-    ours = [sys.executable, "-m", f"embodied.{command}", "--help"]
+    ours = [sys.executable, "-m", "embodied.train", "--help"]  # what answers stands in embodied/__init__.py, for all
     # A shell starts what it puts into the background deaf to Ctrl-C, and so are the tests then.
     ours = ["env", "--default-signal=INT", *ours]
     with subprocess.Popen(ours, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
@@ -72,11 +55,6 @@ def test_ctrl_c_while_a_command_is_imported_is_a_line(command, tmp_path):
         process.send_signal(signal.SIGINT)
         said = process.communicate(timeout=30)[1]
     assert (process.returncode, said) == (130, "stopped at once\n")
-
-
-@pytest.mark.parametrize("command", ["plan", "benchmark", "share", "sweep"])
-def test_a_usage_fits_into_a_terminal(command):
-    assert max(map(len, importlib.import_module(f"embodied.{command}").USAGE.splitlines())) <= 120
 
 
 def test_a_command_whose_packages_are_missing_says_how_to_install_them():

@@ -115,6 +115,7 @@ PPO learner.reduce_each_pass=true -> leave it out, or set learner.shard=true
 SUMS sft.data=examples.jsonl -> sft.data has no effect in train; leave it out, or run python -m embodied.sft
 PPO collect.noise=1 -> or run python -m embodied.collect
 SFT algo.lr=1 -> has no effect in sft; leave it out
+SFT eval.interleave=true -> eval.interleave has no effect in sft
 SUMS learner.graphs=on -> conversations have any size; try learner.graphs=auto
 GRPO PERIODIC ONCE learner.graphs=on -> groups of pipeline.schedule=periodic have any size; try learner.graphs=auto
 PPO run.iterations=3 run.env_steps=100 -> run.env_steps=100 does not go with run.iterations=3; set one of them
@@ -127,6 +128,8 @@ SFT sft.final_lr=1e-4 sft.lr_schedule=linear -> with sft.lr_schedule=linear; lea
 SFT sft.lr_schedule=cosine sft.lr=1e-4 sft.final_lr=1e-3 -> sft.final_lr=0.001 is above sft.lr=0.0001; swap them
 PPO env.after_success=5 env.on_success=continue -> no effect with env.on_success=continue; try env.after_success=0
 PPO env.privileged=true -> env.state=full: it hides nothing from the actor; try env.state=proprio
+PPO env.reward=sucess -> did you mean 'success'
+PPO env.reward=dense -> did you mean env.reward_mode=dense?
 PPO env.reward_kwargs.scale=2 -> no effect with env.reward=own; leave it out, or name a class of yours
 PPO policy.name=cnn policy.keypoints=true policy.features=9 -> policy.features=9 does not go with policy.keypoints=true
 PPO policy.name=cnn policy.kernels=[4] -> describe the same layers; give each as many numbers

@@ -6,17 +6,17 @@ import shutil
 import numpy as np
 import pytest
 
-pa = pytest.importorskip("pyarrow")
-import pyarrow.parquet as pq  # noqa: E402
-from written_datasets import CAMERA, INFO, LEARN, SEEN, SPEC, written  # noqa: E402
+pytest.importorskip("pyarrow")
+import pyarrow.parquet as pq
+from written_datasets import CAMERA, INFO, LEARN, SEEN, SPEC, written
 
-from embodied.core.errors import ConfigError  # noqa: E402
-from embodied.core.types import ActionSpec, EnvSpec  # noqa: E402
-from embodied.datasets import read_dataset  # noqa: E402
-from embodied.datasets.quantiles import main as figures  # noqa: E402
-from embodied.policies import make_policy  # noqa: E402
-from embodied.policies.openvla.config import OpenVLAOFTConfig  # noqa: E402
-from embodied.sft import main as sft  # noqa: E402
+from embodied.core.errors import ConfigError
+from embodied.core.types import ActionSpec, EnvSpec
+from embodied.datasets import read_dataset
+from embodied.datasets.quantiles import main as figures
+from embodied.policies import make_policy
+from embodied.policies.openvla.config import OpenVLAOFTConfig
+from embodied.sft import main as sft
 
 
 @pytest.fixture(scope="module")
@@ -41,21 +41,6 @@ def test_episodes_are_those_of_the_newer_layout(filmed):
         same(one, other)
         seen, wanted = (episode.obs["images"]["front"].astype(int) for episode in (one, other))
         assert seen.shape == wanted.shape and np.abs(seen - wanted).max() <= 6  # encoded twice
-
-
-@pytest.mark.parametrize("version", ["v2.0", "v2.1"])
-def test_it_is_learned_from_as_the_newer_one_is(sound, tmp_path, version):
-    shutil.copytree(sound / "older", tmp_path / "toy")
-    info = json.loads((tmp_path / "toy" / INFO).read_text()) | {"codebase_version": version}
-    (tmp_path / "toy" / INFO).write_text(json.dumps(info))
-    losses = []
-    for number, path in enumerate((tmp_path / "toy", sound / "new")):
-        told = [f"run.dir={tmp_path / str(number)}", "eval.episodes=1", "eval.videos=0", f"sft.data={path}"]
-        assert sft([*LEARN, *told]) == 0
-        (metrics,) = (tmp_path / str(number)).glob("*/metrics.jsonl")
-        rows = [json.loads(line) for line in metrics.read_text().splitlines()]
-        losses.append([row["train/loss"] for row in rows if "train/loss" in row])
-    assert losses[0] == losses[1] and losses[0]
 
 
 def test_its_figures_are_counted_for_models_that_want_quantiles(sound, tmp_path, capsys):

@@ -243,8 +243,3 @@ def test_a_tolerance_is_relative_for_large_numbers():
     check_vector_env(large(config(max_episode_steps=10), 4), atol=1e-5)
     with pytest.raises(ContractViolation):
         check_vector_env(large(config(max_episode_steps=10), 4), atol=1e-7)
-
-
-def test_the_check_needs_company():
-    with pytest.raises(ValueError, match="3 env rows or more, this env has 2"):
-        check_vector_env(make_env(config(), 2))

@@ -69,12 +69,6 @@ def test_wrong_options_are_refused(values, message):
         config(**values)
 
 
-def test_an_unknown_name_gives_one_error_only():
-    with pytest.raises(ValidationError) as caught:
-        config(name="pointmas", size=2.0, dtype="float64")
-    assert caught.value.error_count() == 1
-
-
 def test_our_classes_are_found_by_name():
     assert env_class(config(name="pointmass")) is PointMassEnv
     assert make_env(config(name="pointmass"), 3).num_envs == 3

@@ -47,11 +47,6 @@ def test_another_protocol_is_taken_by_name():
         chosen(config, "pointmass-v2")
 
 
-def test_an_unknown_protocol_is_refused_before_anything_starts():
-    with pytest.raises(ConfigError, match=r"eval\.protocol='nope'"):
-        launch.planned(load(["recipe=pointmass_ppo", "eval.protocol=nope"]).config)
-
-
 def test_tasks_take_turns_and_their_episodes_do_not_depend_on_the_company():
     alone, three = EpisodeList(5, "eval", ("b",)), EpisodeList(5, "eval", ("a", "b", "c"))
     assert [spec.task for spec in three.first(4)] == ["a", "b", "c", "a"]

@@ -230,8 +230,17 @@ def test_the_gradient_is_that_of_the_loss_written_out_token_by_token(options):
         assert found.item() / share.divisor(EPISODES) == pytest.approx(loss.item(), rel=1e-12)
 
 
-EVERYTHING = [
-    *OPTIONS,
+SUMMED_OVER_RANKS = [  # each has a sum, a mean or a bound of its own
+    {},
+    {"weighting": "episode", "entropy_coef": 0.02},
+    {"weighting": "constant", "entropy_coef": 0.02},
+    {"logprob_level": "episode", "clip": "aipo", "ratio_cap": 1.05},
+    {"truncated": "mask", "weighting": "episode"},
+    {"kl_coef": 0.3, "kl_estimator": "k2", "weighting": "episode"},
+    PPO,
+    PPO | {"weighting": "episode", "entropy_coef": 0.02},
+    PPO | {"value_clip": 0.3, "huber_delta": 0.2, "truncated": "mask"},
+    PPO | {"kl_coef": 0.3, "kl_in": "reward"},
     {"name": "reinforce++", "kl_coef": 0.2},
     {"decoupled": True, "importance_cap": 1.05},
     {"decoupled": True, "logprob_level": "episode"},
@@ -241,7 +250,7 @@ EVERYTHING = [
 ]
 
 
-@pytest.mark.parametrize("options", EVERYTHING, ids=str)
+@pytest.mark.parametrize("options", SUMMED_OVER_RANKS, ids=str)
 def test_packs_and_ranks_change_nothing(options):
     config, data, scores, reference = case(options | {"epochs": 2, "minibatch_size": 2 * SIZE})
     (weights, numbers), *_ = trained(data, config, reference=reference, scores=scores)
@@ -339,12 +348,11 @@ def one_by_one(options):
 
 
 @pytest.mark.parametrize("options", [one_by_one(each) for each in OPTIONS if each.get("kl_estimator") != "k1"], ids=str)
-@pytest.mark.parametrize("order", range(2))
-def test_groups_that_come_one_by_one_make_the_step_of_the_batch(options, order):
+def test_groups_that_come_one_by_one_make_the_step_of_the_batch(options):
     config, data, scores, reference = case(options)
     assert not config.why_not_periodic()
     (wanted, numbers), *_ = trained(data, config, reference=reference, scores=scores)
-    draw = np.random.default_rng(order)
+    draw = np.random.default_rng(0)
     ranks = np.array_split(draw.permutation(GROUPS), [draw.integers(GROUPS)])
 
     def work(rank, collective):

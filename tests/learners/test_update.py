@@ -19,7 +19,7 @@ from tiny_language import answers, build, inputs_of
 from embodied.algorithms.config import PPOConfig
 from embodied.core.errors import Diverged, WrongShape
 from embodied.core.rng import minibatches, permutation
-from embodied.core.types import BatchEnd, env_blocks, join
+from embodied.core.types import BatchEnd, env_blocks
 from embodied.learners import throughput
 from embodied.learners.config import LearnerConfig
 from embodied.learners.model import Adam, Model, PolicyOptimizer, lr_factor
@@ -131,15 +131,6 @@ def test_the_number_of_learner_ranks_does_not_change_the_weights(ranks, weightin
         assert all(torch.equal(policies[0].state_dict()[name], other.state_dict()[name]) for other in policies[1:])
 
 
-def test_deliveries_in_any_order_make_the_same_batch():
-    data = rollout(make(), seed=2)
-    parts = [columns(data, slice(a, a + 1)) for a in range(N)]
-    merged = join(parts[::-1])
-    assert np.array_equal(merged.ids, data.ids)
-    assert np.array_equal(merged.rewards, data.rewards)
-    assert np.array_equal(merged.obs["state"], data.obs["state"])
-
-
 def test_the_optimizer_comes_back_from_its_folder_and_takes_the_same_step(tmp_path):
     config = PPOConfig(rollout_decisions=T, epochs=1, minibatch_size=8, lr=1e-2)
     policy = make()
@@ -212,12 +203,6 @@ def test_weights_that_a_step_made_infinite_are_refused():
 
 
 # Shuffling, minibatches, a rank's share, and schedules
-
-
-def test_a_permutation_holds_every_item_once_and_repeats():
-    order = permutation(3, 7, 1, 100)
-    assert sorted(order) == list(range(100))
-    assert np.array_equal(order, permutation(3, 7, 1, 100))
 
 
 def test_seed_iteration_and_epoch_each_give_another_order():

@@ -37,17 +37,6 @@ def test_this_machine_has_its_cores_and_the_gpus_that_the_process_may_use(eight_
         assert [gpu.index for gpu in node.gpus] == list(range(len(cards)))
 
 
-def test_declared_machines_are_for_dry_runs(tmp_path):
-    declared = machines(recipe("cluster.machines=4x8xH100"))
-    assert (len(declared.nodes), declared.gpus, declared.cores) == (4, 32, 512)
-    with pytest.raises(ConfigError, match=r"cluster\.machines=eight: .*does not describe machines"):
-        machines(recipe("cluster.machines=eight"))
-    from embodied.run.launch import planned
-
-    with pytest.raises(ConfigError, match=r"cluster\.machines=4x8xH100 is for planning: add --dry-run"):
-        planned(recipe("cluster.machines=4x8xH100", f"run.dir={tmp_path}"))
-
-
 def test_a_host_sees_the_gpu_it_holds_or_draws_on_and_no_other():
     card = {"CUDA_DEVICE_ORDER": "PCI_BUS_ID", "CUDA_VISIBLE_DEVICES": "6", "MUJOCO_EGL_DEVICE_ID": "6"}
     card |= {"EMBODIED_RENDER_FILE": "renderD130"}

@@ -9,8 +9,10 @@ import pytest
 from embodied import evaluate, train
 from embodied.config.recipe import load
 from embodied.core.errors import ConfigError, EmbodiedError
+from embodied.core.types import ActionSpec, EnvSpec
 from embodied.envs import env_class
 from embodied.learners.memory_estimate import Memory
+from embodied.policies import make_policy
 from embodied.run import launch, memory_check
 
 
@@ -148,14 +150,6 @@ def test_several_machines_are_for_ray():
             planned("pointmass_ppo", "2x8xGPU", f"cluster.backend={backend}")
 
 
-def test_weights_that_nobody_has_trained_are_said_loudly():
-    config = load(["recipe=libero_grpo_openvla_oft"]).config
-    assert "RANDOM WEIGHTS" in launch.describe_weights(config, None)
-    assert "RANDOM WEIGHTS" not in launch.describe_weights(config, "some/folder")
-    tiny = load(["recipe=pointmass_ppo_openvla_tiny"]).config
-    assert launch.describe_weights(tiny, None) == ", random weights (tiny)"
-
-
 def test_what_a_host_holds_is_refused_too(tmp_path):
     (tmp_path / "small.yaml").write_text("nodes: [{gpus: 8, cores: 128, memory_gb: 64}]")
     recipe = ["libero_grpo", f"{tmp_path}/small.yaml", "env.task=libero_10", "env.num_envs=64"]
@@ -168,12 +162,10 @@ def test_what_a_host_holds_is_refused_too(tmp_path):
 
 def test_it_is_the_policy_that_is_evaluated_that_decides_where_it_acts(tmp_path, capsys):
     """And not the recipe's, which an evaluation takes its env from."""
-    run = ["env.num_envs=4", "run.iterations=1", "run.env_steps=null", "eval.episodes=1", "eval.videos=0"]
-    less = ["algo.rollout_decisions=2", "algo.minibatch_size=8", "cluster.backend=inline", f"run.dir={tmp_path}"]
-    assert train.main(["recipe=pointmass_ppo_openvla_tiny", *run, *less, "eval.failure_videos=0"]) == 0
-    (checkpoint,) = tmp_path.glob("*/checkpoints/v000001")
-    capsys.readouterr()
-    for asked, where in {f"[random,{checkpoint}]": "gpu:0", "random": "core"}.items():
+    config = load(["recipe=pointmass_ppo_openvla_tiny"]).config.policy
+    spec = EnvSpec(ActionSpec(2), state_dim=4, images={"top": (64, 64, 3)}, instruction=True)
+    make_policy(config, spec, 0).save_pretrained(tmp_path)
+    for asked, where in {f"[random,{tmp_path}]": "gpu:0", "random": "core"}.items():
         recipe = ["recipe=pointmass_ppo", "env.cameras=[top]", "env.image_size=64", "env.instruction=true"]
         more = ["env.state=proprio", "cluster.machines=1xGPU", "--dry-run"]
         assert evaluate.main([f"checkpoint={asked}", *recipe, *more]) == 0
@@ -189,10 +181,3 @@ def test_declared_machines_are_shown_and_nothing_is_started(capsys):
     assert train.main(asked) == 2
     assert "cluster.machines=2x4xGPU is for planning: add --dry-run" in capsys.readouterr().err
     assert evaluate.main(["checkpoint=random", "env.name=pointmass", "cluster.machines=8xGPU", "--dry-run"]) == 0
-
-
-def test_the_first_lines_say_which_networks_learner_shard_does_not_split():
-    words = ["recipe=sums_ppo_critic", "run.start_from=null", "learner.shard=true"]
-    config = load([*words, "policy.dtype=float32"]).config
-    assert "role critic: all weights on each device" in " ".join(launch.whole_networks(config))
-    assert not launch.whole_networks(load(words[:2]).config)

@@ -8,7 +8,6 @@ from hypothesis import strategies as st
 
 from embodied.placement import PlacementError, PlannedHost, make_plan
 from embodied.placement.grammar import Slot, parse_devices
-from embodied.placement.placement_errors import span
 from embodied.placement.topology import Gpu, Node, Topology
 
 TWO = (0, 1)
@@ -43,21 +42,10 @@ def test_collocated_puts_sims_with_policies_on_every_core_and_learners_on_the_sa
     )
 
 
-def test_auto_on_a_cpu_is_collocated_and_says_so():
-    auto, collocated = make_plan("auto", TWO, 64), make_plan("collocated", TWO, 64)
-    assert auto.hosts == collocated.hosts
-    assert auto.describe()[0].startswith("auto (collocated: ")
-
-
 def test_disaggregated_gives_every_role_cores_of_its_own():
     plan = make_plan("disaggregated", tuple(range(8)), 60)
     cores = {role: {c for h in plan.hosts if role in h.roles for c in h.cores} for role in ("sim", "policy", "learner")}
     assert cores == {"sim": {0, 1, 2, 3, 4}, "policy": {5}, "learner": {6, 7}}
-
-
-def test_hybrid_keeps_policy_and_learner_together():
-    plan = make_plan("hybrid", TWO, 64)
-    assert [(host.roles, host.cores) for host in plan.hosts] == [(("sim",), (0,)), (("policy", "learner"), (1,))]
 
 
 def test_numbers_count_the_cores_the_run_may_use():
@@ -145,21 +133,6 @@ def test_a_plan_without_learners_drops_only_them():
     plan = make_plan("hybrid", TWO, 64).only("sim", "policy")
     assert [host.roles for host in plan.hosts] == [("sim",), ("policy",)]
     assert make_plan("auto", TWO, 64).only("sim", "policy").count("learner") == 0
-
-
-def test_a_plan_describes_itself_in_a_few_lines():
-    lines = make_plan("collocated", (0, 1, 2), 50).describe()
-    assert lines == [
-        "collocated",
-        "2 x sim + policy on cores 0-1, 1 each",
-        "3 x learner on cores 0-2, 1 each",
-        "50 envs = 2 sim workers x 25",
-    ]
-    assert make_plan({"sim,policy": "cpu:0", "learner": "cpu:0"}, TWO, 5).describe()[-1] == "1 core idle: 1"
-
-
-def test_spans_are_written_as_they_are_read():
-    assert span((0, 1, 2, 5, 7, 8)) == "0-2,5,7-8"
 
 
 EIGHT = Topology((machine(tuple(range(16)), 8),))

@@ -79,18 +79,6 @@ def split(layer, devices, rng):
     return tuple(replace(zone, devices=end - first) for zone, (first, end) in zip(layer, pairwise(borders)))
 
 
-def test_no_device_is_given_twice_and_no_memory_exceeded():
-    for seed in range(50):
-        dataflow, profile, classes = case(seed)
-        for choice in plan_modes(dataflow, profile, classes).values():
-            placed = sorted(name for zone in choice.layout.zones for name in zone.components)
-            assert placed == sorted(c.name for c in dataflow.components)
-            for layer in choice.layout.layers:
-                for c in classes:
-                    assert sum(zone.devices for zone in layer if zone.device_class == c.name) <= c.count
-            assert all(choice.price.used_bytes[c.name] <= c.memory_bytes for c in classes)
-
-
 # Worked by hand
 
 SIMPLE = Dataflow(
@@ -160,21 +148,6 @@ def test_several_learners_with_shards_share_no_weights():
         apart = ((Zone(("sim",), "gpu", 1), Zone(("policy", "learner"), "gpu", devices)),)
         pricer = Pricer(SIMPLE, profile, [DeviceClass("gpu", "gpu", 3, 1e12)])
         assert pricer.price(Layout(apart)).used_bytes["gpu"] == used
-
-
-def test_taking_turns_adds_up():
-    profile = simple_profile(Curve((1, 8), (1.0, 8.0)), constant(1), Curve((1, 8), (1.0, 8.0)))
-    together = price(profile, ((Zone(("sim", "policy", "learner"), "gpu", 2),),))
-    assert together.seconds == 10 * (4 + 1) + 4 * 4  # four envs each; four items of a step each
-
-
-def test_stages_overlap_sim_and_policy_up_to_the_slower_one():
-    profile = simple_profile(Curve((1, 8), (1.0, 8.0)), constant(4), constant(0))
-    layers = ((Zone(("sim",), "gpu", 1), Zone(("policy",), "gpu", 1)), (Zone(("learner",), "gpu", 2),))
-    assert price(profile, layers, stages=1).seconds == 10 * (8 + 4)
-    # Two stages: 4 s of sim and 4 s of policy each. A round trip of one stage and the work of both on either take 8 s.
-    # Nine periods, then the sim's second stage (8 s in) and its answer.
-    assert price(profile, layers, stages=2).seconds == 9 * 8 + 8 + 4
 
 
 def test_what_does_not_fit_beside_each_other_swaps_and_pays_for_it():

@@ -83,24 +83,6 @@ def test_what_is_missing_is_said(folders, options, reason, capsys):
 
 
 @needs_libero
-def test_a_model_on_the_hub_is_evaluated_like_its_folder(folders, tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
-    here = tmp_path / "models--lab--vla"
-    for part in ("refs", "snapshots"):
-        (here / part).mkdir(parents=True)
-    (here / "refs" / "main").write_text("0123abc")
-    (here / "snapshots" / "0123abc").symlink_to(folders["openvla"])
-    asked = [*GOAL, "policy.crop_area=0.8", "--dry-run"]
-    assert main(["checkpoint=lab/vla", *asked]) == 0
-    keys = told(capsys.readouterr().out)
-    assert keys["policy.statistics"] == "libero_goal" and keys["policy.crop_area"] == "0.8"
-    for name, reason in (("lab/other", "the Hugging Face hub did not give it"), ("a--b/c", "Cannot have -- or ..")):
-        assert main([f"checkpoint={name}", *asked]) == 2
-        assert reason in capsys.readouterr().err
-
-
-@needs_libero
 @pytest.mark.slow
 def test_a_published_folder_plays_libero(folders, tmp_path, capsys):
     short = ["eval.protocol=as-trained-v1", "env.max_episode_steps=16", "env.fast_images=true", "env.num_envs=1"]

@@ -56,14 +56,6 @@ def test_runs_that_cannot_be_paired_say_why(tmp_path, page_of):
     assert all("b has no evaluation" in page_of(*runs).text for runs in ((run, other), (other, run)))
 
 
-def test_videos_of_episodes_with_different_outcomes_come_first(tmp_path, page_of):
-    names = [f"episode-{index:03d}_x_reach_seed{index}.mp4" for index in range(3)]
-    first = write_run(tmp_path / "a", played([1, 1, 0]), videos=names[:2])
-    second = write_run(tmp_path / "b", played([1, 0, 0]), videos=names)
-    shown = [[video["outcome"] for video in row["videos"]] for row in page_of(first, second).blocks("videos")]
-    assert shown == [["success", "failure"], ["success", "success"]]
-
-
 def test_runs_get_names_that_tell_them_apart(tmp_path):
     folders = [write_run(tmp_path / parent / "toy") for parent in ("x", "y")]
     assert labels([read_run(folder) for folder in folders]) == ["x/toy", "y/toy"]
@@ -105,19 +97,6 @@ def test_a_sweep_has_the_best_first_and_names_settings_that_may_be_as_good(tmp_p
     page = page_of(group)
     assert "By success_once, algo.lr=0.001 is highest, and not apart from algo.lr=0.01" in page.text
     assert "Behind: algo.lr=0.0001." in page.text and "algo.lr" in page.text.partition("What differs")[2]
-
-
-def test_one_seed_each_has_intervals_over_episodes_and_is_compared_on_the_same_ones(tmp_path, page_of):
-    page = page_of(write_group(tmp_path, {1e-4: [0.5], 1e-3: [0.9]}))
-    assert "another seed may change the order" in page.text and "On the same episodes" in page.text
-    assert "+40.0 pp" in page.text and "[59.6%, 98.2%]" in page.text
-
-
-def test_settings_of_other_tasks_have_no_order(tmp_path, page_of):
-    group = write_group(tmp_path, {"a": [0.5, 0.4]}, swept="env.task")
-    write_run(tmp_path / "b", played([1] * 9, "push"))
-    page = page_of(replace(group, members=(*group.members, Member({"env.task": "b"}, 0, "mark", "../b"))))
-    assert "different tasks" in page.text and "best" not in page.blocks("table")[0]["rows"][0]
 
 
 def test_several_tasks_of_one_run_are_strata(tmp_path):

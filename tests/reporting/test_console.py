@@ -100,10 +100,3 @@ def test_a_policy_that_relies_on_noise_is_remarked_on(sampled, greedy, temperatu
     console.evaluated(1, {**summarize(played), "protocol": {"eval": {"temperature": temperature}}})
     told = "succeeds in 17% of 100 episodes, with sampled actions in 77% of the last 100 of training"
     assert (told in stream.getvalue()) == is_said
-
-
-@pytest.mark.parametrize(("command", "unit"), [("train", "steps"), ("sft program=a:B", "examples")])
-def test_an_iteration_counts_in_the_unit_of_its_command(command, unit):
-    stream = StringIO()
-    Console(Path("run"), stream=stream, command=command).iteration(STATE, [], {"env_steps": 8.0}, 2.0, 3)
-    assert f"  8 {unit}  4 {unit}/s  " in stream.getvalue()

@@ -2,27 +2,7 @@
 
 import pytest
 
-from embodied.placement.timeline import Span, Timeline
-from embodied.plan import draw
 from embodied.reporting.page import merge_pieces
-
-
-def timeline(seconds, *spans):
-    """Of spans (first device, end of the devices, component, start, end)."""
-    return Timeline(seconds, [Span("gpu", range(first, end), *rest) for first, end, *rest in spans])
-
-
-def test_devices_that_do_the_same_share_a_row_and_all_timelines_a_time_axis():
-    hybrid = timeline(5.0, (0, 2, "sim", 0, 1), (0, 1, "policy", 1, 2), (2, 300, "learner", 2, 4))
-    drawing = draw({"hybrid": hybrid, "collocated": timeline(10.0, (0, 1, "sim", 0, 10))})
-    hybrid, collocated = drawing["charts"]
-    assert (hybrid["title"], hybrid["high"], hybrid["end"]) == ("hybrid; 5 s", 10.0, 5.0)
-    assert (collocated["high"], collocated["end"], drawing["x"]) == (10.0, 10.0, "seconds of an iteration")
-    assert {row["name"]: row["bars"] for row in hybrid["rows"]} == {
-        "gpu:0": {"sim": [(0, 1)], "policy": [(1, 2)]},
-        "gpu:1": {"sim": [(0, 1)]},
-        "gpu:2-299": {"learner": [(2, 4)]},
-    }
 
 
 def test_a_bin_of_many_pieces_shows_what_filled_most_of_it_and_rare_pieces_stay_whole():

@@ -2,20 +2,16 @@
 
 import errno
 import json
-import math
 import os
 import re
-import shutil
-from itertools import combinations
 
-import numpy as np
 import pytest
 from written_runs import write_evaluation
 
 from embodied.core.types import EpisodeResult
 from embodied.records.timeline import TraceWriter
 from embodied.report import keep_writing, main
-from embodied.reporting.page import ASSETS, COLORS, Series, thinned
+from embodied.reporting.page import Series, thinned
 from embodied.reporting.run_page import report, report_or_say_why, write_report
 from embodied.reporting.runs import read_run
 from embodied.run.run_folder import RunFolder
@@ -144,17 +140,6 @@ def test_a_run_that_was_killed_is_not_said_to_be_running(tmp_path, page_checker,
     assert "running" in page_checker(report(read_run(folder.path), folder.path)).text
 
 
-def test_an_env_without_success_has_a_report(run, page_checker):
-    episodes = [EpisodeResult(i, "gym", -1, i, 5, float(i), None, None) for i in range(4)]
-    shutil.rmtree(run / "eval")
-    add_evaluation(run, 8, episodes)
-    rows = [metrics(i) | {"success_once": None, "success_at_end": None, "return": None} for i in range(1, 3)]
-    (run / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    page = page_checker(report(read_run(run), run))
-    results = page.text.partition("Where the time went")[0]
-    assert re.findall(r"\d+%", results) == ["95%"]  # the note on intervals; no rate of anything
-
-
 def test_the_command_names_what_it_wrote_and_what_it_cannot_read(run, capsys):
     assert main([str(run)]) == 0 and main([str(run / "eval/v000004")]) == 0
     assert capsys.readouterr().out.split() == [str(run / "report.html"), str(run / "eval/v000004/report.html")]
@@ -185,29 +170,6 @@ def test_a_live_page_follows_a_run_until_it_ends_and_then_reloads_no_more(tmp_pa
     assert all(text.count('"live_s":5') == 1 for text in shown)
     assert main(["--live", str(folder.path)]) == 0
     assert '"live_s":0' in page.read_text() and "2,222" in page.read_text()
-
-
-def test_a_page_says_why_training_and_evaluations_of_this_run_differ(run):
-    (run / "config.yaml").write_text("env: {on_success: truncate, after_success: 25, stagger: true}")
-    (note,) = [part["note"] for part in report(read_run(run), run)["sections"] if part["title"] == "Results"]
-    assert "25 env steps after" in note and "env.stagger" in note and "env.retries" not in note
-
-
-def test_colours_of_lines_are_told_apart():
-    css = (ASSETS / "report.css").read_text()
-    colors = re.findall(r"--c[0-7]: (#\w+)", css)
-    for theme in (colors[:COLORS], colors[COLORS:]):
-        apart = [math.dist(lab(one), lab(other)) for one, other in combinations(theme, 2)]
-        assert len(apart) == 28 and min(apart) > 35, "a difference of 2 is hardly seen"
-
-
-def lab(color):
-    """An sRGB color in CIE L*a*b*, where distances are those that people see."""
-    shares = [int(color[at : at + 2], 16) / 255 for at in (1, 3, 5)]
-    linear = np.array([share / 12.92 if share <= 0.04045 else ((share + 0.055) / 1.055) ** 2.4 for share in shares])
-    to_xyz = np.array([[0.4124, 0.3576, 0.1805], [0.2126, 0.7152, 0.0722], [0.0193, 0.1192, 0.9505]])
-    x, y, z = np.cbrt(to_xyz @ linear / [0.9505, 1.0, 1.0888])
-    return 116 * y - 16, 500 * (x - y), 200 * (y - z)
 
 
 def test_a_long_line_becomes_means_within_a_band():

@@ -13,7 +13,6 @@ from embodied.records.success_stats import summarize
 from embodied.records.transcripts import (
     PARTS,
     SAMPLES,
-    TRANSCRIPTS,
     TranscriptWriter,
     as_line,
     join_transcripts,
@@ -72,13 +71,6 @@ def test_a_reader_sees_the_pictures_of_a_conversation_and_what_became_of_lost_on
     assert "there is no picture" in lost["text"] and words["text"] == "sum: "
 
 
-def test_a_reader_sees_prompt_answer_reward_and_what_was_expected(page_of):
-    page = page_of([(spoken(0, False), [turn("85")]), (spoken(1, True), [turn("95", reward=1.0)])])
-    for words in ("37+58=", "85", "expected: 95", "reward 1", "mean log-prob -0.01", "prompt 1, episode 1"):
-        assert words in page.text
-    assert [TRANSCRIPTS, TRANSCRIPTS] in [block["link"] for block in page.blocks("text")]
-
-
 def test_failures_come_first_and_as_many_as_asked_for_are_unfolded(page_of):
     page = page_of([(spoken(0, True), [turn("a")]), (spoken(1, False), [turn("b")]), (spoken(2, False), [turn("c")])])
     told = [(talk["outcome"], talk["open"]) for talk in page.conversations]
@@ -90,26 +82,10 @@ def test_a_transcript_of_another_shape_is_left_out(page_of):
     assert "1 of 3 are shown" in page_of(told).text
 
 
-def test_rates_over_prompts_stand_in_tiles_and_table(page_of):
-    page = page_of([(spoken(i, i % 2 == 0, prompt=i // 4), [turn("9")]) for i in range(40)])
-    for words in ("avg@4, T=1", "pass@4, T=1", "pass@2", "4 to each of 10 prompts", "at most 1 turns", "1 - C(n-c, k)"):
-        assert words in page.text
-    assert "success_at_end" not in page.text and "pass@2, T=1" not in page.text
-
-
 def test_training_metrics_of_text_are_those_of_the_iteration():
     finished = [spoken(0, True, tokens=4)._replace(length=2), spoken(1, False, truncated=True, tokens=8)]
     assert text_numbers(finished, 2.0) == {"text/truncated": 0.5, "text/tokens": 4.0, "text/tokens_per_s": 6.0}
     assert text_numbers([EpisodeResult(0, "reach", -1, 5, 9, 1.0, True, True)], 2.0) == {}
-
-
-def test_a_runs_page_has_the_curves_of_text(tmp_path, page_checker):
-    run = run_folder(tmp_path / "run")
-    page = page_checker(report(read_run(run), run))
-    for words in ("answers cut off", "tokens an answer", "tokens per second", "reward of a conversation"):
-        assert words in page.text
-    assert "learners while they update, prompts too" in page.text and "MFU of learners" in page.text
-    assert {*page.chart("success")} == {"training", "evaluation"}
 
 
 def test_a_runs_page_shows_the_long_tail_of_its_answers(tmp_path, page_checker):

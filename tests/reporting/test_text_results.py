@@ -12,10 +12,7 @@ from embodied.core.types import EpisodeResult
 from embodied.records.results import (
     COLUMNS,
     TEXT_COLUMNS,
-    describe_pair,
-    describe_results,
     read_results,
-    write_comparison,
     write_results,
 )
 from embodied.records.success_stats import compare, pass_at, rate_over_prompts, summarize, wilson
@@ -114,15 +111,6 @@ def test_results_of_text_come_back_as_they_were_written(tmp_path):
     assert header.split(",") == [*COLUMNS, *TEXT_COLUMNS] and line == "0,add2,0,0,1,1.0,true,true,,,false,4"
 
 
-def test_results_in_words_name_the_temperature_and_the_rates():
-    episodes = answered([[1, 0], [0, 0]], truncated=True)
-    said = describe_results({"protocol": {"eval": {"temperature": 1.0}}, **summarize(episodes)})
-    assert said.startswith("T=1: avg@2 25.0% [") and "pass@2 50.0% [" in said and "pass@1" not in said
-    assert said.endswith("return 0.25, 75.0% cut off, 4.0 tokens an answer (2 prompts)")
-    said = describe_results({"protocol": {"eval": {"temperature": 0.0}}, **summarize(answered([[1], [1]]))})
-    assert said.startswith("greedy: success 100.0% [34.2%, 100.0%], return 1.00")
-
-
 def test_single_answers_are_compared_as_pairs_whatever_the_seed_of_the_evaluation():
     told = compare(answered([[1], [0], [0]], seed=1), answered([[1], [1], [0]], seed=2)[::-1])
     assert (told["prompts"], told["success_once"]["only_second"], told["success_once"]["both"]) == (3, 1, 1)
@@ -141,10 +129,3 @@ def test_several_answers_are_compared_by_prompt():
 def test_prompts_drawn_by_seed_are_those_with_the_same_seed():
     first, other = ([EpisodeResult(0, "t", -1, seed, 1, 1.0, True, True, truncated=False, tokens=1)] for seed in (5, 6))
     assert compare(first, other)["prompts"] == 0 and compare(first, first)["prompts"] == 1
-
-
-def test_a_comparison_of_language_policies_is_by_prompt_in_words_too(tmp_path):
-    played = {"a": answered([[1, 0], [0, 0], [0, 1]]), "b": answered([[1, 1], [0, 1], [0, 0]])}
-    (pair,) = write_comparison(tmp_path, played)["pairs"]
-    said = describe_pair(pair)
-    assert said.startswith("b - a on the same 3 prompts: success_once +16.7% [") and "success_at_end" not in said

@@ -162,14 +162,6 @@ def test_a_damaged_checkpoint_is_replaced_when_its_version_is_saved_again(tmp_pa
     assert verify(write(tmp_path, 3)) == state_of(3)
 
 
-def test_falling_back_to_an_older_checkpoint_is_said(tmp_path, capsys):
-    write(tmp_path, 1)
-    (write(tmp_path, 2) / "manifest.json").unlink()
-    newest(tmp_path)
-    assert "v000002/manifest.json cannot be read" in (said := capsys.readouterr().err)
-    assert "using v000001" in said
-
-
 def saves(clock, lengths, cost_s=0.0):
     """The iterations (of these lengths in seconds) after which a run is saved."""
     train_s, found = 0.0, []

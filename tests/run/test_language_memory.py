@@ -146,6 +146,7 @@ def test_vllm_leaves_the_gpu_to_the_learner_where_both_do_not_fit(shape_of, plac
     assert 12 * 1.54 < aside < learner
 
 
+@pytest.mark.slow
 def test_a_model_for_which_one_gpu_is_too_small_acts_on_two_and_its_policy_lies_in_the_host(shape_of):
     folder, given = shape_of("Qwen2.5-32B"), ["policy.engine=vllm", "policy.cache_gb=16", "policy.dtype=bfloat16"]
     given += ["policy.lora_rank=32", "learner.checkpoint_activations=true", "placement=collocated"]

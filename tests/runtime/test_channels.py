@@ -243,17 +243,6 @@ def test_a_put_is_served_while_the_consumer_is_busy(shared_cluster, peers, name)
     assert busy.wait() == [["now", "later"]]
 
 
-def test_the_driver_can_take_part(shared_cluster, peers, name):
-    a, _ = peers
-    inbox = shared_cluster.channel(f"in {name}", home=a)
-    outbox = shared_cluster.channel(f"out {name}")
-    work = a.pong(inbox, outbox, 3)
-    for i in range(3):
-        inbox.put(i)
-        assert outbox.get() == i * 10
-    work.wait()
-
-
 def test_after_close_consumers_still_get_what_waits(peers, channel):
     a, b = peers
     a.put_all(channel, [1, 2]).wait()

@@ -13,8 +13,6 @@ from talking_runs import program
 from tiny_language import build
 
 from embodied import evaluate, train
-from embodied.config.recipe import load
-from embodied.core.errors import ConfigError
 from embodied.policies.policy_folder import read_weights
 from embodied.serving.config import TOKEN
 from embodied.workflows.evaluator import Evaluator
@@ -183,9 +181,3 @@ def test_where_a_sim_dies_what_it_held_is_played_by_itself(whole, tmp_path):
     assert done.returncode == 0 and done.stdout.count("is started again") == 1, done.stdout + done.stderr
     (run,) = (tmp_path / "runs").iterdir()
     assert found(run / "eval" / "v000001")[1] == found(whole / "eval" / "v000001")[1]
-
-
-@pytest.mark.parametrize("command", ["evaluate", "sft", "collect"])
-def test_other_commands_say_that_it_has_no_effect(command):
-    with pytest.raises(ConfigError, match=f"eval.interleave has no effect in {command}"):
-        load(["recipe=sums_grpo", BESIDE], entry=command)

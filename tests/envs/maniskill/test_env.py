@@ -254,13 +254,3 @@ def test_a_recipe_of_a_task_keeps_its_step_limit_and_is_found_by_it(name):
     assert recipe_of_task(env.task) == name
     assert name.removesuffix("_ppo") in env.task.replace("-", "").lower()
     assert env.solver_iterations == (4 if name == "pullcube_ppo" else None)  # which what is held does not bear
-
-
-def test_the_first_screen_names_the_recipe_of_a_task(capsys):
-    from embodied.train import main
-
-    pytest.importorskip("mani_skill")
-    assert main(["recipe=maniskill_ppo", "env.task=PullCube-v1", "cluster.machines=1xCPU", "--dry-run"]) == 0
-    assert "recipe=pullcube_ppo has settings that were found for this task" in " ".join(capsys.readouterr().out.split())
-    assert main(["recipe=pullcube_ppo", "run.name=mine", "cluster.machines=1xCPU", "--dry-run"]) == 0
-    assert "has settings" not in capsys.readouterr().out

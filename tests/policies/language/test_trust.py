@@ -73,11 +73,11 @@ def test_a_number_near_zero_counts_no_more_than_others():
     assert ProofBlock.of(rounded).error(states) < 1e-6
 
 
-RULES_OF_SERVERS = (SamplingRule(), SamplingRule(0.0), SamplingRule(0.7, top_k=5), SamplingRule(top_p=0.6))
+OF_SERVERS = [("float32", SamplingRule()), ("float32", SamplingRule(0.0))]
+OF_SERVERS += [("bfloat16", SamplingRule(0.7, top_k=5)), ("bfloat16", SamplingRule(top_p=0.6))]
 
 
-@pytest.mark.parametrize("rule", RULES_OF_SERVERS, ids=str)
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize(("dtype", "rule"), OF_SERVERS, ids=str)
 def test_what_rounding_does_to_an_answer_is_measured_and_more_is_refused(dtype, rule, monkeypatch):
     policy = sharpened(preset="tiny_gpt2", dtype=dtype, max_length=64, max_running=20)
     monkeypatch.setitem(

@@ -1,7 +1,6 @@
 """ManiSkill's motion planner as an expert: how a plan is followed, what it solves, and what is refused."""
 
 import sys
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -9,13 +8,11 @@ from expert_episodes import played_by_expert
 from needed import requires
 
 from embodied.core.errors import ConfigError
-from embodied.core.types import EpisodeList, EpisodeResult
+from embodied.core.types import EpisodeList
 from embodied.envs.maniskill.config import ManiSkillConfig
 from embodied.envs.maniskill.env import ManiSkillEnv
 from embodied.envs.maniskill.motion_planner import planner_expert
 from embodied.envs.maniskill.motion_planner.planner_expert import CONTROLS, SOLVERS, Plan, PlannerExpert, PlanReplay
-from embodied.envs.pointmass.config import PointMassConfig
-from embodied.envs.pointmass.env import PointMassEnv
 
 requires("mani_skill")
 REST = np.array([0, np.pi / 8, 0, -np.pi * 5 / 8, 0, np.pi * 3 / 4, np.pi / 4])
@@ -92,32 +89,7 @@ def test_who_plays_beside_an_episode_changes_nothing():
     assert by_index(alone) == by_index(together)
 
 
-def test_what_the_planner_does_not_play_is_refused():
-    with pytest.raises(ConfigError, match=r"env\.task=PullCube-v1 with env\.control_mode=pd_joint_delta_pos"):
-        ManiSkillEnv.expert(
-            SimpleNamespace(config=ManiSkillConfig(task="PullCube-v1", control_mode="pd_joint_delta_pos")), "planner"
-        )
-    with pytest.raises(ConfigError, match=r"PickCube-v1.*pd_joint_vel; it plays .* with pd_joint_delta_pos"):
-        ManiSkillEnv.expert(
-            SimpleNamespace(config=ManiSkillConfig(task="PickCube-v1", control_mode="pd_joint_vel")), "planner"
-        )
-    with pytest.raises(ConfigError, match=r"does not play env\.name=pointmass"):
-        PointMassEnv(PointMassConfig(name="pointmass"), 1).expert("planner")
-
-
 def test_a_missing_planner_is_told_with_what_to_install(monkeypatch):
     monkeypatch.setitem(sys.modules, planner_expert.SOLUTIONS, None)
     with pytest.raises(ConfigError, match=r"cannot be loaded here.*pip install mplib==0\.1\.1"):
         planner_expert.solver("PickCube-v1")
-
-
-def test_episodes_that_were_cut_off_are_told_with_the_option_that_gives_time(capsys):
-    from embodied.collect import warn_of_time
-
-    def ended(length, success):
-        return EpisodeResult(0, "PickCube-v1", -1, 0, length, 0.0, success, success)
-
-    warn_of_time([ended(50, False), ended(50, True), ended(31, False)], 50)
-    assert "not solved  1 episodes within 50 env steps; env.max_episode_steps=150" in capsys.readouterr().out
-    warn_of_time([ended(150, False)], 150)
-    assert not capsys.readouterr().out
