@@ -108,7 +108,7 @@ def recipe_sources(recipe: str, root: Section, problems: list[str]) -> list[Sour
             problems.append(f"recipes extend each other in a circle: {circle}")
             break
         seen.append(path)
-        values = read_recipe(path, problems)
+        values = read_recipe(path, asked_by or "recipe=", problems)
         parent = values.pop("extends", None)
         chain.append(Source(display(path), path.parent, flatten(root, values, display(path), problems)))
         if parent is None:
@@ -150,12 +150,12 @@ def display(path: Path) -> str:
     return str(path.relative_to(here)) if path.is_relative_to(here) else str(path)
 
 
-def read_recipe(path: Path, problems: list[str]) -> dict[str, Any]:
-    """The mapping in a recipe file; empty if it cannot be read."""
+def read_recipe(path: Path, asked_by: str, problems: list[str]) -> dict[str, Any]:
+    """The mapping in a recipe file; empty if it cannot be read. `asked_by`: the key that names it."""
     try:
         values = read_yaml(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, yaml.YAMLError) as err:
-        problems.append(f"{display(path)} cannot be read: {yaml_problem(err)}")
+        problems.append(f"{asked_by}{display(path)} cannot be read: {yaml_problem(err)}")
         return {}
     if isinstance(values, dict):
         return values

@@ -37,7 +37,7 @@ LoraTargets = Annotated[Literal[SETS] | tuple[str, ...], BeforeValidator(a_set_o
 class LoraFields(TypedDict, total=False):
     """peft's fields of a LoraConfig that `policy.lora_config` may set, with peft's meanings."""
 
-    __pydantic_config__ = ConfigDict(extra="forbid")
+    __pydantic_config__ = ConfigDict(extra="forbid", allow_inf_nan=False)
 
     use_dora: bool
     use_rslora: bool

@@ -201,7 +201,7 @@ def test_the_same_key_twice_is_a_mistake_wherever_it_happens(recipe):
         ("env: !!python/object:os.system {}", "could not determine a constructor"),
         ("extends: maniskill_pop", "did you mean 'maniskill_ppo'?"),
         ("extends: ./nowhere.yaml", "there is no file"),
-        ("extends: ./d.yaml", "d.yaml cannot be read: Is a directory"),
+        ("extends: ./d.yaml", "mine.yaml: extends=/"),
         ("extends: ./loop.yaml", "loop"),
         ("extends: ~nouser/x.yaml", "there is no user nouser"),
         ('extends: "./a\\0.yaml"', "holds the character"),
@@ -233,6 +233,7 @@ def test_a_missing_recipe_is_named_with_what_there_is(tmp_path, monkeypatch):
     near, unlike = mistakes("recipe=pointmass_pop"), mistakes("recipe=zzz")
     assert near.startswith("recipe=pointmass_pop: no such recipe, did you mean 'pointmass_ppo'?")
     assert unlike.startswith("recipe=zzz: no such recipe; python -m embodied.list recipes")
+    assert mistakes("recipe=./").startswith("recipe=. cannot be read: Is a directory")
     assert "which recipe? recipe=NAME, or recipe=path/to/my.yaml; python -m embodied.list recipes" in mistakes()
     assert max(map(len, (near, unlike, mistakes()))) < 200, "a list of all would bury the hint"
     monkeypatch.chdir(tmp_path)

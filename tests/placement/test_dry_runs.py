@@ -181,3 +181,11 @@ def test_declared_machines_are_shown_and_nothing_is_started(capsys):
     assert train.main(asked) == 2
     assert "cluster.machines=2x4xGPU is for planning: add --dry-run" in capsys.readouterr().err
     assert evaluate.main(["checkpoint=random", "env.name=pointmass", "cluster.machines=8xGPU", "--dry-run"]) == 0
+
+
+def test_gpus_that_a_placement_leaves_idle_are_named(capsys):
+    for machines, gpus in {"8xGPU": "8 GPUs idle: gpu:0-7\n", "2x4xGPU": "4 GPUs idle: gpu:0-3 of node1\n"}.items():
+        assert train.main(["recipe=pointmass_ppo", f"cluster={machines}", "--dry-run"]) == 0
+        assert gpus in capsys.readouterr().out
+    assert train.main(["recipe=maniskill_ppo_gpu", "cluster=8xGPU", "--dry-run"]) == 0
+    assert "idle" not in capsys.readouterr().out
