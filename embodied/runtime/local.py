@@ -215,7 +215,7 @@ class LocalHosts(HostProcesses):
             loop.stop()
         for thread in self._threads:
             thread.join(timeout=5)
-        with self._afterwards:
+        with suppress(BrokenPipeError), self._afterwards:
             self._afterwards.write(b"nothing is left\n")
         segments.drop()
         for process in self.processes.values():
