@@ -378,7 +378,7 @@ class PlacementPlan:
     num_envs: int
     reason: str = ""  # why the planner chose this mode
     idle: tuple[int, ...] = ()  # cores that no host uses
-    idle_gpus: tuple[tuple[str, str], ...] = ()  # (node, gpu:3) that no host uses
+    idle_gpus: tuple[str, ...] = ()  # GPUs that no host uses, as text by node
     memory: tuple[str, ...] = ()  # known uses of memory, as text
 
     def count(self, role: str) -> int:
@@ -409,10 +409,7 @@ class PlacementPlan:
             lines.append(f"{self.num_envs} envs = {number(sims, 'sim worker')} x {self.num_envs // sims}")
         if self.idle:
             lines.append(f"{number(len(self.idle), 'core')} idle: {span(self.idle)}")
-        for node in dict.fromkeys(node for node, _ in self.idle_gpus):
-            gpus = [gpu for on, gpu in self.idle_gpus if on == node]
-            lines.append(f"{number(len(gpus), 'GPU')} idle: {in_words(gpus)}{f' of {node}' if node else ''}")
-        return lines
+        return [*lines, *self.idle_gpus]
 
 
 def places(hosts: list[PlannedHost]) -> str:
@@ -487,12 +484,15 @@ def make_plan(
     return replace(plan, idle=tuple(core for core in machines.nodes[0].core_numbers if core not in cores))
 
 
-def idle_gpus(hosts: Iterable[PlannedHost], machines: Topology) -> tuple[tuple[str, str], ...]:
-    """The GPUs that no host uses, with the names of their nodes if there are several."""
-    first = machines.nodes[0].name
+def idle_gpus(hosts: Iterable[PlannedHost], machines: Topology) -> tuple[str, ...]:
+    """The GPUs that no host uses, as text by node."""
+    lines, first = [], machines.nodes[0].name
     used = {(host.node or first, name) for host in hosts for name in (*host.devices, host.render)}
-    gpus = [(node.name, f"gpu:{gpu.index}") for node in machines.nodes for gpu in node.gpus]
-    return tuple((node if len(machines.nodes) > 1 else "", gpu) for node, gpu in gpus if (node, gpu) not in used)
+    for node in machines.nodes:
+        if idle := [name for gpu in node.gpus if (node.name, name := f"gpu:{gpu.index}") not in used]:
+            of_node = f" of {node.name}" if len(machines.nodes) > 1 else ""
+            lines.append(f"{number(len(idle), 'GPU')} idle: {in_words(idle)}{of_node}")
+    return tuple(lines)
 
 
 def working_map(machines: Topology, num_envs: int, stages: int, networks: str, *how: Any) -> str:
