@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 
 class PlacementError(ValueError):
     """An impossible placement. The text shows the arithmetic and a placement that works."""
@@ -21,3 +23,12 @@ def span(numbers: tuple[int, ...]) -> str:
         else:
             parts.append([number])
     return ",".join(str(part[0]) if len(part) == 1 else f"{part[0]}-{part[-1]}" for part in parts)
+
+
+def spans(devices: Iterable[str]) -> str:
+    """gpu:0-7 for eight."""
+    by_kind: dict[str, set[int]] = {}
+    for device in devices:
+        kind, _, place = device.partition(":")
+        by_kind.setdefault(kind, set()).add(int(place))
+    return ", ".join(f"{kind}:{span(tuple(places))}" for kind, places in by_kind.items())

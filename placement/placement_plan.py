@@ -58,7 +58,7 @@ from embodied.placement.grammar import (
     roles_of,
     text_of,
 )
-from embodied.placement.placement_errors import PlacementError, number, span
+from embodied.placement.placement_errors import PlacementError, number, span, spans
 from embodied.placement.topology import Gpu, Node, Topology, gpu_of, gpus_of, not_there, one_machine
 
 Device = tuple[str, str, int]  # node, kind, number
@@ -416,24 +416,15 @@ def places(hosts: list[PlannedHost]) -> str:
     """The devices of equal hosts, as text."""
     if hosts[0].devices:
         each = f", {len(hosts[0].devices)} each" if len(hosts[0].devices) > 1 and len(hosts) > 1 else ""
-        return f"{in_words(device for host in hosts for device in host.devices)}{each}"
+        return f"{spans(device for host in hosts for device in host.devices)}{each}"
     cores = span(tuple({core for host in hosts for core in host.cores}))
     each = f", {len(hosts[0].cores)} each" if len(hosts) > 1 else ""
     return f"{'core' if cores.isdigit() else 'cores'} {cores}{each}"
 
 
 def drawn_on(hosts: list[PlannedHost]) -> str:
-    cards = in_words(host.render for host in hosts if host.render)
+    cards = spans(host.render for host in hosts if host.render)
     return f", drawing on {cards}" if cards else ""
-
-
-def in_words(devices: Iterable[str]) -> str:
-    """gpu:0-7 for eight."""
-    by_kind: dict[str, set[int]] = {}
-    for device in devices:
-        kind, _, place = device.partition(":")
-        by_kind.setdefault(kind, set()).add(int(place))
-    return ", ".join(f"{kind}:{span(tuple(places))}" for kind, places in by_kind.items())
 
 
 def make_plan(
@@ -491,7 +482,7 @@ def idle_gpus(hosts: Iterable[PlannedHost], machines: Topology) -> tuple[str, ..
     for node in machines.nodes:
         if idle := [name for gpu in node.gpus if (node.name, name := f"gpu:{gpu.index}") not in used]:
             of_node = f" of {node.name}" if len(machines.nodes) > 1 else ""
-            lines.append(f"{number(len(idle), 'GPU')} idle: {in_words(idle)}{of_node}")
+            lines.append(f"{number(len(idle), 'GPU')} idle: {spans(idle)}{of_node}")
     return tuple(lines)
 
 
