@@ -14,7 +14,7 @@ from typing import Any
 
 from benchmarks.shared_replay import TimedConversations
 from embodied.runtime import Cluster, DeviceSharing, HostPlan, Timers, Worker, share_devices
-from embodied.runtime.shared_leases import begin_beside_other_runs
+from embodied.runtime.device_sharing import begin_beside_other_runs
 
 LOOK_S = 0.01
 

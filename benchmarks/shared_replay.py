@@ -1,4 +1,4 @@
-"""Replays several runs on the same devices in simulated time. As in real runs, `runtime/run_turns.py` and
+"""Replays several runs on the same devices in simulated time. As in real runs, `sharing/run_turns.py` and
 `runtime/device_leases.py` decide which run has a device; this module only simulates the runs.
 
     def batch(iteration):
@@ -18,8 +18,9 @@ from dataclasses import dataclass, replace
 from math import inf
 from typing import Any, Protocol
 
-from embodied.runtime.device_leases import Claim, Coordinator
-from embodied.runtime.run_turns import BUCKETS, FORMAT, GENERATE, TRAIN, RunTurns
+from embodied.runtime.device_leases import GENERATE, TRAIN, Claim, Coordinator
+from embodied.runtime.shared_leases import BUCKETS
+from embodied.sharing.run_turns import FORMAT, RunTurns
 
 SWITCH_S = (0.1, 0.1)  # seconds to stop on a device, and to load weights on another one
 SHARING = ("remaining", "lend")

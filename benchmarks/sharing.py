@@ -32,7 +32,7 @@ from typing import Any
 
 from benchmarks.common import RESULTS, code_commit, environment, machine, markdown, write_json
 from benchmarks.shared_replay import SHARING, SWITCH_S, RunWork, TimedConversations, ends, replay
-from embodied.runtime.shared_leases import SOCKET
+from embodied.runtime.device_leases import SHARE
 from embodied.sharing.lease_server import LeaseServer
 from embodied.sharing.plan import RULES
 
@@ -149,7 +149,7 @@ def play(
             "start_at": time.time() + BEGIN_S,
         }
         command = [sys.executable, "-m", "benchmarks.shared_delays", json.dumps(told)]
-        going[name] = subprocess.Popen(command, env={**environment(), SOCKET: str(server.path)})
+        going[name] = subprocess.Popen(command, env={**environment(), SHARE: str(server.path)})
         server.expect(name, going[name].pid, 1.0, own)
     try:
         while going:

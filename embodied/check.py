@@ -24,7 +24,7 @@ from embodied import let_call
 from embodied.config.command_line import ON_COMMAND_LINE, from_python
 from embodied.config.recipe import RunConfig, load
 from embodied.core.errors import ConfigError, DeadlineExceeded
-from embodied.envs import env_class, speaks
+from embodied.envs import env_class
 from embodied.envs.common_config import played_task
 from embodied.envs.own_modules import file_name
 from embodied.run import launch
@@ -142,10 +142,10 @@ def check(config: RunConfig, stage: CheckStage, images: bool = False) -> None:
     kind.check(config.env)
     task = played_task(config.env.name, config.env.task)
     stage.show("task", task)
-    if names_own_objects(config, ()) and not speaks(kind):  # a conversation says in which line it hangs
+    if names_own_objects(config, ()) and not kind.speaks:  # a conversation says in which line it hangs
         stage.doing = f"making {task} once, in a process of its own"
         try_own_objects(config, config.env, ())
-    if speaks(kind):
+    if kind.speaks:
         stage.doing = f"holding conversations with {task}"
         return converse(kind, config.env, launch.proofs(config), stage)
     from embodied.envs.env_checker import check_vector_env

@@ -44,9 +44,9 @@ from embodied.reporting.runs import Run, read_run
 from embodied.run import launch
 from embodied.run.devices import machines
 from embodied.run.ending import Interruption
-from embodied.runtime.run_turns import RECORD
 from embodied.sharing.page import PREDICTED, record_of
 from embodied.sharing.plan import describe_prediction, predict
+from embodied.sharing.run_turns import RECORD
 from embodied.sharing.runs import (
     SharedChildren,
     SharedRuns,

@@ -28,7 +28,7 @@ PUBLIC = {  # names for the user's own env, by the module that defines them; imp
     "check_text_env": "embodied.envs.text.text_env_checker",
     "check_vector_env": "embodied.envs.env_checker",
 }
-__all__ = ["env_class", "import_class", "make_env", "speaks", *PUBLIC]
+__all__ = ["env_class", "import_class", "make_env", *PUBLIC]
 
 
 def __getattr__(name: str) -> Any:
@@ -46,13 +46,6 @@ def plugin(name: str) -> type[Any]:
     """The class of a registered env."""
     module, _, cls = ENV_CONFIGS[name].env.partition(":")
     return getattr(importlib.import_module(module), cls)
-
-
-def speaks(kind: type) -> bool:
-    """True if this is a class of text envs."""
-    from embodied.envs.text.text_env import TextEnv
-
-    return issubclass(kind, TextEnv)
 
 
 def env_class(config: Any) -> type[Any]:

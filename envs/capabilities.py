@@ -11,7 +11,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol, TypedDict
+from typing import Any, ClassVar, Protocol, TypedDict
 
 import numpy as np
 
@@ -40,6 +40,7 @@ class CataloguedTask(TypedDict):
 class EnvCapabilities:
     """Answers of an env's class before a run; a plug-in overrides the methods that concern it."""
 
+    speaks: ClassVar[bool] = False  # whether it is a text env
     draws_on_gpus = False  # whether its cameras can render on GPUs while the simulator is on cores
     catalogue = ""  # the name of the simulator whose list of tasks `catalogued` returns
     other_folder = ""  # how to tell the folder of the downloads that these tasks need

@@ -19,12 +19,13 @@ from torch import Tensor
 from embodied.core.conversations import FIRST_PLACE
 from embodied.core.errors import EmbodiedError
 from embodied.learners.config import LearnerConfig
+from embodied.learners.model import Pass
 from embodied.placement.balance import PassCost, SequenceLoad, divide_sequences, exchange_costs, order_of_passes
 from embodied.policies.base import Policy
 from embodied.runtime.collective import Collective, PendingTensor, RankGroup
 
 if TYPE_CHECKING:
-    from embodied.learners.train_batch import RankBatch
+    pass
 
 TOLD = ("actions", "mask", "lengths", "groups")  # arrays of conversations that are sent to helping ranks
 
@@ -56,24 +57,6 @@ class SharedPass:
         inputs = dict(zip(TOLD, told, strict=True))
         inputs |= {"mask": inputs["mask"].bool(), "ranks": (self.group, self.owner)}
         return inputs | ({"pictures": read_names(names.numpy())} if spelt else {})
-
-
-@dataclass(frozen=True)
-class Pass:
-    """The items of one forward pass."""
-
-    items: Tensor  # items of this rank's batch; none if it helps with another rank's sequence
-    counts: bool = True  # False: padding
-    shared: SharedPass | None = None
-
-    @property
-    def is_own(self) -> bool:
-        """True if it has this rank's items or padding."""
-        return self.shared is None or self.shared.owner == self.shared.group.place
-
-    def inputs(self, batch: RankBatch) -> dict[str, Any]:
-        """The inputs of `Policy.forward`."""
-        return batch.inputs(self.items) if self.shared is None else self.shared.inputs()
 
 
 class PassTable:

@@ -8,10 +8,11 @@ import shutil
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from time import perf_counter
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -22,7 +23,6 @@ from embodied.algorithms.config import AlgoConfig, GRPOConfig, SFTConfig
 from embodied.core.errors import CheckpointError, ConfigError
 from embodied.core.types import Observation
 from embodied.learners.config import LearnerConfig
-from embodied.learners.divided_passes import PassTable
 from embodied.learners.sharding import HALVES, is_sharded, join_rows, local, rows_of, whole_of
 from embodied.policies.base import Policy, Scores
 from embodied.runtime.collective import Alone, Collective
@@ -36,10 +36,32 @@ from embodied.runtime.published_weights import (
     write_safetensors,
 )
 
+if TYPE_CHECKING:
+    from embodied.learners.divided_passes import PassTable, SharedPass
+    from embodied.learners.train_batch import RankBatch
+
 KEPT_BYTES = 4 * 2**30  # limit of host memory for an iteration's frozen features
 FILE, SHARD = "optimizer.safetensors", "optimizer-{}-of-{}.safetensors"
 MASTER = "master"
 NORM_PART = 2**20  # numbers whose squares are summed in their own precision, exact to five digits
+
+
+@dataclass(frozen=True)
+class Pass:
+    """The items of one forward pass."""
+
+    items: Tensor  # items of this rank's batch; none if it helps with another rank's sequence
+    counts: bool = True  # False: padding
+    shared: SharedPass | None = None
+
+    @property
+    def is_own(self) -> bool:
+        """True if it has this rank's items or padding."""
+        return self.shared is None or self.shared.owner == self.shared.group.place
+
+    def inputs(self, batch: RankBatch) -> dict[str, Any]:
+        """The inputs of `Policy.forward`."""
+        return batch.inputs(self.items) if self.shared is None else self.shared.inputs()
 
 
 class Model:

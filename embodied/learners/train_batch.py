@@ -45,8 +45,7 @@ from embodied.core.arrays import (
 from embodied.core.errors import DeadlineExceeded
 from embodied.core.rng import permutation
 from embodied.core.types import Array, BatchEnd, ForLearner, Trajectory, Unit, join, map_decisions
-from embodied.learners.divided_passes import Pass
-from embodied.learners.model import FrozenFeatures, Model
+from embodied.learners.model import FrozenFeatures, Model, Pass
 from embodied.policies.base import Scores
 from embodied.runtime import Channel, Timers
 from embodied.runtime.collective import Collective

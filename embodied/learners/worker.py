@@ -22,7 +22,6 @@ from embodied.algorithms.config import AlgoConfig
 from embodied.core.errors import CheckpointError, ConfigError, EmbodiedError
 from embodied.core.types import EnvSpec, Trajectory, Unit, join_units
 from embodied.learners.config import LearnerConfig
-from embodied.learners.divided_passes import PassTable
 from embodied.learners.model import Model, PolicyOptimizer
 from embodied.learners.sharding import form_shards, leave, load_whole, local_weights, shard, whole_tensors
 from embodied.learners.throughput import Throughput
@@ -95,6 +94,9 @@ class LearnerWorker(Worker):
                 shard(model.policy)
         self.gpus = connect_gpus(self.rendezvous, self, self.model.device, self.config.shard)
         groups = self._groups()
+        if groups:
+            from embodied.learners.divided_passes import PassTable
+
         self.collective = join(self.rendezvous, self, self.gpus)
         for model in filter(None, (self.model, self.reference)):
             model.collective = self.collective

@@ -48,7 +48,7 @@ from embodied.reporting.sections import (
     video_gallery,
 )
 from embodied.reporting.transcripts_page import samples_shown
-from embodied.runtime.run_turns import RECORD
+from embodied.sharing.run_turns import RECORD
 from embodied.sweeps.run_group import is_group, read_group
 
 REPORT = "report.html"

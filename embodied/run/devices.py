@@ -12,7 +12,7 @@ from typing import Any
 
 from embodied.config.recipe import RunConfig
 from embodied.core.errors import ConfigError
-from embodied.envs import env_class, speaks
+from embodied.envs import env_class
 from embodied.placement import PlacementError, PlacementPlan, PlannedHost, Topology
 from embodied.placement.grammar import parse_map
 from embodied.placement.topology import read_topology
@@ -166,4 +166,4 @@ def check_devices(config: RunConfig, plan: PlacementPlan) -> None:
 
 def divides_requests(config: RunConfig) -> bool:
     """True if several policy workers may share a request: by prompts, or by rows if requests are merged."""
-    return speaks(env_class(config.env)) or config.merged_rows > 1
+    return env_class(config.env).speaks or config.merged_rows > 1

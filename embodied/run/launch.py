@@ -23,7 +23,7 @@ from embodied.config.recipe import Loaded, RunConfig, load
 from embodied.core.errors import ConfigError, EmbodiedError, MissingAsset
 from embodied.core.files import show
 from embodied.core.options import broken_rules
-from embodied.envs import env_class, import_class, speaks
+from embodied.envs import env_class, import_class
 from embodied.envs.capabilities import choose_protocol
 from embodied.envs.common_config import CommonEnvConfig, played_task
 from embodied.envs.own_modules import own_modules
@@ -141,7 +141,7 @@ def check_where(config: RunConfig, dry: bool) -> None:
 
 def with_env(config: RunConfig, kind: Any, topology: Topology, learn: bool, dry: bool) -> RunConfig:
     """The config with the env's open options decided. Refuses envs that lack something on this machine."""
-    if not speaks(kind):
+    if not kind.speaks:
         memory_check.refuse(broken_rules(memory_check.ACTING, config))
     check_simulator(config, topology)
     config = devices.for_all_gpus(config, topology) if learn else config
@@ -175,7 +175,7 @@ def check_evaluation(config: RunConfig, kind: Any) -> None:
 def check_policy(config: RunConfig, kind: Any) -> None:
     """Refuse policies without the inputs that they need, and engines that cannot be divided over GPUs."""
     policy, env = config.policy, config.env
-    if speaks(kind):
+    if kind.speaks:
         memory_check.check_pictures(config, kind)
     if type(env).observed_images is not CommonEnvConfig.observed_images:  # else only the built env knows its images
         policy.check_images(env.observed_images)

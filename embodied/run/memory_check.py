@@ -22,7 +22,7 @@ from embodied.core.errors import CheckpointError, ConfigError
 from embodied.core.files import as_path
 from embodied.core.options import broken_rules, never_with, only_with
 from embodied.core.types import deal_by_task
-from embodied.envs import env_class, import_class, speaks
+from embodied.envs import env_class, import_class
 from embodied.placement import PlacementPlan, PlannedHost, Topology
 from embodied.runtime.published_weights import read_safetensors
 
@@ -521,7 +521,7 @@ def check_pictures(config: RunConfig, kind: Any) -> None:
 
 def check_speech(config: RunConfig, kind: Any, learn: bool) -> None:
     """Refuse a robot policy for a text env, a language policy for a simulator, and options of the other kind."""
-    refuse(config.language_gap(speaks(kind), "policy.name=language, or a checkpoint of such a policy"))
+    refuse(config.language_gap(kind.speaks, "policy.name=language, or a checkpoint of such a policy"))
     refuse(broken_rules((*PLAYING, *(LEARNING if learn else ())), config))
     options = config.eval
     if options.episodes % options.samples:

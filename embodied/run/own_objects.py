@@ -23,7 +23,7 @@ from pydantic import TypeAdapter
 from embodied.config.recipe import RunConfig
 from embodied.core.errors import ConfigError, EmbodiedError
 from embodied.core.types import EpisodeSpec
-from embodied.envs import env_class, make_env, speaks
+from embodied.envs import env_class, make_env
 from embodied.envs.config import EnvConfig
 from embodied.envs.own_modules import explained, names_a_class, own_modules, try_out
 from embodied.policies import make_policy
@@ -86,7 +86,7 @@ def main(told: Path) -> None:
         kind = env_class(env)
         task = kind.tasks(env)[0]
         told.write_text(f"building and stepping env.name={env.name} env.task={task}")
-        (converse if speaks(kind) else play)(kind, env.model_copy(update={"task": task}), policies, told)
+        (converse if kind.speaks else play)(kind, env.model_copy(update={"task": task}), policies, told)
     except EmbodiedError as err:
         told.write_text(f"{MISTAKE}{err}")
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from embodied.config.recipe import RunConfig
 from embodied.core.errors import MissingAsset
-from embodied.envs import env_class, make_env, speaks
+from embodied.envs import env_class, make_env
 from embodied.policies import policy_class
 from embodied.run.own_objects import names_own_objects, try_own_objects
 from embodied.run.policy_source import PolicySource, check_fits, trained_in
@@ -38,7 +38,7 @@ def rehearse(config: RunConfig, *sources: PolicySource, imitators: int = 0) -> N
         for policy in policies:
             policy.check_images(shown)
     check_all_fit([source for source in sources if not trained_in(source, env)], env)
-    if imitators and config.sft.data is not None and not speaks(kind):
+    if imitators and config.sft.data is not None and not kind.speaks:
         from embodied.workflows.imitation import check_dataset
 
         check_dataset(config.sft, built_spec(env), imitators)

@@ -6,20 +6,21 @@ devices never wait for each other, and their memory never moves.
 
 Waiting gangs are served by tier, and within a tier in the order of the workflow, producers before consumers. A
 preemptible gang should give way to a gang of an earlier tier that waits for its devices: stop, release, and ask again.
-For several runs (`join`), `run_turns.py` has the rules for the order.
+For several runs (`join`), `sharing/run_turns.py` has the rules for the order.
 
 `device_sharing.py` executes the coordinator's actions; `device_memory.py` moves memory.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from embodied.core.errors import EmbodiedError
-from embodied.runtime.run_turns import Turns
 
 GB = 1e9
+SHARE = "EMBODIED_SHARE"  # names the socket of the process that shares devices among several runs
+INITIALISE, TRAIN, VALUES, GENERATE = range(4)  # tiers of gangs when several runs share devices
 
 
 class LeaseError(EmbodiedError):
@@ -44,6 +45,54 @@ class Action:
     verb: str
     worker: str
     gang: str
+
+
+class Turns:
+    """The rules for one run: waiting gangs by tier, then in the order of the workflow."""
+
+    def __init__(self, tiers: Mapping[str, int], order: Iterable[str]) -> None:
+        self.tiers = dict(tiers)
+        self.place = {gang: place for place, gang in enumerate(order)}
+
+    def tier(self, gang: str) -> int:
+        return self.tiers.get(gang, 0)
+
+    def order(self, waiting: Collection[str]) -> list[str]:
+        """The waiting gangs in the order in which they are served."""
+        return sorted(waiting, key=lambda gang: (self.tier(gang), self.place[gang]))
+
+    def gives_way(self, holder: str, waiting: str) -> bool:
+        """True if the preemptible gang `holder` gives way to `waiting`."""
+        return self.tier(holder) > self.tier(waiting)
+
+    def may_begin(self, gang: str) -> bool:
+        """True if the gang may get its devices when they are free."""
+        return True
+
+    def moves(self, waiting: Collection[str], held: Mapping[str, str]) -> set[str]:
+        """Gangs that should give way to gangs of the same tier. `held`: preemptible gangs by device."""
+        return set()
+
+    # Events; `now` in seconds
+
+    def waits(self, gang: str, now: float) -> None:
+        """A gang requests its devices."""
+
+    def begins(self, gang: str, now: float) -> None:
+        """A gang gets its devices."""
+
+    def asked_to_leave(self, gang: str, now: float) -> None:
+        """A gang should release its devices; called repeatedly until it does."""
+
+    def ends(self, gang: str, now: float) -> None:
+        """A gang has released its devices, or stopped waiting."""
+
+    def passes(self, now: float) -> None:
+        """Advances the time."""
+
+    def knows(self, run: str, devices: Mapping[str, Collection[str]], tiers: Mapping[str, int]) -> None:
+        """Sets the gangs of a run, in the order of its workflow; replaces its earlier gangs."""
+        raise NotImplementedError("these are the turns of one run")
 
 
 class Coordinator:
@@ -94,6 +143,20 @@ class Coordinator:
                         "even when all other workers are offloaded; use more devices or smaller batches, "
                         "or raise cluster.memory_gb if that is the limit"
                     )
+
+    # What a run tells the coordinator of several runs (`shared_leases.py`); alone, nobody listens
+
+    def report_progress(self, fraction: float) -> None:
+        """Report the collected part of the batch."""
+
+    def clear_progress(self) -> None:
+        """Report the end of an iteration."""
+
+    def rest(self, gangs: Collection[str]) -> None:
+        """Report the gangs that have no work in their phase for now; all other gangs have work."""
+
+    def woke(self, seconds: float) -> None:
+        """Report how long a worker took to load its weights on a device that it joined."""
 
     # Acquire and release
 

@@ -19,19 +19,24 @@ workers get which devices when; `device_memory.py` counts and moves a worker's m
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
+from typing import TYPE_CHECKING
 
 from embodied.core.errors import DeadlineExceeded
 from embodied.runtime.cluster import Cluster, Handle, WorkerGroup
-from embodied.runtime.device_leases import Action, Claim, Coordinator, LeaseError
-from embodied.runtime.run_turns import GENERATE, TRAIN
-from embodied.runtime.shared_leases import LOOK_S, SharedLeases, device_limits, parent
+from embodied.runtime.device_leases import GB, GENERATE, SHARE, TRAIN, Action, Claim, Coordinator, LeaseError
 from embodied.runtime.timers import Timers
+
+if TYPE_CHECKING:
+    from embodied.runtime.shared_leases import SharedLeases
+
+LOOK_S = 1.0
 
 
 @dataclass
@@ -84,24 +89,20 @@ class DeviceSharing:
 
     def report_progress(self, fraction: float) -> None:
         """Report the collected part of the batch."""
-        if isinstance(self.coordinator, SharedLeases):
-            self.coordinator.report_progress(fraction)
+        self.coordinator.report_progress(fraction)
 
     def clear_progress(self) -> None:
         """Report the end of an iteration."""
-        if isinstance(self.coordinator, SharedLeases):
-            self.coordinator.clear_progress()
+        self.coordinator.clear_progress()
 
     def rest(self, workers: Collection[str]) -> None:
         """Report that these workers of a phase have no work for now: other runs may use their devices."""
-        if isinstance(self.coordinator, SharedLeases):
-            idle = [part for part in self.part_of.values() if all(c.worker in workers for c in self._claims(part))]
-            self.coordinator.rest(idle)
+        idle = [part for part in self.part_of.values() if all(c.worker in workers for c in self._claims(part))]
+        self.coordinator.rest(idle)
 
     def woke(self, seconds: float) -> None:
         """Report how long a worker that joined a phase took to load its weights."""
-        if isinstance(self.coordinator, SharedLeases):
-            self.coordinator.woke(seconds)
+        self.coordinator.woke(seconds)
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
@@ -241,6 +242,31 @@ class DeviceSharing:
         self.changes += 1
         self._changed.notify_all()
         self.wake()
+
+
+def parent() -> SharedLeases | None:
+    """The connection to the process that started this run beside others; None if the run shares no devices."""
+    if not os.environ.get(SHARE):
+        return None
+    from embodied.runtime.shared_leases import connection
+
+    return connection(os.environ[SHARE])
+
+
+def begin_beside_other_runs(cluster: Cluster, memory_gb: float | None) -> None:
+    """If the run shares devices: wait until its workers can be built on them."""
+    if shared := parent():
+        limits = device_limits(cluster, memory_gb)
+        shared.begin({device: limit for device, limit in limits.items() if limit < float("inf")})
+
+
+def device_limits(cluster: Cluster, memory_gb: float | None) -> dict[str, float]:
+    """The memory limit of each device of a cluster, in bytes."""
+    return {
+        device: host.device_bytes if memory_gb is None else memory_gb * GB
+        for host in cluster.hosts
+        for device in host.devices or (host.name,)
+    }
 
 
 def share_devices(

@@ -8,7 +8,7 @@ If the parent dies, the run stops itself: it ends its step, saves, and says how 
 device and uses no device that another run still holds: runs lock their devices, and the kernel unlocks them when their
 processes have ended.
 
-    shared = parent()                    # None without EMBODIED_SHARE
+    shared = connection(os.environ["EMBODIED_SHARE"])
     shared.begin()                       # waits for the run's own devices
     shared.join(coordinator, gangs)      # instead of `coordinator` from now on, with the same methods
     shared.report_progress(0.4)          # of the batch
@@ -28,45 +28,24 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import asdict
 from functools import cache
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from zlib import crc32
 
 from embodied.core.errors import EmbodiedError, WorkerFailed
-from embodied.runtime.device_leases import GB, Action, Claim, Coordinator, LeaseError
-from embodied.runtime.run_turns import BUCKETS
+from embodied.runtime.device_leases import SHARE, Action, Claim, Coordinator, LeaseError
 
-if TYPE_CHECKING:
-    from embodied.runtime.cluster import Cluster
-
-SOCKET = "EMBODIED_SHARE"  # names the parent's socket
 ANSWER_S = 300.0  # the parent counts as dead after this; it answers at once, except while it plans a joining run
 LOOK_S = 1.0
 ORPHANED_S = 900.0  # time for other runs to end their step, save and stop
 LOCKS = ".locks"  # suffix of the file of locks, after the socket's name
+BUCKETS = 50  # steps of progress: 2% each
 BEGINNING = "initialise"  # the gang of a run that builds its workers
 
 
 @cache
-def parent() -> SharedLeases | None:
-    """The connection to the parent command; None if the run shares no devices."""
-    path = os.environ.get(SOCKET)
-    return SharedLeases(path) if path else None
-
-
-def begin_beside_other_runs(cluster: Cluster, memory_gb: float | None) -> None:
-    """If the run shares devices: wait until its workers can be built on them."""
-    if shared := parent():
-        limits = device_limits(cluster, memory_gb)
-        shared.begin({device: limit for device, limit in limits.items() if limit < float("inf")})
-
-
-def device_limits(cluster: Cluster, memory_gb: float | None) -> dict[str, float]:
-    """The memory limit of each device of a cluster, in bytes."""
-    return {
-        device: host.device_bytes if memory_gb is None else memory_gb * GB
-        for host in cluster.hosts
-        for device in host.devices or (host.name,)
-    }
+def connection(path: str) -> SharedLeases:
+    """The connection to the parent command at this socket."""
+    return SharedLeases(path)
 
 
 def stop_this_run() -> None:
@@ -86,7 +65,7 @@ class SharedLeases:
             self._locks = DeviceLocks(f"{path}{LOCKS}")
         except OSError as err:
             raise EmbodiedError(
-                f"{SOCKET}={path}: {err.strerror or err}; unset it, or start the runs with python -m embodied.share"
+                f"{SHARE}={path}: {err.strerror or err}; unset it, or start the runs with python -m embodied.share"
             ) from None
         self.alone = False  # the parent is dead
         self._until = float("inf")  # deadline for other runs to end

@@ -24,10 +24,10 @@ from pathlib import Path
 from typing import Any
 
 from embodied.core.files import locked_folder
-from embodied.runtime.device_leases import Action, Claim, Coordinator, LeaseError
-from embodied.runtime.run_turns import FORMAT, INITIALISE, RECORD, RunTurns
+from embodied.runtime.device_leases import INITIALISE, Action, Claim, Coordinator, LeaseError
 from embodied.runtime.shared_leases import BEGINNING, LOCKS
 from embodied.sharing.page import LiveTable, ShareRecord
+from embodied.sharing.run_turns import FORMAT, RECORD, RunTurns
 
 MOST_BYTES = 4 << 20  # of one message
 STRANGER = ""

@@ -1,6 +1,6 @@
 """The pages of runs that share devices: a table in the terminal, and report.html when all runs have ended.
 
-Reads share.jsonl (written by `runtime/run_turns.py`): the holds of every device, and the waits of every run.
+Reads share.jsonl (written by `sharing/run_turns.py`): the holds of every device, and the waits of every run.
 
 record = ShareRecord()
 record.add({"format": "embodied-share/1", "rule": "lend", "devices": ["cpu:0"], "started": "..."})
@@ -27,7 +27,7 @@ from typing import Any
 from embodied.core.errors import printable
 from embodied.core.files import reading, show
 from embodied.reporting.page import Block, Row, Rows, page, percent, rows_chart, section, short, table, tiles
-from embodied.runtime.run_turns import FORMAT, RECORD
+from embodied.sharing.run_turns import FORMAT, RECORD
 
 WHEN = "%Y-%m-%d %H:%M UTC"
 HEAD = ("run", "holds", "share", "target", "waits", "batch", "iteration", "steps/s")

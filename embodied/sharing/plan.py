@@ -24,8 +24,8 @@ from embodied.placement.profile import read_profile
 from embodied.plan import load_warning
 from embodied.profiling import stored_profiles
 from embodied.run.devices import divides_requests, machines, networks_on
-from embodied.runtime.run_turns import FORMAT, LEND_FACTOR
 from embodied.sharing.page import aligned, record_of
+from embodied.sharing.run_turns import FORMAT, LEND_FACTOR
 from embodied.sharing.runs import SharedRuns, load_run, planned
 from embodied.workflows.rl_loop import EmbodiedLoop
 from embodied.workflows.shipped_roles import roles_of_run

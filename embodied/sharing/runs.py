@@ -2,7 +2,7 @@
 folder.
 
     share.json     the runs: arguments, devices, folder, how each ended
-    share.jsonl    which run held which device when (`runtime/run_turns.py`)
+    share.jsonl    which run held which device when (`sharing/run_turns.py`)
     logs/          the output of each run
 
 Each run is an `embodied.train` command in a separate process, with a placement that puts its simulators and learners on
@@ -30,9 +30,9 @@ from embodied.run.devices import divides_requests, machines
 from embodied.run.memory_check import CUDA_BYTES, PROCESS_BYTES, needs
 from embodied.runtime import HostPlan
 from embodied.runtime.backend import reserved
-from embodied.runtime.run_turns import FORMAT
 from embodied.sharing.lease_server import RecordedLeases
 from embodied.sharing.page import SHARE
+from embodied.sharing.run_turns import FORMAT
 from embodied.sweeps.children import Children, ChildRun, Place
 from embodied.sweeps.run_group import MISSING, state_of
 from embodied.workflows.rl_loop import EmbodiedLoop

@@ -31,7 +31,7 @@ from embodied.run import launch
 from embodied.run.checkpoints import read_json
 from embodied.run.ending import Interruption
 from embodied.run.run_folder import DRIVER
-from embodied.runtime.shared_leases import SOCKET
+from embodied.runtime.device_leases import SHARE
 from embodied.sharing.lease_server import RecordedLeases
 from embodied.sweeps.run_group import ENDED, FINISHED, LOG, MISSING, OVER, Member, RunGroup, state_of
 
@@ -184,7 +184,7 @@ class Children:
         """Start a child with these arguments on its place."""
         environment = {"CUDA_VISIBLE_DEVICES": place.cards} if place.cards else {}
         if self.leases:
-            environment[SOCKET] = str(self.leases.path)
+            environment[SHARE] = str(self.leases.path)
         with self.interruption.deferred():
             child.start([*self.train, *words], place.cores, **environment)
             self.going.append(child)

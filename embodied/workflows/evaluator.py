@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 from embodied.core.conversations import SamplingRule
 from embodied.core.errors import EvaluationStopped
 from embodied.core.types import EnvSpec, EpisodeList, EpisodeResult, EpisodeSpec, Job, Recording, Report, deal_by_task
-from embodied.envs import env_class, speaks
+from embodied.envs import env_class
 from embodied.envs.capabilities import EvaluationProtocol, choose_protocol
 from embodied.workflows.contract import ROLLOUT
 from embodied.workflows.rollout_manager import Evaluation
@@ -55,7 +55,7 @@ def evaluation_plan(
     kind, options = env_class(config.env), config.eval
     protocol = choose_protocol(kind, config.env, options.protocol)
     # All held-out prompts, `samples` times each: more episodes would only repeat them.
-    most = protocol.stored_states * len(all_tasks) * options.samples if speaks(kind) else None
+    most = protocol.stored_states * len(all_tasks) * options.samples if kind.speaks else None
     fixed = EpisodeList(options.seed, "eval", all_tasks, protocol.stored_states, options.samples)
     count = min(options.episodes, most or options.episodes)
     episodes = [spec for spec in fixed.first(count) if spec.task in tasks]
@@ -153,7 +153,7 @@ class Evaluator:
         from embodied.records.videos import VideoRecorder
 
         options = self.config.eval
-        conversations = speaks(env_class(self.config.env))
+        conversations = env_class(self.config.env).speaks
         return Recording(
             video_episodes=frozenset(range(options.videos)),
             videos=out / "videos",

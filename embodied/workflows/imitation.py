@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from embodied.algorithms.config import SFTConfig
 from embodied.core.errors import ConfigError
 from embodied.core.types import EnvSpec, EpisodeResult
-from embodied.envs import env_class, speaks
+from embodied.envs import env_class
 from embodied.envs.text.text_env import TextEnv
 from embodied.learners.examples import no_solution, read_examples
 from embodied.runtime import Handle
@@ -25,14 +25,14 @@ if TYPE_CHECKING:
 
 def imitator(config: RunConfig) -> str:
     """The import path of the learner's class, for conversations or demonstrations."""
-    if speaks(env_class(config.env)):
+    if env_class(config.env).speaks:
         return "embodied.learners.imitation:TextImitationLearner"
     return "embodied.learners.imitation:ImitationLearner"
 
 
 def imitator_arguments(workers: Workers) -> tuple:
     config = workers.config
-    env = (config.env,) if speaks(env_class(config.env)) else ()
+    env = (config.env,) if env_class(config.env).speaks else ()
     return *env, *learner_arguments(workers, config.sft)
 
 
@@ -78,7 +78,7 @@ class ImitationLoop(EmbodiedLoop):
 def check_data(config: RunConfig) -> None:
     """Refuse demonstrations or examples that do not fit this env or these options."""
     kind = env_class(config.env)
-    if issubclass(kind, TextEnv):
+    if kind.speaks:
         check_examples(config, kind)
     elif config.sft.data is not None:  # else a dry run whose dataset will be collected first
         from embodied.datasets import read_dataset

@@ -18,7 +18,7 @@ from embodied.core.types import EnvSpec
 from embodied.envs import env_class
 from embodied.run import devices
 from embodied.runtime import Channel, Cluster, DeviceSharing, Handle, Timers, WorkerGroup, share_devices
-from embodied.runtime.shared_leases import begin_beside_other_runs
+from embodied.runtime.device_sharing import begin_beside_other_runs
 from embodied.runtime.weight_sync import Weights, WeightSync
 from embodied.runtime.weights import new_name
 from embodied.runtime.worker import machine

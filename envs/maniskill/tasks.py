@@ -87,8 +87,9 @@ def find_task(task: str) -> Any:
     ensure_vulkan()
     if is_own(task):
         return find_own(task)
-    tasks = registered()
+    tasks = registered(bridge=is_bridge(task))
     if task not in tasks:
+        tasks = registered()
         example = task if task.replace("-", "_").isidentifier() else "MyTask-v1"
         raise ConfigError(
             f"env.task={task!r} is no ManiSkill task{nearest(task, tasks, count=3) or '.'} One of your own, in a file "
@@ -136,13 +137,14 @@ def to_prove(config: ManiSkillConfig) -> str:
     return f"python -m embodied.check {join(f'env.{key}={value}' for key, value in settings.items() if value)}"
 
 
-def registered() -> dict[str, Any]:
-    """All registered tasks, ManiSkill's and ours, by name."""
+def registered(bridge: bool = True) -> dict[str, Any]:
+    """All registered tasks by name: ManiSkill's, the user's, and ours if `bridge` is set."""
     with quiet():
         import mani_skill.envs  # noqa: F401  registers the tasks
         from mani_skill.utils.registration import REGISTERED_ENVS
 
-        import embodied.envs.maniskill.bridge.put_on_plate  # noqa: F401  registers ours
+        if bridge:
+            import embodied.envs.maniskill.bridge.put_on_plate  # noqa: F401  registers ours
 
     return REGISTERED_ENVS
 

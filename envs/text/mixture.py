@@ -24,7 +24,7 @@ from embodied.core.conversations import Said
 from embodied.core.errors import ConfigError
 from embodied.core.rng import generator
 from embodied.core.types import EpisodeSpec
-from embodied.envs import env_class, speaks
+from embodied.envs import env_class
 from embodied.envs.config import EnvConfig
 from embodied.envs.text.text_env import TextEnv, Turn
 
@@ -55,7 +55,7 @@ def made_of(config: Any) -> dict[str, Part]:
     parts = {}
     for name, options in config.mixture.items():
         kind = env_class(its := options_of(name, options))
-        if not speaks(kind):
+        if not kind.speaks:
             raise ConfigError(f"env.mixture.{name}: env.name={its.name} is no text env; leave it out")
         tasks = kind.tasks(its)
         each = Part(name, kind, its, options.get("weight", 1) / len(tasks), tasks)

@@ -61,6 +61,7 @@ class TextEnv(EnvCapabilities):
     """Base of every text env, constructed as `MyText(config, shared)` for each open conversation."""
 
     worker: ClassVar[str] = "embodied.envs.text.worker:TextWorker"
+    speaks: ClassVar[bool] = True
     mixes_tasks: ClassVar[bool] = True
     max_turns: ClassVar[int] = 1
     """The most answers of a conversation, unless `env.max_episode_steps` is set."""

@@ -9,8 +9,8 @@ from benchmarks.shared_replay import RunWork, SteadyBatch, replay
 from embodied.core.errors import EmbodiedError
 from embodied.report import keep_writing
 from embodied.reporting.run_page import REPORT, write_report
-from embodied.runtime.run_turns import FORMAT, RECORD
 from embodied.sharing.page import PREDICTED, SHARE, LiveTable, read_share, record_of, share_page, table_lines
+from embodied.sharing.run_turns import FORMAT, RECORD
 
 HEADER = {"format": FORMAT, "rule": "lend", "devices": ["cpu:0", "cpu:1"], "started": "2026-11-26T03:00:00+00:00"}
 

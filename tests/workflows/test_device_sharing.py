@@ -14,6 +14,7 @@ from embodied.policies.policy_folder import read_weights
 from embodied.records.timeline import Timeline, read_trace
 from embodied.run import launch
 from embodied.runtime import device_memory, shared_leases
+from embodied.runtime.device_leases import SHARE
 from embodied.workflows.rl_loop import EmbodiedLoop
 
 ARGUMENTS = "recipe=pointmass_ppo env.num_envs=4 env.dtype=float64 policy.dtype=float64 policy.hidden=[16]".split()
@@ -63,9 +64,8 @@ def test_without_a_limit_nothing_moves_and_in_one_process_the_weights_are_there_
 
 
 def test_a_run_that_nobody_started_beside_others_asks_nobody_and_is_the_same_bit_for_bit(roomy, tmp_path, monkeypatch):
-    monkeypatch.delenv(shared_leases.SOCKET, raising=False)
+    monkeypatch.delenv(SHARE, raising=False)
     monkeypatch.setattr(shared_leases, "SharedLeases", None)  # whoever would connect fails
-    shared_leases.parent.cache_clear()
     before = {*threading.enumerate()}
     again = Trained(tmp_path, SHARED)
     assert not [thread for thread in {*threading.enumerate()} - before if thread.name.startswith("share")]

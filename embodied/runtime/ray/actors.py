@@ -32,12 +32,12 @@ from ray.exceptions import RayError, RayTaskError, RuntimeEnvSetupError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from embodied.core.arrays import gather
+from embodied.runtime.device_leases import SHARE
 from embodied.runtime.heartbeat import BEAT_S, NOTICE_S, PROGRESS_BYTES, Progress
 from embodied.runtime.host import DRIVER, Events, Host, HostPlan, Links
 from embodied.runtime.local import KILL_S, WRITING_S, HostProcess, HostProcesses, LocalHosts, boot_order, check_cores
 from embodied.runtime.payload import Payload, decode, encode, map_shared, segments
 from embodied.runtime.ray.nodes import Connection, RayNode, Reservation, move
-from embodied.runtime.shared_leases import SOCKET
 from embodied.runtime.worker import machine
 
 _LOST_S = 45.0  # how long Ray may take to say that a node is lost
@@ -89,7 +89,7 @@ class RayBackend(HostProcesses):
         try:
             self._first = gather((self._connection.node(plan.node).id, plan.name) for plan in plans)
             # The run's own cluster has no other programs, and shared devices are reserved for all runs that share them.
-            if address is not None and SOCKET not in os.environ:
+            if address is not None and SHARE not in os.environ:
                 self._reservation = Reservation(plans, self._connection.node)
         except BaseException:
             self._connection.close()

@@ -13,9 +13,8 @@ import pytest
 
 from embodied.core.errors import EmbodiedError, StepGivenUp
 from embodied.runtime import shared_leases
-from embodied.runtime.device_leases import Claim, Coordinator, LeaseError
+from embodied.runtime.device_leases import GENERATE, TRAIN, Claim, Coordinator, LeaseError
 from embodied.runtime.device_sharing import DeviceSharing
-from embodied.runtime.run_turns import GENERATE, TRAIN
 from embodied.runtime.shared_leases import SharedLeases
 from embodied.runtime.timers import Timers
 from embodied.sharing.lease_server import LeaseServer, is_stopped

@@ -7,8 +7,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from share_record import check_record
 
-from embodied.runtime.device_leases import Claim, Coordinator, LeaseError
-from embodied.runtime.run_turns import GENERATE, INITIALISE, TRAIN, RunTurns
+from embodied.runtime.device_leases import GENERATE, INITIALISE, TRAIN, Claim, Coordinator, LeaseError
+from embodied.sharing.run_turns import RunTurns
 
 STEP_S = 0.25
 

@@ -23,66 +23,18 @@ iteration moves up one tier. The rule decides which run generates on a device:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from functools import cache
 from typing import Any, Literal
 
-INITIALISE, TRAIN, VALUES, GENERATE = range(4)
+from embodied.runtime.device_leases import GENERATE, Turns
+
 RECORD = "share.jsonl"
 FORMAT = "embodied-share/1"
 LEND_FACTOR = 4.0  # a device is lent if it will be idle for this multiple of a handover's duration
 FIRST_SWITCH_S = 1.0  # assumed duration of a handover until one is measured
 MOVE_FACTOR = 1.5  # a borrower takes a device from another one if it has this multiple of its remaining work
-BUCKETS = 50  # steps of progress: 2% each
-
-
-class Turns:
-    """The rules for one run: waiting gangs by tier, then in the order of the workflow."""
-
-    def __init__(self, tiers: Mapping[str, int], order: Iterable[str]) -> None:
-        self.tiers = dict(tiers)
-        self.place = {gang: place for place, gang in enumerate(order)}
-
-    def tier(self, gang: str) -> int:
-        return self.tiers.get(gang, 0)
-
-    def order(self, waiting: Collection[str]) -> list[str]:
-        """The waiting gangs in the order in which they are served."""
-        return sorted(waiting, key=lambda gang: (self.tier(gang), self.place[gang]))
-
-    def gives_way(self, holder: str, waiting: str) -> bool:
-        """True if the preemptible gang `holder` gives way to `waiting`."""
-        return self.tier(holder) > self.tier(waiting)
-
-    def may_begin(self, gang: str) -> bool:
-        """True if the gang may get its devices when they are free."""
-        return True
-
-    def moves(self, waiting: Collection[str], held: Mapping[str, str]) -> set[str]:
-        """Gangs that should give way to gangs of the same tier. `held`: preemptible gangs by device."""
-        return set()
-
-    # Events; `now` in seconds
-
-    def waits(self, gang: str, now: float) -> None:
-        """A gang requests its devices."""
-
-    def begins(self, gang: str, now: float) -> None:
-        """A gang gets its devices."""
-
-    def asked_to_leave(self, gang: str, now: float) -> None:
-        """A gang should release its devices; called repeatedly until it does."""
-
-    def ends(self, gang: str, now: float) -> None:
-        """A gang has released its devices, or stopped waiting."""
-
-    def passes(self, now: float) -> None:
-        """Advances the time."""
-
-    def knows(self, run: str, devices: Mapping[str, Collection[str]], tiers: Mapping[str, int]) -> None:
-        """Sets the gangs of a run, in the order of its workflow; replaces its earlier gangs."""
-        raise NotImplementedError("these are the turns of one run")
 
 
 @dataclass
