@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import zlib
 from collections.abc import Callable
-from functools import cache
+from functools import cache, wraps
 from pathlib import Path
 from typing import Any
 
@@ -258,4 +259,16 @@ def compiled(function: Callable, device: str) -> Callable:
             "(apt install g++), or set policy.compile=false"
         )
     options = {"triton.cudagraphs": device == "cuda", "emulate_precision_casts": True, "compile_threads": 1}
-    return torch.compile(function, options=options)
+    fast = torch.compile(function, options=options)
+
+    @wraps(function)
+    def call(*inputs: Any) -> Any:
+        try:
+            return fast(*inputs)
+        except RuntimeError as error:
+            if not (cut_off := re.search(r"(/\S+\.so): file too short", str(error))):
+                raise
+            Path(cut_off[1]).unlink(missing_ok=True)  # a killed process was writing it; torch's compiler keeps it
+            return call(*inputs)
+
+    return call

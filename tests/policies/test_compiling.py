@@ -5,6 +5,7 @@ import shutil
 
 import numpy as np
 import pytest
+import torch
 from tiny_vla import TEXTS, build, noise, observe, scored
 
 from embodied.config.recipe import load
@@ -53,6 +54,19 @@ def test_without_a_compiler_it_says_what_to_do(monkeypatch):
     monkeypatch.setattr(shutil, "which", lambda name: None)
     with pytest.raises(ConfigError, match=r"install g\+\+ .*policy.compile=false"):
         vla_policy.compiled(len, "cpu")
+
+
+def test_a_program_that_a_killed_process_left_unfinished_is_compiled_again(monkeypatch, tmp_path):
+    library = tmp_path / "program.so"
+    library.touch()
+
+    def run(x):
+        if library.exists():
+            raise RuntimeError(f"InductorError: ImportError: {library}: file too short")
+        return x
+
+    monkeypatch.setattr(torch, "compile", lambda function, options: run)
+    assert vla_policy.compiled(run, "cpu")(3) == 3
 
 
 def test_a_saved_policy_does_not_keep_it(tmp_path):
