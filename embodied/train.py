@@ -27,9 +27,10 @@ from embodied.run.checkpoints import SIMS, STATE, SaveClock, name_of, newest, pr
 from embodied.run.ending import Interruption, closing, what_next
 from embodied.run.launch import command_of, program_of, without_success
 from embodied.run.run_folder import RunFolder
+from embodied.run.worker_changes import WorkerChanges
 from embodied.runtime import Budget
 from embodied.runtime.supervision import Supervisor
-from embodied.workflows.contract import WARNING
+from embodied.workflows.contract import UPDATE, WARNING
 from embodied.workflows.rl_loop import EmbodiedLoop
 from embodied.workflows.shipped_roles import roles_of_run
 
@@ -141,9 +142,11 @@ def follow(
             lives = Supervisor(
                 Budget(config.faults.max_restarts, config.faults.window_s, config.faults.hang_s), ["run"]
             )
+            updating = [role.name for role in roles_of_run(program, config) if role.phase == UPDATE]
+            changes = WorkerChanges(config, plan, updating, folder)
             while True:
                 try:
-                    train(program, config, plan, origin, folder, checkpoint, console, interruption, clock)
+                    train(program, config, changes, origin, folder, checkpoint, console, interruption, clock)
                     break
                 except StepGivenUp as err:
                     console.say("\n".join([f"stopped     {err}", *what_next(folder, err)]))
@@ -153,8 +156,8 @@ def follow(
                         raise
                     remaining = plan_without(err, loaded, program) if config.cluster.joined else plan
                     checkpoint = newest_of(folder, err, lives, console, moves=remaining != plan)
-                    if remaining != plan:
-                        plan = remaining
+                    if remaining != (changes.plan if config.cluster.joined else plan):
+                        plan = changes.plan = remaining
                         folder.record(placement=asdict(plan))
                         console.say("\n".join(launch.placement_lines(plan)))
                     origin = origin_of(start, config, folder.path, checkpoint) if start else None
@@ -278,7 +281,7 @@ def open_folder(loaded: Loaded, command: str, run: Path | None, checkpoint: Path
 def train(
     program: type[EmbodiedLoop],
     config: RunConfig,
-    plan,
+    changes: WorkerChanges,
     origin: PolicySource | None,
     folder: RunFolder,
     checkpoint: Path | None,
@@ -286,11 +289,12 @@ def train(
     interruption,
     clock: Callable[[], float] = time.perf_counter,
 ) -> None:
-    """The whole training. `origin`: the policy to start from; `checkpoint`: this run's checkpoint to continue from."""
+    """The whole training, with the plan of `changes`, which may change it. `origin`: the policy to start from;
+    `checkpoint`: this run's checkpoint to continue from."""
     start = origin.folder if origin else None
     if checkpoint and config.run.start_from and not origin:
         start = checkpoint / "policy"  # a run with a start keeps the start's statistics of observations
-    with launch.cluster(config, plan, folder.logs, folder.record_process, program) as cluster:
+    with launch.cluster(config, changes.plan, folder.logs, folder.record_process, program) as cluster:
         cluster.interrupt = partial(interruption.check, "the start", grace=False)  # nothing is lost yet
         loop = program(config, cluster, notify=partial(noted, folder, console), start_folder=start)
         if checkpoint or origin:
@@ -300,6 +304,7 @@ def train(
         if state["iteration"] >= total:
             console.nothing_left(state["iteration"], total)
         cluster.interrupt = interruption.check
+        changes.begin(loop, console.say)
         # Each iteration is followed by saving and evaluating, if they are due. The run stops between iterations.
         saves = SaveClock(config.run.save_every, config.run.save_minutes)
         if checkpoint:
@@ -312,6 +317,8 @@ def train(
                 evaluate(loop, folder, console, interruption)
             while state["iteration"] < total and not interruption.requested and not loop.exhausted:
                 iterate(loop, state, total, folder, console, clock)
+                if changes.due():
+                    changes.go_on()
                 last = state["iteration"] == total or bool(loop.exhausted)
                 judge = last or due(state["iteration"], config.run.eval_every)
                 if saves.due(state["iteration"], state["train_s"]) or judge:  # an evaluation takes long

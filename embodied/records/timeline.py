@@ -77,7 +77,8 @@ class Timeline:
         self._write(DRIVER, self.timers.record(on), iteration, 0.0)
         for group in self.groups:
             for worker, recording in group.record(on).survivors().items():
-                self._write(worker, recording, iteration, self.late_s[worker])
+                if worker in self.late_s:  # else it was added to the run
+                    self._write(worker, recording, iteration, self.late_s[worker])
         if not on:
             self._close()
 

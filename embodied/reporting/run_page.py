@@ -46,6 +46,7 @@ from embodied.reporting.sections import (
     time_spent,
     timeline_charts,
     video_gallery,
+    worker_changes,
 )
 from embodied.reporting.transcripts_page import samples_shown
 from embodied.sharing.run_turns import RECORD
@@ -108,7 +109,8 @@ def report(run: Run, beside: Path) -> Block:
             sections.append(section("Conversations in training", note, *samples))
         sections.append(section("Where the time went", *time_spent(run), *timeline))
     if run.info.get("placement"):
-        sections.append(section("Placement", *placement_chart(run.info["placement"])))
+        changes = worker_changes(run.info.get("worker_changes", ()))
+        sections.append(section("Placement", *placement_chart(run.info["placement"]), *changes))
     recipe = fold("config.yaml, the resolved recipe", run.config)
     sections.append(section("Recipe and provenance", provenance_table(run), recipe))
     cause = run.info.get("cause")

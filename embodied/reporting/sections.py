@@ -466,6 +466,20 @@ def placement_chart(plan: dict[str, Any]) -> list[Block]:
     return [text(note), chart, *([text(f"and {more} more processes")] if more > 0 else [])]
 
 
+CHANGES = {"added": "added", "taken_away": "taken away", "left_out": "left out, since it did not work"}
+
+
+def worker_changes(changes: Sequence[dict[str, Any]]) -> list[Block]:
+    """A line for each change of the workers by the user; the chart has the workers that remain."""
+    lines = []
+    for change in changes:
+        kind = next(iter(CHANGES.keys() & change.keys()), "")
+        names, on = change.get(kind, ()), ", ".join(change.get("devices", ()))
+        verb = "was" if len(names) == 1 else "were"
+        lines.append(f"{change.get('at')}: {' and '.join(names)} {verb} {CHANGES.get(kind)}{f' ({on})' if on else ''}.")
+    return [text(line) for line in lines]
+
+
 def devices(host: dict[str, Any]) -> list[str]:
     """The device or the cores of a host."""
     return [host["device"]] if host.get("device") else [f"cpu:{core}" for core in host.get("cores", ())]

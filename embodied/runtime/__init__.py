@@ -17,12 +17,12 @@ ranks have modules of their own.
 
 from embodied.runtime.backend import choose_backend, describe_backend, nodes_of
 from embodied.runtime.channel import Channel
-from embodied.runtime.cluster import Cluster, Handle, WorkerGroup
+from embodied.runtime.cluster import Cluster
 from embodied.runtime.device_sharing import DeviceSharing, share_devices
 from embodied.runtime.host import HostPlan
 from embodied.runtime.supervision import Budget
 from embodied.runtime.timers import Timers
-from embodied.runtime.worker import Needs, Worker, served_while_busy
+from embodied.runtime.worker import Handle, Needs, Worker, WorkerGroup, served_while_busy
 
 __all__ = [
     "Budget",

@@ -21,7 +21,8 @@ import itertools
 import threading
 import time
 from collections import defaultdict, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import fields, is_dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from embodied.core.errors import ChannelClosed, DeadlineExceeded
@@ -97,6 +98,20 @@ def put_all(channels: Sequence[Channel], item: Any, key: Any = None, timeout_s: 
         if remote and packed is None:
             packed = host.pack(item)
         channel.put(packed if remote else item, key, timeout_s)
+
+
+def channels_in(item: Any) -> Iterable[Channel]:
+    """The channels in arguments: as such, or inside lists, tuples, dicts and dataclasses."""
+    if isinstance(item, Channel):
+        yield item
+    elif isinstance(item, (list, tuple)):
+        for part in item:
+            if not isinstance(part, (str, int, float)):  # skip these quickly: items may have thousands
+                yield from channels_in(part)
+    elif isinstance(item, dict):
+        yield from channels_in(list(item.values()))
+    elif is_dataclass(item) and not isinstance(item, type):
+        yield from channels_in([getattr(item, f.name) for f in fields(item)])
 
 
 class Request:

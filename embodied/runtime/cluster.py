@@ -4,7 +4,11 @@ Every wait reports the first failure. A failed worker closes its channels, so wo
 their ChannelClosed is a consequence and never hides the cause. Supervised hosts are an exception: `settle` reports
 their failures and `replace` restarts them.
 
-All replicas of a role, and the handle of a call to them.
+A group gets one more worker by `add` and `join`, and loses one by `dismiss`:
+
+    newcomer, construction = cluster.add(group, HostPlan("critic-2", ("critic",)))
+    cluster.join(group, newcomer, construction.seconds())  # when it is done
+    cluster.dismiss(group, "critic-2")
 """
 
 from __future__ import annotations
@@ -17,19 +21,19 @@ import threading
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import fields, is_dataclass
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from embodied.core.errors import DeadlineExceeded, WorkerFailed
+from embodied.core.errors import ConfigError, DeadlineExceeded, WorkerFailed
 from embodied.runtime.backend import make_backend
-from embodied.runtime.channel import CLOSING, DEFAULT_CAPACITY, Channel
+from embodied.runtime.channel import CLOSING, DEFAULT_CAPACITY, Channel, channels_in
 from embodied.runtime.heartbeat import LOOK_S, MAX_WORKERS, AwakeClock, readable
 from embodied.runtime.host import DRIVER, GIVEN, Events, HostPlan, WorkerSpec
 from embodied.runtime.rendezvous import InProcessRendezvous, RendezvousFile, rendezvous_point
 from embodied.runtime.supervision import Budget, Call, Failure, Supervisor, Watchdog
-from embodied.runtime.worker import Worker
+from embodied.runtime.worker import Handle, Worker, WorkerGroup
 
 CLOSE_S = 5.0  # how long workers may take to close before they are killed
 CLOSE_AFTER_ERROR_S = 1.0
@@ -65,6 +69,7 @@ class Cluster:
         self._failures: list[Failure] = []
         self._groups: dict[str, WorkerGroup] = {}
         self._makings: dict[str, tuple[WorkerSpec, Any, Any]] = {}  # worker -> (spec, packed arguments, arguments)
+        self._hosts: dict[str, str] = {}  # worker -> its host
         roles = {role: None for plan in hosts for role in plan.roles}
         self._homes = {role: [(plan.name, plan.gpu) for plan in hosts if role in plan.roles] for role in roles}
         self._channels: dict[str, Channel] = {}
@@ -76,7 +81,7 @@ class Cluster:
         self._built_s: dict[str, float] = {}  # host -> its longest call before supervision began
         self._clock = AwakeClock()
         self._closed = False
-        self._given_up: set[str] = set()  # hosts that were ended on purpose
+        self._given_up: set[str] = set()  # hosts whose failures are not the run's: ended on purpose, or not joined yet
         self.interrupt: Callable[[], object] = lambda: None  # called in waits; an exception ends the wait
         events = Events(self._on_report, on_start, self._on_death)
         self._log_dir = Path(log_dir) if log_dir is not None else None
@@ -104,15 +109,60 @@ class Cluster:
         if len(self._makings) + len(workers) > MAX_WORKERS:
             raise ValueError(f"a cluster runs at most {MAX_WORKERS} workers")
         group = self._groups[role] = WorkerGroup(self, cls, role, workers, hosts)
-        handle = Handle(self, f"{role}.__init__", workers)
         packed = self._backend.pack((cls, args, kwargs, self._homes))
         module = cls.partition(":")[0] if isinstance(cls, str) else cls.__module__
         file = getattr(sys.modules.get(module), "__file__", None)
         for rank, worker in enumerate(workers):
             spec = WorkerSpec(worker, rank, len(workers), len(self._makings), module, file)
-            self._makings[worker] = (spec, packed, (args, kwargs))
-            self._send(handle, worker, hosts[rank], ("make", spec), packed, (args, kwargs))
+            self._makings[worker], self._hosts[worker] = (spec, packed, (args, kwargs)), hosts[rank]
+        self._make(workers)
         return group
+
+    def add(self, group: WorkerGroup, plan: HostPlan) -> tuple[WorkerGroup, Handle]:
+        """Starts a host with one more worker of the group's role, made with the same arguments; both have the plan's
+        name, which is new. Until it joins the group, its failures only fail its own calls. Returns it, and its
+        construction."""
+        if not self._backend.isolates:
+            raise ConfigError(f"cluster.backend={self._backend.name} has one process, so no worker can be added")
+        if plan.name in (DRIVER, *self._started) or len(self._makings) == MAX_WORKERS:
+            raise ValueError(
+                f"no host {plan.name!r} can be added: the name is used, or there are {MAX_WORKERS} workers"
+            )
+        spec, packed, arguments = self._makings[group.workers[0]]
+        spec = replace(spec, name=plan.name, rank=len(group), world_size=len(group) + 1, slot=len(self._makings))
+        with self._changed:
+            self._given_up.add(plan.name)
+            self.hosts.append(plan)
+            self._makings[plan.name], self._hosts[plan.name] = (spec, packed, arguments), plan.name
+            self._backend.spawn(plan)
+            self._started.append(plan.name)
+            self._tell_of_dead_hosts(plan.name)
+        return WorkerGroup(self, group.cls, group.role, [plan.name], [plan.name]), self._make([plan.name])
+
+    def join(self, group: WorkerGroup, newcomer: WorkerGroup, built_s: float) -> bool:
+        """From now on an added worker, which was built in this time, is one of its group, and is replaced if it dies.
+        False if it has died."""
+        with self._changed:
+            if newcomer.hosts[0] in self._dead_hosts:
+                return False
+            self._given_up.remove(newcomer.hosts[0])
+            if self._watchdog is not None:
+                self._watchdog.add(newcomer.hosts[0], built_s)
+            group.workers, group.hosts = (*group.workers, *newcomer.workers), (*group.hosts, *newcomer.hosts)
+        return True
+
+    def dismiss(self, group: WorkerGroup, worker: str) -> None:
+        """Ends the host of an idle worker that works there alone, for good. Messages to it are lost."""
+        host, left = self._hosts[worker], [pair for pair in zip(group.workers, group.hosts) if pair[0] != worker]
+        with self._changed:
+            group.workers, group.hosts = tuple(w for w, _ in left), tuple(h for _, h in left)
+            self.hosts = [plan for plan in self.hosts if plan.name != host]
+            self._losses.pop(host, None)
+            self._given_up.add(host)
+            if self._watchdog is not None:
+                self._watchdog.remove(host)
+            if host not in self._dead_hosts:
+                self._backend.kill(host)
 
     def channel(
         self,
@@ -206,18 +256,12 @@ class Cluster:
         with self._changed:  # the new process must be known before its end is reported
             del self._dead_hosts[host]
             self._backend.spawn(next(plan for plan in self.hosts if plan.name == host))
+            self._tell_of_dead_hosts(host)
             for plan in self.hosts:
-                if (failure := self._dead_hosts.get(plan.name)) is not None:
-                    self._backend.call(host, ("died", plan.name, failure.worker, failure.cause, failure.mendable))
-                elif plan.name != host:
+                if plan.name != host and plan.name not in self._dead_hosts:
                     self._backend.call(plan.name, ("revived", host))
             self._backend.host.control(("revived", host))
-        handles = []
-        for worker in self._workers_of(host):
-            spec, packed, arguments = self._makings[worker]
-            handles.append(handle := Handle(self, f"{worker.rpartition('-')[0]}.__init__", [worker]))
-            self._send(handle, worker, host, ("make", spec), packed, arguments)
-        return handles
+        return [self._make([worker]) for worker in self._workers_of(host)]
 
     def rebuilt_by(self, host: str, construction: Sequence[Handle]) -> None:
         """A replaced host works when these calls are done."""
@@ -280,11 +324,25 @@ class Cluster:
 
     # Inside
 
+    def _make(self, workers: Sequence[str]) -> Handle:
+        """Constructs workers of one role in their hosts."""
+        handle = Handle(self, f"{workers[0].rpartition('-')[0]}.__init__", workers)
+        for worker in workers:
+            spec, packed, arguments = self._makings[worker]
+            self._send(handle, worker, self._hosts[worker], ("make", spec), packed, arguments)
+        return handle
+
+    def _tell_of_dead_hosts(self, host: str) -> None:
+        """Tells a new process of the hosts that have died. Called with the lock."""
+        for plan in self.hosts:
+            if (failure := self._dead_hosts.get(plan.name)) is not None:
+                self._backend.call(host, ("died", plan.name, failure.worker, failure.cause, failure.mendable))
+
     def _send(self, handle: Handle, worker: str, host: str, message: tuple, packed: Any, arguments: Any) -> None:
         with self._changed:
             if self._closed:
                 raise WorkerFailed(worker, f"{handle.what} was called after the cluster was closed")
-            self._channels_of[worker].update(channel.name for channel in _channels_in(arguments))
+            self._channels_of[worker].update(channel.name for channel in channels_in(arguments))
             if host in self._dead_hosts:
                 handle.failed[worker] = self._dead_hosts[host]
                 return
@@ -372,6 +430,10 @@ class Cluster:
             doing = "constructor" if constructing else handle.what.split(".")[1]
             cause = f"{doing} failed: {cause} [{self._backend.where(call.host)}]"
             failure = Failure(worker, cause, traceback, follows, constructing, exit_code=code)
+            if call.host in self._given_up:
+                failure.accept()
+                self._mark([call], failure)
+                return
             if retry and self._watchdog is not None and self._watchdog.replaceable(call.host):
                 self._calls[call_id] = call  # fails with its host
                 self._watchdog.condemn(call.host, failure)
@@ -392,13 +454,13 @@ class Cluster:
             guess = f"out of memory? It held {readable(self._backend.pulse(host).resident_bytes)}"
             hint = f" ({guess})" if cause.endswith("SIGKILL") else ""
             failure = Failure(worker, f"its process {cause}{hint}{doing} [{self._backend.where(host)}]")
-            if host in self._given_up:
+            given_up = host in self._given_up
+            if given_up:
                 failure.accept()
-                self._dead_hosts[host] = failure
-                self._mark(calls.values(), failure)
-                return
-            failure, again = self._watchdog.died(host, failure) if self._watchdog else (failure.final(""), False)
-            failure.lost_state = self._watchdog is not None and not self._watchdog.supervisor.replaces(host)
+                again = True  # so others send to it without an error
+            else:
+                failure, again = self._watchdog.died(host, failure) if self._watchdog else (failure.final(""), False)
+                failure.lost_state = self._watchdog is not None and not self._watchdog.supervisor.replaces(host)
             self._dead_hosts[host] = failure
             if not again:
                 self._failures.append(failure)
@@ -411,7 +473,8 @@ class Cluster:
             self._fail(calls.values(), failure, workers)
             return
         with self._changed:
-            self._losses[host] = failure
+            if not given_up:
+                self._losses[host] = failure
             self._mark(calls.values(), failure)
 
     def _fail(self, calls: Iterable[Call], failure: Failure, workers: list[str]) -> None:
@@ -432,10 +495,10 @@ class Cluster:
         self._changed.notify_all()
 
     def _workers_of(self, host: str) -> list[str]:
-        return [w for g in list(self._groups.values()) for w, h in zip(g.workers, g.hosts) if h == host]
+        return [worker for worker, its_host in list(self._hosts.items()) if its_host == host]
 
     def _host_of(self, worker: str) -> str:
-        return next(h for g in self._groups.values() for w, h in zip(g.workers, g.hosts) if w == worker)
+        return self._hosts[worker]
 
     def _slot(self, worker: str) -> int:
         return self._makings[worker][0].slot
@@ -450,118 +513,3 @@ class Cluster:
             where = "; its log says where it is" if self._backend.write_stacks(host) else ""
             lines.append(f"  {worker} [{self._backend.where(host)}]: {seen}{waits}{where}")
         return "\n".join(lines)
-
-
-def _channels_in(item: Any) -> Iterable[Channel]:
-    """The channels in arguments: as such, or inside lists, tuples, dicts and dataclasses."""
-    if isinstance(item, Channel):
-        yield item
-    elif isinstance(item, (list, tuple)):
-        for part in item:
-            if not isinstance(part, (str, int, float)):  # skip these quickly: items may have thousands
-                yield from _channels_in(part)
-    elif isinstance(item, dict):
-        yield from _channels_in(list(item.values()))
-    elif is_dataclass(item) and not isinstance(item, type):
-        yield from _channels_in([getattr(item, f.name) for f in fields(item)])
-
-
-_REDUCE: dict[str, Callable[[list[float]], float]] = {"max": max, "min": min, "mean": lambda s: sum(s) / len(s)}
-
-
-class Handle:
-    """A call that may still run. Results are in rank order."""
-
-    def __init__(self, cluster: Cluster, what: str, workers: Sequence[str]) -> None:
-        self.what = what  # "critic.score"
-        self.workers = tuple(workers)
-        self._cluster = cluster
-        self._results: dict[str, Any] = {}
-        self._seconds: dict[str, float] = {}
-        self.failed: dict[str, Failure] = {}  # worker -> why
-
-    def wait(self, timeout_s: float | None = None) -> list[Any]:
-        """Blocks until every rank is done. Raises the first failure of the cluster, and DeadlineExceeded after
-        `timeout_s` (default: when no rank has shown a sign of life for the cluster's timeout)."""
-        self._cluster.wait_for(self, timeout_s)
-        return [self._cluster.unpack(self._results[worker]) for worker in self.workers]
-
-    def survivors(self) -> dict[str, Any]:
-        """Like `wait`, but returns results by worker, without ranks whose host died and will be replaced. For short
-        calls, which `interrupt` does not end: memory that moves between devices must arrive."""
-        self._cluster.wait_for(self, None, without_losses=True)
-        return {worker: self._cluster.unpack(result) for worker, result in self._results.items()}
-
-    def done(self) -> bool:
-        """True if no rank is running; `wait` then returns or raises at once."""
-        return not self.running()
-
-    def succeeded(self) -> bool:
-        return all(worker in self._results for worker in self.workers)
-
-    def seconds(self, reduce: str = "max") -> float:
-        """Returns how long the call took on its ranks, after `wait`: "max", "min" or "mean"."""
-        return _REDUCE[reduce]([self._seconds[worker] for worker in self.workers])
-
-    def running(self) -> list[str]:
-        return [w for w in self.workers if w not in self._results and w not in self.failed]
-
-    def finish(self, worker: str, seconds: float, result: Any) -> None:
-        self._seconds[worker] = seconds
-        self._results[worker] = result
-
-
-class WorkerGroup:
-    """`group.method(*args)` calls every replica and returns a Handle at once; `group[0]` is a group of one replica."""
-
-    def __init__(
-        self, cluster: Cluster, cls: type[Worker] | str, role: str, workers: Sequence[str], hosts: Sequence[str]
-    ) -> None:
-        self.role = role
-        self.workers = tuple(workers)  # "critic-0", "critic-1", ...
-        self.hosts = tuple(hosts)  # the host of each
-        self._cluster = cluster
-        self.cls = cls
-
-    def __len__(self) -> int:
-        return len(self.workers)
-
-    def __getitem__(self, rank: int | slice) -> WorkerGroup:
-        ranks = rank if isinstance(rank, slice) else slice(rank, rank + 1 or None)
-        part = WorkerGroup(self._cluster, self.cls, self.role, self.workers[ranks], self.hosts[ranks])
-        if not part.workers:
-            raise IndexError(f"{self.role} has {len(self)} workers; there is no rank {rank}")
-        return part
-
-    def __repr__(self) -> str:
-        return f"WorkerGroup({', '.join(self.workers)})"
-
-    def __getattr__(self, method: str) -> Method:
-        if method.startswith("_"):
-            raise AttributeError(method)
-        if not isinstance(self.cls, str) and not callable(getattr(self.cls, method, None)):
-            known = [n for n in dir(self.cls) if not n.startswith("_") and callable(getattr(self.cls, n))]
-            raise AttributeError(f"{self.cls.__name__} has no method {method!r}; it has: {', '.join(known)}")
-        return Method(self, method)
-
-    def call(self, method: str, per_rank: Sequence[tuple[tuple, dict]]) -> Handle:
-        """Calls the method with separate (args, kwargs) for each rank."""
-        if len(per_rank) != len(self):
-            raise ValueError(f"{self.role}.{method}: arguments for {len(per_rank)} ranks, but there are {len(self)}")
-        getattr(self, method)
-        return self._cluster.call(self, method, per_rank)
-
-
-class Method:
-    """`group.collect`: call it, or call it with `each` for arguments that differ by rank."""
-
-    def __init__(self, group: WorkerGroup, name: str) -> None:
-        self._group = group
-        self._name = name
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Handle:
-        return self._group.call(self._name, [(args, kwargs)] * len(self._group))
-
-    def each(self, per_rank: Sequence[tuple | dict]) -> Handle:
-        """One entry per rank: a tuple of positional or a dict of keyword arguments."""
-        return self._group.call(self._name, [((), a) if isinstance(a, dict) else (tuple(a), {}) for a in per_rank])

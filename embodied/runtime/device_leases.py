@@ -219,6 +219,29 @@ class Coordinator:
         self.claims |= new
         self._check()
 
+    def add(self, gang: str, claim: Claim, limit: float) -> None:
+        """One more worker of a gang, which has its memory. Its devices, which have this limit, are not held by another
+        gang now. LeaseError if it does not fit."""
+        before = self.capacity, self.gangs, self.claims
+        self.capacity = dict.fromkeys(claim.devices, limit) | self.capacity
+        self.gangs = self.gangs | {gang: (*self.gangs[gang], claim)}
+        self.claims = self.claims | {claim.worker: claim}
+        try:
+            self._check()
+        except LeaseError:
+            self.capacity, self.gangs, self.claims = before
+            raise
+        self.resident[claim.worker] = self.turn
+        if gang in self.holding:
+            self.holders |= dict.fromkeys(claim.devices, gang)
+
+    def remove(self, worker: str) -> None:
+        """A worker with its memory is gone; devices that only it used are free."""
+        del self.claims[worker]
+        self.resident.pop(worker, None)
+        self.gangs = {name: tuple(c for c in claims if c.worker != worker) for name, claims in self.gangs.items()}
+        self.holders = {device: gang for device, gang in self.holders.items() if device in self._devices(gang)}
+
     # Several runs
 
     def join(

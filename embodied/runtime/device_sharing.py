@@ -29,9 +29,11 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from embodied.core.errors import DeadlineExceeded
-from embodied.runtime.cluster import Cluster, Handle, WorkerGroup
+from embodied.runtime.cluster import Cluster
 from embodied.runtime.device_leases import GB, GENERATE, SHARE, TRAIN, Action, Claim, Coordinator, LeaseError
+from embodied.runtime.host import HostPlan
 from embodied.runtime.timers import Timers
+from embodied.runtime.worker import Handle, Needs, WorkerGroup
 
 if TYPE_CHECKING:
     from embodied.runtime.shared_leases import SharedLeases
@@ -128,6 +130,25 @@ class DeviceSharing:
     def has_memory(self, worker: str) -> bool:
         """True if a worker's memory is on its device; otherwise its successor offloads at once."""
         return worker in self.coordinator.resident
+
+    def add(self, name: str, worker: WorkerGroup, needs: Needs, plan: HostPlan) -> None:
+        """One more worker of a phase, which is built on the devices of this plan; LeaseError if it does not fit."""
+        assert isinstance(self.coordinator, Coordinator)
+        devices = plan.devices or (plan.name,)
+        num_bytes, kept_bytes = needs.num_bytes / len(devices), needs.kept_bytes / len(devices)
+        claim = Claim(worker.workers[0], devices, num_bytes, kept_bytes, num_bytes > kept_bytes)
+        with self._changed:
+            self.coordinator.add(name, claim, plan.device_bytes)
+            self.workers[claim.worker] = worker
+
+    def remove(self, worker: str) -> None:
+        """A worker is gone for good."""
+        assert isinstance(self.coordinator, Coordinator)
+        with self._changed:
+            self.coordinator.remove(worker)
+            self.unbuilt.discard(worker)
+            self.part_of.pop(worker, None)
+            del self.workers[worker]
 
     # Inside a phase
 
@@ -288,11 +309,10 @@ def share_devices(
     `training` come first.
     """
     other_runs = parent()
-    devices = {host.name: host.devices or (host.name,) for host in cluster.hosts}
     limits = device_limits(cluster, memory_gb)
     groups = {group.role: group for members in phases.values() for group in members}
     shared = shared_weights(sharing)
-    claims = {name: partial(claims_of, members, shared, devices) for name, members in phases.items()}
+    claims = {name: partial(claims_of, members, shared, cluster) for name, members in phases.items()}
     leases = {name: first_claims() for name, first_claims in claims.items()}
     moving = {worker for group in (*giving_way, *(borrowing if other_runs else ())) for worker in group.workers}
     parts = parts_of(leases, moving, other_runs.lent if other_runs else ())
@@ -353,11 +373,12 @@ def shared_weights(groups: Sequence[WorkerGroup]) -> set[str]:
 def claims_of(
     groups: Sequence[WorkerGroup],
     shared: set[str],
-    devices: Mapping[str, tuple[str, ...]],
+    cluster: Cluster,
     unbuilt: Collection[str] | None = None,
 ) -> list[Claim]:
     """Returns the memory that the workers of these groups report, divided over each worker's devices. `unbuilt` and
     dead workers are left out."""
+    devices = {host.name: host.devices or (host.name,) for host in cluster.hosts}
     asked = [
         (worker, devices[host], group[i].needs(worker in shared))
         for group in groups

@@ -42,6 +42,15 @@ class Supervisor:
         self._recent: dict[str, deque[float]] = {host: deque() for host in self.hosts}  # restarts within the window
         self._away: set[str] = set()  # hosts that have died and are not constructed again
 
+    def add(self, host: str) -> None:
+        """One more host is watched and started again."""
+        self.hosts = (*self.hosts, host)
+        self._recent[host] = deque()
+
+    def remove(self, host: str) -> None:
+        """A host was ended on purpose."""
+        self.hosts = tuple(other for other in self.hosts if other != host)
+
     def restarts(self, host: str) -> int:
         """The number of restarts of this host in the whole run."""
         return self._restarts[host]
@@ -178,12 +187,25 @@ class Watchdog:
         self.supervisor, self._backend, self._clock = supervisor, backend, clock
         self.hang_s = supervisor.budget.hang_s
         self.check_s = min(1.0, self.hang_s / 4)
-        self._rebuild_s = {
-            host: max(self.hang_s, REBUILD_S, REBUILD_FACTOR * built_s.get(host, 0)) for host in supervisor.hosts
-        }
+        self._rebuild_s = {host: self._allowed_s(built_s.get(host, 0.0)) for host in supervisor.hosts}
         self._next_check = 0.0
         self._condemned: dict[str, Failure] = {}  # host -> why it is being killed
         self._rebuilt_by: dict[str, Sequence[Any]] = {}  # host -> the calls that construct its workers again
+
+    def add(self, host: str, built_s: float) -> None:
+        """One more host works; its construction took so long."""
+        self.supervisor.add(host)
+        self._rebuild_s[host] = self._allowed_s(built_s)
+
+    def remove(self, host: str) -> None:
+        """A host was ended on purpose."""
+        self.supervisor.remove(host)
+        for records in (self._condemned, self._rebuilt_by):
+            records.pop(host, None)
+
+    def _allowed_s(self, built_s: float) -> float:
+        """How long a worker may be silent that is built again, if it was first built in this time."""
+        return max(self.hang_s, REBUILD_S, REBUILD_FACTOR * built_s)
 
     def replaceable(self, host: str) -> bool:
         """True if restarting the host can recover from its errors."""

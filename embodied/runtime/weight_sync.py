@@ -8,10 +8,11 @@ from time import perf_counter
 
 from embodied.core.errors import StaleWeights
 from embodied.runtime.channel import Channel
-from embodied.runtime.cluster import Cluster, Handle, WorkerGroup
+from embodied.runtime.cluster import Cluster
 from embodied.runtime.device_sharing import DeviceSharing
 from embodied.runtime.published_weights import Blob, Publication
 from embodied.runtime.weights import NONE, WeightStore
+from embodied.runtime.worker import Handle, WorkerGroup
 
 Ask = Callable[[Callable[[], Handle]], list]  # the results of a call, repeated after a worker was replaced
 Send = Callable[[tuple[Channel, ...], bool, int, bool], object]  # puts buckets: of all tensors, or changed ones
@@ -43,11 +44,8 @@ class WeightSync:
     ) -> None:
         """`build` builds a worker that was started again while it did not hold its device."""
         self.readers, self.device_sharing, self.build = readers, device_sharing, build
-        ranks = range(len(readers))
-        # One channel per area of a version: a worker that reloads the current version does not read the next one.
-        self.channels = [
-            [cluster.channel(f"weights-{r}/{area}", home=readers[r], capacity=1) for area in range(2)] for r in ranks
-        ]
+        self.cluster = cluster
+        self.channels = [self._channels_to(readers[rank]) for rank in range(len(readers))]
         self.routes: list[str] = []
         self.loads: dict[int, Handle] = {}  # the last load of each worker
         self.brought: dict[int, int] = {}  # the version of that load
@@ -57,6 +55,24 @@ class WeightSync:
         self.send: Send | None = None
         self.store: WeightStore | None = None  # store of adopted weights
         self.times = (0.0, 0.0)  # start and end of the transfer of the current weights
+
+    def _channels_to(self, reader: WorkerGroup) -> list[Channel]:
+        """One per area of a version: a worker that reloads the current version does not read the next one."""
+        (name,) = reader.workers
+        return [self.cluster.channel(f"weights-{name}/{area}", home=reader, capacity=1) for area in range(2)]
+
+    def add(self, route: str) -> None:
+        """The group has one more reader, the last, which gets weights in this way."""
+        self.channels.append(self._channels_to(self.readers[-1]))
+        self.routes.append(route)
+
+    def remove(self) -> None:
+        """The last reader is leaving its group."""
+        self.channels.pop()
+        self.routes.pop()
+        last = len(self.readers) - 1
+        self.forget([last])
+        self.fetching.discard(last)
 
     @property
     def version(self) -> int:

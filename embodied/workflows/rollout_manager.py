@@ -15,6 +15,10 @@ The `Broker` of a round knows the policy workers that take requests. A robot's r
 alone. With several language engines all prompts wait here until an engine has room, since the length of an answer is
 not known in advance. While learners hold a policy worker's devices, other policy workers answer its requests.
 
+A user may add policy workers, and take the last one away (`run/worker_changes.py`). An added worker is built beside the
+run, and takes part from the next round on. A worker that is taken away leaves its round like one whose devices the
+learners need; then its process ends.
+
 The runtime notices deaths and decides on restarts (`Cluster.settle`, `supervision.py`); `rl_loop.py` decides how old a
 rollout's weights may be.
 """
@@ -35,9 +39,10 @@ from embodied.core.conversations import PromptBatch, SamplingRule, Vacancy
 from embodied.core.errors import ChannelClosed
 from embodied.core.request_queue import RequestQueue, Waiting
 from embodied.core.types import Job, Played, Report, Route, Servers, rows_of_sims
-from embodied.runtime import Budget, Handle
+from embodied.runtime import Budget, Channel, Handle, HostPlan, WorkerGroup
+from embodied.runtime.device_leases import LeaseError
 from embodied.runtime.supervision import Failure, Repetitions
-from embodied.workflows.contract import WARNING
+from embodied.workflows.contract import ROLLOUT, WARNING
 
 if TYPE_CHECKING:
     from embodied.workflows.workers import Workers
@@ -75,6 +80,22 @@ class Evaluation:
 
 
 @dataclass(frozen=True)
+class Newcomer:
+    """A policy worker that is being built beside the run."""
+
+    worker: WorkerGroup
+    plan: HostPlan
+    calls: tuple[Handle, ...]  # its construction, and the questions for its memory and for its way to the weights
+
+    def is_built(self) -> bool:
+        return all(call.succeeded() for call in self.calls)
+
+    def failure(self) -> str:
+        """Why it cannot be built; "" if nothing is known against it."""
+        return next((failure.cause for call in self.calls for failure in call.failed.values()), "")
+
+
+@dataclass(frozen=True)
 class Round:
     """The results of a round."""
 
@@ -109,12 +130,12 @@ class RolloutManager:
         channel, text = self.cluster.channel, self.spec.text
         places = range(self.num_stages + workers.config.eval.interleave)
         sims, policies = range(len(self.sims)), range(len(self.policies))
-        options = {"capacity": None} if text else {}  # bounded by the number of open conversations
-        self.requests = [channel(f"requests-{p}", home=self.policies[p], **options) for p in policies]
-        # Prompts for any engine with room, and the engines' reports of their room.
-        self.prompts = channel("prompts", **options) if text and len(self.policies) > 1 else None
-        if self.prompts:
-            self.cluster.watch(self.prompts)
+        options = self.channel_options = {"capacity": None} if text else {}  # bounded by the open conversations
+        self.requests = [self._requests_to(policy) for policy in policies]
+        self.newcomers: list[Newcomer] = []  # policy workers that are built, or are being built, for the next round
+        self.is_leaving = False  # True: the last policy worker is to leave for good
+        self.prompts: Channel | None = None
+        self._share_prompts()
         if text:  # replies are taken in the order of their arrival
             self.replies = [[channel(f"replies-sim-{s}", home=self.sims[s], **options)] * self.num_stages for s in sims]
         else:
@@ -161,6 +182,7 @@ class RolloutManager:
         while losses := self._losses(ending, [broker]):
             self._replace(losses)
         self.device_sharing.leave(())
+        self.let_leave()
         self.read_reports()
         ended = self._ended(calls, jobs.keys())
         return replace(ended, sources={sim: tuple(one.source for one in routes[sim][:stages]) for sim in jobs})
@@ -202,10 +224,17 @@ class RolloutManager:
     def _acting(self) -> list[int]:
         """The policy workers that begin a round: every worker with its device, or the first worker to get one."""
         self.device_sharing.go_on()
+        self.let_leave()
+        self._admit()
         self.device_sharing.wait_for_one(self.policies.workers)
-        ranks = [rank for rank, worker in enumerate(self.policies.workers) if self.device_sharing.takes_part(worker)]
+        ranks = self.present()
         self.settle(*self.weight_sync.catch_up(ranks))
         return ranks
+
+    def present(self) -> list[int]:
+        """The policy workers that take requests: they have their devices, and need not leave."""
+        staying = self.policies.workers[: len(self.policies) - self.is_leaving]
+        return [rank for rank, worker in enumerate(staying) if self.device_sharing.takes_part(worker)]
 
     def _losses(self, calls: Collection[Handle], tasks: list[BackgroundTask]) -> dict[str, Failure]:
         """Hosts that died while these calls ran; {} when the calls are done."""
@@ -230,6 +259,62 @@ class RolloutManager:
             if handle.succeeded():
                 return handle.wait()
 
+    # Policy workers that come and go on purpose
+
+    def add_policy(self, plan: HostPlan) -> Newcomer:
+        """Begin to build one more policy worker, which takes part from the next round after that on."""
+        worker, made = self.cluster.add(self.policies, plan)
+        calls = made, worker.build(self.spec), worker.needs(), worker.route(self.weight_sync.current)
+        self.newcomers.append(newcomer := Newcomer(worker, plan, calls))
+        return newcomer
+
+    def drop(self, newcomer: Newcomer) -> None:
+        """Do without a worker that has not joined."""
+        self.newcomers.remove(newcomer)
+        self.cluster.dismiss(newcomer.worker, newcomer.plan.name)
+
+    def _admit(self) -> None:
+        """Let built newcomers join the policy workers. One that has died since, or does not fit, is left out."""
+        for newcomer in [newcomer for newcomer in self.newcomers if newcomer.is_built()]:
+            needs, route = (call.wait()[0] for call in newcomer.calls[-2:])
+            seconds = sum(call.seconds() for call in newcomer.calls)
+            try:
+                self.device_sharing.add(ROLLOUT, newcomer.worker, needs, newcomer.plan)
+            except LeaseError as err:
+                self.drop(newcomer)
+                self.notify(f"{WARNING}{newcomer.plan.name} does not take part: {err}")
+                continue
+            if self.cluster.join(self.policies, newcomer.worker, seconds):
+                self.newcomers.remove(newcomer)
+                self.weight_sync.add(route)
+                self.requests.append(self._requests_to(len(self.requests)))
+                self._share_prompts()
+            else:
+                self.device_sharing.remove(newcomer.plan.name)
+                self.drop(newcomer)
+                self.notify(f"{WARNING}{newcomer.plan.name} does not take part: its process has died")
+
+    def let_leave(self) -> None:
+        """End the process of the last policy worker if it is to leave; it has no more requests."""
+        if self.is_leaving:
+            self.is_leaving = False
+            name = self.policies.workers[-1]
+            self.device_sharing.remove(name)
+            self.weight_sync.remove()
+            self.requests.pop()
+            self.cluster.dismiss(self.policies, name)
+
+    def _requests_to(self, policy: int) -> Channel:
+        """The channel in which requests wait with a policy worker."""
+        name = f"requests-{self.policies.workers[policy]}"
+        return self.cluster.channel(name, home=self.policies[policy], **self.channel_options)
+
+    def _share_prompts(self) -> None:
+        """With several engines: make the channel of prompts for any engine with room, and of reports of their room."""
+        if self.spec.text and len(self.policies) > 1 and self.prompts is None:
+            self.prompts = self.cluster.channel("prompts", **self.channel_options)
+            self.cluster.watch(self.prompts)
+
     # Replacing
 
     def _refuse_repeated(self, losses: Iterable[Failure]) -> None:
@@ -245,6 +330,9 @@ class RolloutManager:
             sims, policies = (
                 [rank for rank, h in enumerate(group.hosts) if h == host] for group in (self.sims, self.policies)
             )
+            if self.is_leaving and host == self.policies.hosts[-1]:
+                replaced += policies  # it has left
+                continue
             restart = self.cluster.restarts(host)  # counted before the new one can die, too
             built = self.cluster.replace(host)
             built += [self.sims[sim].spec() for sim in sims]
@@ -347,6 +435,8 @@ class Broker:
         if self.prompts and (self.prompts.qsize() or monotonic() > self.quiet_until):
             return True
         left = any(one.serving.done() or monotonic() > one.leaves_at for one in self.takers.values() if one.leaves_at)
+        last = self.takers.get(len(self.policies) - 1)
+        left = left or (self.manager.is_leaving and (last is None or last.leaves_at is None))
         return left or self.device_sharing.due() or (self.moving and self.device_sharing.changes != self.changes)
 
     def go_on(self) -> None:
@@ -358,7 +448,9 @@ class Broker:
         for policy in [policy for policy, taker in self.takers.items() if taker.leaves_at and taker.serving.done()]:
             del self.takers[policy]
             self.device_sharing.woke(self.manager.weight_sync.load_s(policy))
-        if self.moving:
+        if len(self.policies) - 1 not in self.takers:
+            self.manager.let_leave()
+        if self.moving or self.manager.is_leaving:
             self._join_or_leave()
         self._end_late()
         self.device_sharing.leave({self.policies.workers[policy] for policy in self.takers})
@@ -371,7 +463,8 @@ class Broker:
         """Replace dead policy workers by their successors. If other workers hold a successor's device, it is built and
         joins when it gets the device back."""
         for policy in sorted(self.takers.keys() & {*replaced}):
-            if self.policies.workers[policy] in self.device_sharing.unbuilt:
+            unbuilt = self.policies.workers[policy] in self.device_sharing.unbuilt
+            if unbuilt or (self.manager.is_leaving and policy == len(self.policies) - 1):
                 del self.takers[policy]
                 self.changes = -1
             elif self.takers[policy].leaves_at is None:
@@ -404,8 +497,8 @@ class Broker:
         self.takers[policy].serving = serving
 
     def _join_or_leave(self) -> None:
-        here = [rank for rank, worker in enumerate(self.policies.workers) if self.device_sharing.takes_part(worker)]
-        joining = [policy for policy in here if policy not in self.takers]
+        here = self.manager.present()
+        joining = [policy for policy in here if self.moving and policy not in self.takers]
         self.manager.weight_sync.catch_up(joining)
         for policy in joining:
             self.takers[policy] = self._taker(policy)

@@ -289,3 +289,40 @@ def test_a_host_that_dies_before_the_others_are_there_ends_the_run_with_its_caus
         a = cluster.launch(Pupil, "a")
         with pytest.raises(WorkerFailed, match=r"(one|a-0): its process was killed by SIGKILL"):
             a.add(1).wait()
+
+
+def test_a_group_gets_one_more_worker_which_is_replaced_like_others_and_dismissed(cluster, processes):
+    """Its failures before it joins are nobody else's, and messages to it are lost once it is gone."""
+    a, b, _ = launch(cluster)
+    newcomer, made = cluster.add(a, HostPlan("a-5", ("a",)))
+    broken, made_too = cluster.add(b, HostPlan("b-5", ("b",)))
+    inbox = cluster.channel("inbox", home=newcomer, capacity=1)
+    cluster.settle(made, made_too)
+    assert newcomer.add(1).wait() == [11], "made with the same arguments"
+    failing = broken.raise_error(RuntimeError("no room"))
+    until = time.monotonic() + 60
+    while not failing.failed and time.monotonic() < until:
+        time.sleep(0.01)
+    assert "no room" in failing.failed["b-5"].cause
+    cluster.dismiss(broken, "b-5")
+    assert cluster.join(a, newcomer, made.seconds()) and a.workers == ("a-0", "a-5")
+    assert a.add(1).wait() == [11, 12]
+
+    pid = a[1].pid().wait()[0]
+    os.kill(pid, signal.SIGKILL)
+    assert lose(cluster, a[1].sleep(60))[0] == "a-5"
+    replace(cluster, "a-5")
+    taking = a[1].take(inbox)
+    b.put(inbox, "to its successor").wait()
+    assert taking.wait() == [["to its successor"]] and a.add(1).wait() == [12, 11]
+
+    gone = a[1].pid().wait()[0]
+    cluster.dismiss(a, "a-5")
+    b.put(inbox, 1, 2, 3).wait()
+    assert a.workers == ("a-0",) and a.add(1).wait() == [13]
+    while os.path.exists(f"/proc/{gone}") and time.monotonic() < until:
+        time.sleep(0.01)
+    assert not os.path.exists(f"/proc/{gone}")
+    late, made = cluster.add(a, HostPlan("a-6", ("a",)))
+    cluster.settle(made)
+    assert cluster.join(a, late, made.seconds()) and a.add(0).wait() == [13, 10]

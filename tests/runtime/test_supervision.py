@@ -2,9 +2,9 @@
 
 import pytest
 
-from embodied.runtime.cluster import Handle
 from embodied.runtime.heartbeat import AwakeClock, Pulse, Sign
 from embodied.runtime.supervision import Budget, Call, Failure, Repetitions, Supervisor, Watchdog
+from embodied.runtime.worker import Handle
 
 BUDGET = Budget(max_restarts=2, window_s=100, hang_s=10)
 

@@ -21,7 +21,7 @@ import traceback
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -85,12 +85,13 @@ class RayBackend(HostProcesses):
         self._stopping = False
         self._agents: dict[str, Agent] = {}  # by node id
         self._connection = Connection(address, modules, start_s)
-        self._reservation: Reservation | None = None
+        self._reservations: list[Reservation] = []
         try:
+            self._planned = {plan.name for plan in plans}
             self._first = gather((self._connection.node(plan.node).id, plan.name) for plan in plans)
             # The run's own cluster has no other programs, and shared devices are reserved for all runs that share them.
             if address is not None and SHARE not in os.environ:
-                self._reservation = Reservation(plans, self._connection.node)
+                self._reservations.append(Reservation(plans, self._connection.node))
         except BaseException:
             self._connection.close()
             raise
@@ -101,7 +102,10 @@ class RayBackend(HostProcesses):
 
     def spawn(self, plan: HostPlan) -> None:
         before = self.processes.get(plan.name)
-        plan = plan if before is None else self._plan_of_next(before)
+        if before is not None:
+            plan = self._plan_of_next(before)
+        elif self._reservations and plan.name not in self._planned:
+            self._reserve(plan)
         node, life = self._connection.node(plan.node), next(self._lives)
         check_cores(plan, node.cores, f"node {node.name}" if plan.node else "this process")
         log = str(self._log_dir / f"{plan.name}.log") if self._log_dir is not None else None
@@ -143,9 +147,9 @@ class RayBackend(HostProcesses):
             for agent in agents:
                 agent.listener.join(KILL_S)
             self.host.stop(0)
-            if self._reservation is not None:
+            for reservation in self._reservations:
                 with suppress(RayError):
-                    self._reservation.free()
+                    reservation.free()
             self._connection.close()
             segments.drop()
             for process in self.processes.values():
@@ -173,6 +177,15 @@ class RayBackend(HostProcesses):
             return before.plan
         cores = [(process.node, core) for process in self.processes.values() for core in process.plan.cores]
         return move(before.plan, self._connection.others(before.agent.node), Counter(cores))
+
+    def _reserve(self, plan: HostPlan) -> None:
+        """Reserve the devices of an added host that this run has not reserved yet."""
+        plans = [process.plan for process in self.processes.values() if process.plan.node == plan.node]
+        cores = {*plan.cores} - {core for other in plans for core in other.cores}
+        devices = {*plan.devices} - {device for other in plans for device in other.devices}
+        if cores or devices:
+            new = replace(plan, cores=tuple(cores), devices=tuple(devices))
+            self._reservations.append(Reservation([new], self._connection.node))
 
     def _post(self, host: str, message: tuple, payload: Payload | None = None) -> None:
         self.call(host, ("channel", DRIVER, message), payload)  # in order with calls and news of deaths

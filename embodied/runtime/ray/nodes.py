@@ -86,6 +86,8 @@ class Connection:
 
     def node(self, name: str) -> RayNode:
         """The node with this name; "" is the driver's node."""
+        if name and self._nodes and name not in self._nodes:
+            self._look_around()  # it may have joined the cluster since
         if name and name not in self._nodes:
             known = (
                 f"the cluster has: {', '.join(sorted(self._nodes))}" if self._nodes else "no cluster.address is given"
@@ -117,7 +119,7 @@ class Connection:
     def _look_around(self) -> None:
         own = ray.get_runtime_context().get_node_id()
         alive = [node for node in ray.nodes() if node["Alive"]]
-        seen = answers([(node["NodeID"], ()) for node in alive], _cores)
+        seen, self._nodes = answers([(node["NodeID"], ()) for node in alive], _cores), {}
         for node, cores in zip(alive, seen):
             gpus, cpus = (int(node["Resources"].get(kind, 0)) for kind in ("GPU", "CPU"))
             ray_node = RayNode(node["NodeName"], node["NodeID"], cores[:cpus], gpus, cpus)

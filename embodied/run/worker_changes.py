@@ -1,0 +1,315 @@
+"""Adds policy workers to a run and takes them away, as its user asks: python -m embodied.workers RUN policy=+1
+
+The command writes a file into the run's folder; the driver reads it within a second in a rollout, otherwise after the
+current step, and answers with another file. So whoever may write into the folder may ask, and no socket is opened.
+
+    workers.request.json   {"id": "5f0c", "change": 1, "devices": "cpu:3"}
+    workers.answer.json    {"id": "5f0c", "said": "policy-2 is built on core 3: ...", "code": 0}
+
+An added worker gets devices that nobody uses, or cores that only learners use while they take turns with rollouts. It
+is built beside the run, so its failure costs the run nothing. The last worker that was added is the first to be taken
+away. Episodes and noise do not depend on the number of workers.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Collection, Iterator
+from dataclasses import asdict, dataclass, replace
+from time import monotonic
+from typing import TYPE_CHECKING, Any
+
+from embodied.config.recipe import RunConfig
+from embodied.core.arrays import gather
+from embodied.core.errors import ConfigError, EmbodiedError
+from embodied.core.files import read_object, replace_text
+from embodied.placement import PlacementError, PlacementPlan, PlannedHost, Topology
+from embodied.placement.grammar import Slot, joined, parse_devices
+from embodied.placement.placement_errors import number
+from embodied.placement.placement_plan import check_shares, devices_of, hosts_on, places
+from embodied.policies import slow_imports
+from embodied.records.progress import now
+from embodied.run.devices import divides_requests, host_plans, machines
+from embodied.run.memory_check import check_memory
+from embodied.run.run_folder import RunFolder
+from embodied.runtime.device_leases import GB
+from embodied.runtime.shared_leases import SOCKET
+
+if TYPE_CHECKING:
+    from embodied.workflows.rl_loop import EmbodiedLoop
+    from embodied.workflows.rollout_manager import Newcomer, RolloutManager
+
+REQUEST, ANSWER = "workers.request.json", "workers.answer.json"
+LOOK_S = 0.5  # interval at which the driver looks for a request
+MOST = 1000  # workers in a request
+ROLE = "policy"
+
+
+@dataclass(frozen=True)
+class WorkerRequest:
+    """The wish of a user: so many policy workers more, or fewer, perhaps on these devices."""
+
+    id: str
+    change: int
+    devices: str = ""
+
+    @classmethod
+    def read(cls, content: dict[str, Any]) -> WorkerRequest:
+        """Raises ValueError if it is none."""
+        wish = cls(str(content.get("id")), content.get("change", 0), content.get("devices", ""))
+        if not (isinstance(wish.change, int) and 0 < abs(wish.change) <= MOST and isinstance(wish.devices, str)):
+            raise ValueError(f"no number of workers from 1 to {MOST}")
+        return wish
+
+
+class WorkerChanges:
+    """The driver's side: follows one request at a time, during rollouts and between iterations. `plan` is the plan of
+    the present workers."""
+
+    def __init__(self, config: RunConfig, plan: PlacementPlan, updating: Collection[str], folder: RunFolder) -> None:
+        """`updating`: the roles that work in updates."""
+        self.config, self.plan, self.updating, self.folder = config, plan, {*updating}, folder
+        self.request: WorkerRequest | None = None
+        self.newcomers: dict[str, tuple[PlannedHost, Newcomer]] = {}  # by name, until they have joined
+        self.building: list[str] = []  # newcomers of the request
+        self.remaining = 0  # workers that the request still takes away
+        self.look_at = self.until = 0.0
+
+    def begin(self, loop: EmbodiedLoop, say: Callable[[str], None]) -> None:
+        """All workers of the plan work. An earlier request was lost with the workers before them."""
+        self.rollouts: RolloutManager = loop.rollouts
+        named = {*self.rollouts.policies.workers, *(host.name for host in self.plan.hosts)}
+        self.say, self.names = say, {name for name in named if name.startswith(f"{ROLE}-")}
+        self.newcomers, self.building, self.remaining = {}, [], 0
+        if self.request:
+            self._answer("all workers of the run were started again meanwhile; ask again", 1)
+        (self.folder.path / REQUEST).unlink(missing_ok=True)
+        self.rollouts.background.append(self)
+
+    def due(self) -> bool:
+        return monotonic() >= self.look_at
+
+    def go_on(self) -> None:
+        """Look for a request, and for the progress of the current one."""
+        self.look_at = monotonic() + LOOK_S
+        self._forget_newcomers()
+        try:
+            if self.request is None and (wish := self._read()):
+                self.request = wish
+                (self._add if wish.change > 0 else self._take_away)(wish)
+            if self.building:
+                self._follow_building()
+            elif self.request and not self.rollouts.is_leaving:
+                self._go_on_leaving()
+        except (EmbodiedError, PlacementError) as err:
+            self._answer(str(err), getattr(err, "exit_code", ConfigError.exit_code))
+
+    # Requests and answers
+
+    def _read(self) -> WorkerRequest | None:
+        path = self.folder.path / REQUEST
+        if not path.exists():
+            return None
+        try:
+            return WorkerRequest.read(read_object(path))
+        except (EmbodiedError, ValueError) as err:
+            self.say(f"workers     {REQUEST} is not understood: {err}")
+            return None
+        finally:
+            path.unlink(missing_ok=True)
+
+    def _answer(self, said: str, code: int = 0) -> None:
+        assert self.request is not None
+        wish, self.request, self.building, self.remaining = self.request, None, [], 0
+        replace_text(self.folder.path / ANSWER, json.dumps({"id": wish.id, "said": said, "code": code}))
+        self.say(f"workers     {said if not code else f'policy={wish.change:+d} was refused: {said}'}")
+
+    def _record(self, hosts: tuple[PlannedHost, ...], **change: Any) -> None:
+        """The workers are on these hosts from now on."""
+        self.plan = replace(self.plan, hosts=hosts)
+        info, present = self.folder.info(), {host.name for host in hosts}
+        gone = self.names - present
+        processes = {host: pid for host, pid in info.get("processes", {}).items() if host not in gone}
+        changes = [*info.get("worker_changes", []), {"at": now(), **change}]
+        self.folder.record(placement=asdict(self.plan), processes=processes, worker_changes=changes)
+
+    def _count(self) -> str:
+        return number(self.plan.count(ROLE), "policy worker")
+
+    # Adding
+
+    def _add(self, wish: WorkerRequest) -> None:
+        refuse_additions(self.config)
+        topology = machines(self.config)
+        hosts = place(self.config, self.plan, topology, self.updating, wish.change, wish.devices)
+        first = 1 + max(int(name.removeprefix(f"{ROLE}-")) for name in self.names)
+        hosts = [replace(host, name=f"{ROLE}-{first + place}") for place, host in enumerate(hosts)]
+        plan = replace(self.plan, hosts=(*self.plan.hosts, *hosts))
+        check_shares(plan, self.config.pipeline.stages, divides_requests(self.config))
+        check_memory(self.config, plan, topology, True)
+        limit = self.config.cluster.memory_gb
+        for host, launched in zip(hosts, host_plans(replace(plan, hosts=tuple(hosts)), [ROLE], self._imports)):
+            launched = launched if limit is None else replace(launched, device_bytes=limit * GB)
+            self.names.add(host.name)
+            self.newcomers[host.name] = host, self.rollouts.add_policy(launched)
+            self.building.append(host.name)
+        self.until = monotonic() + self.config.faults.timeout_s
+
+    @property
+    def _imports(self) -> tuple[str, ...]:
+        return slow_imports(self.config.policy)
+
+    def _follow_building(self) -> None:
+        newcomers = {name: self.newcomers[name][1] for name in self.building}
+        failed = {name: newcomer.failure() for name, newcomer in newcomers.items() if newcomer.failure()}
+        if not failed and monotonic() > self.until:
+            late = f"it was not built within {self.config.faults.timeout_s:g} s (faults.timeout_s)"
+            failed = {name: late for name, newcomer in newcomers.items() if not newcomer.is_built()}
+        if failed:
+            for name, newcomer in newcomers.items():
+                self.rollouts.drop(newcomer)
+                del self.newcomers[name]
+            name, why = next(iter(failed.items()))
+            raise EmbodiedError(f"{name} could not be built: {why}; the run goes on with {self._count()}")
+        if all(newcomer.is_built() for newcomer in newcomers.values()):
+            hosts = [self.newcomers[name][0] for name in self.building]
+            names, where = " and ".join(self.building), places(hosts)
+            self._record((*self.plan.hosts, *hosts), added=self.building, devices=[d for h in hosts for d in h.held])
+            one = "is built and takes" if len(hosts) == 1 else "are built and take"
+            self._answer(f"{names} {one} part from the next rollout on, on {where}: {self._count()}")
+
+    def _forget_newcomers(self) -> None:
+        """Newcomers that have joined are workers like others. One that was left out after all leaves the plan."""
+        for name in [name for name in self.newcomers if name not in self.building]:
+            if self.newcomers[name][1] not in self.rollouts.newcomers:
+                del self.newcomers[name]
+                if name not in self.rollouts.policies.workers:
+                    self._record(tuple(host for host in self.plan.hosts if host.name != name), left_out=[name])
+
+    # Taking away
+
+    def _take_away(self, wish: WorkerRequest) -> None:
+        workers, hosts = self.rollouts.policies.workers, self.rollouts.policies.hosts
+        if len(workers) + wish.change < 1:
+            raise ConfigError(f"the run has {self._count()}, and one has to stay")
+        self._check_alone(hosts[wish.change :])
+        self.leaving, self.remaining = [], -wish.change
+
+    def _check_alone(self, hosts: Collection[str]) -> None:
+        """Refuse to end processes in which other roles work, too."""
+        for host in self.plan.hosts:
+            if host.name in hosts and len(host.roles) > 1:
+                others = " and ".join(role for role in host.roles if role != ROLE)
+                raise ConfigError(
+                    f"the policy worker of {host.name} shares its process with {others}, which stays: env rows and "
+                    "learner ranks are never distributed anew; in placement=disaggregated policy workers have "
+                    "processes of their own, and so have added ones"
+                )
+
+    def _go_on_leaving(self) -> None:
+        """Let the next worker leave, or answer: all have left."""
+        if self.remaining:
+            self.remaining -= 1
+            self.leaving.append(self.rollouts.policies.hosts[-1])
+            self.rollouts.is_leaving = True
+            return
+        gone = [host for host in self.plan.hosts if host.name in self.leaving]
+        left = tuple(host for host in self.plan.hosts if host.name not in self.leaving)
+        self._record(left, taken_away=self.leaving, devices=[d for host in gone for d in host.held])
+        has = "has left, which was" if len(gone) == 1 else "have left, which were"
+        self._answer(f"{' and '.join(self.leaving)} {has} on {places(gone)}: {self._count()}")
+
+
+# Where a worker can be added
+
+
+def refuse_additions(config: RunConfig) -> None:
+    """Refuse runs whose policy workers come and go in another way, or not at all."""
+    if os.environ.get(SOCKET):
+        raise ConfigError("embodied.share gives this run its devices, and moves its policy workers by itself")
+    if config.policy.speaks and config.policy.engine == "http":
+        raise ConfigError("the answers come from the servers of policy.url, which may join and leave by themselves")
+
+
+def place(
+    config: RunConfig, plan: PlacementPlan, topology: Topology, updating: Collection[str], count: int, named: str
+) -> list[PlannedHost]:
+    """Hosts for so many more policy workers, on the `named` devices or on free ones. Raises ConfigError."""
+    acting = [host for host in plan.hosts if ROLE in host.roles]
+    kind = acting[0].device.partition(":")[0] or "cpu"
+    gpus = config.policy.worker_gpus
+    users = gather((device, host) for host in plan.hosts for device in held_by(host, topology))
+    overlap = config.pipeline.schedule != "sync" or config.pipeline.granularity
+    if named:
+        slots = parse_devices(named)
+        slots = joined(slots, gpus) if gpus > 1 else slots
+        if len(slots) != count:
+            raise ConfigError(f"devices={named} is for {number(len(slots), 'worker')}, and policy={count:+d} is asked")
+    else:
+        size = gpus if kind == "gpu" else max(1, len(acting[0].cores))
+        slots = free_slots(topology, kind, size, count, users, {*updating} if kind == "cpu" and not overlap else {*()})
+        if len(slots) < count:
+            raise ConfigError(f"policy={count:+d}: {lack(kind, users, topology)}")
+    hosts = hosts_on((ROLE,), slots, topology)
+    for host in hosts:
+        check_free(host, kind, [user for device in held_by(host, topology) for user in users.get(device, ())])
+        learning = [device for device in held_by(host, topology) if shared_with(users.get(device, ()), updating)]
+        if overlap and learning:
+            raise ConfigError(f"{learning[0]} is the learners', who work during rollouts; name another device")
+    return hosts
+
+
+def held_by(host: PlannedHost, topology: Topology) -> list[str]:
+    """The devices of a host; on several machines with the machine's name."""
+    node = host.node or (topology.nodes[0].name if len(topology.nodes) > 1 else "")
+    return [*replace(host, node=node).held]
+
+
+def free_slots(
+    topology: Topology, kind: str, size: int, count: int, users: dict[str, list[PlannedHost]], lent_by: set[str]
+) -> Iterator[Slot] | list[Slot]:
+    """At most so many places of `size` devices of one machine, smaller ones on cores if need be: devices that nobody
+    uses, then devices that only the roles `lent_by` use."""
+    nodes = {node.name: node for node in topology.nodes} | {"": topology.nodes[0]}
+
+    def rank(node: str, place: int) -> int:
+        core = nodes[node].core_numbers[place] if kind == "cpu" else place
+        its = users.get(f"{node}/{kind}:{core}" if node else f"{kind}:{core}", [])
+        return 0 if not its else 1 if {role for host in its for role in host.roles} <= lent_by else 2
+
+    ranked = [(rank(node, place), node, place) for node, _, place in devices_of(topology, kind)]
+    usable = sorted((one for one in ranked if one[0] < 2), key=lambda one: one[0])
+    for each in (size, 1) if kind == "cpu" else (size,):
+        by_node = gather((node, place) for _, node, place in usable)
+        slots = [
+            Slot(kind, tuple(sorted(numbers[at : at + each])), node)
+            for node, numbers in by_node.items()
+            for at in range(0, len(numbers) // each * each, each)
+        ]
+        if len(slots) >= count:
+            return slots[:count]
+    return []
+
+
+def lack(kind: str, users: dict[str, list[PlannedHost]], topology: Topology) -> str:
+    """Says that too few devices are free, and what can be done."""
+    what = {"cpu": "core", "gpu": "GPU"}.get(kind, kind)
+    total = len(devices_of(topology, kind)) if kind in ("cpu", "gpu") else 0
+    used = sum(device.rpartition("/")[2].startswith(f"{kind}:") for device in users)
+    share = "; devices=cpu:0 shares a core" if kind == "cpu" else ""
+    return f"too few free devices: the run uses {used} of {number(total, what)}{share}"
+
+
+def check_free(host: PlannedHost, kind: str, users: list[PlannedHost]) -> None:
+    """Refuse devices of another kind than the other policy workers', and GPUs that others use."""
+    its = host.device.partition(":")[0] or "cpu"
+    if its != kind:
+        raise ConfigError(f"{places([host])}: the run's policy workers are on {kind}s, and all must answer alike")
+    if users and kind == "gpu":
+        raise ConfigError(f"{host.device} is used by {users[0].name}; an added worker needs a GPU of its own")
+
+
+def shared_with(users: Collection[PlannedHost], roles: Collection[str]) -> bool:
+    """True if a worker of these roles uses the device."""
+    return any({*roles} & {*host.roles} for host in users)
