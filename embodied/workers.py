@@ -110,7 +110,7 @@ def ask(folder: Path, change: int, devices: str, wait: Callable[[float], None] =
             now = time.monotonic()
             if now - looked > 1.0:
                 looked = now
-                if is_held(folder) is False or not (folder / "run.json").is_file():
+                if is_held(folder) is False or read_object(folder / "run.json").get("state") != "running":
                     return "the run has ended meanwhile", 1
             if now - began > ANSWER_S:
                 return f"the run has not answered within {ANSWER_S:g} s; its last lines: {folder}/logs/driver.log", 1

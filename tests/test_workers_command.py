@@ -19,7 +19,7 @@ from embodied.core.errors import ConfigError
 from embodied.placement import PlacementError, make_plan
 from embodied.placement.placement_plan import check_shares
 from embodied.placement.topology import Gpu, Node, Topology
-from embodied.run.worker_changes import REQUEST, WorkerRequest, place, refuse_additions
+from embodied.run.worker_changes import REQUEST, WorkerRequest, place, refuse_changes
 
 COMMANDS = [line for line in Page("faults.md").commands if "embodied.workers" in line]
 EXACT = [
@@ -131,13 +131,19 @@ def test_a_worker_without_a_device_is_refused_with_the_reason(placement, machine
         place(config, plan, machines, {"learner"}, 1, named)
 
 
-def test_runs_whose_policy_workers_come_and_go_in_another_way_refuse_additions(monkeypatch):
-    served = load(["recipe=sums_grpo", "policy.engine=http", "policy.url=http://127.0.0.1:1"]).config
-    with pytest.raises(ConfigError, match=r"servers of policy\.url"):
-        refuse_additions(served)
-    monkeypatch.setenv("EMBODIED_SHARE", "somewhere")
-    with pytest.raises(ConfigError, match=r"embodied\.share gives this run its devices"):
-        refuse_additions(load(["recipe=pointmass_ppo"]).config)
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        (["policy.engine=http", "policy.url=http://127.0.0.1:1"], "servers of policy.url"),
+        (["cluster.backend=inline"], "cluster.backend=inline has one process"),
+        ([], "embodied.share gives this run its devices"),
+    ],
+)
+def test_runs_whose_policy_workers_come_and_go_in_another_way_refuse_changes(options, told, monkeypatch):
+    if not options:
+        monkeypatch.setenv("EMBODIED_SHARE", "somewhere")
+    with pytest.raises(ConfigError, match=re.escape(told)):
+        refuse_changes(load(["recipe=sums_grpo", *options]).config)
 
 
 def test_a_robot_policy_worker_that_no_simulator_would_ask_is_refused():

@@ -70,6 +70,7 @@ class WorkerChanges:
     def __init__(self, config: RunConfig, plan: PlacementPlan, updating: Collection[str], folder: RunFolder) -> None:
         """`updating`: the roles that work in updates."""
         self.config, self.plan, self.updating, self.folder = config, plan, {*updating}, folder
+        (folder.path / REQUEST).unlink(missing_ok=True)  # to an earlier process of this run
         self.request: WorkerRequest | None = None
         self.newcomers: dict[str, tuple[PlannedHost, Newcomer]] = {}  # by name, until they have joined
         self.building: list[str] = []  # newcomers of the request
@@ -84,7 +85,6 @@ class WorkerChanges:
         self.newcomers, self.building, self.remaining = {}, [], 0
         if self.request:
             self._answer("all workers of the run were started again meanwhile; ask again", 1)
-        (self.folder.path / REQUEST).unlink(missing_ok=True)
         self.rollouts.background.append(self)
 
     def due(self) -> bool:
@@ -97,6 +97,7 @@ class WorkerChanges:
         try:
             if self.request is None and (wish := self._read()):
                 self.request = wish
+                refuse_changes(self.config)
                 (self._add if wish.change > 0 else self._take_away)(wish)
             if self.building:
                 self._follow_building()
@@ -121,18 +122,27 @@ class WorkerChanges:
 
     def _answer(self, said: str, code: int = 0) -> None:
         assert self.request is not None
+        if code:
+            for name in self.building:
+                self.rollouts.drop(self.newcomers.pop(name)[1])
+            self.folder.record(processes=self._processes())
         wish, self.request, self.building, self.remaining = self.request, None, [], 0
+        self.say(f"workers     {said if not code else f'policy={wish.change:+d}: {said}'}")
         replace_text(self.folder.path / ANSWER, json.dumps({"id": wish.id, "said": said, "code": code}))
-        self.say(f"workers     {said if not code else f'policy={wish.change:+d} was refused: {said}'}")
 
     def _record(self, hosts: tuple[PlannedHost, ...], **change: Any) -> None:
         """The workers are on these hosts from now on."""
-        self.plan = replace(self.plan, hosts=hosts)
-        info, present = self.folder.info(), {host.name for host in hosts}
-        gone = self.names - present
-        processes = {host: pid for host, pid in info.get("processes", {}).items() if host not in gone}
-        changes = [*info.get("worker_changes", []), {"at": now(), **change}]
-        self.folder.record(placement=asdict(self.plan), processes=processes, worker_changes=changes)
+        cores = {*self.plan.idle, *(core for host in self.plan.hosts for core in host.cores)}
+        idle = cores - {core for host in hosts for core in host.cores}
+        on_cores = not any(host.node or host.device for host in hosts)
+        self.plan = replace(self.plan, hosts=hosts, idle=tuple(sorted(idle)) if on_cores else ())
+        changes = [*self.folder.info().get("worker_changes", []), {"at": now(), **change}]
+        self.folder.record(placement=asdict(self.plan), processes=self._processes(), worker_changes=changes)
+
+    def _processes(self) -> dict[str, int]:
+        """The process ids in run.json, without workers that are gone."""
+        gone = self.names - {host.name for host in self.plan.hosts} - self.newcomers.keys()
+        return {host: pid for host, pid in self.folder.info().get("processes", {}).items() if host not in gone}
 
     def _count(self) -> str:
         return number(self.plan.count(ROLE), "policy worker")
@@ -140,7 +150,6 @@ class WorkerChanges:
     # Adding
 
     def _add(self, wish: WorkerRequest) -> None:
-        refuse_additions(self.config)
         topology = machines(self.config)
         hosts = place(self.config, self.plan, topology, self.updating, wish.change, wish.devices)
         first = 1 + max(int(name.removeprefix(f"{ROLE}-")) for name in self.names)
@@ -148,36 +157,36 @@ class WorkerChanges:
         plan = replace(self.plan, hosts=(*self.plan.hosts, *hosts))
         check_shares(plan, self.config.pipeline.stages, divides_requests(self.config))
         check_memory(self.config, plan, topology, True)
-        limit = self.config.cluster.memory_gb
-        for host, launched in zip(hosts, host_plans(replace(plan, hosts=tuple(hosts)), [ROLE], self._imports)):
+        limit, imports = self.config.cluster.memory_gb, slow_imports(self.config.policy)
+        for host, launched in zip(hosts, host_plans(replace(plan, hosts=tuple(hosts)), [ROLE], imports)):
             launched = launched if limit is None else replace(launched, device_bytes=limit * GB)
             self.names.add(host.name)
             self.newcomers[host.name] = host, self.rollouts.add_policy(launched)
             self.building.append(host.name)
         self.until = monotonic() + self.config.faults.timeout_s
 
-    @property
-    def _imports(self) -> tuple[str, ...]:
-        return slow_imports(self.config.policy)
-
     def _follow_building(self) -> None:
-        newcomers = {name: self.newcomers[name][1] for name in self.building}
-        failed = {name: newcomer.failure() for name, newcomer in newcomers.items() if newcomer.failure()}
-        if not failed and monotonic() > self.until:
-            late = f"it was not built within {self.config.faults.timeout_s:g} s (faults.timeout_s)"
-            failed = {name: late for name, newcomer in newcomers.items() if not newcomer.is_built()}
-        if failed:
-            for name, newcomer in newcomers.items():
-                self.rollouts.drop(newcomer)
-                del self.newcomers[name]
-            name, why = next(iter(failed.items()))
-            raise EmbodiedError(f"{name} could not be built: {why}; the run goes on with {self._count()}")
-        if all(newcomer.is_built() for newcomer in newcomers.values()):
-            hosts = [self.newcomers[name][0] for name in self.building]
-            names, where = " and ".join(self.building), places(hosts)
-            self._record((*self.plan.hosts, *hosts), added=self.building, devices=[d for h in hosts for d in h.held])
-            one = "is built and takes" if len(hosts) == 1 else "are built and take"
-            self._answer(f"{names} {one} part from the next rollout on, on {where}: {self._count()}")
+        """Answer once every worker of the request is built, or cannot be built."""
+        late = f"it was not built within {self.config.faults.timeout_s:g} s (faults.timeout_s)"
+        built, failed = [], {}
+        for name in self.building:
+            newcomer = self.newcomers[name][1]
+            if newcomer.is_built():
+                built.append(name)
+            elif why := newcomer.failure() or (late if monotonic() > self.until else ""):
+                failed[name] = why
+        if len(built) + len(failed) < len(self.building):
+            return
+        for name in failed:
+            self.rollouts.drop(self.newcomers.pop(name)[1])
+        self.building = []
+        said = [f"{name} could not be built: {why}" for name, why in failed.items()]
+        if built:
+            hosts = [self.newcomers[name][0] for name in built]
+            self._record((*self.plan.hosts, *hosts), added=built, devices=[d for host in hosts for d in host.held])
+            verb = "is built and takes" if len(built) == 1 else "are built and take"
+            said.append(f"{' and '.join(built)} {verb} part from the next rollout on, on {places(hosts)}")
+        self._answer(f"{'; '.join(said)}: {self._count()}", int(bool(failed)))
 
     def _forget_newcomers(self) -> None:
         """Newcomers that have joined are workers like others. One that was left out after all leaves the plan."""
@@ -224,8 +233,10 @@ class WorkerChanges:
 # Where a worker can be added
 
 
-def refuse_additions(config: RunConfig) -> None:
+def refuse_changes(config: RunConfig) -> None:
     """Refuse runs whose policy workers come and go in another way, or not at all."""
+    if config.cluster.backend == "inline":
+        raise ConfigError("cluster.backend=inline has one process, in which no worker comes or goes")
     if os.environ.get(SOCKET):
         raise ConfigError("embodied.share gives this run its devices, and moves its policy workers by itself")
     if config.policy.speaks and config.policy.engine == "http":

@@ -26,7 +26,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from embodied.core.errors import ConfigError, DeadlineExceeded, WorkerFailed
+from embodied.core.errors import DeadlineExceeded, WorkerFailed
 from embodied.runtime.backend import make_backend
 from embodied.runtime.channel import CLOSING, DEFAULT_CAPACITY, Channel, channels_in
 from embodied.runtime.heartbeat import LOOK_S, MAX_WORKERS, AwakeClock, readable
@@ -122,8 +122,6 @@ class Cluster:
         """Starts a host with one more worker of the group's role, made with the same arguments; both have the plan's
         name, which is new. Until it joins the group, its failures only fail its own calls. Returns it, and its
         construction."""
-        if not self._backend.isolates:
-            raise ConfigError(f"cluster.backend={self._backend.name} has one process, so no worker can be added")
         if plan.name in (DRIVER, *self._started) or len(self._makings) == MAX_WORKERS:
             raise ValueError(
                 f"no host {plan.name!r} can be added: the name is used, or there are {MAX_WORKERS} workers"
@@ -131,11 +129,11 @@ class Cluster:
         spec, packed, arguments = self._makings[group.workers[0]]
         spec = replace(spec, name=plan.name, rank=len(group), world_size=len(group) + 1, slot=len(self._makings))
         with self._changed:
+            self._backend.spawn(plan)
             self._given_up.add(plan.name)
             self.hosts.append(plan)
-            self._makings[plan.name], self._hosts[plan.name] = (spec, packed, arguments), plan.name
-            self._backend.spawn(plan)
             self._started.append(plan.name)
+            self._makings[plan.name], self._hosts[plan.name] = (spec, packed, arguments), plan.name
             self._tell_of_dead_hosts(plan.name)
         return WorkerGroup(self, group.cls, group.role, [plan.name], [plan.name]), self._make([plan.name])
 
