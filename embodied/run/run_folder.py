@@ -8,6 +8,7 @@ import json
 import os
 import threading
 import time
+from collections.abc import Collection
 from contextlib import suppress
 from datetime import datetime
 from pathlib import Path
@@ -80,6 +81,12 @@ class RunFolder:
         # A missing folder is reported at the end of the run.
         with self._writing, suppress(OSError, CheckpointError):
             self.record(processes={**self.info().get("processes", {}), host: pid})
+
+    def forget_processes(self, hosts: Collection[str]) -> None:
+        """These hosts have ended; the system reuses their process ids."""
+        with self._writing:
+            processes = self.info().get("processes", {})
+            self.record(processes={host: pid for host, pid in processes.items() if host not in hosts})
 
     def new_trace(self) -> Path:
         """The file for the timeline of this start of the run: trace.json, trace-2.json after a resume, and so on."""

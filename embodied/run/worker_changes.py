@@ -16,6 +16,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable, Collection, Iterator
+from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from time import monotonic
 from typing import TYPE_CHECKING, Any
@@ -24,7 +25,7 @@ from embodied.config.recipe import RunConfig
 from embodied.core.arrays import gather
 from embodied.core.errors import ConfigError, EmbodiedError
 from embodied.core.files import read_object, replace_text
-from embodied.placement import PlacementError, PlacementPlan, PlannedHost, Topology
+from embodied.placement import PlacementPlan, PlannedHost, Topology
 from embodied.placement.grammar import Slot, joined, parse_devices
 from embodied.placement.placement_errors import number
 from embodied.placement.placement_plan import check_shares, devices_of, hosts_on, places
@@ -103,7 +104,7 @@ class WorkerChanges:
                 self._follow_building()
             elif self.request and not self.rollouts.is_leaving:
                 self._go_on_leaving()
-        except (EmbodiedError, PlacementError) as err:
+        except (EmbodiedError, ValueError, OSError) as err:  # it cannot be placed or started; the run goes on
             self._answer(str(err), getattr(err, "exit_code", ConfigError.exit_code))
 
     # Requests and answers
@@ -125,10 +126,11 @@ class WorkerChanges:
         if code:
             for name in self.building:
                 self.rollouts.drop(self.newcomers.pop(name)[1])
-            self.folder.record(processes=self._processes())
+            self._forget_processes()
         wish, self.request, self.building, self.remaining = self.request, None, [], 0
         self.say(f"workers     {said if not code else f'policy={wish.change:+d}: {said}'}")
-        replace_text(self.folder.path / ANSWER, json.dumps({"id": wish.id, "said": said, "code": code}))
+        with suppress(OSError):  # a full disk
+            replace_text(self.folder.path / ANSWER, json.dumps({"id": wish.id, "said": said, "code": code}))
 
     def _record(self, hosts: tuple[PlannedHost, ...], **change: Any) -> None:
         """The workers are on these hosts from now on."""
@@ -137,12 +139,11 @@ class WorkerChanges:
         on_cores = not any(host.node or host.device for host in hosts)
         self.plan = replace(self.plan, hosts=hosts, idle=tuple(sorted(idle)) if on_cores else ())
         changes = [*self.folder.info().get("worker_changes", []), {"at": now(), **change}]
-        self.folder.record(placement=asdict(self.plan), processes=self._processes(), worker_changes=changes)
+        self.folder.record(placement=asdict(self.plan), worker_changes=changes)
+        self._forget_processes()
 
-    def _processes(self) -> dict[str, int]:
-        """The process ids in run.json, without workers that are gone."""
-        gone = self.names - {host.name for host in self.plan.hosts} - self.newcomers.keys()
-        return {host: pid for host, pid in self.folder.info().get("processes", {}).items() if host not in gone}
+    def _forget_processes(self) -> None:
+        self.folder.forget_processes(self.names - {host.name for host in self.plan.hosts} - self.newcomers.keys())
 
     def _count(self) -> str:
         return number(self.plan.count(ROLE), "policy worker")
