@@ -34,8 +34,7 @@ from embodied.records.progress import now
 from embodied.run.devices import divides_requests, host_plans, machines
 from embodied.run.memory_check import check_memory
 from embodied.run.run_folder import RunFolder
-from embodied.runtime.device_leases import GB
-from embodied.runtime.shared_leases import SOCKET
+from embodied.runtime.device_leases import GB, SHARE
 
 if TYPE_CHECKING:
     from embodied.workflows.rl_loop import EmbodiedLoop
@@ -238,7 +237,7 @@ def refuse_changes(config: RunConfig) -> None:
     """Refuse runs whose policy workers come and go in another way, or not at all."""
     if config.cluster.backend == "inline":
         raise ConfigError("cluster.backend=inline has one process, in which no worker comes or goes")
-    if os.environ.get(SOCKET):
+    if os.environ.get(SHARE):
         raise ConfigError("embodied.share gives this run its devices, and moves its policy workers by itself")
     if config.policy.speaks and config.policy.engine == "http":
         raise ConfigError("the answers come from the servers of policy.url, which may join and leave by themselves")
