@@ -25,14 +25,15 @@ opening, get = ("open", "numbers", Channel("run", "numbers", "one", 4)), ("get",
 put = ("put", "numbers", None, "a-0")
 
 
-def send(*sent):
+def send(*sent, of_life=2):
     for sender, life, message, item in sent:
-        agent.deliver(sender, life, "one", pack_message(message), *carried(None if item is None else encode(item)))
+        packed = carried(None if item is None else encode(item))
+        agent.deliver(sender, life, "one", of_life, pack_message(message), *packed)
 
 
 def print_answer():
-    host, life, to, message, body, _ = answers.get(timeout=60)
-    assert (host, life, to, unpack_message(message)[:3]) == ("one", 2, "other", ("answer", "numbers", 7))
+    host, _, to, _, message, body, _ = answers.get(timeout=60)
+    assert (host, to, unpack_message(message)[:3]) == ("one", "other", ("answer", "numbers", 7))
     print(decode(Payload(body)))
 
 
@@ -58,6 +59,20 @@ agent.place({"other": (2, other)})
 of_a_successor.join(60)
 send(("other", 1, put, "of a dead process"), ("third", 1, put, "for a successor"))
 print_answer()
+agent.kill("one")
+assert agent._hosts.processes["one"].ended.wait(60)
+agent.place({"one": (3, None)})
+late = (
+    ("third", 1, opening, None),
+    ("third", 1, put, "to a successor"),
+    ("other", 2, opening, None),
+    ("other", 2, get, None),
+)
+to_a_successor = threading.Thread(target=send, args=late, kwargs={"of_life": 3})
+to_a_successor.start()
+to_a_successor.join(0.2)
+agent.spawn(HostPlan("one", ("b",)))
+print_answer()
 agent.stop(5.0)
 sys.stdout.flush()
 os._exit(0)
@@ -66,4 +81,4 @@ os._exit(0)
 
 def test_messages_wait_until_both_hosts_are_known_and_those_for_or_from_dead_processes_are_dropped():
     done = subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, text=True, timeout=240)
-    assert (done.returncode, done.stdout) == (0, "for this one\nfor a successor\n"), done.stderr
+    assert (done.returncode, done.stdout) == (0, "for this one\nfor a successor\nto a successor\n"), done.stderr

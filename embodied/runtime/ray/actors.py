@@ -275,6 +275,7 @@ class NodeAgent:
     def __init__(self, order: dict[str, Any]) -> None:
         self._outbox: queue.SimpleQueue[Any] = queue.SimpleQueue()  # (messages to wait for, message to the driver)
         self._places: dict[str, tuple[int, Any]] = {}  # host of any node -> (its life, its agent)
+        self._started: dict[str, int] = {}  # host of this node -> its life
         self._changed = threading.Condition()  # a host was started here, or placed on any node
         self._sent: dict[str, dict[str, Any]] = {}  # host -> by destination, the last message that it sent there
         boot, log_dir = order["boot"], order["log_dir"]
@@ -309,6 +310,7 @@ class NodeAgent:
             traceback.print_exc()
             self._tell("died", plan.name, (f"could not be started: {type(error).__name__}: {error}",))
         with self._changed:
+            self._started[plan.name] = self._life_of(plan.name)
             self._changed.notify_all()
 
     @ray.method(concurrency_group="control", num_returns=0)
@@ -342,13 +344,15 @@ class NodeAgent:
     # Called by other agents
 
     @ray.method(concurrency_group="channels")
-    def deliver(self, sender: str, life: int, host: str, message: bytes, *payload: Any) -> None:
+    def deliver(self, sender: str, life: int, host: str, of_life: int, message: bytes, *payload: Any) -> None:
         with _ending_the_process_on_error():
             with self._changed:  # hosts of other nodes may be at work before this one has the driver's news of them
                 self._changed.wait_for(
-                    lambda: host in self._hosts.processes and self._life_of(sender) >= life, self._timeout_s
+                    lambda: self._started.get(host, 0) >= of_life and self._life_of(sender) >= life, self._timeout_s
                 )
-            if host in self._hosts.processes and self._life_of(sender) == life:  # not from an earlier life
+            # Neither from nor for an earlier life. A host that could not be started has no process.
+            lives = self._life_of(sender), self._started.get(host)
+            if lives == (life, of_life) and host in self._hosts.processes:
                 self._hosts.call(host, ("channel", sender, unpack_message(message)), received(*payload))
 
     def _life_of(self, host: str) -> int:
@@ -361,8 +365,8 @@ class NodeAgent:
         if destination == DRIVER:
             self._tell("channel", host, message, payload)
             return
-        (life, _), (_, agent) = self._places[host], self._places[destination]
-        sent = agent.deliver.remote(host, life, destination, pack_message(message), *carried(payload))
+        (life, _), (of_life, agent) = self._places[host], self._places[destination]
+        sent = agent.deliver.remote(host, life, destination, of_life, pack_message(message), *carried(payload))
         self._sent.setdefault(host, {})[destination] = sent
 
     @_ending_the_process_on_error()
