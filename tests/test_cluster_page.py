@@ -262,6 +262,36 @@ def test_learners_on_both_machines_and_an_env_of_ones_own(machines, tmp_path):
     assert "built from " in log.read_text() and str(tmp_path) not in log.read_text()
 
 
+def test_a_killed_driver_leaves_no_program_on_another_machine(machines, tmp_path):
+    program = f"sleep {1000 + secrets.randbelow(10**9)}"
+    text = MY_ENV.replace("import os\n", "import os, subprocess\n").replace(
+        '        print("built',
+        f'        subprocess.Popen("{program}".split(), start_new_session=True)\n        print("built',
+    )
+    (tmp_path / "my_env.py").write_text(text)
+    same = [argument for argument in SAME if not argument.startswith(("env.dtype", "run.iterations"))]
+    own = ["env.name=my_env:MyEnv", "env.task=reach", "run.iterations=100000"]
+    here = {**machines.environment, "PYTHONPATH": f"{tmp_path}:{os.environ.get('PYTHONPATH', '')}"}
+    with machines.begin(tmp_path, *same, *own, env=here, stderr=subprocess.STDOUT) as process:
+        next(line for line in process.stdout if line.startswith("iteration 2/"))
+        assert running(program)
+        process.kill()
+    until = time.monotonic() + 120
+    while running(program) and time.monotonic() < until:
+        time.sleep(0.1)
+    assert not running(program)
+
+
+def running(program: str) -> bool:
+    """The processes of both machines are seen here."""
+    words = program.encode().replace(b" ", b"\0") + b"\0"
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        with suppress(OSError):
+            if path.read_bytes() == words:
+                return True
+    return False
+
+
 def test_what_does_not_fit_is_told_in_a_line(machines, tmp_path):
     wrong = machines.train(tmp_path, RAY_AUTH_TOKEN=secrets.token_hex(32))
     assert wrong.returncode in (1, 2) and "the cluster does not take this token" in wrong.stderr
