@@ -6,6 +6,9 @@
     python -m embodied.benchmark recipe=benchmarks/delays_schedules.yaml   # async: updates as long as rollouts
     python -m embodied.benchmark recipe=benchmarks/delays_groups.yaml      # periodic: a group after the other
 
+`benchmarks.turns` compares `Together` and `OneByOne`, which have a scoring role that sleeps for each episode
+(benchmarks/delays_roles.yaml): the groups of a round pass through it together, or each as soon as it has ended.
+
 Every step sleeps `fixed_s`, and `row_s` for each of its rows, so that other programs hardly matter. The policy sleeps
 in the same way: `load_s` to load weights of another process, like a large policy, and `look_row_s` for its frozen
 parts' pass over an observation.
@@ -25,8 +28,12 @@ from embodied.envs.vector_env import StepResult, VectorEnv
 from embodied.policies.base import Scores
 from embodied.policies.config import MLPConfig
 from embodied.policies.networks import MLPPolicy
+from embodied.workflows.contract import Role
+from embodied.workflows.relay import RelayWorker
+from embodied.workflows.rl_loop import EmbodiedLoop
 
 STEPS = 8
+EPISODE_S = 0.075  # of the scoring role
 
 
 class Delayed(VectorEnv):
@@ -73,3 +80,20 @@ class DelayedPolicy(MLPPolicy):
             self.frozen_features(inputs["obs"])
         time.sleep(self.learn_row_s * len(inputs["actions"]))
         return super().forward(inputs)
+
+
+class Scorer(RelayWorker):
+    """Changes nothing."""
+
+    def add(self, parts):
+        for part in parts:
+            time.sleep(EPISODE_S * len(part.ids))
+        return parts
+
+
+class OneByOne(EmbodiedLoop):
+    roles = (*EmbodiedLoop.roles, Role("scorer", "benchmarks.delays:Scorer", relays=True, streams=True))
+
+
+class Together(EmbodiedLoop):
+    roles = (*EmbodiedLoop.roles, Role("scorer", "benchmarks.delays:Scorer", relays=True))

@@ -2,9 +2,10 @@
 
     python -m benchmarks.turns benchmarks/delays_groups.yaml --arms pipeline.schedule={sync,periodic,async}
     python -m benchmarks.turns benchmarks/delays_frozen.yaml --arms pipeline.granularity={null,4}
+    python -m benchmarks.turns benchmarks/delays_roles.yaml --arms program=benchmarks.delays:{Together,OneByOne}
 
-Sims and policies have one core, the learner another. Prints the median seconds of an iteration and of its parts, and
-each arm's speed-up over the first. Writes benchmarks/results/turns-RECIPE.json.
+Sims and policies have one core, the learner another, unless the recipe places them. Prints the median seconds of an
+iteration and of its parts, and each arm's speed-up over the first. Writes benchmarks/results/turns-RECIPE.json.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from embodied.config.recipe import load
 from embodied.profiling.timed_run import Round, TimedRun
 from embodied.reporting.benchmark_page import paired_ratio
 from embodied.run import launch
+from embodied.workflows.shipped_roles import roles_of_run
 
 PLACEMENT = '{"sim,policy": "cpu:0", learner: "cpu:1"}'
 PARTS = ("seconds", "rollout_s", "update_s", "first_backward_s")
@@ -42,7 +44,7 @@ def main() -> None:
     ratios = {arm: paired_ratio(rounds[arm], rounds[first]) for arm in others}
     for arm, (low, middle, high) in ratios.items():
         print(f"{arm} is {middle:.2f} times as fast (95% interval {low:.2f} to {high:.2f})")
-    about = {**vars(asked), "placement": PLACEMENT, "machine": machine(), "commit": code_commit()}
+    about = {**vars(asked), "machine": machine(), "commit": code_commit()}
     found = {"median": medians, "ratios": ratios, "rounds": {arm: list(map(asdict, r)) for arm, r in rounds.items()}}
     write_json(RESULTS / f"turns-{Path(asked.recipe).stem}.json", about | found)
 
@@ -53,8 +55,12 @@ def in_turns(recipe: str, arms: list[str], more: list[str], turns: int) -> dict[
     with tempfile.TemporaryDirectory() as logs, ExitStack() as stack:
         timed_runs = {}
         for number, arm in enumerate(arms):
-            config = load([f"recipe={recipe}", f"placement={PLACEMENT}", arm, *more]).config
-            timed_runs[arm] = stack.enter_context(TimedRun(*launch.planned(config), Path(logs) / str(number)))
+            program, words = launch.program_of([f"recipe={recipe}", arm, *more])
+            config = load(words).config
+            if config.placement == "auto":
+                config = load([*words, f"placement={PLACEMENT}"]).config
+            plan = launch.planned(config, roles=roles_of_run(program, config))
+            timed_runs[arm] = stack.enter_context(TimedRun(*plan, Path(logs) / str(number), program))
         for turn in range(WARM_UP + turns):
             for arm, timed_run in timed_runs.items():
                 done = timed_run.iterate()

@@ -171,7 +171,6 @@ OF_ANSWERS = (
     ),
 )
 TRAINING = (
-    never_with("pipeline.granularity", EPISODES, "which episodes count is known at their end; leave it out"),
     never_with(
         "pipeline.granularity",
         {"pipeline.schedule": "async"},
@@ -190,6 +189,11 @@ TRAINING = (
         "groups of pipeline.schedule=periodic have any size; try learner.graphs=auto",
     ),
     never_with("learner.most_items", {"pipeline.schedule": "periodic"}, "learners keep no batch there; leave it out"),
+    never_with(
+        "learner.most_items",
+        {"pipeline.granularity": bool},
+        "learners get groups before the lengths of all groups are known; leave it out",
+    ),
     only_with(
         "learner.most_items", EPISODES, "in rollouts of a fixed length all learners have equally much; leave it out"
     ),

@@ -186,8 +186,9 @@ class PipelineSection(Strict):
     granularity: int | None = Field(
         None,
         gt=0,
-        description="Send parts of rollouts after every this many decisions; learners on their own devices precompute "
-        "the features of frozen encoders. null: whole rollouts.",
+        description="Send parts of rollouts after every this many decisions, and groups of whole episodes when certain "
+        "ones have this many decisions (tokens); learners on their own devices precompute the features of frozen "
+        "encoders, and the reference's log-probs of whole episodes. null: whole rollouts or batches.",
     )
     merge_rows: int | None = Field(
         None,

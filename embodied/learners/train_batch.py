@@ -258,7 +258,7 @@ def build_batch(
     """The sequences of this rank's `unit` as items with their advantages, before an update from this version of the
     weights; all ranks take part."""
     speaks, lengths, all_ranks = model.policy.speaks, trajectory.lengths, AllRanks(unit, collective)
-    trained = trained_tokens(trajectory, config) if speaks else np.ones(len(trajectory.versions), bool)
+    trained = trained_items(trajectory, config, speaks)
     # Of every sequence: units, counted items, and episodes or conversations with counted items
     of, sequence = episodes_within(trajectory), np.repeat(np.arange(len(lengths)), lengths)
     sizes = np.bincount(of, trained)
@@ -331,8 +331,11 @@ def numbered(units: np.ndarray, of_all: np.ndarray, all_ranks: AllRanks) -> np.n
     return np.arange(units.sum()) + np.repeat(first, units)
 
 
-def trained_tokens(trajectory: Trajectory, config: AlgoConfig) -> np.ndarray:
-    """Bool [K]: trained tokens. They are sampled, and with algo.truncated=mask their conversation is not truncated."""
+def trained_items(trajectory: Trajectory, config: AlgoConfig, speaks: bool) -> np.ndarray:
+    """Bool [K]: trained decisions. In text they are sampled tokens, with algo.truncated=mask of conversations that are
+    not truncated."""
+    if not speaks:
+        return np.ones(len(trajectory.versions), bool)
     sampled = np.array(trajectory.mask[:, 0])
     if config.truncated == "mask":
         starts = np.cumsum(trajectory.lengths) - trajectory.lengths
@@ -548,14 +551,16 @@ class RolloutBuffer:
         return all(s in self.whole and self.have[s] == self.whole[s].lengths.max() for s in sources)
 
     def take(self, sources: Iterable[str]) -> Trajectory:
-        """Remove and return the joined trajectories of these sources."""
-        return join([self.whole.pop(source) for source in sources])
+        """Remove and return the joined trajectories of these sources, with the columns of `replay` that all have."""
+        parts = [self.whole.pop(source) for source in sources]
+        names = {*parts[0].replay}.intersection(*(part.replay for part in parts))
+        return join([replace(part, replay={name: part.replay[name] for name in names}) for part in parts])
 
     def units(
-        self, channel: Channel, batch: int, timers: Timers, piece_came: Callable[[], None] = lambda: None
+        self, channel: Channel, batch: int, timers: Timers, piece_came: Callable[[str], None] = lambda source: None
     ) -> Iterator[Unit]:
         """Yields each unit of a batch when all its data have arrived, until the batch's `end`. `piece_came` is called
-        after every piece. Remaining pieces are dropped: their sims died before sending all of them."""
+        with the source of every piece. Remaining pieces are dropped: their sims died before sending all of them."""
         expected: list[Unit] = []
         while self.end is None or expected:
             with timers.measure("wait"):
@@ -566,7 +571,7 @@ class RolloutBuffer:
                 expected.append(item)
             else:
                 self.add(item)
-                piece_came()
+                piece_came(item.source)
             for unit in [unit for unit in expected if self.has(unit.sources)]:
                 expected.remove(unit)
                 yield unit

@@ -11,8 +11,10 @@ import copy
 from collections import deque
 from collections.abc import Iterable, Set
 from dataclasses import astuple, replace
+from functools import partial
 from pathlib import Path
 from time import perf_counter
+from typing import Any
 
 import numpy as np
 import torch
@@ -22,10 +24,21 @@ from embodied.algorithms.config import AlgoConfig
 from embodied.core.errors import CheckpointError, ConfigError, EmbodiedError
 from embodied.core.types import EnvSpec, Trajectory, Unit, join_units
 from embodied.learners.config import LearnerConfig
-from embodied.learners.model import Model, PolicyOptimizer
+from embodied.learners.model import KEPT_BYTES, Model, PolicyOptimizer
 from embodied.learners.sharding import form_shards, leave, load_whole, local_weights, shard, whole_tensors
 from embodied.learners.throughput import Throughput
-from embodied.learners.train_batch import RankBatch, RolloutBuffer, build_batch, frozen_features, moments_of, step_items
+from embodied.learners.train_batch import (
+    REFERENCE,
+    RankBatch,
+    RolloutBuffer,
+    build_batch,
+    frozen_features,
+    items_of,
+    logprobs_of,
+    moments_of,
+    step_items,
+    trained_items,
+)
 from embodied.learners.update import PolicySteps, check_divisor, check_version, update_policy
 from embodied.policies import check_methods, make_policy
 from embodied.policies.base import Policy
@@ -141,18 +154,22 @@ class LearnerWorker(Worker):
         version: int,
         rows: np.ndarray | None = None,
         one_by_one: bool = False,
+        early: bool = False,
     ) -> dict[str, float]:
         """Receive this rank's units of a batch, then do one update with all ranks, from this version of the weights.
         `rows`: this rank's env rows, if env rows are the units; frozen parts encode their observations on arrival. With
-        `one_by_one`, gradients of units are accumulated on arrival, and there is one step."""
+        `one_by_one`, gradients of units are accumulated on arrival, and there is one step. `early`: units arrive while
+        others are played."""
         self._restore_gpus()
         self.model.first_backward, started = None, perf_counter()
         horizon = 0 if rows is None else self.algo.rollout_decisions
+        self.kept_bytes, self.encoded = 0, set[str]()  # features of whole episodes: their size and names
         buffer = RolloutBuffer(min(self.config.micro_batch_size or ENCODED, ENCODED), horizon)
         units, steps = [], PolicySteps(self.model, self.optimizer, self.algo)
+        look = partial(self._look, buffer, rows, early and not one_by_one)
         if one_by_one:
             check_divisor(self.model, self.algo)
-        for unit in buffer.units(trajectories, batch, self.timers, lambda: self._look(buffer, rows)):
+        for unit in buffer.units(trajectories, batch, self.timers, look):
             if not one_by_one:
                 units.append(unit)
                 continue
@@ -182,11 +199,29 @@ class LearnerWorker(Worker):
         if self.gpus is not None:
             self.gpus.restore(self.collective)
 
-    def _look(self, buffer: RolloutBuffer, rows: np.ndarray | None) -> None:
-        """Encode the received data of these env rows."""
+    def _look(self, buffer: RolloutBuffer, rows: np.ndarray | None, early: bool, source: str) -> None:
+        """Encode the received data of these env rows; if whole episodes come early, compute columns for those of this
+        source."""
         if rows is not None and self._encodes_once():
             with self.timers.measure("look"):
                 buffer.encode(self.model, rows)
+        elif rows is None and early and not self.config.in_step:
+            with self.timers.measure("look"), self.computing.measured():
+                played = buffer.whole[source]
+                buffer.whole[source] = replace(played, replay=played.replay | self._columns(played))
+
+    def _columns(self, played: Trajectory) -> dict[str, Any]:
+        """What no gradient step changes: features of frozen parts while all fit into memory, and the reference's
+        log-probs."""
+        trained = trained_items(played, self.algo, self.policy.speaks)
+        batch, columns = items_of(played, self.algo, self.model, trained), {}
+        if self._encodes_once() and self.kept_bytes <= KEPT_BYTES:
+            columns = frozen_features(self.model, batch, ENCODED)
+            self.kept_bytes += num_bytes(columns.values())
+            self.encoded = {*columns}
+        if self.reference and REFERENCE not in played.replay:
+            columns[REFERENCE] = logprobs_of(self.reference, batch, self.algo).cpu().numpy()
+        return columns
 
     def _gathered(self, buffer: RolloutBuffer, unit: Unit, version: int) -> RankBatch:
         """All units of this rank with their advantages and frozen features. Rollouts are already encoded; whole
@@ -194,7 +229,7 @@ class LearnerWorker(Worker):
         played = buffer.take(unit.sources)
         self._observe(played, unit)
         share = build_batch(played, unit, version, self.algo, self.collective, self.model, self.reference)
-        if not self._encodes_once():
+        if not self._encodes_once() or (self.encoded and self.encoded <= share.replay.keys()):
             return share
         with self.timers.measure("look"):
             if buffer.features:

@@ -19,7 +19,7 @@ import numpy as np
 from embodied.core.conversations import SamplingRule
 from embodied.core.types import BatchEnd, EpisodeResult, Job, Played, Report, Servers, Unit
 from embodied.runtime import Channel, Handle, WorkerGroup
-from embodied.workflows.contract import BatchSource
+from embodied.workflows.contract import BatchSource, Role
 
 if TYPE_CHECKING:
     from embodied.workflows.groups import Groups
@@ -73,7 +73,8 @@ class Collector(BatchSource):
         self.config, self.rollouts, self.learners = workers.config, workers.rollouts, workers.learners
         self.channels, self.relays = workers.trajectory_channels(), Relays(workers)
         self.early = self.config.pipeline.begins_early
-        self.listens = self.early and not self.relays.groups  # units become certain during rounds, by reports
+        self.sends_early = self.early or self.config.pipeline.granularity is not None
+        self.listens = False  # True: units are passed to roles or become certain during rounds, by reports
         self.rollouts.training = self
         self.batches = 0  # number of collected batches
         self.learning: Handle | None = None  # call of learners that began before the batch was complete
@@ -88,7 +89,7 @@ class Collector(BatchSource):
         self.batches += 1
         batch = self.batch = Batch(self.batches, version, [[] for _ in self.channels])
         self.begin()
-        if self.early or self.config.pipeline.granularity:
+        if self.sends_early:
             self.began, self.learning = perf_counter(), self.begin_learning(batch.number)
         while jobs := self.next_jobs():
             listener = self if self.listens else None
@@ -153,7 +154,8 @@ class Collector(BatchSource):
         """Let each learner rank receive its units of a batch, and update when it has all of them."""
         how = batch, self.rollouts.weight_sync.learned
         ranks = zip(self.channels, self.rows_of_ranks or [None] * len(self.channels), strict=True)
-        return self.learners.learn.each([(channel, *how, rows, self.early) for channel, rows in ranks])
+        learning = self.early, self.sends_early
+        return self.learners.learn.each([(channel, *how, rows, *learning) for channel, rows in ranks])
 
     def update(self, batch: Batch, iteration: int, total: int) -> Handle | None:
         """Tell the learners that no more units follow; returns the call in which they learn."""
@@ -178,19 +180,25 @@ class Collector(BatchSource):
         }
 
     def abandon(self) -> dict[str, np.ndarray]:
-        """End the wait of learners for units."""
-        for channel in self.channels:
+        """End the wait of roles and learners for units."""
+        for channel in (*self.channels, *(channel for channels in self.relays.channels for channel in channels)):
             channel.close("the run ends")
         return {}
 
 
 class Relays:
-    """The relaying roles, in the order of the program's declaration."""
+    """The relaying roles, in the order of the program's declaration.
+
+    With `streams` every unit passes as soon as it is there, while sims play and learners learn: no other role uses the
+    devices of these roles, and all of them take units by themselves. Otherwise the units of a round pass together.
+    """
 
     def __init__(self, workers: Workers) -> None:
         self.rollouts, self.ranks = workers.rollouts, len(workers.learners)
         relaying = [role for role in workers.roles if role.relays]
         self.groups = [workers.groups[role.name] for role in relaying]
+        self.why_together = why_together(relaying, workers) if relaying else ""
+        self.streams = bool(relaying) and not self.why_together
         channel = workers.cluster.channel
         self.channels = [
             [
@@ -204,7 +212,12 @@ class Relays:
             for role in relaying
             if role.asks
         }
-        self.passed = 0  # rounds of relayed groups
+        self.passed = 0  # transfers of groups
+        self.queues = {
+            (role, worker): RoleQueue(group[worker], self.channels[role][worker])
+            for role, group in enumerate(self.groups)
+            for worker in range(len(group))
+        }
 
     def _answered(self, group: WorkerGroup) -> AbstractContextManager[None]:
         """Inside, the requests of a role are answered."""
@@ -212,12 +225,33 @@ class Relays:
 
     def inlets(self, learners: list[Channel]) -> list[Channel]:
         """The channels into which sims put rollouts for each learner rank."""
-        return self.channels[0][: self.ranks] if self.groups else learners
+        return self._ways(learners)[0]
+
+    def _ways(self, learners: list[Channel]) -> list[list[Channel]]:
+        """The channels to the first role, ..., to the learners, by learner rank. A worker of a role that streams has
+        one channel for all its ranks."""
+        at = [[rank % len(group) if self.streams else rank for rank in range(self.ranks)] for group in self.groups]
+        return [*([channels[p] for p in places] for channels, places in zip(self.channels, at, strict=True)), learners]
+
+    def begin_rollouts(self, batch: int, blocks: Sequence[range], learners: list[Channel]) -> list[Handle]:
+        """Let the workers pass on each part of the rollouts as it comes; `blocks` are the learner ranks' env rows."""
+        ways, calls = self._ways(learners), []
+        for group, channels, outlets in zip(self.groups, self.channels, ways[1:], strict=True):
+            ends = [*zip(blocks, outlets, strict=True)]
+            shares = [(batch, channels[worker], ends[worker :: len(group)]) for worker in range(len(group))]
+            calls.append(group.stream_rollouts.each(shares))
+        return calls
+
+    def end_rollouts(self, batch: int, sources: Sequence[Sequence[str]]) -> None:
+        """These sources count, by learner rank; parts of other sources come from dead sims."""
+        for group, channels in zip(self.groups, self.channels, strict=True):
+            for worker in range(len(group)):
+                channels[worker].put(sources[worker :: len(group)], key=batch)
 
     def pass_rollouts(self, batch: int, sources: Sequence[Sequence[str]], learners: list[Channel]) -> dict[str, float]:
         """Let the rollouts of a batch pass through; `sources` by learner rank. Returns the metrics."""
         metrics: dict[str, float] = {}
-        ways = [*(channels[: self.ranks] for channels in self.channels), learners]
+        ways = self._ways(learners)
         for group, channels, outlets in zip(self.groups, ways, ways[1:], strict=False):
             shares = [
                 (batch, *(way[rank :: len(group)] for way in (channels, sources, outlets)))
@@ -259,12 +293,155 @@ class Relays:
             left = sorted(episodes for for_rank in dealt for episodes in for_rank)
         return rewards, metrics
 
+    # Groups as they come
+
+    def begin_group(self, episodes: tuple[int, ...], place: int) -> None:
+        """Pass a group through the roles, from the next `go_on` on. Its place among the groups of its round decides its
+        workers."""
+        self._put(0, Passage(episodes, place))
+
+    @property
+    def passing(self) -> bool:
+        """True if groups are on their way."""
+        return any(queue.to_send or queue.sent or queue.call for queue in self.queues.values())
+
+    def calls(self) -> list[Handle]:
+        """The calls for all groups on their way."""
+        return [call for queue in self.queues.values() for call in queue.calls()]
+
+    def due(self) -> bool:
+        """True if groups have come to a role, or a role has passed groups on."""
+        return any(queue.due() for queue in self.queues.values())
+
+    def go_on(self, experience: Groups) -> Iterator[tuple[tuple[int, ...], dict[int, float]]]:
+        """Groups that have passed all roles, with the total reward of each episode, or that were lost (without
+        rewards)."""
+        for (role, _), queue in self.queues.items():
+            if queue.call and queue.call.done():
+                rewards, passed = queue.call.wait()[0], queue.adding
+                queue.call, queue.adding = None, []
+                if asked := self.asked.get(queue.group.role):
+                    asked.end()
+                for passage in passed:
+                    of_group = {episode: rewards[episode] for episode in passage.episodes if episode in rewards}
+                    if of_group and role + 1 < len(self.groups):
+                        self._put(role + 1, passage)
+                    else:
+                        yield passage.episodes, of_group
+        for queue in self.queues.values():
+            if not queue.call and any(transfer.done() for transfer in queue.sent):
+                self._add(queue, experience)
+            if queue.to_send:
+                self._send(queue, experience)
+
+    def _put(self, role: int, passage: Passage) -> None:
+        self.queues[role, passage.place % len(self.groups[role])].to_send.append(passage)
+
+    def _send(self, queue: RoleQueue, experience: Groups) -> None:
+        """Let the keepers of groups send them to a role's worker."""
+        self.passed += 1
+        groups, queue.to_send = queue.to_send, []
+        episodes = [episode for passage in groups for episode in passage.episodes]
+        keepers = {episode: experience.table[episode].keeper for episode in episodes}
+        calls = experience.hand_in(episodes, queue.channel, self.passed)
+        queue.sent.append(Transfer(self.passed, groups, keepers, calls))
+
+    def _add(self, queue: RoleQueue, experience: Groups) -> None:
+        """Let an idle worker take all groups that have come, and keep them afterwards. Of a lost group it takes what is
+        in its channel."""
+        came = [transfer for transfer in queue.sent if transfer.done()]
+        queue.sent = [transfer for transfer in queue.sent if transfer not in came]
+        queue.adding = [passage for transfer in came for passage in transfer.groups]
+        whole = [transfer.whole() for transfer in came]
+        if asked := self.asked.get(queue.group.role):
+            asked.begin()
+        parts = [(each.key, each.arrived(), groups) for each, groups in zip(came, whole, strict=True)]
+        queue.call = queue.group.add_groups(queue.channel, parts)
+        kept = [episode for groups in whole for group in groups for episode in group]
+        experience.set_keepers({queue.group.workers[0]: kept})
+
+    def finish(self) -> list[Handle]:
+        """The batch has no more units: let each role end its work on it. The results are metrics by worker."""
+        return [group.finish() for group in self.groups]
+
+
+@dataclass(frozen=True)
+class Passage:
+    """A group on its way through the roles."""
+
+    episodes: tuple[int, ...]
+    place: int  # among the groups of its round
+
+
+@dataclass(frozen=True)
+class Transfer:
+    """Groups on their way to a role's worker."""
+
+    key: int  # in the worker's channel
+    groups: list[Passage]
+    keepers: dict[int, str]  # by episode, the worker that sends it
+    calls: dict[str, Handle]  # by source
+
+    def done(self) -> bool:
+        return all(call.done() for call in self.calls.values())
+
+    def arrived(self) -> list[str]:
+        """The sources that have sent their episodes."""
+        return [source for source, call in self.calls.items() if call.succeeded() and call.wait()[0]]
+
+    def whole(self) -> list[tuple[int, ...]]:
+        """The groups of which all episodes have come; a sim that died has not sent its own."""
+        came = {source.partition("#")[0] for source in self.arrived()}
+        groups = [passage.episodes for passage in self.groups]
+        return [group for group in groups if came.issuperset(self.keepers[episode] for episode in group)]
+
+
+@dataclass
+class RoleQueue:
+    """The groups that a worker of a role gets."""
+
+    group: WorkerGroup  # of this worker alone
+    channel: Channel
+    to_send: list[Passage] = field(default_factory=list)
+    sent: list[Transfer] = field(default_factory=list)
+    adding: list[Passage] = field(default_factory=list)  # groups of the worker's call
+    call: Handle | None = None
+
+    def calls(self) -> list[Handle]:
+        return [
+            *(call for transfer in self.sent for call in transfer.calls.values()),
+            *([self.call] if self.call else []),
+        ]
+
+    def due(self) -> bool:
+        if self.call:
+            return self.call.done()
+        return bool(self.to_send) or any(transfer.done() for transfer in self.sent)
+
+
+def metrics_of(calls: Sequence[Handle]) -> dict[str, float]:
+    """The metrics of roles' calls, of each role's first worker."""
+    return {name: number for call in calls for name, number in call.wait()[0].items()}
+
+
+def why_together(roles: Sequence[Role], workers: Workers) -> str:
+    """Why the units of a batch pass through these roles together; "" if each passes by itself."""
+    if whole := [role.name for role in roles if not role.streams]:
+        return f"{whole[0]} workers take whole batches"
+    names = {name for role in roles for name in (role.name, role.asks) if name}
+    devices = [({*host.roles}, {*host.devices} or {host.name}) for host in workers.cluster.hosts]
+    own = {device for of_host, held in devices if of_host & names for device in held}
+    others = sorted({role for of_host, held in devices if held & own for role in of_host - names})
+    return f"{' and '.join(sorted(names))} workers share devices with {' and '.join(others)} workers" if others else ""
+
 
 class AskedRole:
     """A role of language workers that answers the requests of a relaying role."""
 
     def __init__(self, workers: Workers, asking: WorkerGroup, asked: WorkerGroup) -> None:
         self.asked, self.rollouts, channel = asked, workers.rollouts, workers.cluster.channel
+        self.serving: Handle
+        self.asking = 0  # calls of the asking role that are not over
         self.requests = [
             channel(f"{name}-requests", home=asked[rank], capacity=None) for rank, name in enumerate(asked.workers)
         ]
@@ -279,12 +456,25 @@ class AskedRole:
 
     @contextmanager
     def answering(self) -> Iterator[None]:
-        rule = SamplingRule(0.0, stream="judge")
-        serving = self.asked.serve.each([(requests, dict(self.replies), 0, rule) for requests in self.requests])
+        self.begin()
         try:
             yield
         finally:
+            self.end()
+        self.rollouts.settle(self.serving)
+        self.serving.wait()
+
+    def begin(self) -> None:
+        """Let the role answer from now on."""
+        if not self.asking:
+            rule = SamplingRule(0.0, stream="judge")
+            calls = [(requests, dict(self.replies), 0, rule) for requests in self.requests]
+            self.serving = self.asked.serve.each(calls)
+        self.asking += 1
+
+    def end(self) -> None:
+        """One of those that began has all its answers; after the last one the role queues."""
+        self.asking -= 1
+        if not self.asking:
             for requests in self.requests:
                 requests.put(None)
-        self.rollouts.settle(serving)
-        serving.wait()

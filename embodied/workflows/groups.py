@@ -2,8 +2,11 @@
 
 Sims keep their episodes until the groups of the batch are chosen, and send only these. `algorithms/groups.py` decides
 which groups are played, wanted and carried over. With schedule=periodic a group is sent as soon as the batch is certain
-to contain it, to the rank with the lowest cost so far, and learners accumulate gradients meanwhile. Otherwise groups
-are sent when the batch is complete, distributed by cost (`placement/balance.py`).
+to contain it, to the rank with the lowest cost so far, and learners accumulate gradients meanwhile. With
+pipeline.granularity certain groups are sent when they have so many decisions; without schedule=periodic learners then
+update when the batch is complete. Otherwise groups are sent at that time, distributed by cost
+(`placement/balance.py`). Groups may pass through roles on their way (`Relays`), with roles that stream each group as
+soon as all its episodes have ended.
 
 Learners use a group when all of it was sent: to one learner rank, or a part of it to each. If an episode is lost with
 its sim before that, its group is lost, too.
@@ -36,7 +39,7 @@ from embodied.core.types import (
 )
 from embodied.envs import env_class
 from embodied.runtime import Channel, Handle
-from embodied.workflows.collector import Batch, Collector
+from embodied.workflows.collector import Batch, Collector, metrics_of
 from embodied.workflows.contract import WARNING
 from embodied.workflows.dealing import Dealer, EpisodeRow
 
@@ -78,6 +81,7 @@ class Groups(Collector):
         super().__init__(workers)
         config = self.config
         self.algo, self.text = config.algo, workers.spec.text
+        self.listens = self.relays.streams or (self.sends_early and not self.relays.groups)
         in_epochs = self.algo.prompts == "epochs"
         self.questions = env_class(config.env).training_questions(config.env) if in_epochs else ()
         self.episodes = EpisodeList(
@@ -92,8 +96,11 @@ class Groups(Collector):
         self.dealer = Dealer(config, self.learners, self.text, self.table)
         self.keepers = [self.rollouts.sims, *self.relays.groups]
         self.worker = {name: group[rank] for group in self.keepers for rank, name in enumerate(group.workers)}
+        self.whole: dict[int, list[int]] = {}  # by group, its episodes of the round
+        self.ended: dict[int, EpisodeResult] = {}  # episodes of the round, as their sims report them
         self.sent = 0  # parts of groups, in all
         self.under_way: list[GroupTransfer] = []
+        self.piece = config.pipeline.granularity or 0  # decisions of certain groups that are sent together
         self.first = 0  # iteration of the first collected batch
         self.empty, self.why = 0, ""  # consecutive iterations without gradient, and the reason
         self.unusable = ""  # reason if all episodes of the last batch were discarded
@@ -123,6 +130,7 @@ class Groups(Collector):
         if self.batch.number == 1:
             self.first = self.rollouts.weight_sync.learned
         self.groups: list[Group] = []  # sent to learners
+        self.units: list[tuple[int, Unit]] = []  # of ranks, without schedule=periodic: to be announced at the end
         self.lost: set[int] = set()  # episodes
         self.loads = np.zeros(len(self.channels))  # by rank, the cost of the groups sent during the rollout
         self.dealt_to_dead: list[int] = []  # episodes that were dealt to sims that died
@@ -159,13 +167,20 @@ class Groups(Collector):
     def begin_round(self, jobs: dict[int, Job]) -> None:
         workers = self.rollouts.sims.workers
         self.set_keepers({workers[sim]: [spec.index for spec in job.episodes] for sim, job in jobs.items()})
+        playing = sorted(spec.index for job in jobs.values() for spec in job.episodes)
+        self.whole = gather((episode // self.algo.group_size, episode) for episode in playing)
+        self.ended = {}
 
     def add_report(self, report: Report) -> None:
-        self.record(report.finished)
+        self._end(report.finished)
 
     def add_round(self, played: Round) -> None:
         results = [result for part in played.played.values() for result in part.finished]
-        self.record(self._relayed(results))
+        if self.relays.groups and not self.relays.streams:
+            self.record(self._relayed(results))
+        else:
+            self._end(results)
+            self._wait_for_roles()
         self.dealt_to_dead += [spec.index for sim in played.failures for spec in self.shares.get(sim, ())]
         self._leave_out(sorted(self.pool.playing))
         self._leave_out(self.lost_among(self.pool.held))
@@ -181,10 +196,33 @@ class Groups(Collector):
         longest = self.config.policy.max_tokens if self.algo.overlong else 0
         self.pool.add({index: score_of(result, self.algo, longest) for index, result in new.items()}, solved)
 
+    def _end(self, results: Iterable[EpisodeResult]) -> None:
+        """Record the outcomes of episodes; with roles that stream, when their groups have passed these."""
+        if not self.relays.streams:
+            self.record(results)
+            return
+        ended = {result.index: result for result in results if result.index not in self.ended}
+        self.ended |= ended
+        for number in sorted({episode // self.algo.group_size for episode in ended}):
+            if self.ended.keys() >= {*self.whole[number]}:
+                self.relays.begin_group(tuple(self.whole[number]), [*self.whole].index(number))
+
+    def _pass_on(self) -> None:
+        """Record the outcomes of groups that have passed all roles."""
+        for episodes, rewards in self.relays.go_on(self):
+            if rewards:
+                self.record(self.ended[episode]._replace(total_reward=rewards[episode]) for episode in episodes)
+            else:
+                self._leave_out(episodes)
+
+    def _wait_for_roles(self) -> None:
+        self.go_on()
+        while self.relays.passing:
+            self.rollouts.settle(*self.relays.calls(), until=self.due)
+            self.go_on()
+
     def _relayed(self, results: list[EpisodeResult]) -> list[EpisodeResult]:
         """The outcomes of a round, with rewards from relaying roles."""
-        if not self.relays.groups:
-            return results
         size = self.algo.group_size
         outcomes = {result.index: result for result in results}
         groups = gather((index // size, index) for index in sorted(outcomes)).values()
@@ -211,29 +249,34 @@ class Groups(Collector):
 
     def _lose_group(self, group: Group) -> None:
         """Leave out a lost group that the pool has already returned."""
-        if self.early:
+        if group.episodes[0] // self.algo.group_size in self.pool.handed:
             self._leave_out(group.episodes)
         else:
             self.pool.counts.update(kept=-1, incomplete=1)
             self.lost.update(group.episodes)
-            self.groups = [other for other in self.groups if other != group]
+        self.groups = [other for other in self.groups if other != group]
 
     # What is certain
 
     def due(self) -> bool:
-        """During a round: true if reports wait, or groups were sent."""
-        return super().due() or any(transfer.done() for transfer in self.under_way)
+        """During a round: true if reports wait, or groups have come to roles or learners."""
+        return super().due() or self.relays.due() or any(transfer.done() for transfer in self.under_way)
 
     def certain_units(self, wait: bool) -> Iterator[tuple[int, Unit]]:
         """With schedule=periodic: the groups that the batch is certain to contain, when learners have their data."""
-        while self.early:
+        self._pass_on()
+        while self.sends_early:
             for group, of_ranks in self._arrived():
-                compared = self.advantages([group])
-                for rank, unit in of_ranks:
-                    yield rank, with_advantages(unit, compared)
-            for group in self.pool.certain():
-                self.pool.hand_on(group)
-                self._send(group, self._shares(group), keep=False)
+                if self.early:
+                    compared = self.advantages([group])
+                    yield from ((rank, with_advantages(unit, compared)) for rank, unit in of_ranks)
+                else:
+                    self.units += of_ranks
+            certain = self.pool.certain()
+            if wait or sum(self.dealer.items(group.episodes) for group in certain) >= self.piece:
+                for group in certain:
+                    self.pool.hand_on(group)
+                    self._send(group, self._shares(group), keep=not self.early)
             if not (wait and self.under_way):
                 return
             self._settle()
@@ -242,12 +285,13 @@ class Groups(Collector):
         """All groups of the batch, unless they were sent during the rollout. Carried-over episodes stay with their
         keepers, and others are forgotten."""
         groups, batch = self.pool.take(), self.batch
+        finishing = self.relays.finish() if self.relays.streams else []
         if self.prompts is not None:
             self.prompts.forget_all_but(self.pool.open)
         if not self.early:
-            units = self._send_all(groups)
+            self._send_all(groups)
             compared = self.advantages(self.groups)
-            for rank, unit in units:
+            for rank, unit in self.units:
                 yield rank, with_advantages(unit, compared)
         held = self.pool.held
         self.rollouts.settle(*(group.forget_all_but(held) for group in self.keepers))
@@ -257,7 +301,8 @@ class Groups(Collector):
         batch.finished = sorted(
             (result for part in batch.played for result in part.finished), key=lambda one: one.index
         )
-        batch.metrics |= self._metrics()
+        self.rollouts.settle(*finishing)
+        batch.metrics |= metrics_of(finishing) | self._metrics()
         if self.text:
             batch.metrics |= added(self.rollouts.ask(self.rollouts.policies.engine_numbers))
         counts = ", ".join(f"{count} {name}" for name, count in sorted((+self.pool.counts).items()))
@@ -349,7 +394,7 @@ class Groups(Collector):
             shares[rank] = sorted(shares.get(rank, []) + parts[number])
         return shares
 
-    def _send_all(self, groups: list[Group]) -> list[tuple[int, Unit]]:
+    def _send_all(self, groups: list[Group]) -> None:
         """Send every learner rank its part of a batch; groups lost with a sim are left out. A rank without episodes
         gets a copy of an episode as padding."""
         self._leave_out(self.lost_among(self.pool.held))
@@ -363,19 +408,19 @@ class Groups(Collector):
                 shares = gather((rank_of[episode], place) for place, episode in enumerate(group.episodes))
                 self._send(group, padding | shares, keep=True)
                 padding = {}
-        units = self._units_when_sent()
-        while self.groups and (idle := {*range(len(self.channels))} - {rank for rank, _ in units}):
+        self._take_units()
+        while self.groups and (idle := {*range(len(self.channels))} - {rank for rank, _ in self.units}):
             there = [group for group in self.groups if not self.lost_among(group.episodes[:1])]
             if not there:  # a rank has no unit, and no copy is left for it
-                self.groups = []
-                return []
+                self.groups, self.units = [], []
+                return
             self._send(there[0], {rank: [] for rank in idle}, keep=True)
-            units += self._units_when_sent(padding=True)
-        return units
+            self._take_units(padding=True)
 
-    def _units_when_sent(self, padding: bool = False) -> list[tuple[int, Unit]]:
+    def _take_units(self, padding: bool = False) -> None:
+        """Wait for the groups on their way to learners."""
         self._settle()
-        return [unit for _, of_ranks in self._arrived(padding) for unit in of_ranks]
+        self.units += [unit for _, of_ranks in self._arrived(padding) for unit in of_ranks]
 
     def _settle(self) -> None:
         self.rollouts.settle(*(call for transfer in self.under_way for call in transfer.handles))
@@ -410,9 +455,12 @@ class Groups(Collector):
         return self._pool_state() | {f"kept.{name}": np.concatenate([part[name] for part in parts]) for name in names}
 
     def abandon(self) -> dict[str, np.ndarray]:
-        """The pool without kept episodes: they were lost with the sims."""
+        """The pool without kept episodes, which were lost with the sims, and without those that were sent to learners,
+        which took no step."""
         super().abandon()
-        lost = {*self.pool.playing, *self.pool.held}
+        size = self.algo.group_size
+        sent = (episode for number in self.pool.handed for episode in range(number * size, (number + 1) * size))
+        lost = {*self.pool.playing, *self.pool.held, *sent}
         self.pool.lose(lost)
         if self.prompts is not None:
             self.prompts.forget_all_but(())

@@ -12,7 +12,7 @@ import numpy as np
 from embodied.core.errors import ConfigError
 from embodied.core.types import EpisodeList, EpisodeResult, Job, Report, Unit, env_blocks
 from embodied.placement.balance import balance_ratio
-from embodied.workflows.collector import Collector
+from embodied.workflows.collector import Collector, metrics_of
 
 if TYPE_CHECKING:
     from embodied.workflows.rollout_manager import Round
@@ -28,9 +28,8 @@ class Horizon(Collector):
         self.horizon, self.num_envs = config.algo.rollout_decisions, config.env.num_envs
         self.episodes = EpisodeList(config.seed, "train", workers.tasks)
         self.counter = EpisodeCounter(self.num_envs)
-        if (pieces := config.pipeline.granularity) and self.relays.groups:
-            role = self.relays.groups[0].role
-            raise ConfigError(f"pipeline.granularity={pieces}: {role} workers take whole rollouts; leave it out")
+        if (pieces := config.pipeline.granularity) and (reason := self.relays.why_together):
+            raise ConfigError(f"pipeline.granularity={pieces} sends parts of rollouts, but {reason}; leave it out")
         self.blocks = env_blocks(self.num_envs, len(self.channels))
         self.rows_of_ranks = [np.array(block) for block in self.blocks]
 
@@ -45,6 +44,8 @@ class Horizon(Collector):
     def begin(self) -> None:
         self.sources: dict[str, np.ndarray] = {}  # source of a slice -> its env rows
         self.missing = [*range(len(self.rollouts.sims))]
+        if self.relays.streams:
+            self.passing = self.relays.begin_rollouts(self.batch.number, self.blocks, self.channels)
 
     def next_jobs(self) -> dict[int, Job]:
         """All sims at first. Then dead sims, if at least half of the rollout or all data of a learner rank is missing;
@@ -74,11 +75,19 @@ class Horizon(Collector):
         batch.metrics |= {
             "faults/lost_decisions": (self.num_envs - len(ids)) * self.horizon,
             "train/balance_ratio": balance_ratio([*map(len, rows)], range(len(rows)), len(rows)),
-            **self.relays.pass_rollouts(batch.number, sources, self.channels),
+            **self._pass_roles(sources),
         }
         batch.finished = [result for part in batch.played for result in part.finished]
         for rank, (of_rank, slices) in enumerate(zip(rows, sources, strict=True)):
             yield rank, Unit(slices, of_rank)
+
+    def _pass_roles(self, sources: Sequence[Sequence[str]]) -> dict[str, float]:
+        """Let the slices of these sources, by learner rank, pass through the roles; returns the metrics."""
+        if not self.relays.streams:
+            return self.relays.pass_rollouts(self.batch.number, sources, self.channels)
+        self.relays.end_rollouts(self.batch.number, sources)
+        self.rollouts.settle(*self.passing)
+        return metrics_of(self.passing)
 
     def lose(self, sim: int) -> int:
         """Begin the next episode in every row of a replaced sim."""

@@ -1,12 +1,15 @@
 """Roles between players and learners; docs/workflows.md builds a reward model as an example.
 
-Rollouts pass through the workers of such a role when the batch is complete. Groups of whole episodes pass through after
-each round and before filtering, since groups are compared by the new rewards.
+Groups of whole episodes pass through such a role before they are compared and filtered, since its rewards count. A role
+that streams (`Role.streams`), on devices of its own, takes every group as soon as its last episode has ended, and every
+part of a rollout as soon as a sim sends it. Other roles take all groups of a round when the round is over, and all
+rollouts when the batch is complete.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 
@@ -14,16 +17,35 @@ from embodied.core.types import Servers, Trajectory, choose, join
 from embodied.envs.kept_episodes import EpisodeKeeper
 from embodied.runtime import Channel
 
+NO_DEADLINE = float("inf")  # rollouts may be long; if the run fails, the channel closes
+
 
 class RelayWorker(EpisodeKeeper):
-    """Receives whole rollouts, or groups of whole episodes, and sends on the result of `relay`."""
+    """Receives rollouts, or groups of whole episodes, and sends on new trajectories for the learners.
+
+    A subclass has either `relay`, or, if every part can be changed by itself, `add` and perhaps `finish`.
+    """
+
+    merges = False
+    """True: a role that streams adds all waiting groups at once, which may be faster. Their number depends on the time,
+    so the result should not depend on it."""
 
     def relay(self, parts: list[Trajectory]) -> tuple[list[Trajectory], dict[str, float]]:
         """Returns a new trajectory for each of these, for the learners, and metrics of the iteration (the first
         worker's are kept). A part is a rollout of some env rows, or the episodes of a group from one round (all of
         them, unless a round refills a batch). The parts are divided among the role's workers; a worker may have
         none."""
+        return self.add(parts), self.finish()
+
+    def add(self, parts: list[Trajectory]) -> list[Trajectory]:
+        """Returns a new trajectory for each of these, for the learners. A worker of a role that streams gets one part
+        after the other, or with `merges` all groups that wait, in any order, while the other workers are busy with
+        other parts."""
         raise NotImplementedError
+
+    def finish(self) -> dict[str, float]:
+        """The batch has no more parts; all workers of the role are called together. Returns the metrics."""
+        return {}
 
     def connect(self, servers: Servers) -> None:
         """Set the workers that this worker asks, if its role asks another role."""
@@ -38,21 +60,50 @@ class RelayWorker(EpisodeKeeper):
             came += [(part, outlet) for part in received(channel, batch, wanted)]
         came.sort(key=lambda item: item[0].ids[0])  # they arrive in any order
         parts, metrics = self.relay([part for part, _ in came])
-        for part, (_, outlet) in zip(parts, came, strict=True):
-            outlet.put(part, key=batch)
+        for part, (taken, outlet) in zip(parts, came, strict=True):
+            outlet.put(replace(part, source=taken.source), key=batch)
         return metrics
+
+    def stream_rollouts(self, batch: int, inlet: Channel, outlets: Sequence[tuple[range, Channel]]) -> dict[str, float]:
+        """Pass on every part of a batch's rollouts as it comes, into the outlet of its env rows, until the driver has
+        put the sources that count for each outlet, and all their parts have passed. Returns the metrics."""
+        ended: set[tuple[int, str]] = set()  # outlets and sources whose rollouts have passed
+        counted: set[tuple[int, str]] | None = None
+        while counted is None or not ended >= counted:
+            with self.timers.measure("wait"):
+                item = inlet.get(key=batch, timeout_s=NO_DEADLINE if counted is None else None)
+            if not isinstance(item, Trajectory):
+                counted = {(number, source) for number, sources in enumerate(item) for source in sources}
+                continue
+            number = next(number for number, (rows, _) in enumerate(outlets) if int(item.ids[0]) in rows)
+            (part,) = self.add([item])
+            outlets[number][1].put(replace(part, source=item.source, first=item.first, last=item.last), key=batch)
+            ended |= {(number, item.source)} if item.last else set()
+        return self.finish()
 
     def pass_groups(
         self, key: int, channel: Channel, sources: Sequence[str], groups: Sequence[tuple[int, ...]]
     ) -> tuple[dict[int, float], dict[str, float]]:
         """Get the episodes of these groups, which the sources have put into the channel under this key, and keep the
         results. Returns each episode's new total reward, and the metrics."""
-        parts = received(channel, key, sources)
-        whole = join(parts) if parts else None
-        relayed, metrics = self.relay([choose(whole, group) for group in groups])
-        self.kept_episodes |= {episode: part for part in relayed for episode in part.ids.tolist()}
-        rewards = [zip(part.ids.tolist(), total_rewards(part), strict=True) for part in relayed]
-        return {episode: reward for each in rewards for episode, reward in each}, metrics
+        relayed, metrics = self.relay(groups_from(received(channel, key, sources), groups))
+        return self._keep(relayed), metrics
+
+    def add_groups(
+        self, channel: Channel, came: Sequence[tuple[int, Sequence[str], Sequence[tuple[int, ...]]]]
+    ) -> dict[int, float]:
+        """Get groups that have come, and keep the results. Groups that came together have a key in the channel, their
+        sources, and their episodes. Returns each episode's new total reward."""
+        parts = [part for key, sources, groups in came for part in groups_from(received(channel, key, sources), groups)]
+        if self.merges:
+            return self._keep(self.add(parts) if parts else [])
+        return self._keep([result for part in parts for result in self.add([part])])
+
+    def _keep(self, parts: list[Trajectory]) -> dict[int, float]:
+        """Keep these episodes; returns their total rewards."""
+        self.kept_episodes |= {episode: part for part in parts for episode in part.ids.tolist()}
+        rewards = [zip(part.ids.tolist(), total_rewards(part), strict=True) for part in parts]
+        return {episode: reward for each in rewards for episode, reward in each}
 
 
 def received(channel: Channel, key: int, sources: Sequence[str]) -> list[Trajectory]:
@@ -62,6 +113,14 @@ def received(channel: Channel, key: int, sources: Sequence[str]) -> list[Traject
         part = channel.get(key=key)
         came[part.source] = part
     return [came[source] for source in sources]
+
+
+def groups_from(parts: list[Trajectory], groups: Sequence[tuple[int, ...]]) -> list[Trajectory]:
+    """These groups of the episodes in `parts`."""
+    if not groups:
+        return []
+    whole = join(parts)
+    return [choose(whole, group) for group in groups]
 
 
 def total_rewards(episodes: Trajectory) -> list[float]:

@@ -45,7 +45,7 @@ from embodied.learners.train_batch import (
     logprobs_of,
     scores_of,
     take,
-    trained_tokens,
+    trained_items,
 )
 from embodied.learners.update import GradientSteps
 from embodied.policies import make_policy
@@ -95,19 +95,20 @@ class NetworkWorker(RelayWorker):
             self.belongings.offload({"network": self.tensors()})
             give_back_unused()
 
-    def relay(self, parts: list[Trajectory]) -> tuple[list[Trajectory], dict[str, float]]:
+    def add(self, parts: list[Trajectory]) -> list[Trajectory]:
+        if not parts:
+            return []
         with self.computing.measured():
-            trajectories, metrics = self.added(join(parts) if parts else None)
-        return [choose(trajectories, part.ids) for part in parts] if trajectories else [], metrics
+            trajectories = self.with_column(join(parts))
+        return [choose(trajectories, part.ids) for part in parts]
 
-    def added(self, played: Trajectory | None) -> tuple[Trajectory | None, dict[str, float]]:
-        """The trajectories with the role's column added, and metrics; None for a worker without parts."""
+    def with_column(self, played: Trajectory) -> Trajectory:
+        """The trajectories with the role's column added."""
         raise NotImplementedError
 
     def items(self, played: Trajectory) -> tuple[RankBatch, np.ndarray]:
         """The trajectory's decisions as items, and a mask of counted ones, bool [K]."""
-        speaks = self.model.policy.speaks
-        trained = trained_tokens(played, self.algo) if speaks else np.ones(len(played.versions), bool)
+        trained = trained_items(played, self.algo, self.model.policy.speaks)
         return items_of(played, self.algo, self.model, trained), trained
 
 
@@ -118,12 +119,10 @@ class ReferenceWorker(NetworkWorker):
         super().build(spec, start)
         self.model.policy.requires_grad_(False)
 
-    def added(self, played: Trajectory | None) -> tuple[Trajectory | None, dict[str, float]]:
-        if played is None:
-            return None, {}
+    def with_column(self, played: Trajectory) -> Trajectory:
         batch, _ = self.items(played)
         logprobs = logprobs_of(self.model, batch, self.algo).cpu().numpy()
-        return replace(played, replay=played.replay | {REFERENCE: logprobs}), {}
+        return replace(played, replay=played.replay | {REFERENCE: logprobs})
 
 
 class CriticPolicy(LanguagePolicy):
@@ -135,7 +134,7 @@ class CriticPolicy(LanguagePolicy):
 
 
 class CriticWorker(NetworkWorker):
-    """Adds values of conversations, token by token, and learns from their returns."""
+    """Adds values of conversations, token by token, and learns from all their returns at the end of the batch."""
 
     algo: PPOConfig
 
@@ -155,25 +154,34 @@ class CriticWorker(NetworkWorker):
     def build(self, spec: EnvSpec, start: Path | None = None) -> None:
         super().build(spec, start)
         self.optimizer = PolicyOptimizer(self.model.policy, self.algo, OfRole(self))
+        self.valued: list[Trajectory] = []  # conversations of the batch, with their values
 
     def tensors(self) -> list[Tensor]:
         return [*super().tensors(), *self.optimizer.tensors()]
 
-    def added(self, played: Trajectory | None) -> tuple[Trajectory | None, dict[str, float]]:
-        if played is None:
-            return None, self.learn(None, *[np.zeros(0)] * 3)
-        batch, trained = self.items(played)
+    def with_column(self, played: Trajectory) -> Trajectory:
+        batch, _ = self.items(played)
         values = scores_of(self.model, batch, 1, lambda scores: scores.values).double().cpu().numpy()
-        algo, rewards = (
-            self.algo,
-            earned(played, scores_of_episodes(played, self.algo, self.config.max_tokens), trained),
-        )
+        self.valued.append(replace(played, values=values))
+        return self.valued[-1]
+
+    def finish(self) -> dict[str, float]:
+        valued, self.valued = self.valued, []
+        with self.computing.measured():
+            if not valued:
+                return self.learn(None, *[np.zeros(0)] * 3)
+            played = join(valued)
+            batch, trained = self.items(played)
+            return self.learn(batch, played.values, self.returns(played, batch, trained), trained)
+
+    def returns(self, played: Trajectory, batch: RankBatch, trained: np.ndarray) -> np.ndarray:
+        """The tokens' returns; with algo.kl_in=reward divergences from the reference lower the rewards."""
+        algo = self.algo
+        rewards = earned(played, scores_of_episodes(played, algo, self.config.max_tokens), trained)
         if algo.kl_coef and algo.kl_in == "reward":
             reference = torch.as_tensor(np.array(played.replay[REFERENCE]), device=self.device)
             rewards[:, 0] -= algo.kl_coef * divergences(batch, reference)
-        _, returns = token_gae(rewards[:, 0], values, trained, played.lengths, algo.gamma, algo.gae_lambda)
-        numbers = self.learn(batch, values, returns, trained)
-        return replace(played, values=values), numbers
+        return token_gae(rewards[:, 0], played.values, trained, played.lengths, algo.gamma, algo.gae_lambda)[1]
 
     def learn(
         self, batch: RankBatch | None, values: np.ndarray, returns: np.ndarray, trained: np.ndarray
@@ -191,7 +199,7 @@ class CriticWorker(NetworkWorker):
         for epoch in range(algo.epochs):
             order = rng.permutation(self.seed, self.updates, epoch, count)
             for units in np.array_split(order, steps):
-                self.add(steps_taken, batch, torch.from_numpy(np.sort(units)), known, tokens / steps)
+                self.add_gradient(steps_taken, batch, torch.from_numpy(np.sort(units)), known, tokens / steps)
                 steps_taken.step(1.0, epoch, len(units), tokens / steps)
         losses = [row["value_loss"] for row in steps_taken.read(steps_taken.steps)[0]]
         if not np.isfinite(losses).all():
@@ -202,7 +210,7 @@ class CriticWorker(NetworkWorker):
         explained = 1 - sums[0] / spread if spread > 0 else 0.0
         return {"critic/value_loss": float(np.mean(losses)), "critic/explained_variance": float(explained)}
 
-    def add(
+    def add_gradient(
         self, steps: GradientSteps, batch: RankBatch | None, units: Tensor, known: list[Tensor], count: float
     ) -> None:
         """Add the gradient of these conversations' value loss, divided by `count`."""
@@ -289,17 +297,23 @@ class ScoringWorker(RelayWorker):
 
     def __init__(self, policy: Any, roles: RolesSection, device: str) -> None:
         self.config, self.roles, self.device = policy, roles, device
+        self.paid_parts: list[tuple[int, float, int]] = []  # of the batch: first episode, rewards, conversations
 
     def build(self, spec: EnvSpec, start: Path | None = None) -> None:
         self.tokenizer = tokenizer_of(self.config, spec.max_episode_steps != 1)
 
-    def relay(self, parts: list[Trajectory]) -> tuple[list[Trajectory], dict[str, float]]:
+    def add(self, parts: list[Trajectory]) -> list[Trajectory]:
         talks = [self.talks(part) for part in parts]
         scores = iter(self.scores([talk for each in talks for talk in each]))
         results = [self.paid(part, [next(scores) for _ in each]) for part, each in zip(parts, talks, strict=True)]
-        sums = np.array([sum(float(part.rewards.sum()) for part in results), sum(map(len, talks))])
+        self.paid_parts += [(int(part.ids[0]), float(part.rewards.sum()), len(part.ids)) for part in results]
+        return results
+
+    def finish(self) -> dict[str, float]:
+        parts, self.paid_parts = sorted(self.paid_parts), []
+        sums = np.array([sum(rewards for _, rewards, _ in parts), sum(count for *_, count in parts)], np.float64)
         total, count = self.all_reduce(sums) if self.world_size > 1 else sums
-        return results, {"reward/mean": float(total / max(count, 1))}
+        return {"reward/mean": float(total / max(count, 1))}
 
     def scores(self, talks: Sequence[Talk]) -> list[float]:
         raise NotImplementedError
@@ -385,6 +399,8 @@ class ClassifierWorker(ScoringWorker):
 
 class JudgedWorker(ScoringWorker):
     """Asks a language model about each conversation, over the queue of the model's workers."""
+
+    merges = True  # the model answers many questions together
 
     def connect(self, servers: Servers) -> None:
         self.client = JudgeClient(servers, room=self.config.max_running)

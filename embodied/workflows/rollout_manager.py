@@ -246,9 +246,10 @@ class RolloutManager:
             for one in due:
                 one.go_on()
 
-    def settle(self, *handles: Handle) -> None:
-        """Wait for calls. Workers that die meanwhile are replaced, and their calls count as failed."""
-        while losses := self.cluster.settle(*handles):
+    def settle(self, *handles: Handle, until: Callable[[], bool] = lambda: False) -> None:
+        """Wait for calls, or until something is due. Workers that die meanwhile are replaced, and their calls count as
+        failed."""
+        while losses := self.cluster.settle(*handles, until=until):
             self._replace(losses)
 
     def ask(self, call: Callable[[], Handle]) -> list[Any]:

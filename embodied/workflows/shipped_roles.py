@@ -6,6 +6,7 @@ the driver's part.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from embodied.workflows.contract import Role
@@ -25,19 +26,17 @@ def roles_of_run(program: Any, config: RunConfig) -> tuple[Role, ...]:
 def shipped_roles(config: RunConfig) -> tuple[Role, ...]:
     """The additional roles of a recipe, in the order in which rollouts and groups pass through them."""
     wanted, roles = config.roles, []
+    passing = partial(Role, relays=True, streams=True, builds=True)
     if wanted.scorer:
-        asks = "judge" if wanted.judge else ""
         worker = {"verifier": "VerifierWorker", "reward_model": "ClassifierWorker", "judge": "JudgedWorker"}
-        roles.append(
-            Role("reward", WORKERS + worker[wanted.scorer], scorer_arguments, relays=True, builds=True, asks=asks)
-        )
+        asks = "judge" if wanted.judge else ""
+        roles.append(passing("reward", WORKERS + worker[wanted.scorer], scorer_arguments, asks=asks))
     if wanted.judge:
         roles.append(Role("judge", f"{WORKERS}JudgeWorker", judge_arguments, builds=True))
     if wanted.reference:
-        roles.append(Role("reference", f"{WORKERS}ReferenceWorker", network_arguments, relays=True, builds=True))
+        roles.append(passing("reference", f"{WORKERS}ReferenceWorker", network_arguments))
     if wanted.critic:
-        worker_class = f"{WORKERS}CriticWorker"
-        roles.append(Role("critic", worker_class, critic_arguments, relays=True, builds=True, saved=True))
+        roles.append(passing("critic", f"{WORKERS}CriticWorker", critic_arguments, saved=True))
     return tuple(roles)
 
 

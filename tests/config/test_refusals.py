@@ -67,7 +67,7 @@ GRPO pipeline.schedule=async algo.filter=resample algo.surplus=carry -> try algo
 PPO pipeline.async_level=2 -> has no effect with pipeline.schedule=sync; leave it out, or set pipeline.schedule=async
 PPO pipeline.schedule=async pipeline.granularity=4 -> learners work on an earlier rollout meanwhile; leave it out
 PPO pipeline.granularity=33 -> pipeline.granularity=33 is more than algo.rollout_decisions=32
-GRPO pipeline.granularity=2 -> with algo.name=grpo: which episodes count is known at their end; leave it out
+GRPO pipeline.granularity=2 learner.most_items=999 -> learners get groups before the lengths of all groups are known
 PPO env.num_envs=9 pipeline.stages=2 -> env.num_envs=9 is not a multiple of pipeline.stages=2; try env.num_envs=8
 PPO learner.most_items=5 -> learner.most_items=5 has no effect with algo.name=ppo: in rollouts of a fixed length
 GRPO PERIODIC ONCE learner.most_items=5 -> with pipeline.schedule=periodic: learners keep no batch there

@@ -63,7 +63,8 @@ def test_every_episode_of_a_batch_is_sent_to_its_rank_and_who_has_none_gets_a_co
     rank_of = {episode: episode * groups % 3 if groups > 1 else 2 for episode in range(groups * SIZE)}
     found, sims, all_groups = experience(3, groups, rank_of=rank_of)
     owned = {rank: [] for rank in range(3)}
-    for rank, unit in found._send_all(all_groups):
+    found._send_all(all_groups)
+    for rank, unit in found.units:
         owned[rank] += [] if unit.is_padding else unit.ids.tolist()
     assert {episode: rank for rank in range(3) for episode in owned[rank]} == rank_of
     assert all(had(sims, rank) == (owned[rank] or [0]) for rank in range(3))
@@ -101,7 +102,8 @@ def test_with_shards_every_rank_has_a_part_of_every_group():
 def test_a_group_of_which_a_sim_died_before_it_had_sent_its_part_has_not_arrived():
     found, sims, groups = experience(1, 2, rank_of=dict.fromkeys(range(2 * SIZE), 0))
     sims.dead = {1}
-    assert found._send_all(groups) == [] and found.lost == {*range(2 * SIZE)} and not found.groups
+    found._send_all(groups)
+    assert not found.units and found.lost == {*range(2 * SIZE)} and not found.groups
 
 
 def test_groups_of_a_dead_sim_are_not_sent():

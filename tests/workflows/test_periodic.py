@@ -8,10 +8,13 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import stepped
+import torch
 from talking_runs import far
 
 from embodied.core.errors import WorkerFailed
 from embodied.envs.sim_worker import SimWorker
+from embodied.policies.config import MLPConfig
+from embodied.policies.networks import MLPPolicy
 from embodied.workflows.groups import Groups
 
 ITERATIONS = 3
@@ -162,6 +165,53 @@ def test_ranks_with_shards_take_every_group_together_and_compare_it_with_the_ref
         found = run.play()
         assert far(run.weights(), weights) < 1e-10
     assert_alike(found, rows)
+
+
+@pytest.mark.parametrize("kept", ["carry", "discard"])
+def test_groups_that_are_sent_before_the_batch_is_complete_change_no_result(tmp_path, arrivals, kept):
+    options = ["algo.epochs=2", "algo.minibatch_size=9", f"algo.surplus={kept}", "algo.kl_coef=0.1"]
+    with Run(tmp_path / "together", *options) as run:
+        rows, weights = run.play(), run.weights()
+    assert any(row["groups/carried_episodes"] for _, row in rows) == (kept == "carry")
+    assert arrivals == sorted(arrivals)
+    arrivals.clear()
+    with Run(tmp_path / "early", "pipeline.granularity=1", *options, order=1, most_s=0.004) as run:
+        found = run.play()
+        assert far(run.weights(), weights) < 1e-10
+    assert arrivals != sorted(arrivals), "some groups overtake others"
+    assert_alike(found, rows)
+
+
+class Looking(MLPPolicy):
+    """Its frozen part hands observations on."""
+
+    looked = 0  # observations that the frozen part has seen
+
+    def __init__(self, config, spec):
+        super().__init__(MLPConfig(hidden=(16,), dtype="float64"), spec)
+
+    def frozen_features(self, obs):
+        type(self).looked += len(obs["state"])
+        return {"seen": torch.as_tensor(np.array(obs["state"]))}
+
+    def forward(self, inputs):
+        return super().forward(inputs | {"obs": inputs["obs"] | {"state": inputs["seen"]}})
+
+
+def test_frozen_parts_see_each_observation_once_whenever_its_group_comes(tmp_path, arrivals):
+    class LookingRun(Run):
+        usual = tuple(word for word in ARGUMENTS if not word.startswith("policy."))
+
+    options = [f"policy.name={__name__}:Looking", "algo.epochs=2", "algo.filter=none", *AS_MANY]
+    found = []
+    for name, more in {"together": [], "early": ["pipeline.granularity=1"]}.items():
+        Looking.looked = 0
+        with LookingRun(tmp_path / name, *options, *more, order=1, most_s=0.004, placement=TWO_SIMS) as run:
+            ((episodes, row),) = run.play(0, 1)
+            assert Looking.looked == sum(episode.length for episode in episodes)
+            found.append((episodes, row, run.weights()))
+    assert arrivals[:GROUPS] == sorted(arrivals[:GROUPS]) and arrivals[GROUPS:] != sorted(arrivals[GROUPS:])
+    assert far(found[1][2], found[0][2]) < 1e-10 and found[0][1]["train/grad_norm"] > 1e-3
 
 
 # What the comparison must notice

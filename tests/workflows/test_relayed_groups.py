@@ -9,6 +9,9 @@ import pytest
 from stepped import GRPO, ONE_STEP, Run
 from talking_runs import TALK, far
 
+from embodied.core.errors import WorkerFailed
+from embodied.policies.policy_folder import read_weights
+from embodied.run.checkpoints import COUNTERS
 from embodied.workflows.contract import Role
 from embodied.workflows.relay import RelayWorker
 from embodied.workflows.rl_loop import EmbodiedLoop
@@ -24,6 +27,32 @@ class Unchanged(RelayWorker):
         return parts, {"judge/parts": float(len(parts))}
 
 
+class OneByOne(RelayWorker):
+    """Takes each group by itself."""
+
+    count = 0
+
+    def add(self, parts):
+        self.count += len(parts)
+        return parts
+
+    def finish(self):
+        count, self.count = self.count, 0
+        return {"judge/parts": float(count)}
+
+
+class DiesOnce(OneByOne):
+    """The first worker dies in the middle of the second batch."""
+
+    batches = 0
+
+    def add(self, parts):
+        self.batches += not self.count
+        if self.rank == 0 and self.batches == 2 and self.count == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return super().add(parts)
+
+
 class Shifted(RelayWorker):
     """Adds a number of each episode's own to its last reward, through which all groups differ."""
 
@@ -37,14 +66,18 @@ class Shifted(RelayWorker):
         return bonus
 
 
-def judged(*workers):
+def judged(*workers, streams=False):
     class JudgedLoop(EmbodiedLoop):
-        roles = (*EmbodiedLoop.roles, *(Role(name, f"{__name__}:{cls}", relays=True) for name, cls in workers))
+        roles = (
+            *EmbodiedLoop.roles,
+            *(Role(name, f"{__name__}:{cls}", relays=True, streams=streams) for name, cls in workers),
+        )
 
     return JudgedLoop
 
 
 ONE_JUDGE = judged(("judge", "Unchanged"))
+STREAMING = judged(("judge", "OneByOne"), streams=True)
 
 
 def played(folder, kind, *arguments, placement=PLACES, count=3):
@@ -56,12 +89,13 @@ def played(folder, kind, *arguments, placement=PLACES, count=3):
 
 @pytest.mark.parametrize("schedule", ["sync", "periodic", "async"])
 @pytest.mark.parametrize("arguments", [ROBOTS, TALK], ids=["robots", "conversations"])
+@pytest.mark.parametrize("kind", [ONE_JUDGE, STREAMING], ids=["together", "one_by_one"])
 def test_groups_that_pass_through_unchanged_are_learned_from_as_if_they_had_come_straight(
-    arguments, schedule, tmp_path
+    kind, arguments, schedule, tmp_path
 ):
     words = [*arguments, f"pipeline.schedule={schedule}"]
     straight, weights = played(tmp_path / "straight", EmbodiedLoop, *words, placement=STRAIGHT)
-    rows, passed = played(tmp_path / "passed", ONE_JUDGE, *words)
+    rows, passed = played(tmp_path / "passed", kind, *words)
     assert far(passed, weights) < (1e-9 if schedule == "periodic" else 1e-12)
     assert [row["groups/used"] for _, row in rows] == [row["groups/used"] for _, row in straight]
     assert all(row["judge/parts"] == 3 and row["train/grad_norm"] > 1e-4 for _, row in rows)
@@ -97,8 +131,9 @@ def test_a_run_goes_on_with_the_groups_that_a_role_keeps_for_later_batches(tmp_p
         assert far(run.weights(), weights) == 0
 
 
-def test_groups_of_a_sim_that_dies_on_their_way_to_a_role_are_left_out_and_counted(tmp_path, monkeypatch):
-    with Run(tmp_path, *ROBOTS, kind=ONE_JUDGE, placement=PLACES, backend="local") as run:
+@pytest.mark.parametrize("kind", [ONE_JUDGE, STREAMING], ids=["together", "one_by_one"])
+def test_groups_of_a_sim_that_dies_on_their_way_to_a_role_are_left_out_and_counted(kind, tmp_path, monkeypatch):
+    with Run(tmp_path, *ROBOTS, kind=kind, placement=PLACES, backend="local") as run:
         groups, send = run.loop.source, run.loop.source.hand_in
 
         def struck(*args, **more):
@@ -112,3 +147,26 @@ def test_groups_of_a_sim_that_dies_on_their_way_to_a_role_are_left_out_and_count
     assert row["faults/restarts"] == 1 and row["groups/dropped_incomplete"] > 0 and row["faults/lost_episodes"] > 0
     assert row["groups/used"] == 5 and row["groups/rounds"] == 2  # half or more was lost, so a second round replaces it
     assert after["groups/used"] == 5 and after["faults/lost_episodes"] == 0
+
+
+def test_a_role_that_dies_with_groups_ends_the_run_and_a_resumed_run_learns_from_none_of_them(tmp_path):
+    words = [*ROBOTS, "pipeline.schedule=periodic"]
+    with Run(
+        tmp_path, *words, kind=judged(("judge", "DiesOnce"), streams=True), placement=PLACES, backend="local"
+    ) as run:
+        first, _ = run.loop.iterate(0, 6)
+        weights, begun = run.weights(), run.loop.source.pool.dealt
+        with pytest.raises(WorkerFailed, match=r"judge-0: its process was killed by .* during judge.add_groups"):
+            run.loop.iterate(1, 6)
+        state = dict.fromkeys(COUNTERS, 0) | {"iteration": 1, "version": 1}
+        checkpoint = run.loop.save_what_is_learned(tmp_path / "checkpoints", state)
+    assert checkpoint.name == "v000001" and far(read_weights(checkpoint / "policy"), weights) == 0
+    with np.load(checkpoint / "sims.npz", allow_pickle=False) as arrays:
+        arrays = dict(arrays)
+    (tmp_path / "again").mkdir()
+    with Run(tmp_path / "again", *words, kind=STREAMING, placement=PLACES) as run:
+        run.loop.restore(checkpoint, arrays, 1)
+        second, row = run.loop.iterate(1, 6)
+    assert [episode.index for episode in first] == [*range(begun)]
+    assert state["abandoned_episodes"] == 15 and row["groups/used"] == 5
+    assert [episode.index for episode in second] == [*range(begun + 15, begun + 30)]

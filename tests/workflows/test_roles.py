@@ -29,32 +29,68 @@ class Unchanged(RelayWorker):
         return parts, {"reward/parts": float(len(parts))}
 
 
+class OneByOne(RelayWorker):
+    """Takes each part of a rollout by itself."""
+
+    count = 0
+
+    def add(self, parts):
+        self.count += len(parts)
+        return parts
+
+    def finish(self):
+        count, self.count = self.count, 0
+        return {"reward/parts": float(self.all_reduce(np.array(count)))}
+
+
 class RelayingLoop(EmbodiedLoop):
     roles = (*EmbodiedLoop.roles, Role("reward", f"{__name__}:Unchanged", relays=True))
 
 
-def learned(folder, program):
-    """The weights after two iterations, the loop, and the plan's groups by role."""
-    config = load(ARGUMENTS).config
-    plan = make_plan({"sim": "fake:0", "policy": "fake:1", "learner": "fake:2"}, (0,), config.env.num_envs)
-    if len(program.roles) > 3:
-        plan = replace(
-            plan, hosts=(*plan.hosts, replace(plan.hosts[0], name="reward-0", roles=("reward",), devices=("fake:3",)))
-        )
+class StreamingLoop(EmbodiedLoop):
+    roles = (
+        *EmbodiedLoop.roles,
+        Role("reward", f"{__name__}:OneByOne", relays=True, streams=True),
+        Role("second", f"{__name__}:OneByOne", relays=True, streams=True),
+    )
+
+
+ONE_OF_EACH = {"sim": "fake:0", "policy": "fake:1", "learner": "fake:2", "reward": "fake:3"}
+SEVERAL = {"sim": "fake:0-1", "policy": "fake:2", "learner": "fake:3-5", "reward": "fake:6-7", "second": "fake:8-11"}
+
+
+def learned(folder, program, *words, places=ONE_OF_EACH):
+    """The weights after two iterations, the loop, the workers that hold devices, and the last iteration's numbers."""
+    config = load([*ARGUMENTS, *words]).config
+    roles = [role.name for role in program.roles]
+    used = {role: devices for role, devices in places.items() if role in roles}
+    plan = make_plan(used, (0,), config.env.num_envs, roles=roles)
     folder.mkdir()
     with launch.cluster(config, plan, folder) as cluster:
         loop = program(config, cluster)
         loop.publish(0)
         for iteration in range(2):
-            loop.iterate(iteration, 2)
+            _, numbers = loop.iterate(iteration, 2)
         loop.save_learners(folder / "saved")
         claims = set(loop.device_sharing.coordinator.claims)
-    return read_weights(folder / "saved" / "policy"), loop, claims
+    return read_weights(folder / "saved" / "policy"), loop, claims, numbers
+
+
+@pytest.mark.parametrize(("pieces", "parts"), [("null", 4), (3, 12)])
+def test_parts_of_rollouts_stream_through_roles_and_are_learned_from_as_if_they_had_come_straight(
+    pieces, parts, tmp_path
+):
+    """Eight decisions of two sims' rows, which belong to two of three learners each."""
+    plain, *_ = learned(tmp_path / "plain", EmbodiedLoop, places=SEVERAL)
+    words = [f"pipeline.granularity={pieces}"]
+    streamed, *_, numbers = learned(tmp_path / "streamed", StreamingLoop, *words, places=SEVERAL)
+    assert all(np.array_equal(plain[name], streamed[name]) for name in plain)
+    assert numbers["reward/parts"] == parts
 
 
 def test_what_passes_through_a_role_unchanged_is_learned_from_as_if_it_had_come_straight(tmp_path):
-    plain, _, _ = learned(tmp_path / "plain", EmbodiedLoop)
-    relayed, loop, claims = learned(tmp_path / "relayed", RelayingLoop)
+    plain, *_ = learned(tmp_path / "plain", EmbodiedLoop)
+    relayed, loop, claims, _ = learned(tmp_path / "relayed", RelayingLoop)
     assert all(np.array_equal(plain[name], relayed[name]) for name in plain)
     assert len(loop.source.relays.groups) == 1 and "reward-0" in claims
     assert [group.role for group in loop.groups] == ["sim", "policy", "learner", "reward"]
@@ -119,10 +155,16 @@ def test_a_role_that_cannot_be_launched_is_refused(name, worker):
         Role(name, worker)
 
 
-def test_pieces_of_rollouts_are_not_handed_to_a_role_that_takes_whole_ones(tmp_path):
+@pytest.mark.parametrize(
+    ("program", "beside", "reason"),
+    [
+        (RelayingLoop, {}, "reward workers take whole batches"),
+        (StreamingLoop, {"reward": "fake:0", "second": "fake:4"}, "reward and second workers share devices with sim"),
+    ],
+)
+def test_pieces_of_rollouts_are_not_handed_to_a_role_that_takes_all_together(program, beside, reason, tmp_path):
     config = load([*ARGUMENTS, "pipeline.granularity=4"]).config
-    places = {"sim": "fake:0", "policy": "fake:1", "reward": "fake:2", "learner": "fake:3"}
-    plan = make_plan(places, (0,), config.env.num_envs, roles=[role.name for role in RelayingLoop.roles])
-    with launch.cluster(config, plan, tmp_path, program=RelayingLoop) as cluster:
-        with pytest.raises(ConfigError, match="granularity=4: reward workers take whole rollouts"):
-            RelayingLoop(config, cluster)
+    plan = make_plan({**ONE_OF_EACH, **beside}, (0,), config.env.num_envs, roles=[role.name for role in program.roles])
+    with launch.cluster(config, plan, tmp_path, program=program) as cluster:
+        with pytest.raises(ConfigError, match=f"granularity=4 sends parts of rollouts, but {reason}"):
+            program(config, cluster)

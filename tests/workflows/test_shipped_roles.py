@@ -5,6 +5,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+import stepped
 import torch
 from language_models import answers
 from served_language import SECRET, served
@@ -40,20 +41,39 @@ def placed(**roles):
     return PLACES | roles
 
 
-@pytest.mark.parametrize("kl_in", ["loss", "reward"])
-def test_weights_are_those_of_a_reference_inside_the_learners(kl_in, tmp_path):
+@pytest.mark.parametrize(("kl_in", "schedule"), [("loss", "sync"), ("reward", "sync"), ("loss", "periodic")])
+def test_weights_are_those_of_a_reference_inside_the_learners(kl_in, schedule, tmp_path):
     words = [
         *COMPARED,
         f"algo.kl_in={kl_in}",
         *(["algo.name=reinforce++", "algo.scale=batch"] if kl_in == "reward" else []),
     ]
+    more = ["roles.reference=true", f"pipeline.schedule={schedule}"]
     with Talk(tmp_path / "inside", *words, placement=PLACES) as run:
         inside, rows = run.some(3) and run.weights(), None
-    with Talk(tmp_path / "apart", *words, "roles.reference=true", placement=placed(reference="fake:0-1")) as run:
+    with Talk(tmp_path / "apart", *words, *more, placement=placed(reference="fake:0-1")) as run:
         assert run.loop.learners[0].needs().wait()[0].num_bytes > 0
         rows, apart = run.some(3), run.weights()
     assert far(apart, inside) < 1e-9
     assert rows[-1][1]["train/reference_kl"] > 1e-4
+
+
+@pytest.mark.parametrize(
+    ("place", "pieces"),
+    [("fake:4", "null"), ("fake:4", 5), ("fake:2", "null")],
+    ids=["apart", "in_pieces", "beside_a_learner"],
+)
+def test_the_reference_of_robots_is_that_of_the_learners(place, pieces, tmp_path):
+    words = [*stepped.PPO, "algo.kl_coef=0.3"]
+    places = {"sim": "fake:0-1", "policy": "fake:1", "learner": "fake:2-3"}
+    with stepped.Run(tmp_path, *words, placement=places) as run:
+        run.play(0, 3)
+        inside = run.weights()
+    more = ["roles.reference=true", f"pipeline.granularity={pieces}"]
+    with stepped.Run(tmp_path, *words, *more, placement=places | {"reference": place}) as run:
+        rows, apart = run.play(0, 3), run.weights()
+    assert far(apart, inside) < 1e-9
+    assert rows[-1][1]["train/reference_kl"] > 1e-6
 
 
 def test_a_critic_learns_what_conversations_come_to_and_resumes(tmp_path):
