@@ -57,7 +57,7 @@ from embodied.profiling.timed_run import Round, TimedRun, typical
 from embodied.records.progress import now
 from embodied.reporting.benchmark_page import describe, warnings, write_report
 from embodied.run import launch
-from embodied.run.devices import divides_requests, draws_on_gpus, machines
+from embodied.run.devices import divides_requests, draws_on_gpus, machines, reserve
 from embodied.run.launch import program_of
 from embodied.run.provenance import provenance
 from embodied.system.machine import LoadMeter, load_before
@@ -211,11 +211,16 @@ def run_all(
     config: RunConfig, topology: Topology, rounds: int, result: Result, folder: Path, program: type[EmbodiedLoop]
 ) -> None:
     """Start all modes, then run them in turns, so that a slow minute of the machine affects all of them."""
+    roles = roles_of(roles_of_run(program, config))
+    planned = {mode: runnable(config, expected, topology, roles) for mode, expected in result.expected.items()}
     with ExitStack() as stack:
-        timed_runs = {}
-        for mode, expected in result.expected.items():
-            mode_config, mode_plan = runnable(config, expected, topology, roles_of(roles_of_run(program, config)))
-            timed_runs[mode] = stack.enter_context(TimedRun(mode_config, mode_plan, folder / "logs" / mode, program))
+        stack.callback(
+            reserve(config, {name for _, plan in planned.values() for host in plan.hosts for name in host.held})
+        )
+        timed_runs = {
+            mode: stack.enter_context(TimedRun(*each, folder / "logs" / mode, program, reserves=False))
+            for mode, each in planned.items()
+        }
         order = list(timed_runs)
         for turn in range(rounds + WARM_UP):
             for mode in order[turn % len(order) :] + order[: turn % len(order)]:

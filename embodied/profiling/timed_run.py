@@ -74,15 +74,21 @@ class TimedRun:
     """Use it as a context manager: it starts the processes of the plan and ends them."""
 
     def __init__(
-        self, config: RunConfig, plan: PlacementPlan, logs: Path, program: type[EmbodiedLoop] = EmbodiedLoop
+        self,
+        config: RunConfig,
+        plan: PlacementPlan,
+        logs: Path,
+        program: type[EmbodiedLoop] = EmbodiedLoop,
+        reserves: bool = True,
     ) -> None:
-        self.config, self.plan, self.logs, self.program = config, plan, logs, program
+        self.config, self.plan, self.logs, self.program, self.reserves = config, plan, logs, program, reserves
         self.iteration = 0
 
     def __enter__(self) -> TimedRun:
         self.logs.mkdir(parents=True, exist_ok=True)
         with ExitStack() as stack:
-            cluster = stack.enter_context(launch.cluster(self.config, self.plan, self.logs, program=self.program))
+            processes = launch.cluster(self.config, self.plan, self.logs, program=self.program, reserves=self.reserves)
+            cluster = stack.enter_context(processes)
             self.loop = self.program(self.config, cluster)
             self.loop.publish(0)
             self._stack = stack.pop_all()

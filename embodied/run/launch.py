@@ -464,8 +464,9 @@ def cluster(
     logs: Path,
     on_start: Callable[[str, int], None] = lambda host, pid: None,
     program: type | None = None,
+    reserves: bool = True,
 ) -> Cluster:
-    """The processes of a plan; `program` is the workflow."""
+    """The processes of a plan; `program` is the workflow. `reserves`: its devices are reserved on a Ray cluster."""
     # Of a cluster, other nodes may reach servers that this machine does not.
     if config.policy.speaks and config.policy.engine == "http" and not config.cluster.joined:
         from embodied.policies.language.servers.remote_server import check_servers
@@ -475,7 +476,7 @@ def cluster(
     own = modules_of(config, program)
     with_policy = [role.name for role in program.roles if role.holds_policy] if program else ["policy", "learner"]
     hosts = host_plans(plan, with_policy, slow_imports(config.policy))
-    return Cluster(options.backend, hosts, *about, own, options.start_s, on_start)
+    return Cluster(options.backend, hosts, *about, own, options.start_s, on_start, reserves)
 
 
 # Programs of the user's own

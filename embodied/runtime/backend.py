@@ -123,6 +123,7 @@ def make_backend(
     address: str | None = None,
     modules: Sequence[str] = (),
     start_s: float = 300.0,
+    reserves: bool = True,
 ) -> Backend:
     if name not in ("auto", *PROMISES):
         raise ValueError(f"cluster.backend={name!r} is unknown; known: auto, {', '.join(PROMISES)}")
@@ -135,7 +136,7 @@ def make_backend(
         return LocalBackend(run, plans, log_dir, timeout_s, events)
     from embodied.runtime.ray.actors import RayBackend
 
-    return RayBackend(run, log_dir, timeout_s, events, address, modules, start_s, plans)
+    return RayBackend(run, log_dir, timeout_s, events, address, modules, start_s, plans, reserves)
 
 
 class InlineBackend:

@@ -52,9 +52,11 @@ class Cluster:
         modules: Sequence[str] = (),
         start_s: float = 300.0,
         on_start: Callable[[str, int], None] = lambda host, pid: None,
+        reserves: bool = True,
     ) -> None:
-        """`address` of a running Ray cluster; `modules` are user modules that its nodes may lack. A Ray cluster of the
-        run's own has `start_s` seconds to start. `on_start` gets the process id whenever a host starts."""
+        """`address` of a running Ray cluster, on which the hosts' devices are reserved if `reserves`; `modules` are
+        user modules that its nodes may lack. A Ray cluster of the run's own has `start_s` seconds to start. `on_start`
+        gets the process id whenever a host starts."""
         names = [plan.name for plan in hosts]
         if len({*names, DRIVER}) != len(names) + 1:
             raise ValueError(f"host names must differ from each other and from {DRIVER!r}: {names}")
@@ -85,7 +87,7 @@ class Cluster:
         self.interrupt: Callable[[], object] = lambda: None  # called in waits; an exception ends the wait
         events = Events(self._on_report, on_start, self._on_death)
         self._log_dir = Path(log_dir) if log_dir is not None else None
-        options = (self._log_dir, timeout_s, events, address, modules, start_s)
+        options = (self._log_dir, timeout_s, events, address, modules, start_s, reserves)
         self._backend = make_backend(backend, self._run, self.hosts, *options)
         self.unpack = self._backend.unpack
         try:

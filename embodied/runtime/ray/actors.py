@@ -78,6 +78,7 @@ class RayBackend(HostProcesses):
         modules: Sequence[str],
         start_s: float,
         plans: Sequence[HostPlan],
+        reserves: bool,
     ) -> None:
         super().__init__()
         self._log_dir, self._events = log_dir and log_dir.absolute(), events
@@ -90,7 +91,7 @@ class RayBackend(HostProcesses):
             self._planned = {plan.name for plan in plans}
             self._first = gather((self._connection.node(plan.node).id, plan.name) for plan in plans)
             # The run's own cluster has no other programs, and shared devices are reserved for all runs that share them.
-            if address is not None and SHARE not in os.environ:
+            if reserves and address is not None and SHARE not in os.environ:
                 self._reservations.append(Reservation(plans, self._connection.node))
         except BaseException:
             self._connection.close()
