@@ -2,7 +2,10 @@
 
 import json
 import os
+import random
 import signal
+import time
+from collections import Counter
 from contextlib import suppress
 from itertools import count
 
@@ -105,6 +108,63 @@ def test_a_worker_that_leaves_in_a_round_hands_back_what_it_has(kind, backend, t
                 assert run.loop.rollouts.policies.workers == ("policy-0", "policy-2") and min(acted(run).values()) > 0
             seen.append((told(rows), run.weights()))
     assert seen[0][0] == seen[1][0] and far(seen[1][1], seen[0][1]) < 1e-9
+
+
+class Storm:
+    """Adds policy workers, takes them away and kills them at drawn moments of rounds."""
+
+    def __init__(self, run, seed, most):
+        self.run, self.rng, self.most = run, random.Random(seed), most
+        self.rollouts, self.names, self.done = run.loop.rollouts, iter(range(10, 999)), Counter()
+        self.next_at, self.seen = 0.0, {"policy-0"}
+
+    def is_over(self):
+        return len(self.seen) > 2 and min(self.done[what] for what in ("leave", "kill")) > 1
+
+    def due(self):
+        return time.monotonic() >= self.next_at
+
+    def go_on(self):
+        self.next_at = time.monotonic() + self.rng.uniform(0, 2)
+        for newcomer in [newcomer for newcomer in self.rollouts.newcomers if newcomer.failure()]:
+            self.rollouts.drop(newcomer)
+        workers, coming, leaving = self.rollouts.policies.workers, self.rollouts.newcomers, self.rollouts.is_leaving
+        self.seen |= {*workers}
+        what = self.rng.choice(["add", "add", "leave", "kill"])
+        if what == "add" and len(workers) + len(coming) < self.most and not leaving:
+            self.rollouts.add_policy(HostPlan(f"policy-{next(self.names)}", ("policy",)))
+        elif what == "leave" and len(workers) > 1 and not leaving:
+            self.rollouts.is_leaving = True
+        elif what == "kill":
+            with suppress(ProcessLookupError, ValueError):  # it is dead, or starting
+                os.kill(
+                    self.run.pid(self.rng.choice([*workers * 3, *(one.plan.name for one in coming)])), signal.SIGKILL
+                )
+        else:
+            return
+        self.done[what] += 1
+
+
+@pytest.mark.chaos
+@pytest.mark.parametrize("backend", ["local", pytest.param("ray", marks=SLOW)])
+@pytest.mark.parametrize("kind", ["robots", "async", "text"])
+@pytest.mark.parametrize("seed", range(2))
+def test_no_storm_of_coming_going_and_dying_changes_anything(kind, seed, backend, tmp_path):
+    make, recipe, _ = KINDS[kind]
+    recipe = [word for word in recipe if not word.startswith("run.iterations")]
+    recipe += ["faults.max_restarts=1000", "run.iterations=1000"] + ["pipeline.stages=2"] * (kind != "text")
+    for name in ("alone", "storm"):
+        (tmp_path / name).mkdir()
+    rows = []
+    with make(tmp_path / "storm", *recipe, placement=ONE, backend=backend) as run:
+        run.loop.rollouts.background.append(storm := Storm(run, seed, 3 if kind == "text" else 4))
+        while not storm.is_over() and len(rows) < 1000:
+            rows += run.play(len(rows), len(rows) + 1)
+        assert storm.is_over(), storm.done
+        weights = run.weights()
+    with make(tmp_path / "alone", *recipe, placement=ONE) as run:
+        assert told(run.play(0, len(rows))) == told(rows)
+        assert far(run.weights(), weights) <= (1e-9 if kind == "text" else 0)
 
 
 @pytest.mark.parametrize("fault", ["exception", pytest.param("sigkill", marks=SLOW)])
