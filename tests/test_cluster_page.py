@@ -66,8 +66,11 @@ class Machines:
 
     def start_nodes(self, count: int) -> None:
         self.address = self.start("node1", self.words(HEAD), "Local node IP: ([0-9.]+)")
+        self.join(*range(2, count + 1))
+
+    def join(self, *numbers: int) -> None:
         apart = ["unshare", "--mount", "--pid", "--fork", "--kill-child", "--mount-proc", "bash", "-ec"]
-        for number in range(2, count + 1):
+        for number in numbers:
             boot_id = self.folder / f"boot_id{number}"
             boot_id.write_text(f"11111111-2222-3333-4444-{number:012}\n")
             words = [*self.words(SECOND.replace("node2", f"node{number}")), f"--node-ip-address=127.0.0.{number}"]
@@ -235,6 +238,45 @@ def test_runs_share_the_devices_of_all_machines(machines, tmp_path):
         assert run["ended"] == "finished"
         hosts = json.loads((tmp_path / "both" / run["folder"] / "run.json").read_text())["placement"]["hosts"]
         assert {host["node"] for host in hosts if "learner" in host["roles"]} == {run["own"][0].partition("/")[0]}
+
+
+def test_a_policy_worker_is_added_on_a_machine_that_has_joined_since(tmp_path):
+    apart = [*(word for word in SAME if "iterations" not in word), "run.iterations=100000", "pipeline.stages=2"]
+    placement = "placement={sim: 'node1/cpu:0', policy: 'node1/cpu:0', learner: 'node1/cpu:0'}"
+    with started(1) as machines:
+        here = {**machines.environment, "PYTHONPATH": os.environ.get("PYTHONPATH", "")}
+
+        def reach(more: int) -> Path:
+            """So many iterations from now on."""
+            wanted, until = None, time.monotonic() + 300
+            while training.poll() is None and time.monotonic() < until:
+                found = [*tmp_path.glob("runs/*/metrics.jsonl")]
+                count = len(found[0].read_text().splitlines()) if found else 0
+                wanted = count + more if wanted is None else wanted
+                if count >= wanted:
+                    return found[0].parent
+                time.sleep(0.1)
+            raise AssertionError("the run has ended or does not go on")
+
+        def workers(*words: str) -> str:
+            command = [sys.executable, "-m", "embodied.workers", str(run), *words]
+            done = subprocess.run(command, env=here, capture_output=True, text=True, timeout=300)
+            assert done.returncode == 0, done.stdout + done.stderr
+            return done.stdout
+
+        with machines.begin(tmp_path, *apart, placement, env=here, stderr=subprocess.STDOUT) as training:
+            try:
+                run = reach(1)
+                machines.join(2)
+                assert "on core 0 of node2: 2 policy workers" in workers("policy=+1", "devices=node2/cpu:0")
+                assert "policy-1" in (run / "run.json").read_text()
+                reach(3)
+                assert "policy-1 has left, which was on core 0 of node2" in workers("policy=-1")
+                reach(1)
+            finally:
+                training.terminate()
+                output, _ = training.communicate(timeout=120)
+    assert training.returncode == 143 and "is started again" not in output, output
 
 
 MY_ENV = """

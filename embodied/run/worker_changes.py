@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from time import monotonic
@@ -185,7 +185,7 @@ class WorkerChanges:
             hosts = [self.newcomers[name][0] for name in built]
             self._record((*self.plan.hosts, *hosts), added=built, devices=[d for host in hosts for d in host.held])
             verb = "is built and takes" if len(built) == 1 else "are built and take"
-            said.append(f"{' and '.join(built)} {verb} part from the next rollout on, on {places(hosts)}")
+            said.append(f"{' and '.join(built)} {verb} part from the next rollout on, on {where(hosts)}")
         self._answer(f"{'; '.join(said)}: {self._count()}", int(bool(failed)))
 
     def _forget_newcomers(self) -> None:
@@ -227,7 +227,7 @@ class WorkerChanges:
         left = tuple(host for host in self.plan.hosts if host.name not in self.leaving)
         self._record(left, taken_away=self.leaving, devices=[d for host in gone for d in host.held])
         has = "has left, which was" if len(gone) == 1 else "have left, which were"
-        self._answer(f"{' and '.join(self.leaving)} {has} on {places(gone)}: {self._count()}")
+        self._answer(f"{' and '.join(self.leaving)} {has} on {where(gone)}: {self._count()}")
 
 
 # Where a worker can be added
@@ -271,6 +271,12 @@ def place(
     return hosts
 
 
+def where(hosts: Sequence[PlannedHost]) -> str:
+    """The devices of hosts in words."""
+    by_node = gather((host.node, host) for host in hosts)
+    return " and ".join(places(on_node) + f" of {node}" * bool(node) for node, on_node in by_node.items())
+
+
 def held_by(host: PlannedHost, topology: Topology) -> list[str]:
     """The devices of a host; on several machines with the machine's name."""
     node = host.node or (topology.nodes[0].name if len(topology.nodes) > 1 else "")
@@ -279,7 +285,7 @@ def held_by(host: PlannedHost, topology: Topology) -> list[str]:
 
 def free_slots(
     topology: Topology, kind: str, size: int, count: int, users: dict[str, list[PlannedHost]], lent_by: set[str]
-) -> Iterator[Slot] | list[Slot]:
+) -> list[Slot]:
     """At most so many places of `size` devices of one machine, smaller ones on cores if need be: devices that nobody
     uses, then devices that only the roles `lent_by` use."""
     nodes = {node.name: node for node in topology.nodes} | {"": topology.nodes[0]}
