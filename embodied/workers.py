@@ -24,6 +24,7 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
+from shlex import quote
 
 from embodied.core.errors import ConfigError, EmbodiedError
 from embodied.core.files import as_path, read_object
@@ -76,7 +77,7 @@ def running(folder: Path) -> dict:
     if not (folder / "run.json").is_file():
         raise ConfigError(f"{folder} is not the folder of a run: run.json is missing; {EXAMPLE}")
     info = read_object(folder / "run.json", ConfigError)
-    again = f"python -m embodied.{info.get('command', 'train')} resume={folder}"
+    again = f"python -m embodied.{info.get('command', 'train')} {quote(f'resume={folder}')}"
     if (state := info.get("state")) != "running":
         raise ConfigError(f"{folder} is not running: it has {state}; it goes on with {again}")
     newest = [info, *info.get("resumed", [])][-1]

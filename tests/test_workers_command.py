@@ -17,9 +17,8 @@ from embodied import workers
 from embodied.config.recipe import load
 from embodied.core.errors import ConfigError
 from embodied.placement import PlacementError, make_plan
-from embodied.placement.placement_plan import check_shares
 from embodied.placement.topology import Gpu, Node, Topology
-from embodied.run.worker_changes import REQUEST, WorkerRequest, place, refuse_changes
+from embodied.run.worker_changes import REQUEST, WorkerRequest, check_work, place, refuse_changes
 
 COMMANDS = [line for line in Page("faults.md").commands if "embodied.workers" in line]
 EXACT = [
@@ -147,9 +146,10 @@ def test_runs_whose_policy_workers_come_and_go_in_another_way_refuse_changes(opt
 
 
 def test_a_robot_policy_worker_that_no_simulator_would_ask_is_refused():
-    plan = make_plan({"sim": "cpu:0", "policy": "cpu:0-1*2", "learner": "cpu:1"}, TWO, 8, shared=True)
-    with pytest.raises(PlacementError, match="so 1 would have no work"):
-        check_shares(plan, 1, False)
+    plan = make_plan({"sim": "cpu:0", "policy": "cpu:0", "learner": "cpu:1"}, TWO, 8)
+    with pytest.raises(ConfigError, match=r"so 1 would have no work; in a run with pipeline\.merge_rows=64"):
+        check_work(load(["recipe=pointmass_ppo"]).config, plan, 1)
+    check_work(load(["recipe=pointmass_ppo", "pipeline.merge_rows=64"]).config, plan, 1)
 
 
 class Training:

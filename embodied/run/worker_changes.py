@@ -25,7 +25,7 @@ from embodied.config.recipe import RunConfig
 from embodied.core.arrays import gather
 from embodied.core.errors import ConfigError, EmbodiedError
 from embodied.core.files import read_object, replace_text
-from embodied.placement import PlacementPlan, PlannedHost, Topology
+from embodied.placement import PlacementError, PlacementPlan, PlannedHost, Topology
 from embodied.placement.grammar import Slot, joined, parse_devices
 from embodied.placement.placement_errors import number
 from embodied.placement.placement_plan import check_shares, devices_of, hosts_on, places
@@ -150,15 +150,14 @@ class WorkerChanges:
     # Adding
 
     def _add(self, wish: WorkerRequest) -> None:
+        check_work(self.config, self.plan, wish.change)
         topology = machines(self.config)
         hosts = place(self.config, self.plan, topology, self.updating, wish.change, wish.devices)
         first = 1 + max(int(name.removeprefix(f"{ROLE}-")) for name in self.names)
         hosts = [replace(host, name=f"{ROLE}-{first + place}") for place, host in enumerate(hosts)]
-        plan = replace(self.plan, hosts=(*self.plan.hosts, *hosts))
-        check_shares(plan, self.config.pipeline.stages, divides_requests(self.config))
-        check_memory(self.config, plan, topology, True)
+        check_memory(self.config, replace(self.plan, hosts=(*self.plan.hosts, *hosts)), topology, True)
         limit, imports = self.config.cluster.memory_gb, slow_imports(self.config.policy)
-        for host, launched in zip(hosts, host_plans(replace(plan, hosts=tuple(hosts)), [ROLE], imports)):
+        for host, launched in zip(hosts, host_plans(replace(self.plan, hosts=tuple(hosts)), [ROLE], imports)):
             launched = launched if limit is None else replace(launched, device_bytes=limit * GB)
             self.names.add(host.name)
             self.newcomers[host.name] = host, self.rollouts.add_policy(launched)
@@ -243,6 +242,17 @@ def refuse_changes(config: RunConfig) -> None:
         raise ConfigError("the answers come from the servers of policy.url, which may join and leave by themselves")
 
 
+def check_work(config: RunConfig, plan: PlacementPlan, count: int) -> None:
+    """Refuse more policy workers than can be asked."""
+    more = tuple(PlannedHost("", (ROLE,), (), 1) for _ in range(count))
+    shared = divides_requests(config)
+    try:
+        check_shares(replace(plan, hosts=(*plan.hosts, *more)), config.pipeline.stages, shared)
+    except PlacementError as err:
+        advice = "" if shared else "; in a run with pipeline.merge_rows=64, for example, several share a request"
+        raise ConfigError(f"{err}{advice}") from None
+
+
 def place(
     config: RunConfig, plan: PlacementPlan, topology: Topology, updating: Collection[str], count: int, named: str
 ) -> list[PlannedHost]:
@@ -261,7 +271,7 @@ def place(
         size = gpus if kind == "gpu" else max(1, len(acting[0].cores))
         slots = free_slots(topology, kind, size, count, users, {*updating} if kind == "cpu" and not overlap else {*()})
         if len(slots) < count:
-            raise ConfigError(f"policy={count:+d}: {lack(kind, users, topology)}")
+            raise ConfigError(lack(kind, users, topology))
     hosts = hosts_on((ROLE,), slots, topology)
     for host in hosts:
         check_free(host, kind, [user for device in held_by(host, topology) for user in users.get(device, ())])
