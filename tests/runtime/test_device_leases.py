@@ -52,6 +52,20 @@ def test_what_does_not_fit_swaps_while_the_sim_keeps_its_device():
     assert coordinator.used_bytes("fake:0") == 4 * GB
 
 
+def test_a_worker_that_joins_a_gang_holds_its_devices_with_it_and_frees_them_when_it_goes():
+    coordinator = hybrid(14)
+    finish(coordinator, coordinator.acquire("rollout"))
+    coordinator.add("rollout", Claim("policy-1", ("fake:2",), 6 * GB), 10 * GB)
+    with pytest.raises(LeaseError, match="rollout does not fit on fake:1: policy-0 6 GB"):
+        coordinator.add("rollout", Claim("policy-2", ("fake:1",), 9 * GB), 10 * GB)
+    assert coordinator.holders.keys() == {"fake:0", "fake:1", "fake:2"} and "policy-2" not in coordinator.claims
+    coordinator.release("rollout")
+    assert finish(coordinator, coordinator.acquire("rollout")) == [], "its memory is there"
+    assert coordinator.holders["fake:2"] == "rollout" and coordinator.used_bytes("fake:2") == 6 * GB
+    coordinator.remove("policy-1")
+    assert coordinator.holders.keys() == {"fake:0", "fake:1"} and coordinator.used_bytes("fake:2") == 0
+
+
 def test_of_two_gangs_that_wait_the_one_of_the_earlier_tier_is_served_whatever_their_place_in_the_workflow():
     gangs = {name: [Claim(f"{name}-0", ("d:0",))] for name in ("act", "learn", "save")}
     coordinator = Coordinator({"d:0": 0}, gangs, tiers={"act": 1})

@@ -20,9 +20,9 @@ from embodied.runtime import HostPlan
 ONE = {"sim": "cpu:0-1*2", "policy": "cpu:2", "learner": "cpu:3"}
 
 
-def added(run, name):
+def added(run, name, *devices):
     """The worker is built, and joins in the next round."""
-    newcomer = run.loop.rollouts.add_policy(HostPlan(name, ("policy",)))
+    newcomer = run.loop.rollouts.add_policy(HostPlan(name, ("policy",), devices=devices))
     run.cluster.settle(*newcomer.calls)
     assert newcomer.is_built(), newcomer.failure()
 
@@ -36,7 +36,7 @@ def acted(run):
 
 SLOW = pytest.mark.slow
 HYBRID = {"sim": "cpu:0-1*2", "policy,learner": "cpu:2"}
-COLLOCATED = {"sim,policy": "cpu:0", "learner": "cpu:1"}
+COLLOCATED = {"sim,policy": "fake:0", "learner": "fake:1"}
 KINDS = {
     "robots": (Run, [*PPO], HYBRID),
     "async": (Run, [*PPO, "pipeline.schedule=async"], ONE),
@@ -57,7 +57,7 @@ def test_a_worker_that_comes_is_killed_and_goes_changes_nothing(kind, tmp_path):
         expected, weights = run.play(), run.weights()
     with make(tmp_path / "changed", *recipe, placement=placement, backend="local") as run:
         rows = run.play(0, 1)
-        added(run, "policy-1")
+        added(run, "policy-1", *["fake:1"] * (placement is COLLOCATED))  # in turns with the learner
         rows += run.play(1, 2)
         assert min(acted(run).values()) > 0 and len(acted(run)) == 2
         os.kill(run.pid("policy-1"), signal.SIGKILL)
@@ -68,6 +68,7 @@ def test_a_worker_that_comes_is_killed_and_goes_changes_nothing(kind, tmp_path):
         rows += run.play(4)
         assert run.loop.rollouts.policies.workers == ("policy-0",) and len(run.lines) == 1
         assert not os.path.exists(f"/proc/{gone}")
+        assert run.loop.device_sharing.coordinator.claims.keys().isdisjoint({"policy-1"})
         assert told(rows) == told(expected)
         assert far(run.weights(), weights) <= (1e-9 if kind == "text" else 0)
 
