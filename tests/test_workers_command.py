@@ -117,7 +117,7 @@ def test_an_added_worker_gets_a_free_device_or_a_core_of_learners_in_turns(place
             TWO,
             ["async"],
             "cpu:1",
-            "learners', who work during",
+            "learner-0 works there during rollouts",
         ),
         ({"sim": "cpu:0", "policy": "cpu:0", "learner": "cpu:1"}, TWO, [], "cpu:0,cpu:1", "is for 2 workers"),
         ({"sim": "cpu:0", "policy": "cpu:0", "learner": "cpu:1"}, TWO, [], "cpu:7", "cpu:7 is not there"),

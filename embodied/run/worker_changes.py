@@ -75,6 +75,7 @@ class WorkerChanges:
         self.newcomers: dict[str, tuple[PlannedHost, Newcomer]] = {}  # by name, until they have joined
         self.building: list[str] = []  # newcomers of the request
         self.remaining = 0  # workers that the request still takes away
+        self.leaving: list[str] = []  # hosts of workers that it has taken away
         self.look_at = self.until = 0.0
 
     def begin(self, loop: EmbodiedLoop, say: Callable[[str], None]) -> None:
@@ -269,15 +270,14 @@ def place(
             raise ConfigError(f"devices={named} is for {number(len(slots), 'worker')}, and policy={count:+d} is asked")
     else:
         size = gpus if kind == "gpu" else max(1, len(acting[0].cores))
-        slots = free_slots(topology, kind, size, count, users, {*updating} if kind == "cpu" and not overlap else {*()})
+        lent_by = {*updating} if kind == "cpu" and not overlap else set()
+        slots = free_slots(topology, kind, size, count, users, lent_by)
         if len(slots) < count:
             raise ConfigError(lack(kind, users, topology))
     hosts = hosts_on((ROLE,), slots, topology)
     for host in hosts:
-        check_free(host, kind, [user for device in held_by(host, topology) for user in users.get(device, ())])
-        learning = [device for device in held_by(host, topology) if shared_with(users.get(device, ()), updating)]
-        if overlap and learning:
-            raise ConfigError(f"{learning[0]} is the learners', who work during rollouts; name another device")
+        others = [user for device in held_by(host, topology) for user in users.get(device, ())]
+        check_place(host, kind, others, {*updating} if overlap else set())
     return hosts
 
 
@@ -328,15 +328,13 @@ def lack(kind: str, users: dict[str, list[PlannedHost]], topology: Topology) -> 
     return f"too few free devices: the run uses {used} of {number(total, what)}{share}"
 
 
-def check_free(host: PlannedHost, kind: str, users: list[PlannedHost]) -> None:
-    """Refuse devices of another kind than the other policy workers', and GPUs that others use."""
+def check_place(host: PlannedHost, kind: str, users: Collection[PlannedHost], busy: set[str]) -> None:
+    """Refuse devices of another kind than the other policy workers', GPUs that others use, and devices of roles that
+    are `busy` during rollouts."""
     its = host.device.partition(":")[0] or "cpu"
     if its != kind:
         raise ConfigError(f"{places([host])}: the run's policy workers are on {kind}s, and all must answer alike")
     if users and kind == "gpu":
-        raise ConfigError(f"{host.device} is used by {users[0].name}; an added worker needs a GPU of its own")
-
-
-def shared_with(users: Collection[PlannedHost], roles: Collection[str]) -> bool:
-    """True if a worker of these roles uses the device."""
-    return any({*roles} & {*host.roles} for host in users)
+        raise ConfigError(f"{host.device} is used by {next(iter(users)).name}; an added worker needs a GPU of its own")
+    if names := [user.name for user in users if busy & {*user.roles}]:
+        raise ConfigError(f"{places([host])}: {names[0]} works there during rollouts; name another device")
