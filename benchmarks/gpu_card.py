@@ -223,12 +223,14 @@ def swap(asked: argparse.Namespace) -> Figures:
     from embodied.learners.config import LearnerConfig
     from embodied.learners.worker import LearnerWorker
     from embodied.policies.config import MLPConfig
-    from embodied.profiling.role_probe import moves_of, real, used_bytes
+    from embodied.profiling.role_probe import moves_of, standalone_worker, used_bytes
     from embodied.runtime.weights import new_name
 
     width, device = (64, "cpu") if asked.tiny else (4096, "cuda")  # wider ones take minutes to draw
     policy = MLPConfig(hidden=(width,) * (3 if asked.tiny else 8))
-    learner = real(LearnerWorker, policy, PPOConfig(), LearnerConfig(device=device), 0, None, device, tick=lambda: None)
+    learner = standalone_worker(
+        LearnerWorker, policy, PPOConfig(), LearnerConfig(device=device), 0, None, device, tick=lambda: None
+    )
     learner.build(EnvSpec(ActionSpec(8), state_dim=42), new_name(), snapshot=False)
     for parameter in learner.policy.parameters():
         parameter.grad = torch.zeros_like(parameter)

@@ -54,7 +54,7 @@ from embodied.profiling.stored_profiles import (
     repeated,
 )
 from embodied.profiling.timed_run import Round, TimedRun, typical
-from embodied.records.progress import now
+from embodied.records.progress import timestamp
 from embodied.reporting.benchmark_page import describe, warnings, write_report
 from embodied.run import launch
 from embodied.run.devices import divides_requests, draws_on_gpus, machines, reserve
@@ -132,7 +132,7 @@ def compare_placements(argv: list[str]) -> Path:
     configs = variants(options, rest)
     folder = new_folder(options.out, configs[0][1])
     header: dict[str, Any] = {"recipe": configs[0][1].run.name, "rounds": options.rounds, "warm_up": WARM_UP}
-    header |= {"date": now(), "processor": processor(), **provenance(), "load": {"before": load_before()}}
+    header |= {"date": timestamp(), "processor": processor(), **provenance(), "load": {"before": load_before()}}
     results = [benchmark(config, [*named_program, *words], options, folder, program) for words, config in configs]
     others = [result.others for result in results if result.others is not None]
     header["load"]["during"] = {"others": max(others, default=None), "average": round(os.getloadavg()[0], 2)}
@@ -155,7 +155,7 @@ def benchmark(
     level = config.pipeline.async_level
     config, _ = launch.planned(in_turns(repeated(config)), roles=roles_of_run(program, config))
     topology = machines(config)
-    profile = measured(config, arguments, options, topology, program)
+    profile = profile_of(config, arguments, options, topology, program)
     profile = replace(profile, dataflow=replace(profile.dataflow, level=level))
     limits = config.cluster.memory_gb, draws_on_gpus(config.env), config.algo.why_not_periodic()
     planned = plan(profile, topology, *limits)
@@ -251,7 +251,7 @@ def runnable(
     return changed, make_plan(expected["placement"], topology, *shares, roles=roles, shared=divides_requests(config))
 
 
-def measured(
+def profile_of(
     config: RunConfig, arguments: Sequence[str], options: Options, topology: Topology, program: type[EmbodiedLoop]
 ) -> Profile:
     """The stored profile of these machines, or a new one. `arguments`: of the recipe."""

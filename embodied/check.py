@@ -154,7 +154,7 @@ def check(config: RunConfig, stage: CheckStage, images: bool = False) -> None:
     with kind.explained(config.env):
         env = kind(kind.plain(config.env), ROWS)
         try:
-            for name, text in {**env.facts(), **seen(env)}.items():
+            for name, text in {**env.facts(), **describe_env(env)}.items():
                 stage.show(name, text)
             if images:
                 stage.show("images", write_images(env, config.run.dir / "images" / file_name(str(config.env.task))))
@@ -214,7 +214,7 @@ def converse(kind: Any, env: Any, folder: Path, stage: CheckStage) -> None:
         stage.show("note", remark)
 
 
-def seen(env: Any) -> dict[str, str]:
+def describe_env(env: Any) -> dict[str, str]:
     """The env's observations, actions, episode length and success, as text."""
     spec = env.env_spec
     action = f"{spec.action.num_choices} choices" if spec.action.discrete else f"{spec.action.dim} numbers from -1 to 1"

@@ -31,8 +31,8 @@ from embodied.system.machine import (
     RAY,
     ROOT,
     Machine,
-    absent,
     install,
+    missing_packages,
     normal,
     why_no_engine,
     why_not,
@@ -192,7 +192,7 @@ class Part:
     broken: str = FAILED
 
     def __call__(self, machine: Machine) -> list[Finding]:
-        if self.needs and (missing := absent(self.needs, machine)):
+        if self.needs and (missing := missing_packages(self.needs, machine)):
             detail = "; ".join(filter(None, [f"not installed: {', '.join(missing)}", self.without]))
             return [Finding(self.name, ABSENT, detail, install(self.needs, machine))]
         done = machine.probe(*self.probe.split(), env=QUIET)
@@ -244,7 +244,7 @@ def graphics_cards(machine: Machine) -> list[str]:
 
 def check_vulkan(machine: Machine) -> list[Finding]:
     drawing = [options.needs for options in ENV_CONFIGS.values() if options.needs.vulkan]
-    if not any(not absent(need, machine) for need in drawing):
+    if not any(not missing_packages(need, machine) for need in drawing):
         return []
     problem = machine.vulkan_problem()
     if problem:

@@ -38,7 +38,7 @@ from embodied.records.results import (
     mark,
     read_results,
     reference_lines,
-    unmark,
+    remove_partial,
     warn_of_errors,
     write_comparison,
     write_results,
@@ -148,7 +148,7 @@ def compare(
     from embodied import report
 
     print(f"  report      {report.write([out / name for name in played], out / report.COMPARISON)}")
-    unmark(out)
+    remove_partial(out)
     refuse_errors_only(played, out)
 
 

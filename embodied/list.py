@@ -116,7 +116,7 @@ def problem_of_recipe(config: RunConfig, machine: Machine, models: Container[str
 def lacks_model(name: str | None, models: Container[str], machine: Machine) -> str:
     """The missing model of a recipe and its source; empty if it is on this machine, or if the recipe needs none."""
     here = name is None or name in models or machine.exists(as_path(name))
-    return "" if here else lacks({name: how_to_get(name)})
+    return "" if here else missing_with_sources({name: how_to_get(name)})
 
 
 def envs(machine: Machine) -> Iterable[Item]:
@@ -163,22 +163,22 @@ def tasks(machine: Machine) -> Iterable[Item]:
         options, catalogue = ENV_CONFIGS[env], plugin(env).catalogue
         problem = why_not(options.needs, machine)
         if catalogue and not problem:
-            yield from catalogued(env, machine)
+            yield from tasks_of(env, machine)
         else:
             yield from (Item(f"{env} {task}".strip(), text, problem) for task, text in options.tasks_in_words(env))
 
 
-def catalogued(env: str, machine: Machine) -> Iterable[Item]:
+def tasks_of(env: str, machine: Machine) -> Iterable[Item]:
     """The tasks listed by a simulator."""
     done = machine.probe("tasks", env)
     if done.problem:
         yield Item(env, "its tasks cannot be listed", done.problem)
         return
     for task, facts in done.answer.items():
-        yield Item(f"{env} {task}", facts["about"], lacks(facts["missing"]) or facts["problem"])
+        yield Item(f"{env} {task}", facts["about"], missing_with_sources(facts["missing"]) or facts["problem"])
 
 
-def lacks(assets: dict[str, str]) -> str:
+def missing_with_sources(assets: dict[str, str]) -> str:
     """The missing files with the way to get each; empty if none is missing."""
     return LACKS + "; ".join(f"{asset}: {source}" for asset, source in assets.items()) if assets else ""
 
@@ -187,7 +187,7 @@ def problem_of_env(env: EnvConfig, machine: Machine) -> str:
     """The reason why a recipe's env does not run here; empty if it runs."""
     if problem := why_not(env.needs, machine):
         return problem
-    return lacks(env_class(env).missing_files(env, machine))
+    return missing_with_sources(env_class(env).missing_files(env, machine))
 
 
 def comment(recipe: str) -> str:

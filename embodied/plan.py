@@ -99,7 +99,9 @@ class Planned:
     @property
     def verdict(self) -> str:
         """Names the winning mode; modes that are predicted equal have no winner."""
-        return f"{reasons.words(self.equal)} are predicted equal" if len(self.equal) > 1 else f"{self.equal[0]} wins"
+        return (
+            f"{reasons.join_words(self.equal)} are predicted equal" if len(self.equal) > 1 else f"{self.equal[0]} wins"
+        )
 
     def steps_per_s(self, choice: Choice) -> float:
         return self.profile.dataflow.env_steps / choice.price.seconds
@@ -195,13 +197,13 @@ def why_not_measured(
     missing = gather((str(on), role) for role, on in profile.missing(classes, where))
     if not missing:
         return ""
-    lacks = "; ".join(f"{reasons.words(roles)} on {kind}" for kind, roles in missing.items())
+    lacks = "; ".join(f"{reasons.join_words(roles)} on {kind}" for kind, roles in missing.items())
     known = ", ".join(sorted({kind for on in profile.costs.values() for kind in on}))
     if measured := profile.made.get("devices"):
         known = stored_profiles.describe_devices(measured)
     lines = [
         f"{name} was measured on {known}; {topology.name} would need unmeasured costs: {lacks}",
-        f"measure it on a machine with {reasons.words([*missing])}: {stored_profiles.command_of_profile(profile)}",
+        f"measure it on a machine with {reasons.join_words([*missing])}: {stored_profiles.command_of_profile(profile)}",
     ]
     if all("cpu" in on for on in profile.costs.values()) and topology.cores:
         lines.append(f"or plan for its cores alone: cluster={topology.cores}xCPU")
@@ -238,7 +240,7 @@ def plan(
     started = time.perf_counter()
     planner = Planner(profile.dataflow, profile, classes, stages)
     modes = planner.modes()
-    schedules = {schedule: under(planner, schedule, modes) or not_periodic for schedule in SCHEDULES}
+    schedules = {schedule: fastest_under(planner, schedule, modes) or not_periodic for schedule in SCHEDULES}
     search_s = time.perf_counter() - started
     if not any(modes.values()):
         why = [f"{mode}: {reasons.why_not(planner, mode)}" for mode in MODES[:3]]
@@ -248,7 +250,7 @@ def plan(
     return Planned(profile, topology, planner, modes, schedules, search_s, draws)
 
 
-def under(planner: Planner, schedule: str, modes: dict[str, Choice | None]) -> Choice | str:
+def fastest_under(planner: Planner, schedule: str, modes: dict[str, Choice | None]) -> Choice | str:
     """The fastest layout under this schedule, or the reason why there is none ("" if none is known). Under the
     profile's own schedule it is the fastest mode."""
     dataflow = planner.dataflow
@@ -283,7 +285,7 @@ def describe(planned: Planned, name: str) -> list[str]:
         lines.append(row(planned, schedule, fastest) if fits else f"{schedule:<14}{'no plan':>12}: {fastest}")
     left = [c.name for c in planned.topology.classes() if c.count and c.name not in planned.planner.pricer.classes]
     lines += [f"nothing of this recipe runs on {one} (learner.device, env.backend)" for one in left if one != "cpu"]
-    lines += ["", planned.verdict, *(f"  {line}" for line in (*planned.why, *waits(planned)))]
+    lines += ["", planned.verdict, *(f"  {line}" for line in (*planned.why, *describe_waiting(planned)))]
     placement = as_placement(planned.planner.pricer, winner.layout, planned.topology, planned.draws)
     pieces = granularity(winner.layout, planned.profile.dataflow)
     cut = f" pipeline.granularity={pieces}" if pieces else ""
@@ -292,7 +294,7 @@ def describe(planned: Planned, name: str) -> list[str]:
     return [*lines, "", f"placement='{json.dumps(placement)}' pipeline.stages={winner.layout.stages}{cut}"]
 
 
-def waits(planned: Planned) -> list[str]:
+def describe_waiting(planned: Planned) -> list[str]:
     """Says how much time the winner loses because answers differ in length."""
     return reasons.describe_lengths(planned.planner.pricer, planned.winner.layout)
 

@@ -296,7 +296,7 @@ def train(
         start = checkpoint / "policy"  # a run with a start keeps the start's statistics of observations
     with launch.cluster(config, changes.plan, folder.logs, folder.record_process, program) as cluster:
         cluster.interrupt = partial(interruption.check, "the start", grace=False)  # nothing is lost yet
-        loop = program(config, cluster, notify=partial(noted, folder, console), start_folder=start)
+        loop = program(config, cluster, notify=partial(print_workflow_line, folder, console), start_folder=start)
         if checkpoint or origin:
             check_origins(loop, checkpoint, origin, folder)
         state = resume(loop, folder, checkpoint, console) if checkpoint else fresh(loop, folder)
@@ -320,7 +320,7 @@ def train(
                 if changes.due():
                     changes.go_on()
                 last = state["iteration"] == total or bool(loop.exhausted)
-                judge = last or due(state["iteration"], config.run.eval_every)
+                judge = last or is_due(state["iteration"], config.run.eval_every)
                 if saves.due(state["iteration"], state["train_s"]) or judge:  # an evaluation takes long
                     save(loop, state, saves, folder, console)
                 if judge and not interruption.requested:
@@ -380,7 +380,7 @@ def resume(loop: EmbodiedLoop, folder: RunFolder, checkpoint: Path, console: Con
     return state
 
 
-def noted(folder: RunFolder, console: Console, line: str) -> None:
+def print_workflow_line(folder: RunFolder, console: Console, line: str) -> None:
     """Print a line of the workflow; unless it is a warning, run.json counts a restart."""
     if not line.startswith(WARNING):
         folder.count_restart()
@@ -477,10 +477,10 @@ def owes_evaluation(config: RunConfig, folder: RunFolder, state: dict, total: in
     out, done = folder.evaluation(state["version"]), state["iteration"]
     if (out / RESULTS).is_file():
         return False
-    return partial_in(out) is not None or (done > 0 and (done >= total or due(done, config.run.eval_every)))
+    return partial_in(out) is not None or (done > 0 and (done >= total or is_due(done, config.run.eval_every)))
 
 
-def due(iteration: int, every: int | None) -> bool:
+def is_due(iteration: int, every: int | None) -> bool:
     return bool(every and iteration % every == 0)
 
 

@@ -16,7 +16,7 @@ from typing import Any, ClassVar, Protocol, TypedDict
 import numpy as np
 
 from embodied.core.errors import ConfigError
-from embodied.envs.own_modules import explained
+from embodied.envs.own_modules import explain_errors
 
 
 class Expert(Protocol):
@@ -115,7 +115,7 @@ class EnvCapabilities:
     @classmethod
     def explained(cls, config: Any) -> AbstractContextManager[None]:
         """Around building and stepping: turns an exception from the user's code into one line."""
-        return explained(f"env.name={config.name}") if ":" in config.name else nullcontext()
+        return explain_errors(f"env.name={config.name}") if ":" in config.name else nullcontext()
 
     @classmethod
     def prove(cls, config: Any, proofs: Path) -> list[str]:

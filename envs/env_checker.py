@@ -101,13 +101,13 @@ class Checker:
 
     def reset_without_options_follows_the_seed(self) -> None:
         first, _ = self.env.reset(seed=SEED)
-        first = copied(first)
+        first = copy_of(first)
         again, _ = self.env.reset(seed=SEED)
         self.same("reset-without-mask", first, again, "reset(seed=s) twice shows different states", exact=True)
 
     def reset_touches_masked_rows_only(self) -> None:
         self.reset(self.first)
-        before = copied(self.play(self.actions(2)).obs[-1])
+        before = copy_of(self.play(self.actions(2)).obs[-1])
         after, _ = self.reset(self.others, [1])
         kept = np.delete(np.arange(self.num), 1)
         self.same("reset-mask", rows_of(before, kept), rows_of(after, kept), "resetting row 1 changed other rows")
@@ -115,7 +115,7 @@ class Checker:
     def an_episode_starts_the_same_anywhere(self) -> None:
         """Checks that an episode starts equally alone in a partial reset, in another row, and copied into all rows."""
         rule = "same-initial-state"
-        start = copied(self.reset(self.first)[0])
+        start = copy_of(self.reset(self.first)[0])
         everywhere, _ = self.reset([self.first[0]] * self.num)
         zeros = np.zeros(self.num, int)
         self.same(rule, rows_of(start, zeros), everywhere, "one EpisodeSpec in all rows gives different states")
@@ -140,7 +140,7 @@ class Checker:
 
     def arrays_stay_as_they_were_returned(self) -> None:
         first, _ = self.reset(self.first)
-        shown = copied(first)
+        shown = copy_of(first)
         later = self.env.step_chunk(self.actions(1))
         rewards = later.rewards.copy()
         self.env.step_chunk(self.actions(2))
@@ -287,7 +287,7 @@ class Checker:
 
     def stagger(self) -> tuple[Observation, np.ndarray]:
         """Plays rows other than 1 ahead. Returns the first observations and which rows are over [N]."""
-        start = copied(self.reset(self.first)[0])
+        start = copy_of(self.reset(self.first)[0])
         over = np.zeros(self.num, bool)
         if self.lead:
             over |= self.play(np.zeros_like(self.actions(self.lead))).done.any(axis=1)
@@ -311,7 +311,7 @@ class Checker:
         rows = []
         for t in range(actions.shape[1]):
             obs, *ends, info = self.step(actions[:, t])
-            rows.append((*ends, info.get("success"), copied(obs)))
+            rows.append((*ends, info.get("success"), copy_of(obs)))
         *arrays, obs = zip(*rows, strict=True)
         return Played(*(None if array[0] is None else np.stack(array, 1) for array in arrays), list(obs))
 
@@ -339,7 +339,7 @@ class Checker:
             array_is("success", success, bool, (self.num,), "success")
 
     def same(self, rule: str, first: Observation, other: Observation, what: str, exact: bool = False) -> None:
-        difference = far(first, other)
+        difference = largest_difference(first, other)
         if not difference <= (0.0 if exact else self.atol):
             fail(rule, f"{what} (by {difference:.3g})")
 
@@ -391,7 +391,7 @@ class Played:
         return Played(*kept, [rows_of(obs, rows) for obs in self.obs[steps]])
 
 
-def copied(obs: Observation) -> Observation:
+def copy_of(obs: Observation) -> Observation:
     return map_obs(lambda part: np.array(part, object if is_text(part) else None), obs)
 
 
@@ -405,7 +405,7 @@ def flat(obs: Observation, row: int) -> np.ndarray:
     return np.concatenate([np.empty(0), *numbers])
 
 
-def far(first: Observation, other: Observation) -> float:
+def largest_difference(first: Observation, other: Observation) -> float:
     """The largest difference of two observations, relative for numbers above 1; infinite if texts differ."""
 
     def distance(part: Any, others: Any) -> float:

@@ -162,14 +162,14 @@ def as_module(name: str) -> str:
 
 
 @contextmanager
-def explained(what: str, does: str = "be built or stepped") -> Iterator[None]:
+def explain_errors(what: str, does: str = "be built or stepped") -> Iterator[None]:
     """Turns a mistake in the user's code into one line with its place; `what` names it, as `env.task=my_tasks:Lift`."""
     try:
         yield
     except EmbodiedError:
         raise
     except (Exception, SystemExit) as err:
-        raise ConfigError(f"{what} cannot {does}: {in_a_line(err)}{where(err)}") from err
+        raise ConfigError(f"{what} cannot {does}: {in_a_line(err)}{line_of(err)}") from err
 
 
 def try_out(env: VectorEnv) -> None:
@@ -181,7 +181,7 @@ def try_out(env: VectorEnv) -> None:
     env.step_chunk(np.zeros((env.num_envs, 1, action.dim), int if action.discrete else np.float32))
 
 
-def where(err: BaseException) -> str:
+def line_of(err: BaseException) -> str:
     """The deepest line outside of packages; failing that, of other packages than ours."""
     ours = str(Path(inspect.getfile(EmbodiedError)).parents[1])
     frames = [f for f in traceback.extract_tb(err.__traceback__) if not f.filename.startswith(ours)]

@@ -198,7 +198,7 @@ class EpisodePlayer:
     ) -> tuple[np.ndarray, ChunkResult]:
         """Play and record the answer to the last `ask`; returns the rows whose episodes ended, which stop playing."""
         reply, episodes = self.receive(source), self.rows.episode[self.at]
-        actions = spread(reply.output.actions, self.at, self.env.num_envs)
+        actions = actions_of_all_rows(reply.output.actions, self.at, self.env.num_envs)
         for recorder in recorders:
             recorder.decided(self.obs, actions, self.at, reply.values)
 
@@ -240,7 +240,7 @@ def of_rows(array: Array, at: np.ndarray) -> Array:
     return array if len(at) == len(array) else array[at]
 
 
-def spread(actions: Array, at: np.ndarray, num_rows: int) -> Array:
+def actions_of_all_rows(actions: Array, at: np.ndarray, num_rows: int) -> Array:
     """The actions of all rows: these rows' actions, and zeros for frozen rows."""
     if len(at) == num_rows:
         return actions
@@ -426,7 +426,7 @@ class Record:
         self.decisions: list[tuple[np.ndarray, Observation]] = []  # ids of the sequences, and arrays of their decisions
 
     def decision(self, player: Stage, episodes: np.ndarray, reply: ActReply, result: ChunkResult) -> None:
-        at, output = player.at, map_obs(owned, vars(reply.output))
+        at, output = player.at, map_obs(copy_of_message, vars(reply.output))
         if self.horizon:
             self.value(player, reply)
         arrays = {
@@ -470,7 +470,7 @@ class Record:
         return Trajectory(ids=ids, lengths=lengths, source=self.source, first=first, last=last, **arrays)
 
 
-def owned(array: Array) -> Array:
+def copy_of_message(array: Array) -> Array:
     """A copy, since the memory of a message is reused."""
     return array if is_tensor(array) else np.array(array)
 

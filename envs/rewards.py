@@ -9,7 +9,7 @@ import numpy as np
 
 from embodied.core.errors import ConfigError, WrongShape
 from embodied.core.types import Array
-from embodied.envs.own_modules import explained, import_class
+from embodied.envs.own_modules import explain_errors, import_class
 
 if TYPE_CHECKING:
     from embodied.envs.vector_env import StepResult, VectorEnv
@@ -57,7 +57,7 @@ class Reward:
 
     def _own(self, env: VectorEnv, actions: Array, step: StepResult) -> np.ndarray:
         """The user's reward."""
-        with explained(f"env.reward={self.name}", "be called"):
+        with explain_errors(f"env.reward={self.name}", "be called"):
             given = np.asarray(self.function(env, actions, step))
         if given.shape != (env.num_envs,) or given.dtype.kind not in "biuf":
             raise WrongShape(
@@ -92,5 +92,5 @@ def reward_class(config: Any) -> Any:
 def own_reward(config: Any) -> Any:
     """The function of `env.reward`, or an object of its class, made with `env.reward_kwargs`."""
     kind = reward_class(config)
-    with explained(f"env.reward={config.reward}", "be made"):
+    with explain_errors(f"env.reward={config.reward}", "be made"):
         return kind(**config.reward_kwargs) if inspect.isclass(kind) else kind

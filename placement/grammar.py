@@ -185,7 +185,7 @@ def drawing(key: str, names: tuple[str, ...], known: Mapping[str, PlacedRole], p
     return [replace(slot, render=f"gpu:{card.devices[0]}") for slot, card in zip(ordered, shared)]
 
 
-def joined(slots: Sequence[Slot], count: int) -> list[Slot]:
+def join_devices(slots: Sequence[Slot], count: int) -> list[Slot]:
     """Slots with `count` devices of one machine each, from slots with one device."""
     together: list[Slot] = []
     for node in dict.fromkeys(slot.node for slot in slots):

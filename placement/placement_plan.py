@@ -53,7 +53,7 @@ from embodied.placement.grammar import (
     Slot,
     extra_roles,
     is_loop,
-    joined,
+    join_devices,
     parse_map,
     roles_of,
     text_of,
@@ -515,7 +515,7 @@ def explicit_hosts(
                     f"{','.join(names)!r} share processes with one GPU each, but with {PARALLEL}={policy_gpus} a "
                     "policy worker has several; give policy a place of its own"
                 )
-            slots = joined(slots, policy_gpus)
+            slots = join_devices(slots, policy_gpus)
         hosts += hosts_on(names, slots, machines)
     check_hardware(hosts)
     return tuple(hosts)

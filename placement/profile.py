@@ -93,14 +93,14 @@ def fit(samples: Mapping[float, Sequence[float]]) -> Curve:
         raise ValueError("a fit needs at least one measurement at every size")
     sizes = sorted(samples)
     medians = [median(samples[size]) for size in sizes]
-    points = simplest(sizes, medians)
+    points = simplest_points(sizes, medians)
     error = max((miss_without(i, sizes, medians) for i in range(1, len(sizes) - 1)), default=0.0)
     spread = max(relative_range(samples[size]) for size in sizes)
     at, values = zip(*points)
     return Curve(at, values, error=error, spread=spread, measured=tuple(zip(map(float, sizes), medians)))
 
 
-def simplest(sizes: Sequence[float], values: Sequence[float]) -> list[tuple[float, float]]:
+def simplest_points(sizes: Sequence[float], values: Sequence[float]) -> list[tuple[float, float]]:
     """Points of the curve: (size, value), rising."""
     level = rising(values)
     if len(sizes) >= 4:
@@ -145,7 +145,7 @@ def floor_and_line(sizes: Sequence[float], values: Sequence[float]) -> list[tupl
 
 def miss_without(left_out: int, sizes: Sequence[float], values: Sequence[float]) -> float:
     kept = [i for i in range(len(sizes)) if i != left_out]
-    points = simplest([sizes[i] for i in kept], [values[i] for i in kept])
+    points = simplest_points([sizes[i] for i in kept], [values[i] for i in kept])
     at, guesses = zip(*points)
     guess = Curve(at, guesses).at(sizes[left_out])
     return abs(guess - values[left_out]) / max(values[left_out], 1e-12)

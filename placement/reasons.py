@@ -59,7 +59,7 @@ def equal_to_the_fastest(seconds: Mapping[str, float]) -> list[str]:
     return [name for name in ranked if seconds[name] <= (1 + SMALL) * seconds[ranked[0]]]
 
 
-def words(names: Sequence[str]) -> str:
+def join_words(names: Sequence[str]) -> str:
     """a, b and c"""
     *others, last = names
     return f"{', '.join(others)} and {last}" if others else last

@@ -69,7 +69,7 @@ def test_without_a_profile_auto_follows_its_rule(tmp_path):
 )
 def test_the_rule_divides_gradient_steps_among_learners_only_where_they_are_large(name, more, learners):
     config = load([f"recipe={name}", "cluster.machines=2xCPU", *more]).config
-    assert launch.placed(config, devices.machines(config), learn=True)[1].count("learner") == learners
+    assert launch.with_placement(config, devices.machines(config), learn=True)[1].count("learner") == learners
 
 
 def test_sims_that_divide_are_collocated(tmp_path):

@@ -18,7 +18,7 @@ from embodied.placement.layout import DeviceClass, Layout, Zone
 from embodied.placement.profile import Cost, Curve, Profile, constant
 from embodied.placement.topology import read_topology
 from embodied.profiling import measure, timed_run
-from embodied.profiling.role_probe import ProbeWorker, real
+from embodied.profiling.role_probe import ProbeWorker, standalone_worker
 from embodied.profiling.stored_profiles import cost_key, dataflow_of, in_turns, newest_profile, repeated
 from embodied.profiling.timed_run import Round, TimedRun
 from embodied.reporting.benchmark_page import describe, paired_ratio
@@ -153,7 +153,7 @@ def test_the_graph_is_what_went_through_the_channels_of_a_real_iteration(tmp_pat
 
 @pytest.mark.parametrize("arguments", [SMALL, GROUPED])
 def test_parts_are_measured_again_and_again_with_the_same_envs(arguments):
-    probes = real(ProbeWorker, load([*arguments]).config, tick=lambda: None)
+    probes = standalone_worker(ProbeWorker, load([*arguments]).config, tick=lambda: None)
     for repeat in (1, 2):
         samples = probes.rollout(2, 4, 1)
         assert len(samples.seconds["sim"]) == len(samples.seconds["policy"]) == repeat
@@ -167,10 +167,10 @@ def test_parts_are_measured_again_and_again_with_the_same_envs(arguments):
 @pytest.mark.parametrize("arguments", [SMALL, GROUPED])
 def test_sims_are_measured_without_a_policy_and_networks_with_few_rows_many_times_over(arguments):
     config = load([*arguments]).config
-    sims = real(ProbeWorker, config, parts=("sim",), tick=lambda: None)
+    sims = standalone_worker(ProbeWorker, config, parts=("sim",), tick=lambda: None)
     assert {*sims.rollout(4, 4, 1).seconds} == {"sim"}
     assert sims.parts[4].policy is None
-    networks = real(ProbeWorker, config, parts=("policy", "learner"), tick=lambda: None)
+    networks = standalone_worker(ProbeWorker, config, parts=("policy", "learner"), tick=lambda: None)
     asked = []
     act = networks._part(4).policy.policy.act
     networks._part(4).policy.policy.act = lambda obs, *more: asked.append(len(obs["state"])) or act(obs, *more)
@@ -183,7 +183,7 @@ def test_sims_are_measured_without_a_policy_and_networks_with_few_rows_many_time
 
 def test_what_a_policy_and_a_learner_with_shards_need_is_what_a_run_counts():
     config = load([*SMALL]).config
-    probes = real(ProbeWorker, config, tick=lambda: None)
+    probes = standalone_worker(ProbeWorker, config, tick=lambda: None)
     probes.rollout(2, 4, 1)
     policy = probes.parts[2].policy
     policy.cache_bytes = 1000  # it acts in

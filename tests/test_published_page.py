@@ -90,7 +90,9 @@ def test_a_command_of_the_page_can_be_planned(command, told, here, monkeypatch, 
     pytest.importorskip("mani_skill")
     monkeypatch.chdir(here)
     counted = Memory(7, 1, weights=15e9, training=1e9, activations=1e9)  # which takes seconds for each of these
-    monkeypatch.setattr(memory_check, "measured", lambda config, _: counted if memory_check.is_large(config) else None)
+    monkeypatch.setattr(
+        memory_check, "measured_memory", lambda config, _: counted if memory_check.is_large(config) else None
+    )
     words = shlex.split(told)
     assert MAINS[command](words if "--dry-run" in words else [*words, "--dry-run"]) == 0, capsys.readouterr().err
     planned = capsys.readouterr().out

@@ -18,7 +18,7 @@ from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 from typing_extensions import is_typeddict
 
-from embodied.config.read import Section, Tree, choices, leaves, plain
+from embodied.config.read import Section, Tree, as_yaml_value, choices, leaves
 from embodied.config.recipe_files import BY_TASK, RECIPES, by_family, recipe_names
 from embodied.core.errors import ConfigError, nearest
 from embodied.core.plugins import Plugins
@@ -184,7 +184,7 @@ def entries(command: Command, schema: Section) -> dict[tuple[str, str], list[str
 
 def describe(field: FieldInfo) -> str:
     """The type, default and meaning of a field."""
-    default = "needed" if field.is_required() else plain(field.get_default(call_default_factory=True))
+    default = "needed" if field.is_required() else as_yaml_value(field.get_default(call_default_factory=True))
     fixed = get_origin(field.annotation) is Literal and len(get_args(field.annotation)) == 1
     return f"{'text' if fixed else name_of(field.annotation)} [{default}]  {field.description or ''}"
 
@@ -213,7 +213,7 @@ def not_a_setting(arg: str, flags: Iterable[str], folder_key: str, has_recipes: 
     """The message for an argument that is neither a flag nor key=value, with the setting that is meant."""
     key, equals, text = arg.partition("=")
     bare = key.lstrip("+-~")
-    ours = usual(bare) if has_recipes else bare
+    ours = our_key_for(bare) if has_recipes else bare
     value = text if equals else "VALUE"
     if key.startswith("-") and not equals and ours == bare:
         near = nearest(key, flags, 0.6, ", ")
@@ -270,10 +270,10 @@ def _explain(error: ErrorDetails, root: Section, tree: Tree, command: Command | 
         text = str(error["ctx"]["error"])
         if re.match(r"[a-z]+(\.\w+)*=", text) or text.startswith(f"{path}.") or "\n" in text:
             return [line + came_from(keys_in(line, tree) or [path], tree) for line in text.split("\n")]
-        return [f"{path}={shown(error['input'])}: {text}{came_from([path], tree)}"]
+        return [f"{path}={shorten(error['input'])}: {text}{came_from([path], tree)}"]
     if kind == "missing":
         return [f"{path} is missing{came_from([path.rpartition('.')[0]], tree)}"]
-    return [f"{path}={shown(error['input'])}: {reason(error, path, root, tree)}{came_from([path], tree)}"]
+    return [f"{path}={shorten(error['input'])}: {reason(error, path, root, tree)}{came_from([path], tree)}"]
 
 
 def reason(error: ErrorDetails, path: str, root: Section, tree: Tree) -> str:
@@ -287,7 +287,7 @@ def reason(error: ErrorDetails, path: str, root: Section, tree: Tree) -> str:
     if kind == "string_type":
         return f"should be text; write {path}='\"{value}\"'" if value is not None else "should be text, not empty"
     if kind == "tuple_type":
-        return f"should be a list; write {path}=[{shown(value)}]"
+        return f"should be a list; write {path}=[{shorten(value)}]"
     text = error["msg"].removeprefix("Input ")
     return text[0].lower() + text[1:]
 
@@ -355,7 +355,7 @@ def came_from(keys: list[str], tree: Tree) -> str:
     return f" (from {next(iter(places))})" if places else ""
 
 
-def shown(value: Any) -> str:
+def shorten(value: Any) -> str:
     text = "null" if value is None else str(value).lower() if isinstance(value, bool) else repr(value)
     return text if len(text) <= 80 else text[:77] + "..."
 
@@ -413,6 +413,6 @@ def hint(key: str, known: list[str]) -> str:
     return f", did you mean {' or '.join(map(repr, likely))}?" if likely else ""
 
 
-def usual(word: str) -> str:
+def our_key_for(word: str) -> str:
     """Our key for another toolkit's word, for any recipe; else the word."""
     return USUAL.get(as_word(word), [word])[0]

@@ -237,7 +237,7 @@ def with_own_task(source: Source, tree: Tree) -> Source:
 # One over the other
 
 
-def lay(tree: Tree, root: Section, source: Source) -> None:
+def merge_source(tree: Tree, root: Section, source: Source) -> None:
     """Merge one source into the tree."""
     for key, value in source.values:
         if key[-1] == "name":
@@ -490,7 +490,7 @@ def yaml_problem(err: Exception) -> str:
     return f"line {mark.line + 1}: {problem}" if mark else problem
 
 
-def plain(value: Any) -> str:
+def as_yaml_value(value: Any) -> str:
     """A default as YAML, which has neither paths nor tuples."""
     return write_yaml(to_jsonable_python(value))
 
@@ -511,6 +511,6 @@ def _lines(model: BaseModel, sources: dict[str, str], default: str, prefix: str,
             value = value.absolute()
         set_by = {where for known, where in sources.items() if known == key or known.startswith(key + ".")}
         where = ", ".join(sorted(set_by)) or default
-        line = f"{indent}{name}: {plain(value)}"
+        line = f"{indent}{name}: {as_yaml_value(value)}"
         lines.append(f"{line:<48}# {where}" if where else line)
     return lines

@@ -34,7 +34,7 @@ from embodied.config.read import (
     Tree,
     config_yaml,
     flatten,
-    lay,
+    merge_source,
     recipe_sources,
     root,
     with_own_task,
@@ -337,9 +337,9 @@ def _load(values: dict[str, Any], problems: list[str], flags: frozenset[str], co
         values.setdefault("policy.name", mine[0])
     sources.append(Source(COMMAND_LINE, Path.cwd(), flatten(schema, values, COMMAND_LINE, problems)))
     for source in sources:
-        lay(tree, schema, with_own_task(source, tree))
+        merge_source(tree, schema, with_own_task(source, tree))
     problems += [
-        f"{key} has no effect in {command.name}; leave it out{instead(key, command)}"
+        f"{key} has no effect in {command.name}; leave it out{effective_alternative(key, command)}"
         for key, where in tree.sources.items()
         if where == COMMAND_LINE and command.ignores(key)
     ]
@@ -358,7 +358,7 @@ def _load(values: dict[str, Any], problems: list[str], flags: frozenset[str], co
     return Loaded(config, tree.sources, flags, own, recipe, tuple(tree.left_out))
 
 
-def instead(key: str, command: Command) -> str:
+def effective_alternative(key: str, command: Command) -> str:
     """What does have the effect of a key that has none: the command of its section, or the checkpoint."""
     section = key.partition(".")[0]
     if section == "policy" and "checkpoint" in command.own:

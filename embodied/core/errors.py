@@ -21,7 +21,7 @@ def printable(text: str) -> str:
     return _UNPRINTABLE.sub(lambda match: ascii(match[0])[1:-1], text)
 
 
-def told(text: str) -> str:
+def printable_error(text: str) -> str:
     """The text of an error in printable form, without the addresses of objects."""
     return printable(_ADDRESS.sub("", text))
 
@@ -32,7 +32,7 @@ class EmbodiedError(Exception):
     exit_code = 1
 
     def __str__(self) -> str:
-        return told(super().__str__())
+        return printable_error(super().__str__())
 
 
 class ConfigError(EmbodiedError):
@@ -121,4 +121,4 @@ def nearest(name: str, known: Iterable[str], cutoff: float = 0.5, before: str = 
 
 def in_a_line(err: BaseException) -> str:
     """An exception with its type, in one line."""
-    return told(" ".join(f"{type(err).__name__}: {err}".split()))
+    return printable_error(" ".join(f"{type(err).__name__}: {err}".split()))

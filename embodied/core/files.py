@@ -20,7 +20,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
-from embodied.core.errors import ConfigError, EmbodiedError, told
+from embodied.core.errors import ConfigError, EmbodiedError, printable_error
 
 if TYPE_CHECKING:
     import numpy as np
@@ -79,7 +79,7 @@ def in_words(err: Exception) -> str:
     """An exception in one line."""
     if isinstance(err, OSError) and err.strerror:
         return err.strerror
-    text = told(" ".join(str(err).split()))[:300]
+    text = printable_error(" ".join(str(err).split()))[:300]
     return f"it has no {text}" if isinstance(err, KeyError) else text or type(err).__name__
 
 

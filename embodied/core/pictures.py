@@ -64,22 +64,22 @@ def opened_picture(name: str) -> Iterator[Image]:
         try:
             source = io.BytesIO(base64.b64decode(name[header.end() :], validate=True))
         except (binascii.Error, ValueError):
-            raise PictureError(f"the picture {shown(name)} is not base64") from None
+            raise PictureError(f"the picture {short_name(name)} is not base64") from None
     elif not Path(name).is_file():
-        raise PictureError(f"there is no picture {shown(name)}")
+        raise PictureError(f"there is no picture {short_name(name)}")
     try:
         with Image.open(source, formats=FORMATS) as image:
             if image.width * image.height > MOST_PIXELS:
                 size = f"{image.width} x {image.height} pixels"
-                raise PictureError(f"the picture {shown(name)} has {size}; at most {MOST_PIXELS:,} are read")
+                raise PictureError(f"the picture {short_name(name)} has {size}; at most {MOST_PIXELS:,} are read")
             yield image
     except Image.UnidentifiedImageError:
-        raise PictureError(f"the picture {shown(name)} is no {', '.join(FORMATS)}, or damaged") from None
+        raise PictureError(f"the picture {short_name(name)} is no {', '.join(FORMATS)}, or damaged") from None
     except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as err:
-        raise PictureError(f"the picture {shown(name)} cannot be read: {err or type(err).__name__}") from None
+        raise PictureError(f"the picture {short_name(name)} cannot be read: {err or type(err).__name__}") from None
 
 
-def shown(name: str) -> str:
+def short_name(name: str) -> str:
     """The name, or the beginning of a long one, for a message."""
     return name if len(name) <= 100 else f"{name[:40]}..."
 

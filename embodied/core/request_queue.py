@@ -198,10 +198,10 @@ class PolicyClient(RequestClient):
             reply = self.get()
             if reply is not None and self.queue.answered(reply.key):
                 parts.append(reply)
-        return joined(parts)
+        return join_answers(parts)
 
 
-def joined(parts: list[ActReply]) -> ActReply:
+def join_answers(parts: list[ActReply]) -> ActReply:
     """The answer to a request that several workers answered in parts."""
     if len(parts) == 1:
         return parts[0]

@@ -36,7 +36,7 @@ def conversation(env: Any, said: Said) -> Example:
     while said:
         answer = env.solution()
         if answer is None:
-            raise ConfigError(f"{no_solution(env.config)} (to {shown(said)})")
+            raise ConfigError(f"{no_solution(env.config)} (to {beginning_of(said)})")
         turns.append((said, answer))
         turn = env.step(answer)
         said = () if turn.done else turn.said
@@ -51,7 +51,7 @@ def no_solution(env: Any) -> str:
     )
 
 
-def shown(said: Said) -> str:
+def beginning_of(said: Said) -> str:
     """The beginning of a message, for error messages."""
     text = said if isinstance(said, str) else in_words(said[-1])
     return repr(text if len(text) <= 60 else f"{text[:57]}...")

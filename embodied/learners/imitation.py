@@ -31,9 +31,9 @@ from embodied.core.conversations import pictures_in
 from embodied.core.errors import ConfigError
 from embodied.core.types import EnvSpec, Observation, env_blocks
 from embodied.datasets import RecordedEpisode, read_dataset
-from embodied.learners.examples import Example, read_examples, shown, solved
+from embodied.learners.examples import Example, beginning_of, read_examples, solved
 from embodied.learners.model import lr_factor
-from embodied.learners.train_batch import owned
+from embodied.learners.train_batch import indices_of_owned
 from embodied.learners.update import GradientSteps
 from embodied.learners.worker import LearnerWorker
 from embodied.policies.base import Policy
@@ -92,7 +92,7 @@ class ImitationLearner(LearnerWorker):
         with self.store.updating(), self.computing.measured():
             for at in minibatches:
                 minibatch, factor = parts[at], sft_factor(config, epoch * len(parts) + at, len(parts), every)
-                items = torch.from_numpy(owned(minibatch, self.blocks[self.rank]))
+                items = torch.from_numpy(indices_of_owned(minibatch, self.blocks[self.rank]))
                 steps.count = self._count(minibatch)
                 self.add(steps, items, self._passes(minibatch), epoch)
                 steps.step(factor, 0, len(minibatch), 1.0)
@@ -146,7 +146,7 @@ class ImitationLearner(LearnerWorker):
         """The number of times that all ranks must run a sharded network."""
         if not self.optimizer.sharded:
             return 0
-        return max(len(self._parts(block[owned(minibatch, block)])) for block in self.blocks)
+        return max(len(self._parts(block[indices_of_owned(minibatch, block)])) for block in self.blocks)
 
     def _parts(self, items: np.ndarray) -> list[slice]:
         """The micro-batches of these items of one rank."""
@@ -347,7 +347,7 @@ class ExampleTokens:
         self.pictures = [pictures_of(example) for example in examples]
         for number, example in enumerate(examples, first):
             stream, mask = written(policy.tokenizer, example)
-            check_length(policy, stream, mask, f"example {number + 1} ({shown(example[0][0])})")
+            check_length(policy, stream, mask, f"example {number + 1} ({beginning_of(example[0][0])})")
             tokens.append(stream)
             masks.append(mask)
         lengths = np.array([len(stream) for stream in tokens], np.int64)

@@ -113,7 +113,7 @@ class RankBatch:
 
     def owned(self, minibatches: Sequence[np.ndarray]) -> tuple[Tensor, ...]:
         """For each minibatch the local numbers of this rank's units, on the batch's device."""
-        own_units = [owned(minibatch, self.numbers) for minibatch in minibatches]
+        own_units = [indices_of_owned(minibatch, self.numbers) for minibatch in minibatches]
         units = torch.from_numpy(np.concatenate(own_units))
         device = self.mask.device
         if self.groups is None and all(is_tensor(each) and each.device == device for each in leaves(self.obs)):
@@ -209,7 +209,7 @@ class RankBatch:
         return (self.masked & self.mask.any(dim=1)).sum().double().view(1)
 
 
-def owned(minibatch: np.ndarray, numbers: np.ndarray) -> np.ndarray:
+def indices_of_owned(minibatch: np.ndarray, numbers: np.ndarray) -> np.ndarray:
     """The indices in `numbers` (ascending) of a minibatch's units, in the minibatch's order; units of other ranks are
     skipped."""
     at = np.minimum(np.searchsorted(numbers, minibatch), len(numbers) - 1)
@@ -271,7 +271,7 @@ def build_batch(
     weight_sum = episodes if by_episode else num_items
     batch = replace(
         items_of(trajectory, config, model, trained, version),
-        numbers=numbered(units, total[:, 0].astype(np.int64), all_ranks),
+        numbers=unit_numbers(units, total[:, 0].astype(np.int64), all_ranks),
         num_units=int(num_units),
         num_items=int(num_items),
         weight_sum=weight_sum,
@@ -283,7 +283,7 @@ def build_batch(
         metrics = staleness(version - trajectory.versions[trained & (all_ranks.num_own > 0)], collective)
     compared = None if reference is None else logprobs_of(reference, batch, config)
     if REFERENCE in trajectory.replay:
-        compared = copied(trajectory.replay[REFERENCE]).to(model.device)
+        compared = contiguous_tensor(trajectory.replay[REFERENCE]).to(model.device)
     if compared is not None and config.kl_in == "reward":
         divergence, compared = divergences(batch, compared), None
     worth: dict[str, np.ndarray]
@@ -292,14 +292,14 @@ def build_batch(
         values = trajectory.values
         if values is None:
             values = scores_of(model, batch, 1, lambda scores: scores.values).double().cpu().numpy()
-        worth, more = judged(trajectory, unit, values, trained, divergence, config, all_ranks)
+        worth, more = estimate_advantages(trajectory, unit, values, trained, divergence, config, all_ranks)
     else:
         worth, more = compared_in_groups(trajectory, unit, trained, divergence, config, all_ranks)
     # The targets of items, as tensors
     worth["weights"] = trained / np.maximum(sizes, 1)[of] if by_episode else trained
     if isinstance(config, PPOConfig) and not speaks:
         more["train/explained_variance"] = explained_variance(worth["returns"], worth["values"], model.dtype)
-    tensors = {name: tensor.to(model.dtype) for name, tensor in sent(worth, model.device).items()}
+    tensors = {name: tensor.to(model.dtype) for name, tensor in to_device(worth, model.device).items()}
     return replace(batch, reference=compared, metrics=metrics | more, **tensors)
 
 
@@ -311,10 +311,10 @@ def items_of(
     mask, current = host(trajectory.mask) & trained[:, None], (trajectory.versions == version) & trained
     arrays = {"actions": trajectory.actions, "logprobs": trajectory.logprobs, "mask": mask, "current": current}
     batch = RankBatch(
-        obs=map_obs(copied, trajectory.obs),
-        replay={name: copied(array) for name, array in trajectory.replay.items() if name != REFERENCE},
+        obs=map_obs(contiguous_tensor, trajectory.obs),
+        replay={name: contiguous_tensor(array) for name, array in trajectory.replay.items() if name != REFERENCE},
         numbers=np.arange(len(lengths) if speaks else len(trained)),
-        **sent(arrays | {"of": episodes_within(trajectory)}, model.device),
+        **to_device(arrays | {"of": episodes_within(trajectory)}, model.device),
     )
     if not speaks:
         return batch
@@ -322,7 +322,7 @@ def items_of(
     return replace(batch, groups=np.array(groups), group_size=config.group_size)
 
 
-def numbered(units: np.ndarray, of_all: np.ndarray, all_ranks: AllRanks) -> np.ndarray:
+def unit_numbers(units: np.ndarray, of_all: np.ndarray, all_ranks: AllRanks) -> np.ndarray:
     """The numbers of this rank's units, from the number of units of its own sequences and of all sequences. Of
     sequences with 2, 1 and 3 units, a rank with the first and the last has units 0, 1, 3, 4, 5."""
     if not all_ranks.num_own:
@@ -374,7 +374,7 @@ def estimated_on_host(trajectory: Trajectory) -> Trajectory:
     return replace(trajectory, **dict(zip(names, on_host([getattr(trajectory, name) for name in names]), strict=True)))
 
 
-def judged(
+def estimate_advantages(
     trajectory: Trajectory,
     unit: Unit,
     values: np.ndarray,
@@ -386,7 +386,9 @@ def judged(
     """Advantages, returns and values [K], and numbers for the log. The `divergence` [K] from the reference is
     subtracted from a decision's first reward."""
     lengths, metrics, speaks = trajectory.lengths, {}, unit.scores is not None
-    rewards = earned(trajectory, unit.scores, trained) if speaks else np.array(trajectory.rewards, np.float64)
+    rewards = (
+        conversation_rewards(trajectory, unit.scores, trained) if speaks else np.array(trajectory.rewards, np.float64)
+    )
     if divergence is not None:
         rewards[:, 0] -= config.kl_coef * divergence
         metrics["train/reference_kl"] = all_ranks.moments(divergence, lengths, trained).mean
@@ -403,7 +405,7 @@ def judged(
     return {"advantages": advantages, "returns": returns, "values": values}, metrics
 
 
-def earned(trajectory: Trajectory, scores: np.ndarray, trained: np.ndarray) -> np.ndarray:
+def conversation_rewards(trajectory: Trajectory, scores: np.ndarray, trained: np.ndarray) -> np.ndarray:
     """Rewards [K, 1] of conversations with these scores [R]. A turn's reward is on its last token. The difference
     between the score and the sum of rewards (penalties for long or truncated answers) is on the conversation's last
     token."""
@@ -458,7 +460,7 @@ def compared_in_groups(
 
 def explained_variance(returns: np.ndarray, values: np.ndarray, dtype: torch.dtype) -> float:
     """The share of the returns' variance that the value function predicted at act time (this rank's items)."""
-    exact, predicted = (copied(each).to(dtype) for each in (returns, values))
+    exact, predicted = (contiguous_tensor(each).to(dtype) for each in (returns, values))
     variance, error = (float(each.var(unbiased=False)) for each in (exact, exact - predicted))
     return 1.0 - error / variance if variance > 0 else 0.0
 
@@ -592,7 +594,7 @@ class RolloutBuffer:
                     break
                 obs = take_rows(whole.obs, item_numbers(range(len(whole.ids)), part, horizon))
                 items = item_numbers(np.searchsorted(self.rows, whole.ids), part, horizon)
-                self.features.add(text_lists(map_obs(copied, obs)), torch.from_numpy(items))
+                self.features.add(text_lists(map_obs(contiguous_tensor, obs)), torch.from_numpy(items))
                 self.seen[source] = part.stop
 
     def encoded(self, ids: np.ndarray) -> dict[str, Tensor]:
@@ -617,7 +619,7 @@ def room_for_all(piece: Trajectory, horizon: int) -> Trajectory:
     return replace(piece, lengths=np.full_like(piece.lengths, horizon), last=True, **room)
 
 
-def copied(array: Array) -> Array:
+def contiguous_tensor(array: Array) -> Array:
     """A contiguous copy as a tensor on the array's device; texts stay an array."""
     if is_tensor(array):
         return array.clone(memory_format=torch.contiguous_format)
@@ -625,10 +627,10 @@ def copied(array: Array) -> Array:
     return copy if is_text(copy) else torch.from_numpy(copy)
 
 
-def sent(arrays: Mapping[str, Array], device: str) -> dict[str, Tensor]:
+def to_device(arrays: Mapping[str, Array], device: str) -> dict[str, Tensor]:
     """Copies of the arrays as tensors on this device. Each transfer to a GPU waits for it, so all numpy arrays are sent
     in one transfer, in a type that holds every number."""
-    tensors = {name: copied(array) for name, array in arrays.items()}
+    tensors = {name: contiguous_tensor(array) for name, array in arrays.items()}
     small = {name: tensor for name, tensor in tensors.items() if tensor.device.type == "cpu"}
     if device != "cpu" and small:
         together = torch.cat([tensor.reshape(-1).double() for tensor in small.values()]).to(device)

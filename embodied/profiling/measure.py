@@ -34,7 +34,7 @@ from embodied.placement.grammar import Slot, extra_roles
 from embodied.placement.layout import DeviceClass
 from embodied.placement.placement_plan import hosts_on
 from embodied.placement.profile import NOTHING, Cost, Profile, constant, fit, write_profile
-from embodied.placement.reasons import words
+from embodied.placement.reasons import join_words
 from embodied.profiling.stored_profiles import (
     check_policy,
     cost_key,
@@ -48,7 +48,7 @@ from embodied.profiling.stored_profiles import (
     repeated,
 )
 from embodied.profiling.timed_run import FEWEST_DECISIONS, Clock, calibrate
-from embodied.records.progress import now
+from embodied.records.progress import timestamp
 from embodied.run import devices, launch
 from embodied.run.launch import program_of
 from embodied.run.memory_check import CUDA_BYTES
@@ -122,7 +122,7 @@ def measure(
             "devices": counts,
             "nodes": nodes,
             "commit": commit(),
-            "date": now(),
+            "date": timestamp(),
             # Each conversation continues as soon as it is answered, so stages would not help.
             "stages": [n for n in (1, 2, 4) if config.env.num_envs % n == 0 and (n == 1 or not config.policy.speaks)],
         }
@@ -166,7 +166,7 @@ class Site:
         return list(dict.fromkeys(max(1, share) for share in shares))[:MOST_SIZES]
 
     def __str__(self) -> str:
-        return f"{words(self.parts)} on {describe_devices({str(self.on): self.on.count})}"
+        return f"{join_words(self.parts)} on {describe_devices({str(self.on): self.on.count})}"
 
 
 def sites_of(config: RunConfig, topology: Topology) -> list[Site]:
@@ -257,12 +257,12 @@ def probe_site(
     if "policy" in site.parts:
         last_s = fit(measured["value"]) if "value" in measured else NOTHING
         policy = Cost(fit(measured["policy"]), bytes=needed["policy"], last_s=last_s, alone=alone["policy"])
-        costs["policy"] = movable(policy, [each["policy"] for each in moves], site.on)
+        costs["policy"] = with_moves(policy, [each["policy"] for each in moves], site.on)
     if learns:
         first = {name: median(next(iter(measured[name].values()))) for name in ("fixed", "ahead", "item_bytes")}
         learner = Cost(fit(measured["step"]), needed["learner"], first["fixed"], alone=alone["whole"])
         learner = replace(learner, ahead_s=first["ahead"], item_bytes=first["item_bytes"])
-        costs["learner"] = movable(learner, [each["learner"] for each in moves], site.on)
+        costs["learner"] = with_moves(learner, [each["learner"] for each in moves], site.on)
     on = {name: {str(site.on): cost} for name, cost in costs.items()}
     lengths = lengths_of(config, conversations, pass_cost) if conversations else None
     return Probed(on, horizon, median(resets or [0.0]), lengths)
@@ -304,7 +304,7 @@ def beside_nobody(probe, together: dict, num_envs: int, decisions: int, minibatc
     return {name: float(min(max(ratio, LEAST_ALONE), 1.0)) for name, ratio in ratios.items()}
 
 
-def movable(cost: Cost, moves: list[Moves], on: DeviceClass) -> Cost:
+def with_moves(cost: Cost, moves: list[Moves], on: DeviceClass) -> Cost:
     """The cost with its workers' device memory, as a run counts it, and the seconds to offload and onload it."""
     seconds = {name: median(getattr(m, name) for m in moves) for name in ("onload_s", "offload_s")}
     alike = {name: getattr(moves[0], name) for name in ("weight_bytes", "split_bytes")}

@@ -257,7 +257,7 @@ class ProbeWorker(Worker):
 
     def _learner(self, algo: Any, part: ProbedPart) -> LearnerWorker:
         options = (self.config.policy, algo, self.config.learner.model_copy(update={"shard": False}))
-        learner = real(LearnerWorker, *options, self.config.seed, None, self.device, tick=self.tick)
+        learner = standalone_worker(LearnerWorker, *options, self.config.seed, None, self.device, tick=self.tick)
         learner.build(part.sim.spec(), new_name(), snapshot=False)
         return learner
 
@@ -265,7 +265,9 @@ class ProbeWorker(Worker):
         if rows not in self.parts:
             simulator = "cuda" if self.config.env.on_gpu else "cpu"
             before = used_bytes(simulator)
-            sim = real(self.sim_worker, self.config.env.model_copy(update={"num_envs": rows}), tick=self.tick)
+            sim = standalone_worker(
+                self.sim_worker, self.config.env.model_copy(update={"num_envs": rows}), tick=self.tick
+            )
             limit = sim.spec().max_episode_steps
             num_bytes = max(used_bytes(simulator) - before, 0)
             if self.grouped:
@@ -289,7 +291,7 @@ class ProbeWorker(Worker):
 
     def _policy(self, sim: SimWorker) -> PolicyWorker:
         config, precision = self.config, self.config.learner.precision
-        policy = real(self.policy_worker, config.policy, config.seed, precision, self.device)
+        policy = standalone_worker(self.policy_worker, config.policy, config.seed, precision, self.device)
         policy.build(sim.spec())
         policy.policy.use_weights(make_policy(config.policy, sim.spec(), config.seed).state_dict())
         policy.weights.version = 0
@@ -329,7 +331,7 @@ def in_shards(learner: LearnerWorker, moves: Moves) -> Moves:
     return replace(moves, bytes=memory.sharded(1), split_bytes=split)
 
 
-def real(cls: type[Worker], *args: Any, tick=None, **kwargs: Any) -> Any:
+def standalone_worker(cls: type[Worker], *args: Any, tick=None, **kwargs: Any) -> Any:
     """A worker outside of a group, the only one of its role."""
     worker = cls.__new__(cls)
     worker.name, worker.rank, worker.world_size, worker.timers = f"probed-{cls.__name__}", 0, 1, Timers()
@@ -408,7 +410,7 @@ class ReplayedChannel:
         self.items: deque = deque(maxlen=1)
 
     def put(self, item: Any, key: Any = None) -> None:
-        self.items.append(copied(item, self.copies))
+        self.items.append(copies_of(item, self.copies))
 
     def get(self) -> Any:
         return self.items[0]
@@ -426,7 +428,7 @@ class Items:
         return self.items.popleft()
 
 
-def copied(played: Trajectory, copies: int) -> Trajectory:
+def copies_of(played: Trajectory, copies: int) -> Trajectory:
     """Copies of the trajectories, as if `copies` sims had played them in separate env rows or episodes."""
     each = int(played.ids.max()) + 1
     parts = [replace(played, ids=played.ids + copy * each) for copy in range(copies)]

@@ -266,7 +266,7 @@ def plan_from_profile(
     counts = config.env.num_envs, best.layout.stages
     plan = make_plan(placement, machines, *counts, roles=roles, shared=divides_requests(config))
     pieces = config.pipeline.granularity or granularity(best.layout, profile.dataflow)
-    reason = why(best, profile.dataflow.env_steps, path, profile.made.get("date"), schedule)
+    reason = reason_for_placement(best, profile.dataflow.env_steps, path, profile.made.get("date"), schedule)
     config = config.with_values("pipeline", stages=best.layout.stages, granularity=pieces, schedule=schedule)
     return config, replace(plan, mode="auto", reason=reason)
 
@@ -288,7 +288,7 @@ def periodic_if_it_pays(planner: Planner, best: Choice) -> tuple[Choice, str]:
     return best, "sync"
 
 
-def why(best: Choice, env_steps: int, path: Path, date: str | None, schedule: str) -> str:
+def reason_for_placement(best: Choice, env_steps: int, path: Path, date: str | None, schedule: str) -> str:
     stages = f" with {best.layout.stages} stages" if best.layout.stages > 1 else ""
     what = f"{best.layout.mode}{stages}" if schedule == "sync" else f"{schedule}, {best.layout.mode}{stages}"
     when = f"{datetime.fromisoformat(date):%d %b %Y}, " if date else ""

@@ -263,7 +263,7 @@ class RunLog:
     def note(self, text: str) -> None:
         """Write a line of the console into logs/driver.log."""
         with (self.path / "logs" / "driver.log").open("ab", buffering=0) as file:
-            file.write(encode(f"{now()} {printable(text)}\n"))
+            file.write(encode(f"{timestamp()} {printable(text)}\n"))
 
     def row(self, row: dict) -> None:
         """Write one iteration's numbers."""
@@ -362,5 +362,5 @@ def row_of(line: str) -> dict | None:
     return row if isinstance(row, dict) and isinstance(row.get("iteration"), int) else None
 
 
-def now() -> str:
+def timestamp() -> str:
     return datetime.now(UTC).isoformat(timespec="seconds")

@@ -474,7 +474,7 @@ class PartialEvaluation:
     def end(self) -> None:
         """Remove partial.json and the buffers, once results.json is written."""
         shutil.rmtree(self.folder / BUFFERS, ignore_errors=True)
-        unmark(self.folder)
+        remove_partial(self.folder)
 
     def provenance(self) -> dict[str, Any]:
         """The provenance of the results; `earlier` holds that of earlier sessions."""
@@ -486,7 +486,7 @@ def mark(folder: Path, content: dict[str, Any]) -> None:
     replace_text(folder / PARTIAL, json.dumps({"state": "partial", **content}, indent=2) + "\n")
 
 
-def unmark(folder: Path) -> None:
+def remove_partial(folder: Path) -> None:
     """Remove partial.json."""
     (folder / PARTIAL).unlink()
 

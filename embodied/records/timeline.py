@@ -158,7 +158,12 @@ class TraceWriter:
         pid, tid = self.ids[worker]
         common = {"cat": worker.rpartition("-")[0] or worker, "ph": "X", "pid": pid, "tid": tid}
         common["args"] = {"iteration": iteration}
-        self._lines([{"name": n, **common, "ts": us(start), "dur": us(seconds)} for n, start, seconds in spans])
+        self._lines(
+            [
+                {"name": n, **common, "ts": microseconds(start), "dur": microseconds(seconds)}
+                for n, start, seconds in spans
+            ]
+        )
 
     def note(self, worker: str, text: str, iteration: int) -> None:
         pid, tid = self.ids[worker]
@@ -173,7 +178,7 @@ class TraceWriter:
             self.file.write(before + ",\n".join(json.dumps(event, separators=(",", ":")) for event in events).encode())
 
 
-def us(seconds: float) -> float:
+def microseconds(seconds: float) -> float:
     return round(seconds * 1e6, 3)
 
 

@@ -78,7 +78,7 @@ def ends_a_line(path: Path) -> bool:
 
 def as_line(entry: dict[str, Any]) -> bytes:
     """A line of JSON."""
-    text = json.dumps(plain(entry), ensure_ascii=False, allow_nan=False)
+    text = json.dumps(as_json_value(entry), ensure_ascii=False, allow_nan=False)
     return encode(text) + b"\n"
 
 
@@ -112,17 +112,17 @@ def read_ends(run: Path) -> list[dict[str, Any]]:
     return [lines[iteration] for iteration in sorted(lines)]
 
 
-def plain(value: Any) -> Any:
+def as_json_value(value: Any) -> Any:
     """The value as JSON: arrays as lists, not-a-number as null, other objects as text."""
     if value is None or isinstance(value, str | bool | int):
         return value
     if isinstance(value, float):
         return float(value) if math.isfinite(value) else None
     if isinstance(value, dict):
-        return {str(key): plain(inner) for key, inner in value.items()}
+        return {str(key): as_json_value(inner) for key, inner in value.items()}
     if isinstance(value, list | tuple):
-        return [plain(inner) for inner in value]
-    return plain(value.tolist()) if hasattr(value, "tolist") else str(value)
+        return [as_json_value(inner) for inner in value]
+    return as_json_value(value.tolist()) if hasattr(value, "tolist") else str(value)
 
 
 def read_transcripts(folder: Path, wanted: Collection[int] | None = None) -> dict[int, dict[str, Any]]:

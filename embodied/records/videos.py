@@ -185,7 +185,7 @@ WIDEST_NUMBER = "return -00.00"
 OUTCOMES = {"SUCCESS": (104, 211, 145), "FAILURE": (252, 129, 129)}
 
 
-def beside(frame: np.ndarray, others: list[np.ndarray]) -> np.ndarray:
+def side_by_side(frame: np.ndarray, others: list[np.ndarray]) -> np.ndarray:
     """The frames in a row, all as high as the first."""
     return np.concatenate([frame, *[of_height(other, len(frame)) for other in others]], axis=1)
 
@@ -398,7 +398,9 @@ class VideoRecorder:
             return self._give_up(f"render_rows raised {type(err).__name__}: {err}")
         images = self.env.observe(np.array(rows)).get("images", {}) if self.recording.cameras else {}
         for row, frame in zip(rows, frames, strict=True):
-            self.newest[row] = beside(frame, [camera[row] for camera in images.values()]) if images else frame.copy()
+            self.newest[row] = (
+                side_by_side(frame, [camera[row] for camera in images.values()]) if images else frame.copy()
+            )
 
     def _give_up(self, problem: str) -> None:
         """Record no more videos; the episodes continue and count."""

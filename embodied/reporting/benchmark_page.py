@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from embodied.placement.reasons import equal_to_the_fastest, words
+from embodied.placement.reasons import equal_to_the_fastest, join_words
 from embodied.reporting.page import (
     Block,
     Row,
@@ -115,15 +115,16 @@ def verdict(result: Any) -> list[str]:
     if len(modes) > 1:
         seconds = {mode: result.expected[mode]["seconds"] for mode in expected if mode in modes}
         equal = equal_to_the_fastest(seconds)
-        equals = f"{words(equal)} are predicted equal; " if len(equal) > 1 else ""
+        equals = f"{join_words(equal)} are predicted equal; " if len(equal) > 1 else ""
         ordered = len(equal) < len(modes) and in_predicted_order(modes, seconds)
         order = "the order of modes is the predicted one; " if ordered else ""
         auto = next(iter(seconds))
         beside = next(mode for mode in modes if mode != auto) if modes[0] == auto else modes[0]
         taken = f"placement=auto takes {auto}{', one of them' if equals else ''}"
-        lines.append(f"{equals}{order}{taken}{standing(result, auto, beside)}: {against(result, auto, beside)}")
+        compared = compare_with_fastest(result, auto, beside)
+        lines.append(f"{equals}{order}{taken}{compared}: {speed_up_in_words(result, auto, beside)}")
     if modes:
-        lines += [f"pipeline.schedule={one}: {against(result, one, modes[0])}" for one in others]
+        lines += [f"pipeline.schedule={one}: {speed_up_in_words(result, one, modes[0])}" for one in others]
     return lines
 
 
@@ -137,13 +138,13 @@ def in_predicted_order(measured: Sequence[str], seconds: dict[str, float]) -> bo
     )
 
 
-def standing(result: Any, one: str, fastest_other: str) -> str:
+def compare_with_fastest(result: Any, one: str, fastest_other: str) -> str:
     """Compares this mode with the fastest other mode; no winner is named if the intervals overlap."""
     low, _, high = paired_ratio(result.rounds[one], result.rounds[fastest_other])
     return ", the fastest here" if low > 1 else ", not the fastest here" if high < 1 else ", not apart from the fastest"
 
 
-def against(result: Any, one: str, other: str) -> str:
+def speed_up_in_words(result: Any, one: str, other: str) -> str:
     """The speed-up of one mode over another, with its interval, in words."""
     low, middle, high = paired_ratio(result.rounds[one], result.rounds[other])
     known = f"95% interval {low:.2f} to {high:.2f}, {num_rounds(result)} paired rounds"

@@ -275,7 +275,7 @@ def in_both(run: Run, key: str) -> list[Series]:
 def learning_charts(run: Run) -> list[Block | None]:
     """A chart for each number of the learner; constant numbers are listed in words."""
     names = dict.fromkeys(name for row in run.metrics for name in row if name.startswith(LOSSES))
-    ages, layers = (numbered(names, begin) for begin in (AGE, LOAD))
+    ages, layers = (numbered_names(names, begin) for begin in (AGE, LOAD))
     names = [name for name in names if name not in (*ages, *layers)]
     curves = {name.removeprefix(LOSSES): curve(run, name, name.removeprefix(LOSSES)) for name in names}
     fixed = {name: each.y[0] for name, each in curves.items() if len(set(each.y)) == 1 and len(each.y) > 1}
@@ -288,7 +288,7 @@ def learning_charts(run: Run) -> list[Block | None]:
     ]
 
 
-def numbered(names: Iterable[str], begin: str) -> list[str]:
+def numbered_names(names: Iterable[str], begin: str) -> list[str]:
     """The names that consist of `begin` and a number, sorted by number."""
     return sorted((name for name in names if name.startswith(begin) and name[len(begin) :].isdigit()), key=number_of)
 

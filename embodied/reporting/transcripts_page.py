@@ -141,14 +141,14 @@ def contents(message: Any) -> list[Block]:
 @lru_cache(MOST_SAMPLES)
 def picture(name: str) -> Block:
     """A small copy of a picture in the page; its name if it cannot be loaded."""
-    from embodied.core.pictures import PictureError, data_url, load_picture, shown
+    from embodied.core.pictures import PictureError, data_url, load_picture, short_name
 
     try:
         pixels = load_picture(name)
     except PictureError as err:
         return {"text": f"[{err}]"}
     step = -(-max(pixels.shape) // LARGEST_SIDE)
-    return {"src": data_url(pixels[::step, ::step]), "text": shown(name)}
+    return {"src": data_url(pixels[::step, ::step]), "text": short_name(name)}
 
 
 def facts_of(turn: dict[str, Any]) -> str:

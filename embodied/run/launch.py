@@ -115,7 +115,7 @@ def planned(
         check_training(config, kind)
     config = chosen_cluster(config, len(topology.nodes) > 1)
     try:
-        config, plan = placed(config, topology, learn, roles)
+        config, plan = with_placement(config, topology, learn, roles)
     except PlacementError as err:
         raise ConfigError(f"placement: {err}") from None
     check_devices(config, plan)
@@ -228,7 +228,7 @@ def check_learners(config: RunConfig, plan: PlacementPlan, machines: Topology, r
         if schedule := overlap_key(config):
             works = "placement=auto, or pipeline.schedule=sync"
             try:
-                placed(config.model_copy(update={"placement": "auto"}), machines, True, roles)
+                with_placement(config.model_copy(update={"placement": "auto"}), machines, True, roles)
             except PlacementError:
                 works = "pipeline.schedule=sync"
             raise ConfigError(f"{schedule}: learners learn while sims and policies collect, {turns}; try {works}")
@@ -278,7 +278,7 @@ def proofs(config: RunConfig) -> Path:
     return config.run.dir / "profiles"
 
 
-def placed(
+def with_placement(
     config: RunConfig, machines: Topology, learn: bool, roles: tuple[PlacedRole, ...] = EMBODIED
 ) -> tuple[RunConfig, PlacementPlan]:
     """The config with the schedule decided, and the plan. A training run with placement=auto uses the newest profile of
@@ -454,7 +454,7 @@ def describe_learner(config: RunConfig) -> str:
     from embodied.learners.memory_estimate import estimate
 
     shared = ", shared out among the learners" if config.learner.shard else " in each learner"
-    estimated = memory_check.measured(config, 1) or estimate(config, memory_check.decisions_of(config) or 1)
+    estimated = memory_check.measured_memory(config, 1) or estimate(config, memory_check.decisions_of(config) or 1)
     return f"learner     {estimated}{shared}\n" if estimated else ""
 
 

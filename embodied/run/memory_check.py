@@ -132,7 +132,7 @@ def stored_weights(folder: Path) -> int:
     return sum(prod(blob.spec.shape) for blob in blobs)
 
 
-def measured(config: RunConfig, ranks: int) -> Memory | None:
+def measured_memory(config: RunConfig, ranks: int) -> Memory | None:
     """The counted memory of a large policy; None for a small one."""
     if not is_large(config):
         return None
@@ -241,7 +241,7 @@ def role_bytes(config: RunConfig, memory: Memory | None) -> dict[str, float]:
         needed["reward"] = stored
     if roles.judge:
         judging = config.model_copy(update={"policy": roles.judge_policy(policy)})
-        model = measured(judging, 1)
+        model = measured_memory(judging, 1)
         needed |= {"judge": model.weights + acting_bytes(judging, model, policy.max_running)} if model else {}
     return needed
 
@@ -268,7 +268,7 @@ def acting_bytes(config: RunConfig, memory: Memory, rows: int) -> float:
 
 def needs(config: RunConfig, plan: PlacementPlan, machines: Topology, learn: bool = True) -> list[Need]:
     """Every memory of the machines with counted contents."""
-    estimated = measured(config, plan.count("learner") if learn else 1)
+    estimated = measured_memory(config, plan.count("learner") if learn else 1)
     by_place = gather(((load.node, load.device), load) for load in loads(config, plan, learn, estimated))
     nodes = {"": machines.nodes[0], **{node.name: node for node in machines.nodes}}
     limit = float("inf") if config.cluster.memory_gb is None else config.cluster.memory_gb * 1e9

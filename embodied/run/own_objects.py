@@ -25,7 +25,7 @@ from embodied.core.errors import ConfigError, EmbodiedError
 from embodied.core.types import EpisodeSpec
 from embodied.envs import env_class, make_env
 from embodied.envs.config import EnvConfig
-from embodied.envs.own_modules import explained, names_a_class, own_modules, try_out
+from embodied.envs.own_modules import explain_errors, names_a_class, own_modules, try_out
 from embodied.policies import make_policy
 from embodied.policies.config import PolicyConfig
 
@@ -98,7 +98,7 @@ def play(kind: Any, env: Any, policies: Sequence[Any], told: Path) -> None:
         try_out(made)
     for policy in policies:
         told.write_text(f"making policy.name={policy.name} and asking it for an action")
-        with explained(f"policy.name={policy.name}", "be made or act"):
+        with explain_errors(f"policy.name={policy.name}", "be made or act"):
             made.step_chunk(make_policy(policy, made.env_spec, 0).act_on(made.reset(seed=0)[0]))
     made.close()
 
@@ -118,7 +118,7 @@ def converse(kind: Any, env: Any, policies: Sequence[Any], told: Path) -> None:
             kind.unload(shared)
     for policy in policies:
         told.write_text(f"making policy.name={policy.name}")
-        with explained(f"policy.name={policy.name}", "be made"):
+        with explain_errors(f"policy.name={policy.name}", "be made"):
             make_policy(policy, kind.env_spec(env), 0)
 
 

@@ -207,7 +207,7 @@ def check_continues(run: Path, checkpoint: Path | None, config: RunConfig) -> No
     odd = [line for line in differing("policy", trained, config.policy) if line.partition("=")[0] not in free]
     if trained.name != config.policy.name:
         odd = [f"policy.name={trained.name} there, {config.policy.name} here"]
-    then, now = stored(run), config.model_dump(mode="json")
+    then, now = resolved_recipe(run), config.model_dump(mode="json")
     for section, key in (name.split(".") for name in KEPT):
         here = now[section].get(key)
         before = (then.get(section) or {}).get(key, here)
@@ -220,7 +220,7 @@ def check_continues(run: Path, checkpoint: Path | None, config: RunConfig) -> No
         )
 
 
-def stored(run: Path) -> dict[str, Any]:
+def resolved_recipe(run: Path) -> dict[str, Any]:
     """The resolved recipe of a run; {} if none is stored."""
     file = run / "config.yaml"
     return (read_yaml(file.read_text(encoding="utf-8")) if file.is_file() else None) or {}
@@ -424,7 +424,7 @@ def said_for_both(loaded: Loaded, command: Command) -> list[str]:
 
 def start_of_resumed(run: Path, asked: Path) -> Path | None:
     """The start of the resumed run, if `asked` names its folder or a recipe."""
-    start = stored(run).get("run", {}).get("start_from")
+    start = resolved_recipe(run).get("run", {}).get("start_from")
     if not start or not Path(start).is_absolute():
         return None
     return Path(start) if asked == Path(start) or recipe_named(asked) else None
@@ -449,14 +449,14 @@ def finished_runs(first: Loaded, policy: Any) -> dict[Path, str]:
 def same_task(run: Path, config: RunConfig) -> bool:
     """True if a run was trained in this recipe's env; options newer than the run, or left to the task, are not
     compared."""
-    env, wanted = stored(run).get("env", {}), config.env.model_dump(mode="json")
+    env, wanted = resolved_recipe(run).get("env", {}), config.env.model_dump(mode="json")
     return all(None in (value, env.get(key)) or env[key] == value for key, value in wanted.items() if key not in ASIDE)
 
 
 def different_training(run: Path, first: Loaded) -> str:
     """An option in which a run's training differs from this recipe's; "" if none does. Options newer than the run are
     not compared."""
-    then, now = flat_dict(stored(run)), flat_dict(first.config.model_dump(mode="json"))
+    then, now = flat_dict(resolved_recipe(run)), flat_dict(first.config.model_dump(mode="json"))
     different = (
         key
         for key, value in now.items()

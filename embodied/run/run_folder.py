@@ -16,7 +16,7 @@ from shlex import quote
 
 from embodied.core.errors import CheckpointError, ConfigError
 from embodied.core.files import in_words, replace_text
-from embodied.records.progress import RunLog, now
+from embodied.records.progress import RunLog, timestamp
 from embodied.run.checkpoints import name_of, read_json
 from embodied.run.provenance import provenance, try_lock
 
@@ -41,7 +41,7 @@ class RunFolder:
         run.logs.mkdir()
         run._hold()
         (path / "config.yaml").write_text(config_yaml)
-        run._write({"state": "running", "command": command, "started": now(), "provenance": provenance()})
+        run._write({"state": "running", "command": command, "started": timestamp(), "provenance": provenance()})
         run.record(processes={DRIVER: os.getpid()})
         return run
 
@@ -56,7 +56,7 @@ class RunFolder:
             raise CheckpointError(f"{path} is a run of another command: {again}")
         run.logs.mkdir(exist_ok=True)
         run._hold()
-        resumed = [*run.info().get("resumed", []), {"at": now(), "provenance": provenance()}]
+        resumed = [*run.info().get("resumed", []), {"at": timestamp(), "provenance": provenance()}]
         if config_yaml and (before := (path / "config.yaml").read_text()) != config_yaml:
             resumed[-1]["config_before"] = f"config-{len(resumed)}.yaml"
             replace_text(path / resumed[-1]["config_before"], before)
@@ -99,7 +99,7 @@ class RunFolder:
             self.record(restarts=self.info().get("restarts", 0) + 1)
 
     def finish(self, state: str, cause: str = "") -> None:
-        self.record(state=state, cause=cause, ended=now(), processes={})  # the system reuses process ids
+        self.record(state=state, cause=cause, ended=timestamp(), processes={})  # the system reuses process ids
         self.log.close(failed=state == "failed")
         if self._lock is not None:
             os.close(self._lock)

@@ -19,7 +19,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from embodied.core.errors import ChannelClosed, EmbodiedError, Unusable, WorkerFailed, printable, told
+from embodied.core.errors import ChannelClosed, EmbodiedError, Unusable, WorkerFailed, printable, printable_error
 from embodied.runtime.channel import Channel, Queue, Remote, hosts_of_runs
 from embodied.runtime.heartbeat import Progress, readable, resident_bytes
 from embodied.runtime.payload import Payload
@@ -345,7 +345,7 @@ class _WorkerThread(threading.Thread):
         frames = traceback.extract_tb(error.__traceback__)
         where = f" ({Path(frames[-1].filename).name}:{frames[-1].lineno} in {frames[-1].name})" if frames else ""
         memory = f" (this process held {readable(resident_bytes())})" if isinstance(error, MemoryError) else ""
-        cause = told(" ".join(f"{name}{error}".split()))[:_MAX_CAUSE_CHARS] + memory + where
+        cause = printable_error(" ".join(f"{name}{error}".split()))[:_MAX_CAUSE_CHARS] + memory + where
         follows = (error.peer, error.cause) if isinstance(error, ChannelClosed) else None
         retry = isinstance(error, Unusable) or not isinstance(error, EmbodiedError)
         code = error.exit_code if isinstance(error, EmbodiedError) else WorkerFailed.exit_code

@@ -95,7 +95,7 @@ class Generation:
         """Futures of the answers; cancelling a future abandons its conversation. One pass reads all of these
         prompts."""
         for done in [each.written for each in conversations] if self.failed else []:
-            settle(done, error=EmbodiedError(FAILED))
+            resolve_future(done, error=EmbodiedError(FAILED))
         self.orders.put((lambda _: self.waiting.extend(conversations), Future()))
         return [each.written for each in conversations]
 
@@ -107,7 +107,7 @@ class Generation:
             self.paused, self.kept = True, mode == "keep"
             self.abort(mode)
             if self.kept:
-                settle(done)
+                resolve_future(done)
             else:
                 self.changes.append((lambda: None, done))
 
@@ -118,7 +118,7 @@ class Generation:
 
         def resume(done: Future[None]) -> None:
             self.paused = self.kept = False
-            settle(done)
+            resolve_future(done)
 
         return self.order(resume)
 
@@ -129,7 +129,7 @@ class Generation:
         def update(done: Future[str]) -> None:
             if self.kept and self.writing:
                 why = "frozen answers would continue with other weights; send /resume first, or /pause?mode=wait"
-                settle(done, error=BadRequest(why, status=409))
+                resolve_future(done, error=BadRequest(why, status=409))
                 return
             self.abort(mode)
             self.changes.append((lambda: self.load(source, version, known), done))
@@ -144,7 +144,7 @@ class Generation:
             for one in unwanted:
                 self.finish(one, self.engine.cancel(one) or unanswered(one.request()), "abort")
             self.waiting = deque(one for one in self.waiting if one not in unwanted)
-            settle(done, len(unwanted))
+            resolve_future(done, len(unwanted))
 
         return self.order(abort)
 
@@ -185,7 +185,7 @@ class Generation:
             traceback.print_exc()
             self.failed = err
             for future in [*(c.written for c in [*self.writing, *self.waiting]), *(done for _, done in self.changes)]:
-                settle(future, error=EmbodiedError(FAILED))
+                resolve_future(future, error=EmbodiedError(FAILED))
             self.on_failure()
         else:
             self.engine.abort()
@@ -212,9 +212,9 @@ class Generation:
         if self.changes and not self.writing:
             change, done = self.changes.popleft()
             try:
-                settle(done, change())
+                resolve_future(done, change())
             except Exception as err:  # sent to the client
-                settle(done, error=err)
+                resolve_future(done, error=err)
             return
         gathered = self.waiting and (not self.writing or time.monotonic() - self.waiting[0].since >= GATHER_S)
         while gathered and self.waiting and self.engine.room > 0 and not self.holds():
@@ -223,7 +223,7 @@ class Generation:
                 one.scored = () if one.scores is None else self.score(one.tokens, one.scores)
             except Exception:  # any kind, such as out of memory for a long prompt
                 print(traceback.format_exc(), file=sys.stderr, flush=True)
-                settle(one.written, error=EmbodiedError(FAILS))
+                resolve_future(one.written, error=EmbodiedError(FAILS))
                 continue
             self.writing.add(one)
             self.engine.add(one.request())
@@ -254,7 +254,7 @@ class Generation:
             self.waiting.extendleft(conversations)
             return
         for one in conversations:
-            settle(one.written, error=EmbodiedError(FAILS))
+            resolve_future(one.written, error=EmbodiedError(FAILS))
         own = Sampling(0, ROUND, SamplingRule(), frozenset())
         self.engine.add(Request(None, [min(self.policy.tokenizer.stops)], 1, 0, own))
         while self.engine.running:
@@ -283,7 +283,7 @@ class Generation:
         self.answers += 1
         self.tokens += len(answer.tokens)
         written = Written(answer, finish, self.version, self.fingerprint, conversation.scored)
-        settle(conversation.written, written)
+        resolve_future(conversation.written, written)
 
     def score(self, tokens: list[int], count: int) -> tuple[TokenScore, ...]:
         """The log-probs of all tokens except the first, and the `likeliest` tokens at their places."""
@@ -338,7 +338,7 @@ class Generation:
         self.engine.begin(self.version, 0, ROUND, SamplingRule())
 
 
-def settle(future: Future, result: Any = None, error: BaseException | None = None) -> None:
+def resolve_future(future: Future, result: Any = None, error: BaseException | None = None) -> None:
     """Give a future its result, unless it was cancelled."""
     with suppress(Exception):  # it was cancelled in between
         if not future.cancelled():

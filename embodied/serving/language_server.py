@@ -259,7 +259,7 @@ class LanguageServer:
             raise UnusableAnswer(written.answer.dropped)
         ids = written.answer.tokens.tolist()
         ended = ids and ids[-1] in conversation.sampling.stops  # without the end token
-        text, stopped = cut(self.policy.tokenizer.decode(ids[:-1] if ended else ids), ask.stop)
+        text, stopped = cut_at_stop(self.policy.tokenizer.decode(ids[:-1] if ended else ids), ask.stop)
         if ask.echo:
             text = self.policy.tokenizer.decode(conversation.tokens) + text
         return self.part(ask, conversation, written.answer, text, "stop" if stopped else written.finish)
@@ -493,7 +493,7 @@ class StreamedAnswer:
         return replace(answer, **new, text=text)
 
 
-def cut(text: str, stops: Sequence[str]) -> tuple[str, bool]:
+def cut_at_stop(text: str, stops: Sequence[str]) -> tuple[str, bool]:
     """The text before the first of these stop texts, and True if there is one."""
     places = [at for at in map(text.find, stops) if at >= 0]
     return (text[: min(places)], True) if places else (text, False)

@@ -109,7 +109,7 @@ def placement_for(
     if isinstance(config.placement, dict):
         return None
     part, roles = part_of(topology, owned, place), roles_of_run(EmbodiedLoop, config)
-    _, plan = launch.placed(config, part, True, roles_of(roles))
+    _, plan = launch.with_placement(config, part, True, roles_of(roles))
     slots: dict[str, list[str]] = {}
     renders: dict[str, list[str]] = {}
     nodes = {node.name: node for node in topology.nodes}

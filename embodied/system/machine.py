@@ -221,7 +221,7 @@ ENGINES = {
 }
 
 
-def absent(need: Requirement, machine: Machine) -> list[str]:
+def missing_packages(need: Requirement, machine: Machine) -> list[str]:
     """The required packages that are not installed."""
     missing = [package for package in need.packages if machine.version(package) is None]
     return missing or [package for package in need.data if machine.version(package) is None]
@@ -229,7 +229,7 @@ def absent(need: Requirement, machine: Machine) -> list[str]:
 
 def why_not(need: Requirement, machine: Machine) -> str:
     """A phrase on why the requirement is not met; empty if it is met."""
-    missing = absent(need, machine)
+    missing = missing_packages(need, machine)
     if missing:
         return f"not installed: {', '.join(missing)}"
     if need.elsewhere:  # only the env's options name it

@@ -39,8 +39,8 @@ from embodied.learners.model import Model, PolicyOptimizer
 from embodied.learners.train_batch import (
     REFERENCE,
     RankBatch,
+    conversation_rewards,
     divergences,
-    earned,
     items_of,
     logprobs_of,
     scores_of,
@@ -177,7 +177,7 @@ class CriticWorker(NetworkWorker):
     def returns(self, played: Trajectory, batch: RankBatch, trained: np.ndarray) -> np.ndarray:
         """The tokens' returns; with algo.kl_in=reward divergences from the reference lower the rewards."""
         algo = self.algo
-        rewards = earned(played, scores_of_episodes(played, algo, self.config.max_tokens), trained)
+        rewards = conversation_rewards(played, scores_of_episodes(played, algo, self.config.max_tokens), trained)
         if algo.kl_coef and algo.kl_in == "reward":
             reference = torch.as_tensor(np.array(played.replay[REFERENCE]), device=self.device)
             rewards[:, 0] -= algo.kl_coef * divergences(batch, reference)

@@ -24,7 +24,7 @@ from embodied.envs.capabilities import AS_TRAINED, EvaluationProtocol
 from embodied.envs.config import ExternalEnvConfig
 from embodied.envs.gym.config import GymConfig
 from embodied.envs.gym.observations import ObservationParts
-from embodied.envs.own_modules import where
+from embodied.envs.own_modules import line_of
 from embodied.envs.vector_env import StepResult, VectorEnv
 
 MOST_CHOICES = 4096  # combinations of several discrete actions
@@ -111,7 +111,7 @@ class GymEnv(VectorEnv):
         try:
             return np.stack([frame_of(self._envs[row]) for row in rows])
         except Exception as err:  # the method of the user's env may raise anything
-            raise EmbodiedError(f"{self.config.name} cannot be recorded here: {in_a_line(err)}{where(err)}") from err
+            raise EmbodiedError(f"{self.config.name} cannot be recorded here: {in_a_line(err)}{line_of(err)}") from err
 
     def video_problem(self) -> str:
         """The problem that rendering once in a separate env shows; most envs import the needed package only then."""
@@ -126,7 +126,7 @@ class GymEnv(VectorEnv):
             except WrongShape as err:
                 self._video_problem = f"{self.config.name}: {err}"
             except Exception as err:
-                self._video_problem = f"{self.config.name} cannot be recorded here: {in_a_line(err)}{where(err)}"
+                self._video_problem = f"{self.config.name} cannot be recorded here: {in_a_line(err)}{line_of(err)}"
             finally:
                 close_quietly(env)
         return self._video_problem

@@ -71,7 +71,7 @@ def instruction_in(bddl: str) -> str:
 
 def thing_names(bddl: str) -> tuple[list[str], list[str]]:
     """Movable objects and fixtures that a task file declares, without the room, objects of interest first."""
-    movable, fixtures = (declared(bddl, section) for section in ("objects", "fixtures"))
+    movable, fixtures = (declared_names(bddl, section) for section in ("objects", "fixtures"))
     interest = re.search(r"\(:obj_of_interest\s+([^)]*)\)", bddl)
     first = interest[1].split() if interest else []
     rank = {name: at for at, name in enumerate(first)}
@@ -82,7 +82,7 @@ def thing_names(bddl: str) -> tuple[list[str], list[str]]:
 ROOM = ("table", "kitchen_table", "study_table", "living_room_table", "coffee_table", "floor")  # kinds of fixtures
 
 
-def declared(bddl: str, section: str) -> list[str]:
+def declared_names(bddl: str, section: str) -> list[str]:
     """Names in lines `a_1 a_2 - kind` of one section."""
     block = re.search(rf"\(:{section}\s+([^)]*)\)", bddl)
     names: list[str] = []

@@ -21,7 +21,7 @@ from embodied.core.errors import ConfigError
 from embodied.core.types import ActionSpec, Array, EnvSpec, EpisodeSpec, Observation
 from embodied.envs.capabilities import AS_TRAINED, CataloguedTask, EvaluationProtocol, Expert
 from embodied.envs.maniskill import tasks
-from embodied.envs.maniskill.bridge.bridge_tasks import TWINS, absent, asset_folder, is_bridge, source_of
+from embodied.envs.maniskill.bridge.bridge_tasks import TWINS, asset_folder, is_bridge, missing_bridge_assets, source_of
 from embodied.envs.maniskill.build import NO_DRAWING, build
 from embodied.envs.maniskill.config import ManiSkillConfig
 from embodied.envs.maniskill.tasks import (
@@ -37,7 +37,7 @@ from embodied.envs.maniskill.tasks import (
     registered,
     to_prove,
 )
-from embodied.envs.own_modules import explained, is_own, try_out
+from embodied.envs.own_modules import explain_errors, is_own, try_out
 from embodied.envs.vector_env import StepResult, VectorEnv
 from embodied.system.vulkan_driver import ensure_vulkan
 
@@ -64,12 +64,13 @@ class ManiSkillEnv(VectorEnv):
         """Missing files of the bridge tasks; only ManiSkill knows the files of other tasks."""
         here = asset_folder(machine.environ)
         tasks = [task for task in cls.tasks(config) if is_bridge(task)]
-        return {asset: source_of(asset) for task in tasks for asset in absent(task, here, machine.exists)}
+        missing = [asset for task in tasks for asset in missing_bridge_assets(task, here, machine.exists)]
+        return {asset: source_of(asset) for asset in missing}
 
     @classmethod
     def catalogued(cls) -> dict[str, CataloguedTask]:
         ensure_vulkan()
-        return {name: tasks.catalogued(name, spec) for name, spec in sorted(registered().items())}
+        return {name: tasks.task_entry(name, spec) for name, spec in sorted(registered().items())}
 
     @classmethod
     def longest_episode(cls, config: ManiSkillConfig) -> int | None:
@@ -176,7 +177,7 @@ class ManiSkillEnv(VectorEnv):
 
     @classmethod
     def explained(cls, config: ManiSkillConfig) -> AbstractContextManager[None]:
-        return explained(f"env.task={config.task}")
+        return explain_errors(f"env.task={config.task}")
 
     @classmethod
     def prove(cls, config: ManiSkillConfig, proofs: Path) -> list[str]:
@@ -363,9 +364,9 @@ class ManiSkillEnv(VectorEnv):
     def _prepare(self, env: Any) -> None:
         """Adjust a scene after ManiSkill has built it."""
         if self.config.fast_images:
-            from embodied.envs.maniskill.images import thin
+            from embodied.envs.maniskill.images import simplify_meshes
 
-            thin(env)
+            simplify_meshes(env)
 
     def _all_images(self) -> Observation:
         """The images of all rows at once, as a GPU draws them."""

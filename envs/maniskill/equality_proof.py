@@ -33,7 +33,7 @@ from embodied.envs.maniskill.bridge.bridge_expert import FASTEST, FASTEST_TURN
 from embodied.envs.maniskill.bridge.bridge_tasks import is_bridge
 from embodied.envs.maniskill.config import ManiSkillConfig
 from embodied.envs.maniskill.tasks import BATCHED_GAIN, find_task, is_listed, to_prove
-from embodied.envs.own_modules import file_name, where
+from embodied.envs.own_modules import file_name, line_of
 from embodied.envs.vector_env import VectorEnv
 
 RESULT = "docs/results.md"
@@ -107,7 +107,7 @@ def prove(env_class: type[VectorEnv], config: ManiSkillConfig, folder: Path) -> 
     except EmbodiedError as err:
         problem = f"it fails: {err}"
     except Exception as err:
-        problem = f"it fails: {type(err).__name__}: {err}{where(err)}"
+        problem = f"it fails: {type(err).__name__}: {err}{line_of(err)}"
     proof = Proof(not problem, " ".join(problem.split()), worst, speedup, str(date.today()))
     return proof, keep(proof, config, folder)
 

@@ -95,7 +95,7 @@ def hidden(env: Any, scene: int) -> Iterator[None]:
             body.visibility = visibility
 
 
-def thin(env: Any) -> None:
+def simplify_meshes(env: Any) -> None:
     """Replace the fine meshes of all scenes by coarse ones of the same colours."""
     made: dict[tuple, list[RenderShapeTriangleMesh]] = {}
     for scene in env.scene.sub_scenes:
@@ -116,7 +116,7 @@ def replace(entity: sapien.Entity, body: RenderBodyComponent, made: dict) -> Non
         if is_fine(shape):
             key = (shape.filename or id(shape), *np.asarray(shape.scale).tolist())
             if key not in made:
-                made[key] = [coarser(part, shape.scale) for part in shape.parts]
+                made[key] = [merge_vertices(part, shape.scale) for part in shape.parts]
             parts = [part.clone() for part in made[key]]
         else:
             parts = [shape.clone()]
@@ -127,7 +127,7 @@ def replace(entity: sapien.Entity, body: RenderBodyComponent, made: dict) -> Non
     entity.add_component(coarse)
 
 
-def coarser(part: Any, scale: np.ndarray) -> RenderShapeTriangleMesh:
+def merge_vertices(part: Any, scale: np.ndarray) -> RenderShapeTriangleMesh:
     """The mesh with the vertices of each cell merged."""
     vertices, triangles = np.asarray(part.vertices) * scale, np.asarray(part.triangles).astype(np.int64)
     cell = max(np.ptp(vertices, axis=0).max() / CELLS, 1e-6)

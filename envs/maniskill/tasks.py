@@ -27,9 +27,17 @@ from gymnasium.spaces import Dict
 
 from embodied.core.errors import ConfigError, MissingAsset, nearest
 from embodied.envs.capabilities import CataloguedTask
-from embodied.envs.maniskill.bridge.bridge_tasks import CONTROL, PLATES, SVG, TWINS, absent, is_bridge, source_of
+from embodied.envs.maniskill.bridge.bridge_tasks import (
+    CONTROL,
+    PLATES,
+    SVG,
+    TWINS,
+    is_bridge,
+    missing_bridge_assets,
+    source_of,
+)
 from embodied.envs.maniskill.config import REWARD_MODES, ManiSkillConfig
-from embodied.envs.own_modules import is_own, own_task, simulator_of, tasks_in, where
+from embodied.envs.own_modules import is_own, line_of, own_task, simulator_of, tasks_in
 from embodied.system.vulkan_driver import ensure_vulkan
 
 # Tasks proven equal to single envs by playing both, with their own step limits; none needs a download.
@@ -156,14 +164,14 @@ def maker(task: str) -> Any:
     if task in TWINS:
         from embodied.envs.maniskill.bridge.scene import KINDS
 
-        return functools.partial(made, KINDS[task], gymnasium.spec(task))
+        return functools.partial(environment_of, KINDS[task], gymnasium.spec(task))
     if is_own(task):  # without Gymnasium, whose wrapping makes its errors harder to read
         registration = find_task(task)
-        return functools.partial(made, registration.make, registration.gym_spec)
+        return functools.partial(environment_of, registration.make, registration.gym_spec)
     return functools.partial(gymnasium.make, task)
 
 
-def made(kind: Callable[..., Any], spec: Any, **options: Any) -> Any:
+def environment_of(kind: Callable[..., Any], spec: Any, **options: Any) -> Any:
     env = kind(**options)
     env.spec = spec
     return env
@@ -174,7 +182,7 @@ def missing_assets(task: str) -> list[str]:
     from mani_skill import ASSET_DIR
 
     if is_bridge(task):
-        return absent(task, ASSET_DIR)
+        return missing_bridge_assets(task, ASSET_DIR)
     undeclared = [names for begin, names in UNDECLARED.items() if task.startswith(begin)]
     return [name for name in itertools.chain(find_task(task).asset_download_ids or [], *undeclared) if lacking(name)]
 
@@ -235,7 +243,7 @@ def refused(config: ManiSkillConfig, err: Exception) -> ConfigError:
         names = ast.literal_eval(known)
         return ConfigError(f"env.control_mode={mode}: the robot has {', '.join(names)}{nearest(mode, names)}")
     asked = ", ".join(f"env.{name}={getattr(config, name)}" for name in ("control_mode", "reward_mode"))
-    return ConfigError(f"ManiSkill refuses {config.task} with {asked}: {' '.join(str(err).split())}{where(err)}")
+    return ConfigError(f"ManiSkill refuses {config.task} with {asked}: {' '.join(str(err).split())}{line_of(err)}")
 
 
 def reward_modes(cls: type) -> list[str]:
@@ -262,7 +270,7 @@ def check_reward(config: ManiSkillConfig) -> None:
     raise ConfigError(f"{text}; {f'set env.reward_mode={pays}' if pays else 'it has none at all'}")
 
 
-def catalogued(task: str, spec: Any) -> CataloguedTask:
+def task_entry(task: str, spec: Any) -> CataloguedTask:
     """The entry of a registered task in `embodied.list tasks`."""
     rewards = [mode for mode in reward_modes(class_of(task)) if mode in REWARD_MODES]
     limit = f"{spec.max_episode_steps} steps" if spec.max_episode_steps else "no step limit"
@@ -296,10 +304,10 @@ def facts(env: Any, config: ManiSkillConfig) -> dict[str, str]:
     return {
         "class": f"{cls.__name__} in {inspect.getsourcefile(cls)}",
         "steps": f"{limit}, {env.control_freq:g} a second",
-        "rewards": first(env.reward_mode, reward_modes(cls), "env.reward_mode"),
+        "rewards": chosen_first(env.reward_mode, reward_modes(cls), "env.reward_mode"),
         "state": ", ".join(f"{name} {width}" for name, width in widths(state)),
-        "controls": first(env.control_mode, controls, "env.control_mode"),
-        "robots": first(robot, [robot, *supported], "env.robot"),
+        "controls": chosen_first(env.control_mode, controls, "env.control_mode"),
+        "robots": chosen_first(robot, [robot, *supported], "env.robot"),
         "cameras": ", ".join(cameras) + " (env.cameras=[...]; none is observed unless named)" if cameras else "none",
     }
 
@@ -311,7 +319,7 @@ def robots_named(robots: Any) -> str:
     return robots if isinstance(robots, str) else robots.uid
 
 
-def first(chosen: Any, names: list[str], key: str) -> str:
+def chosen_first(chosen: Any, names: list[str], key: str) -> str:
     others = [name for name in names if name != chosen]
     return f"{chosen} (chosen)" + (f"; {key}= also takes {', '.join(others)}" if others else "")
 

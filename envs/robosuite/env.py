@@ -63,7 +63,7 @@ class RobosuiteEnv(MujocoEnv):
 
     @classmethod
     def explained(cls, config: RobosuiteConfig) -> AbstractContextManager[None]:
-        return own_modules.explained(f"env.task={config.task}")
+        return own_modules.explain_errors(f"env.task={config.task}")
 
     def __init__(self, config: RobosuiteConfig, num_envs: int) -> None:
         with self.explained(config):

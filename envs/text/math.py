@@ -38,7 +38,7 @@ ASKED, SOLVED = ("question", "problem", "prompt", "messages"), ("answer", "solut
 
 @dataclass(frozen=True)
 class Question:
-    said: Said
+    question_of: Said
     solutions: tuple[str, ...]
     solve_rate: float | None = None
 
@@ -198,10 +198,10 @@ def parsed(entry: dict[str, Any], where: str, data: Path) -> Question:
     rate = entry.get(RATE)
     if rate is not None and (isinstance(rate, bool) or not isinstance(rate, int | float)):
         raise ConfigError(f"{where}: {RATE} must be a number, the share of answers that solve it")
-    asks = said(asked[0], entry[asked[0]], where)
+    asks = question_of(asked[0], entry[asked[0]], where)
     if images := entry.get("images"):
         asks = illustrated(asks, images, data, where)
-    return Question(asks, tuple(plain(str(solution)) for solution in solutions), rate)
+    return Question(asks, tuple(without_box(str(solution)) for solution in solutions), rate)
 
 
 def illustrated(asks: Said, images: Any, data: Path, where: str) -> Said:
@@ -248,7 +248,7 @@ def picture_file(image: Any, data: Path) -> str | None:
     return str(file)
 
 
-def said(key: str, value: Any, where: str) -> Said:
+def question_of(key: str, value: Any, where: str) -> Said:
     """The question of a line, as text or messages."""
     if key == "messages":
         if not isinstance(value, list) or not all(
@@ -265,7 +265,7 @@ def is_message(value: dict[str, Any]) -> bool:
     return all(isinstance(value.get(key), str) for key in ("role", "content"))
 
 
-def plain(solution: str) -> str:
+def without_box(solution: str) -> str:
     """A solution without the box or the dollars around it."""
     inside = boxed(solution)
     return solution.strip().strip("$").strip() if inside is None else inside

@@ -17,7 +17,7 @@ from embodied.core.errors import EmbodiedError
 from embodied.core.pictures import PictureError, load_picture
 from embodied.core.types import EpisodeSpec
 from embodied.envs.env_checker import ContractViolation, fail
-from embodied.envs.own_modules import where
+from embodied.envs.own_modules import line_of
 from embodied.envs.text.text_env import TextEnv, Turn
 
 SEED = 20_001
@@ -258,4 +258,4 @@ def calling(rule: str, what: str, clear: tuple[type[Exception], ...] = (Embodied
         raise
     except Exception as err:
         last = " ".join(traceback.format_exception_only(err)[-1].split())
-        raise ContractViolation(rule, f"{what}: {last}{where(err)}") from err
+        raise ContractViolation(rule, f"{what}: {last}{line_of(err)}") from err

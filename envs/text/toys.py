@@ -146,27 +146,27 @@ def value(node: ast.expr) -> int | float:
     """The value of a syntax tree of arithmetic."""
     match node:
         case ast.Constant(value=int() | float() as number) if not isinstance(number, bool):
-            return small(number)
+            return check_size(number)
         case ast.UnaryOp(op=sign, operand=inner) if type(sign) in OPERATORS:
             return OPERATORS[type(sign)](value(inner))
         case ast.BinOp(left=left, op=ast.Pow(), right=right):
             base, exponent = value(left), value(right)
             if abs(exponent) > 100:  # before it is computed: 9**9**9 has millions of digits
                 raise ValueError("too large")
-            return real(small(base**exponent))
+            return check_real(check_size(base**exponent))
         case ast.BinOp(left=left, op=op, right=right) if type(op) in OPERATORS:
-            return small(OPERATORS[type(op)](value(left), value(right)))
+            return check_size(OPERATORS[type(op)](value(left), value(right)))
     raise ValueError("not arithmetic")
 
 
-def small(number: int | float | complex) -> int | float:
-    """The number, if it can be written down."""
+def check_size(number: int | float | complex) -> int | float:
+    """Returns the number; ValueError if it is too large to be written down."""
     if abs(number) > LARGEST or number != number:
         raise ValueError("too large")
     return number
 
 
-def real(number: int | float | complex) -> int | float:
+def check_real(number: int | float | complex) -> int | float:
     if isinstance(number, complex):
         raise ValueError("not a real number")
     return number

@@ -257,8 +257,8 @@ class Example:
 
     def _answer(self, text: str) -> Said | dict[str, Any]:
         # The package treats an empty answer as a server's failure.
-        message = heard(text or " ", self.tools, len(self.known))
-        self.known.append(plain(message, self))
+        message = assistant_message(text or " ", self.tools, len(self.known))
+        self.known.append(role_and_content(message, self))
         reason = "tool_calls" if "tool_calls" in message else "stop"
         choice = {"index": 0, "message": message, "finish_reason": reason}
         reply = {"id": f"{self.at}", "object": "chat.completion", "created": 0, "model": "policy", "choices": [choice]}
@@ -290,7 +290,7 @@ class Example:
         if request.route != "chat/completions" or body.get("stream") or body.get("n") not in (None, 1):
             wanted = {"route": request.route, "stream": body.get("stream"), "n": body.get("n")}
             self.refuse(f"it asks for something else than one chat completion: {wanted}")
-        messages, tools = [plain(one, self) for one in body["messages"]], body.get("tools") or []
+        messages, tools = [role_and_content(one, self) for one in body["messages"]], body.get("tools") or []
         known = self.known
         if messages[: len(known)] != known or len(messages) == len(known) or (known and tools != self.tools):
             at = next((at for at, (a, b) in enumerate(zip(known, messages, strict=False)) if a != b), len(messages))
@@ -321,7 +321,7 @@ class Example:
             raise Lost("the environment's process was replaced, and the new one sends other requests")
 
 
-def plain(message: dict[str, Any], example: Example) -> dict[str, Any]:
+def role_and_content(message: dict[str, Any], example: Example) -> dict[str, Any]:
     """A message with its role and content only."""
     content = message.get("content") or ""
     if isinstance(content, list):
@@ -422,7 +422,7 @@ def written(call: dict[str, Any]) -> str:
     return f'{{"name": {json.dumps(function["name"])}, "arguments": {function["arguments"]}}}'
 
 
-def heard(answer: str, tools: Sequence[dict[str, Any]], turn: int) -> dict[str, Any]:
+def assistant_message(answer: str, tools: Sequence[dict[str, Any]], turn: int) -> dict[str, Any]:
     """An answer as a message of OpenAI's protocol. Calls that are not well-formed, all or one, stay text."""
     calls = [call_of(json_in(text)) for text in TOOL_CALL.findall(answer)] if tools else []
     if not calls or None in calls:

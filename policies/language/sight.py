@@ -23,7 +23,7 @@ from torch import Tensor
 from embodied.core.arrays import tensor_of
 from embodied.core.conversations import FIRST_PLACE
 from embodied.core.errors import CheckpointError
-from embodied.core.pictures import PictureError, drawing, load_picture, picture_size, shown
+from embodied.core.pictures import PictureError, drawing, load_picture, picture_size, short_name
 from embodied.policies.language.attention import COUNTED, DividedPass, Exchange
 from embodied.policies.language.config import SEEING
 
@@ -62,7 +62,7 @@ def naming(name: str) -> Iterator[None]:
     try:
         yield
     except ValueError as err:
-        raise PictureError(f"the picture {shown(name)} cannot be processed: {err}") from None
+        raise PictureError(f"the picture {short_name(name)} cannot be processed: {err}") from None
 
 
 class Sight:

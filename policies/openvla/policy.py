@@ -148,7 +148,7 @@ class PrismaticPolicy(VLAPolicy):
             return torch.zeros(shape)
         if len(shape) == 1:
             return torch.ones(shape)
-        return torch.empty(shape).normal_(generator=draw) * spread(name, shape)
+        return torch.empty(shape).normal_(generator=draw) * initial_deviation(name, shape)
 
     def read_folder(self) -> dict[str, Blob]:
         return published.read_stored(self.source, self.components()) if self.source else {}
@@ -285,7 +285,7 @@ class PrismaticPolicy(VLAPolicy):
         return ()
 
 
-def spread(name: str, shape: torch.Size) -> float:
+def initial_deviation(name: str, shape: torch.Size) -> float:
     """The deviation of initial weights, which keeps the scale of activations. Values begin near zero."""
     if name.startswith(VALUE):
         return 0.02
@@ -403,7 +403,7 @@ class OpenVLAOFTPolicy(PrismaticPolicy):
     @classmethod
     def numbers(cls, config: OpenVLAOFTConfig) -> tuple[int, int | None]:
         source, felt = cls.folder_of(config), None
-        if first(config.proprio, source.oft.get("proprio"), "proprio_projector" in source.components):
+        if first_answer(config.proprio, source.oft.get("proprio"), "proprio_projector" in source.components):
             felt = statistics.statistics_of(source.norm_stats, config.statistics, config.pretrained, "proprio")
         return super().numbers(config)[0], felt and len(felt.low)
 
@@ -411,8 +411,8 @@ class OpenVLAOFTPolicy(PrismaticPolicy):
         config, dim, numbers = self.config, self.settings.llama.dim, self.spec.action.dim
         has, says = (self.source.components, self.source.oft) if self.source else ({}, {})
         self.head = config.head or says.get("head") or ("l1" if "action_head" in has else "discrete")
-        self.proprio = first(config.proprio, says.get("proprio"), "proprio_projector" in has)
-        self.film = first(config.film, says.get("film"), "vision_backbone" in has)
+        self.proprio = first_answer(config.proprio, says.get("proprio"), "proprio_projector" in has)
+        self.film = first_answer(config.film, says.get("film"), "vision_backbone" in has)
         super().build()
         if self.head == "l1":
             if config.sft_loss != "actions":
@@ -580,6 +580,6 @@ class OpenVLAOFTPolicy(PrismaticPolicy):
         return tuple(kind for kind, present in flags.items() if present)
 
 
-def first(*answers: bool | None) -> bool:
+def first_answer(*answers: bool | None) -> bool:
     """The first answer that is not None."""
     return next(answer for answer in answers if answer is not None)

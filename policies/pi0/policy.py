@@ -148,12 +148,12 @@ CUT, DEGREES, STILL = 0.95, 5.0, 0.1  # rotations below STILL degrees are skippe
 def augmented(pixels: Tensor, uniform: Tensor) -> Tensor:
     """Pixels [B, cameras, 3, S, S] from -1 to 1, the base camera first, by uniform numbers [B, cameras, 6]."""
     pixels, uniform = pixels / 2 + 0.5, uniform.to(pixels.dtype)
-    base = turned(cut(pixels[:, 0], uniform[:, 0, :2]), uniform[:, 0, 2])
+    base = random_rotation(random_crop(pixels[:, 0], uniform[:, 0, :2]), uniform[:, 0, 2])
     pixels = torch.cat([base[:, None], pixels[:, 1:]], dim=1)
     return coloured(pixels, uniform[:, :, 3:, None, None, None].unbind(2)) * 2 - 1
 
 
-def cut(pixels: Tensor, uniform: Tensor) -> Tensor:
+def random_crop(pixels: Tensor, uniform: Tensor) -> Tensor:
     """Crops images [B, 3, S, S] at a whole pixel and resizes them (bilinear)."""
     size = pixels.shape[-1]
     part = int(size * CUT)
@@ -164,7 +164,7 @@ def cut(pixels: Tensor, uniform: Tensor) -> Tensor:
     return F.grid_sample(pixels, grid, mode="bilinear", align_corners=True)
 
 
-def turned(pixels: Tensor, uniform: Tensor) -> Tensor:
+def random_rotation(pixels: Tensor, uniform: Tensor) -> Tensor:
     degrees = (2 * uniform - 1) * DEGREES
     angle = torch.where(degrees.abs() > STILL, degrees, 0.0)[:, None, None] * math.pi / 180
     line = torch.linspace(-1, 1, pixels.shape[-1], device=pixels.device, dtype=pixels.dtype)

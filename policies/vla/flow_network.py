@@ -160,12 +160,12 @@ class StackLayer(nn.Module):
             k = rotate(k, *turn)
             if past is not None:
                 k, v = (torch.cat([before, new], dim=2) for before, new in zip(past, (k, v), strict=True))
-        x = added(x, attention.attend(q, k, v, mask), gate)
+        x = add_gated(x, attention.attend(q, k, v, mask), gate)
         ready, gate = self.post_attention_layernorm(x, condition)
-        return added(x, self.mlp(ready), gate), (k, v)
+        return add_gated(x, self.mlp(ready), gate), (k, v)
 
 
-def added(x: Tensor, change: Tensor, gate: Tensor | None) -> Tensor:
+def add_gated(x: Tensor, change: Tensor, gate: Tensor | None) -> Tensor:
     return x + (change if gate is None else change * gate)
 
 

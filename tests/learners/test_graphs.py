@@ -17,7 +17,7 @@ from embodied.core.errors import ConfigError, Diverged
 from embodied.core.types import ActionSpec, BatchEnd, EnvSpec, env_blocks
 from embodied.learners.config import LearnerConfig
 from embodied.learners.model import Model, PolicyOptimizer
-from embodied.learners.train_batch import sent
+from embodied.learners.train_batch import to_device
 from embodied.learners.update import update_policy, why_not_graphs
 from embodied.policies import make_policy
 from embodied.policies.config import CNNConfig, MLPConfig
@@ -234,6 +234,6 @@ def test_arrays_that_go_to_a_device_in_one_copy_keep_their_numbers_and_dtypes():
         "logprobs": np.array([[1.1]], np.float32),
         "none": np.zeros((0, 2)),
     }
-    found = sent(arrays, "cpu:0")  # any device but the learner's "cpu"
+    found = to_device(arrays, "cpu:0")  # any device but the learner's "cpu"
     for name, array in arrays.items():
         assert torch.equal(found[name], torch.from_numpy(array)) and found[name].dtype == torch.from_numpy(array).dtype

@@ -23,7 +23,7 @@ from embodied.core.types import BatchEnd, env_blocks
 from embodied.learners import throughput
 from embodied.learners.config import LearnerConfig
 from embodied.learners.model import Adam, Model, PolicyOptimizer, lr_factor
-from embodied.learners.train_batch import owned
+from embodied.learners.train_batch import indices_of_owned
 from embodied.learners.update import update_policy
 from embodied.runtime.collective import Alone
 
@@ -216,15 +216,19 @@ def test_the_last_minibatch_may_be_smaller():
 
 def test_a_rank_takes_the_units_that_it_has_in_minibatch_order():
     minibatch = np.array([7, 2, 5, 9, 4])
-    assert owned(minibatch, np.array([1, 4, 5, 7])).tolist() == [3, 2, 1]  # 7, 5 and 4 are at these places
-    assert owned(minibatch, np.array([0, 1])).tolist() == owned(minibatch, np.array([-1, -1])).tolist() == []
+    assert indices_of_owned(minibatch, np.array([1, 4, 5, 7])).tolist() == [3, 2, 1]  # 7, 5 and 4 are at these places
+    assert (
+        indices_of_owned(minibatch, np.array([0, 1])).tolist()
+        == indices_of_owned(minibatch, np.array([-1, -1])).tolist()
+        == []
+    )
 
 
 @given(st.lists(st.integers(0, 3), min_size=1, max_size=60), st.integers(1, 70))
 def test_every_unit_is_processed_once_by_the_rank_that_has_it(ranks, size):
     mine = [np.flatnonzero(np.array(ranks) == rank) for rank in set(ranks)]
     order = permutation(0, 0, 0, len(ranks))
-    seen = [unit for part in minibatches(order, size) for one in mine for unit in one[owned(part, one)]]
+    seen = [unit for part in minibatches(order, size) for one in mine for unit in one[indices_of_owned(part, one)]]
     assert sorted(seen) == list(range(len(ranks)))
 
 

@@ -111,7 +111,9 @@ def test_a_published_model_of_full_size_is_refused_where_it_cannot_act():
 @pytest.fixture
 def counted_as(monkeypatch):
     """What a policy of full size needs, without counting it, which takes seconds."""
-    return lambda **parts: monkeypatch.setattr(memory_check, "measured", lambda config, ranks: Memory(1, 1, **parts))
+    return lambda **parts: monkeypatch.setattr(
+        memory_check, "measured_memory", lambda config, ranks: Memory(1, 1, **parts)
+    )
 
 
 def test_a_run_that_does_not_fit_is_refused_with_options_that_save_memory(counted_as):

@@ -9,7 +9,7 @@ from embodied.placement import roles_of
 from embodied.placement.dataflow import traced_edges
 from embodied.profiling.conversation_probe import ConversationProbe
 from embodied.profiling.measure import lengths_of, share_of_step
-from embodied.profiling.role_probe import real
+from embodied.profiling.role_probe import standalone_worker
 from embodied.profiling.stored_profiles import cost_key, dataflow_of, periodic_is_the_same
 from embodied.profiling.timed_run import through_the_driver
 from embodied.run import launch
@@ -95,7 +95,7 @@ PPO = load(["recipe=sums_ppo", "env.num_envs=8", "algo.groups=16", "algo.lr=0", 
 
 @pytest.mark.parametrize("config", [recipe("algo.lr=0.0"), PPO], ids=["grpo", "ppo"])
 def test_conversations_are_probed_and_learned_from(config):
-    probe = real(ConversationProbe, config)
+    probe = standalone_worker(ConversationProbe, config)
     samples = probe.rollout(4, 1, 2)
     assert samples.horizon == 1 and len(samples.seconds["sim"]) == len(samples.seconds["policy"]) == 2
     lengths = lengths_of(config, samples.conversations, samples.pass_cost)
@@ -107,7 +107,7 @@ def test_conversations_are_probed_and_learned_from(config):
 
 
 def test_sims_are_probed_without_an_engine_where_that_is_elsewhere():
-    probe = real(ConversationProbe, recipe("env.task=calc2"), parts=("sim",))
+    probe = standalone_worker(ConversationProbe, recipe("env.task=calc2"), parts=("sim",))
     samples = probe.rollout(4, 1, 1)
     assert {*samples.seconds} == {"sim"} and samples.seconds["sim"][0] > 0
     assert probe.parts[4].policy is None

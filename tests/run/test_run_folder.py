@@ -13,7 +13,7 @@ from embodied.core.errors import CheckpointError, ConfigError
 from embodied.run import run_folder
 from embodied.run.ending import Interrupted, Interruption, closing
 from embodied.run.run_folder import RunFolder
-from embodied.train import noted
+from embodied.train import print_workflow_line
 
 
 def row(iteration):
@@ -122,6 +122,6 @@ def test_lines_that_a_crash_has_broken_are_dropped_from_the_metrics(tmp_path):
 def test_a_warning_of_a_workflow_is_said_and_counts_no_restart(tmp_path):
     folder, said = RunFolder.create(tmp_path, "toy", ""), []
     for line in ("sim-0 is started again (restart 1)", "warning: 3 of 8 conversations count for nothing"):
-        noted(folder, SimpleNamespace(say=said.append), line)
+        print_workflow_line(folder, SimpleNamespace(say=said.append), line)
     assert folder.info()["restarts"] == 1 and len(said) == 2
     folder.finish("finished")

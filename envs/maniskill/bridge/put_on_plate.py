@@ -138,7 +138,7 @@ def grid(size: int) -> list[tuple[float, float]]:
     return [(MIDDLE[0] + x, MIDDLE[1] + y) for x, y in product(steps.tolist(), repeat=2)]
 
 
-def apart(points: list[tuple[float, float]], things: int, far: tuple[int, int] | None = None) -> np.ndarray:
+def separate_places(points: list[tuple[float, float]], things: int, far: tuple[int, int] | None = None) -> np.ndarray:
     """[places, things, 2]: all ways to put objects on these points, at least NEAR apart, and the pair `far` at least
     FAR apart."""
     placements = []
@@ -151,24 +151,24 @@ def apart(points: list[tuple[float, float]], things: int, far: tuple[int, int] |
 
 @cache
 def pairs() -> np.ndarray:
-    return apart(grid(6), 2)
+    return separate_places(grid(6), 2)
 
 
 @cache
 def border() -> np.ndarray:
     """A step outside the usual grid."""
     inside = {(round(x, 6), round(y, 6)) for x, y in grid(6)}
-    return apart([(x, y) for x, y in grid(8) if (round(x, 6), round(y, 6)) not in inside], 2)
+    return separate_places([(x, y) for x, y in grid(8) if (round(x, 6), round(y, 6)) not in inside], 2)
 
 
 @cache
 def two_objects() -> np.ndarray:
-    return apart(grid(6), 3, far=(0, 2))
+    return separate_places(grid(6), 3, far=(0, 2))
 
 
 @cache
 def two_plates() -> np.ndarray:
-    return apart(grid(6), 3, far=(1, 2))
+    return separate_places(grid(6), 3, far=(1, 2))
 
 
 @cache
@@ -349,7 +349,7 @@ class PutOnPlate(BridgeScene, BaseEnv):
         if thing not in used:
             return None
         at = used.index(thing)
-        return [*places[at], heights[at]], turned(episode.turn if thing[0] == "object" else 0.0)
+        return [*places[at], heights[at]], rotation_about_z(episode.turn if thing[0] == "object" else 0.0)
 
     def _box(self, kind: str, number: int, turn: float) -> np.ndarray:
         """Sides of the axis-aligned box around an object with this rotation."""
@@ -369,7 +369,7 @@ class PutOnPlate(BridgeScene, BaseEnv):
             self.scene._reset_mask[row] = True
             place = [*episode.places[2], self.variant.heights[2]]
             actor = self.actors["object", episode.object]
-            actor.set_pose(Pose.create_from_pq(torch.tensor([place]), torch.tensor([turned(episode.turn)])))
+            actor.set_pose(Pose.create_from_pq(torch.tensor([place]), torch.tensor([rotation_about_z(episode.turn)])))
             actor.set_linear_velocity(torch.zeros(3, device=self.device))
             actor.set_angular_velocity(torch.zeros(3, device=self.device))
         self.scene._reset_mask = mask
@@ -473,7 +473,7 @@ def parked(kind: str, number: int) -> tuple[float, float, float]:
     return (1.0 if kind == "object" else 2.0, 0.3 * number, SHELF + 0.1)
 
 
-def turned(degrees: float) -> list[float]:
+def rotation_about_z(degrees: float) -> list[float]:
     half = np.radians(degrees) / 2
     return [float(np.cos(half)), 0.0, 0.0, float(np.sin(half))]
 
