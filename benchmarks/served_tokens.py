@@ -49,7 +49,7 @@ def compare(folder: Path, count: int, rounds: int) -> list[list[str]]:
     policy = make_policy(LanguageConfig(name="language", **options), SPEC, 0).eval()
     draws = np.random.default_rng(count)
     lengths = np.exp(draws.uniform(np.log(4), np.log(128), count)).astype(int).tolist()
-    prompts = [policy.tokenizer.plain(f"{a}+{b}=") for a, b in draws.integers(1, 99, (count, 2)).tolist()]
+    prompts = [policy.tokenizer.encode_text(f"{a}+{b}=") for a, b in draws.integers(1, 99, (count, 2)).tolist()]
     asked = [Request(n, prompt, length, n) for n, (prompt, length) in enumerate(zip(prompts, lengths))]
     policy.tokenizer.stops = frozenset()  # so that all answers have the maximum length
     rates: dict[str, list[float]] = {way: [] for way in WAYS}

@@ -183,14 +183,14 @@ def benchmark(
         print(f"  {mode:<14}{forecast['env_steps_per_s']:>9.0f} env steps/s   {forecast['layout']}")
     meter = LoadMeter()
     run_all(config, topology, options.rounds, result, folder, program)
-    result.others = None if config.cluster.backend == "ray" else meter.others()  # Ray's workers would count
+    result.others = None if config.cluster.backend == "ray" else meter.load_of_others()  # Ray's workers would count
     return result
 
 
 def predicted(planned: Planned, name: str, choice: Choice) -> dict[str, Any]:
     """The prediction for the fastest layout of a mode or schedule."""
     schedule, dataflow, planner = name if name in OVERLAPPING else "sync", planned.profile.dataflow, planned.planner
-    pricer = Pricer(dataflow.under(schedule), planner.pricer.profile, planner.classes)
+    pricer = Pricer(dataflow.with_schedule(schedule), planner.pricer.profile, planner.classes)
     return {
         "schedule": schedule,
         "async_level": dataflow.level if schedule == "async" else 1,

@@ -151,8 +151,8 @@ def check(config: RunConfig, stage: CheckStage, images: bool = False) -> None:
     from embodied.envs.env_checker import check_vector_env
 
     stage.doing = f"building {task}"
-    with kind.explained(config.env):
-        env = kind(kind.plain(config.env), ROWS)
+    with kind.explain_errors(config.env):
+        env = kind(kind.plain_config(config.env), ROWS)
         try:
             for name, text in {**env.facts(), **describe_env(env)}.items():
                 stage.show(name, text)

@@ -91,7 +91,7 @@ class Planned:
         return reasons.equal_to_the_fastest({mode: choice.price.seconds for mode, choice in self.ranked.items()})
 
     @property
-    def why(self) -> list[str]:
+    def reasons(self) -> list[str]:
         """Why the fastest mode wins over slower ones."""
         slower = {mode: choice for mode, choice in self.modes.items() if choice and mode not in self.equal}
         return reasons.why_it_wins(self.planner.pricer, self.winner, slower)
@@ -259,8 +259,8 @@ def fastest_under(planner: Planner, schedule: str, modes: dict[str, Choice | Non
     if schedule == dataflow.schedule:
         fastest = min(filter(None, modes.values()), key=lambda choice: choice.price.seconds, default=None)
     else:
-        planner = planner.under(schedule)
-        fastest = planner.best()
+        planner = planner.with_schedule(schedule)
+        fastest = planner.fastest()
     return fastest or reasons.why_not_apart(planner)
 
 
@@ -285,7 +285,7 @@ def describe(planned: Planned, name: str) -> list[str]:
         lines.append(row(planned, schedule, fastest) if fits else f"{schedule:<14}{'no plan':>12}: {fastest}")
     left = [c.name for c in planned.topology.classes() if c.count and c.name not in planned.planner.pricer.classes]
     lines += [f"nothing of this recipe runs on {one} (learner.device, env.backend)" for one in left if one != "cpu"]
-    lines += ["", planned.verdict, *(f"  {line}" for line in (*planned.why, *describe_waiting(planned)))]
+    lines += ["", planned.verdict, *(f"  {line}" for line in (*planned.reasons, *describe_waiting(planned)))]
     placement = as_placement(planned.planner.pricer, winner.layout, planned.topology, planned.draws)
     pieces = granularity(winner.layout, planned.profile.dataflow)
     cut = f" pipeline.granularity={pieces}" if pieces else ""
@@ -372,7 +372,7 @@ def plan_page(planned: Planned, name: str) -> Block:
         [
             section("Predicted", table(["mode", *head], rows(planned.ranked))),
             section("Under each schedule", table(["schedule", *head], rows(planned.schedules))),
-            section("Why", bullets(planned.why)),
+            section("Why", bullets(planned.reasons)),
             section("An iteration", draw(drawn)),
         ],
         f"{planned.profile.made.get('name', name)}, on {planned.topology.name}",

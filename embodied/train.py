@@ -308,7 +308,7 @@ def train(
         # Each iteration is followed by saving and evaluating, if they are due. The run stops between iterations.
         saves = SaveClock(config.run.save_every, config.run.save_minutes)
         if checkpoint:
-            saves.saved(state["version"], state["train_s"])
+            saves.note_save(state["version"], state["train_s"])
         with (
             loop.timeline(folder.new_trace(), config.run.trace) as timeline,
             saving_what_is_learned(loop, state, saves, folder, console),
@@ -321,7 +321,7 @@ def train(
                     changes.go_on()
                 last = state["iteration"] == total or bool(loop.exhausted)
                 judge = last or is_due(state["iteration"], config.run.eval_every)
-                if saves.due(state["iteration"], state["train_s"]) or judge:  # an evaluation takes long
+                if saves.is_due(state["iteration"], state["train_s"]) or judge:  # an evaluation takes long
                     save(loop, state, saves, folder, console)
                 if judge and not interruption.requested:
                     evaluate(loop, folder, console, interruption, beside=config.eval.interleave and not last)
@@ -407,8 +407,8 @@ def iterate(loop: EmbodiedLoop, state: dict, total: int, folder: RunFolder, cons
 def save(loop: EmbodiedLoop, state: dict, saves: SaveClock, folder: RunFolder, console: Console) -> None:
     """Write a checkpoint of the acting version, and delete old checkpoints."""
     started, version = time.perf_counter(), state["version"]
-    console.saved(loop.save(folder.checkpoints, {**state, RECENT_EPISODES: list(console.recent)}))
-    saves.saved(version, state["train_s"], time.perf_counter() - started)
+    console.note_checkpoint(loop.save(folder.checkpoints, {**state, RECENT_EPISODES: list(console.recent)}))
+    saves.note_save(version, state["train_s"], time.perf_counter() - started)
     try:
         if keep := loop.config.run.keep:
             prune(folder.path, version, keep)
@@ -452,7 +452,7 @@ def evaluate(loop: EmbodiedLoop, folder: RunFolder, console: Console, interrupti
     loop.act_with_newest()
     version = loop.version
     evaluation, checkpoint = folder.evaluation(version), folder.checkpoints / name_of(version)
-    kept = begin_in_run(loop.evaluator, evaluation, checkpoint, console.now)
+    kept = begin_in_run(loop.evaluator, evaluation, checkpoint, console.show_activity)
     console.evaluating(version, kept.num_episodes, len(kept.finished), beside)
 
     def tell(results: dict) -> None:
@@ -460,7 +460,7 @@ def evaluate(loop: EmbodiedLoop, folder: RunFolder, console: Console, interrupti
         folder.log.evaluated(version, results)
 
     def finish() -> None:
-        if not evaluate_in_run(loop.evaluator, kept, lambda: interruption.requested, tell, console.now):
+        if not evaluate_in_run(loop.evaluator, kept, lambda: interruption.requested, tell, console.show_activity):
             console.not_evaluated(version, kept)
         report_or_say_why(folder.path)
 

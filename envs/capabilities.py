@@ -42,7 +42,7 @@ class EnvCapabilities:
 
     speaks: ClassVar[bool] = False  # whether it is a text env
     draws_on_gpus = False  # whether its cameras can render on GPUs while the simulator is on cores
-    catalogue = ""  # the name of the simulator whose list of tasks `catalogued` returns
+    catalogue = ""  # the name of the simulator whose list of tasks `list_tasks` returns
     other_folder = ""  # how to tell the folder of the downloads that these tasks need
 
     @classmethod
@@ -66,7 +66,7 @@ class EnvCapabilities:
         return {}
 
     @classmethod
-    def catalogued(cls) -> dict[str, CataloguedTask]:
+    def list_tasks(cls) -> dict[str, CataloguedTask]:
         """The tasks that the simulator lists, by name. Imports it: called in a process of its own (`system.probes`)."""
         raise NotImplementedError
 
@@ -108,12 +108,12 @@ class EnvCapabilities:
         return config
 
     @classmethod
-    def plain(cls, config: Any) -> Any:
+    def plain_config(cls, config: Any) -> Any:
         """A resolved config for testing the env itself."""
         return cls.resolve(config)
 
     @classmethod
-    def explained(cls, config: Any) -> AbstractContextManager[None]:
+    def explain_errors(cls, config: Any) -> AbstractContextManager[None]:
         """Around building and stepping: turns an exception from the user's code into one line."""
         return explain_errors(f"env.name={config.name}") if ":" in config.name else nullcontext()
 

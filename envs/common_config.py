@@ -150,7 +150,7 @@ class CommonEnvConfig(Strict):
         return [(task, field.description or "") for task in fixed]
 
     @classmethod
-    def knows(cls, task: str) -> bool:
+    def is_task(cls, task: str) -> bool:
         """True if this name alone identifies a task of this env, for evaluations that name no env."""
         return False
 

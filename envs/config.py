@@ -61,4 +61,4 @@ EnvConfig = Annotated[CommonEnvConfig, ChosenByName(ENV_CONFIGS, kind_of)]
 def env_that_knows(tasks: str | tuple[str, ...] | list[str]) -> str | None:
     """The `env.name` that follows from the names of these tasks alone; None if it does not."""
     names = [tasks] if isinstance(tasks, str) else tasks
-    return next((name for name, kind in ENV_CONFIGS.items() if names and all(map(kind.knows, names))), None)
+    return next((name for name, kind in ENV_CONFIGS.items() if names and all(map(kind.is_task, names))), None)

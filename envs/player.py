@@ -200,7 +200,7 @@ class EpisodePlayer:
         reply, episodes = self.receive(source), self.rows.episode[self.at]
         actions = actions_of_all_rows(reply.output.actions, self.at, self.env.num_envs)
         for recorder in recorders:
-            recorder.decided(self.obs, actions, self.at, reply.values)
+            recorder.record_decision(self.obs, actions, self.at, reply.values)
 
         def on_frame(moved: np.ndarray) -> None:
             for recorder in recorders:
@@ -399,7 +399,7 @@ class Recorder(Protocol):
     def begin(self, rows: np.ndarray, specs: list[EpisodeSpec], instructions: np.ndarray | None) -> None:
         """Episodes begin on these rows."""
 
-    def decided(self, obs: Observation, actions: np.ndarray, at: np.ndarray, values: np.ndarray) -> None:
+    def record_decision(self, obs: Observation, actions: np.ndarray, at: np.ndarray, values: np.ndarray) -> None:
         """The next decision of all rows, which observe `obs`; `values` are of the rows `at`, empty if unknown."""
 
     def on_frame(self, active: np.ndarray) -> None:

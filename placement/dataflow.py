@@ -255,7 +255,7 @@ class Dataflow:
         groups, size = max(1, learner.items // self.lengths.group), min(self.lengths.group, learner.items)
         return learner_ratios(self.lengths, self.groups or groups, size, most)
 
-    def under(self, schedule: str) -> Dataflow:
+    def with_schedule(self, schedule: str) -> Dataflow:
         """The same work under this schedule."""
         return replace(self, schedule=schedule)
 

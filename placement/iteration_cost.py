@@ -87,7 +87,9 @@ class Pricer:
         terms, seconds = [], []
         for layer in layout.layers:
             devices = [np.array(zone.devices) for zone in layer]
-            terms.append(self.terms(layer, devices, layout.stages) | self.both(layer, devices, layout.stages))
+            terms.append(
+                self.terms(layer, devices, layout.stages) | self.overlapped_terms(layer, devices, layout.stages)
+            )
             terms[-1] |= self.swap_terms(layer, devices, layout.stages, layout.swapped)
             seconds.append(float(self.layer_seconds(layer, terms[-1], layout.chunks)))
         used = {name: float(self.used_bytes(layout.layers, terms, name)) for name in self.classes}
@@ -110,7 +112,7 @@ class Pricer:
             self._without_tail(terms, "alone", tail)
         return terms
 
-    def both(self, layer: Layer, devices: Sequence[Array], stages: int) -> Terms:
+    def overlapped_terms(self, layer: Layer, devices: Sequence[Array], stages: int) -> Terms:
         """The terms of nodes while the other side works, too."""
         if not schedule_overlap.overlaps(self.dataflow):
             return {}
@@ -232,10 +234,10 @@ class Pricer:
         if len(node) > 1:
             return self._cycle(node, at, stages, beside)
         zone, devices = at[node[0]]
-        slowed = self.slowed(node, at, stages, beside)[node[0]]
+        slowed = self.slowdowns(node, at, stages, beside)[node[0]]
         return self.table(node[0], zone.device_class, stages).seconds[devices] * slowed
 
-    def slowed(self, node: tuple[str, ...], at: Mapping, stages: int, beside: bool = False) -> dict[str, Array]:
+    def slowdowns(self, node: tuple[str, ...], at: Mapping, stages: int, beside: bool = False) -> dict[str, Array]:
         """For each component of a node, its duration relative to a node with all devices busy. Only the node's busy
         devices work (with one stage, one zone after the other), and with `beside` also the other side's devices."""
         costs = {name: self.cost(name, at[name][0].device_class) for name in node}
@@ -270,7 +272,7 @@ class Pricer:
         stations: dict[Zone, list[Array]] = {}  # zone -> one request, until its first answer, all of a round
         last: Array = 0.0
         fixed: dict[Zone, float] = {}
-        slowed = self.slowed(node, at, stages, beside)
+        slowed = self.slowdowns(node, at, stages, beside)
         for name in node:
             zone = at[name][0]
             one, first, whole, final = self.station(name, asker, at, stages, slowed[name])
@@ -290,7 +292,7 @@ class Pricer:
 
     def round(self, node: tuple[str, ...], at: Mapping, stages: int) -> tuple[list[tuple[str, float, float]], float]:
         """The components of a cycle, each with start and seconds of its work in a round, and the seconds of a round."""
-        asker, slowed = self.asker[node], self.slowed(node, at, stages)
+        asker, slowed = self.asker[node], self.slowdowns(node, at, stages)
         begin, free, bars = 0.0, {at[name][0]: 0.0 for name in node}, []
         for name in (*(name for name in node if name != asker), asker):  # policies answer, then sims simulate
             one, _, whole, _ = (float(seconds) for seconds in self.station(name, asker, at, stages, slowed[name]))
@@ -325,7 +327,7 @@ class Pricer:
         seconds = np.where(devices > 0, cost.seconds.at(together * each) * ratio, np.inf)
         full, rest = np.divmod(waiting, together)
         stage = full * seconds + np.where(rest > 0, cost.seconds.at(rest * each) * ratio, 0.0)
-        alone = (together == 1) & (self.cuts(name, asker, at, stages) == 1)
+        alone = (together == 1) & (self.parts_of_request(name, asker, at, stages) == 1)
         requests = np.where(alone, -(-parts // workers), stages)
         first = np.where(together == 1, seconds * -(-requests // stages), stage)
         whole = np.where(together == 1, seconds, stage) * requests
@@ -345,12 +347,12 @@ class Pricer:
         (zone, devices), (home, home_devices) = at[name], at[asker]
         asking = np.maximum(self.table(asker, home.device_class, stages).workers[home_devices], 1)
         each = self.dataflow[name].items / (asking * stages)
-        cuts = self.cuts(name, asker, at, stages)
+        cuts = self.parts_of_request(name, asker, at, stages)
         each = np.where(cuts > 1, np.ceil(each / cuts), each)
         waiting = 1 if zone is home else -(-asking // np.clip(devices, 1, asking))
         return each, waiting, np.clip(self.dataflow[name].merges // each, 1, waiting)
 
-    def cuts(self, name: str, asker: str, at: Mapping, stages: int) -> Array:
+    def parts_of_request(self, name: str, asker: str, at: Mapping, stages: int) -> Array:
         """The number of workers that a request is divided among. If requests are merged and there are more workers than
         askers, each asker has workers of its own."""
         (zone, devices), (home, home_devices) = at[name], at[asker]

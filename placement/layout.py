@@ -70,7 +70,7 @@ class Layout:
     def zone_of(self, component: str) -> Zone:
         return next(zone for zone in self.zones if component in zone.components)
 
-    def apart(self, a: str, b: str) -> bool:
+    def share_no_device(self, a: str, b: str) -> bool:
         """True if two components have no device in common."""
         first, second = self.zone_of(a), self.zone_of(b)
         together = any(first in layer and second in layer for layer in self.layers)
@@ -81,12 +81,12 @@ class Layout:
         """The mode's name, or "custom" where roles are combined in another way."""
         names = named(name for zone in self.zones for name in zone.components)
         if names != LOOP:
-            apart = [self.apart(a, b) for a, b in combinations(names, 2)]
+            apart = [self.share_no_device(a, b) for a, b in combinations(names, 2)]
             return "collocated" if not any(apart) else "disaggregated" if all(apart) else "custom"
-        sims = self.apart("sim", "policy")
+        sims = self.share_no_device("sim", "policy")
         if self._simulates_beside():
             return self._mode_beside()
-        learns, mixes = self.apart("policy", "learner"), self.apart("sim", "learner")
+        learns, mixes = self.share_no_device("policy", "learner"), self.share_no_device("sim", "learner")
         if not sims and not learns and not mixes:
             return "collocated"
         if sims and learns and mixes:
@@ -100,7 +100,7 @@ class Layout:
 
     def _mode_beside(self) -> str:
         """The mode, decided by policies and learners: they take turns, share processes, or have separate devices."""
-        if self.apart("policy", "learner"):
+        if self.share_no_device("policy", "learner"):
             return "disaggregated"
         return "hybrid" if self.zone_of("policy") is self.zone_of("learner") else "collocated"
 

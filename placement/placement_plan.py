@@ -385,12 +385,12 @@ class PlacementPlan:
         """The number of workers of a role."""
         return sum(role in host.roles for host in self.hosts)
 
-    def apart(self, *roles: str) -> bool:
+    def has_own_devices(self, *roles: str) -> bool:
         """True if the workers of these roles share no device with other roles."""
         mine = {name for host in self.hosts if {*roles} & {*host.roles} for name in host.held}
         return not any(mine & {*host.held} for host in self.hosts if {*host.roles} - {*roles})
 
-    def only(self, *roles: str) -> PlacementPlan:
+    def restricted_to(self, *roles: str) -> PlacementPlan:
         """The plan with only these roles, for commands that need only these."""
         kept = [(host, tuple(r for r in host.roles if r in roles)) for host in self.hosts]
         hosts = tuple(replace(host, roles=roles) for host, roles in kept if roles)

@@ -60,7 +60,7 @@ class Curve:
         points = tuple((size, value * factor) for size, value in self.measured)
         return Curve(self.sizes, tuple(v * factor for v in self.values), self.error, self.spread, points)
 
-    def plus(self, amount: float) -> Curve:
+    def shifted_by(self, amount: float) -> Curve:
         """The curve with `amount` added to all values."""
         points = tuple((size, value + amount) for size, value in self.measured)
         return replace(self, values=tuple(value + amount for value in self.values), measured=points)

@@ -216,7 +216,9 @@ class Way:
         memory."""
         pricer, priced = self.planner.pricer, [p.at(boxes[rows], level) for p, rows in zip(self.parts, self.rows)]
         if exact:
-            priced = [(d, t | pricer.both(layer, d, self.stages)) for layer, (d, t) in zip(self.layers, priced)]
+            priced = [
+                (d, t | pricer.overlapped_terms(layer, d, self.stages)) for layer, (d, t) in zip(self.layers, priced)
+            ]
         terms = [terms for _, terms in priced]
         seconds = sum(pricer.layer_seconds(layer, t, self.chunks) for layer, t in zip(self.layers, terms))
         fits = np.broadcast_to(np.isfinite(seconds), boxes.shape[1:]).copy()
@@ -272,11 +274,11 @@ class Planner:
         """The share of the fastest known time that a lower bound has to be below."""
         return 1 - (ROUNDING if self.is_exact else TOLERANCE)
 
-    def under(self, schedule: str) -> Planner:
+    def with_schedule(self, schedule: str) -> Planner:
         """The planner of the same work under this schedule."""
-        return Planner(self.dataflow.under(schedule), self.pricer.profile, self.classes, self.stages)
+        return Planner(self.dataflow.with_schedule(schedule), self.pricer.profile, self.classes, self.stages)
 
-    def best(self) -> Choice | None:
+    def fastest(self) -> Choice | None:
         """The fastest layout; None if none fits."""
         return self._fastest([option for options in self._options.values() for option in options])
 

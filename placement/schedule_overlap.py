@@ -130,7 +130,7 @@ def tail_seconds(pricer: Pricer, at: Mapping, stages: int, beside: bool = False)
     name = learner_of(pricer.dataflow)
     cost = pricer.cost(name, at[name][0].device_class)
     once = cost.exchange_s.at(pricer.count(name, at, stages)) + cost.fixed_s
-    return once * pricer.slowed((name,), at, stages, beside)[name]
+    return once * pricer.slowdowns((name,), at, stages, beside)[name]
 
 
 def learner_of(dataflow: Dataflow) -> str:

@@ -83,7 +83,9 @@ class Drawing:
     def add_layer(self, layer: Layer, start: float) -> tuple[float, float]:
         """Adds what a layer does; returns its end, and the seconds of the weight sync afterwards."""
         dataflow, sizes = self.pricer.dataflow, [zone.devices for zone in layer]
-        terms = self.pricer.terms(layer, sizes, self.layout.stages) | self.pricer.both(layer, sizes, self.layout.stages)
+        terms = self.pricer.terms(layer, sizes, self.layout.stages) | self.pricer.overlapped_terms(
+            layer, sizes, self.layout.stages
+        )
         terms |= self.pricer.swap_terms(layer, sizes, self.layout.stages, self.layout.swapped)
         turns, weights_s = self.pricer.turns(layer), float(terms["weights",])
         if not overlaps(dataflow):

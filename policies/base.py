@@ -210,14 +210,14 @@ class Policy(nn.Module):
         self, folder: Path, tensors: Iterable[tuple[str, Tensor]] | None = None, specs: Mapping[str, Spec] | None = None
     ) -> None:
         """The files of `save_pretrained`; families add theirs."""
-        own, saved = self.state_dict(), self.saved()
+        own, saved = self.state_dict(), self.names_to_save()
         specs = specs or {name: spec_of(tensor) for name, tensor in own.items()}
         specs = {name: spec for name, spec in specs.items() if name in saved}
         whole = own.items() if tensors is None else tensors
         write_safetensors(folder / WEIGHTS, specs, ((name, blob_of(tensor)) for name, tensor in whole if name in saved))
         (folder / CONFIG).write_text(json.dumps(self.description(), indent=2) + "\n")
 
-    def saved(self) -> set[str]:
+    def names_to_save(self) -> set[str]:
         """Names of the weights in a folder of this policy."""
         return set(self.state_dict())
 

@@ -99,8 +99,8 @@ class PublishedPolicy(Policy):
         frozen = (name for name, p in self.named_parameters() if not p.requires_grad)
         return {name: files[name] for name in frozen if name in files}
 
-    def saved(self) -> set[str]:
-        return super().saved() - self.left_out().keys()
+    def names_to_save(self) -> set[str]:
+        return super().names_to_save() - self.left_out().keys()
 
     def description(self) -> dict[str, Any]:
         names = self.left_out()

@@ -150,7 +150,7 @@ def test_the_automatic_schedule_is_periodic_where_that_pays_by_the_profile(tmp_p
     store_costs(config, 1.0, learner)
     config, plan = auto(config)
     assert config.pipeline.schedule == schedule
-    assert plan.apart("learner") == (schedule == "periodic")
+    assert plan.has_own_devices("learner") == (schedule == "periodic")
     assert plan.reason.startswith("periodic, custom: the fastest" if schedule == "periodic" else "collocated: ")
 
 
@@ -167,7 +167,7 @@ def test_a_schedule_that_is_named_is_taken_whatever_was_measured(tmp_path, asked
     store_costs(config, 1.0, EVEN if asked == "sync" else Curve((0, 800), (0.0, 1.0)))
     config, plan = auto(config)
     assert config.pipeline.schedule == asked
-    assert plan.apart("learner") == (asked != "sync")
+    assert plan.has_own_devices("learner") == (asked != "sync")
 
 
 def heavy(config):

@@ -68,7 +68,7 @@ def test_a_row_of_a_schedule_is_run_under_it(tmp_path):
         expected = benchmark.predicted(planned, name, choice)
         changed, plan = benchmark.runnable(config, expected, planned.topology, EMBODIED)
         assert changed.pipeline.schedule == asked
-        assert plan.apart("learner") == (asked == "async")
+        assert plan.has_own_devices("learner") == (asked == "async")
         assert expected["seconds"] == choice.price.seconds
 
 

@@ -86,7 +86,7 @@ def test_modes_place_a_program_without_simulators_policies_and_learners_as_its_r
     plan = make_plan(mode, CORES, roles=roles)
     kinds = [host.roles for host in plan.hosts]
     assert {kind: kinds.count(kind) for kind in kinds} == expected
-    assert plan.apart("judge") == (mode in ("hybrid", "disaggregated"))
+    assert plan.has_own_devices("judge") == (mode in ("hybrid", "disaggregated"))
     assert not any("envs" in line for line in plan.describe())
 
 

@@ -389,8 +389,8 @@ class GRPOConfig(PolicyGradientConfig):
     )
     whole_episodes: ClassVar[Literal[True]] = True
 
-    def usual(self, key: str) -> Any:
-        return PRESETS[self.name].get(key, super().usual(key))
+    def default_of(self, key: str) -> Any:
+        return PRESETS[self.name].get(key, super().default_of(key))
 
     def conflicts(self) -> Iterator[str]:
         yield from super().conflicts()

@@ -297,7 +297,7 @@ def unknown_key(path: str, root: Section, tree: Tree, command: Command | None) -
     if path == "recipe":
         return f"recipe: a recipe names its base with `extends`{came_from([path], tree)}"
     *above, name = path.split(".")
-    section, section_path = root.at(above), ".".join(above)
+    section, section_path = root.section_at(above), ".".join(above)
     if section and (owners := [tag for tag, model in section.variants.items() if name in model.model_fields]):
         chosen = (tree.section(above) or {}).get("name", "the default")
         variants = " or ".join(f"{section_path}.name={tag}" for tag in owners)
@@ -313,7 +313,7 @@ def unknown_key(path: str, root: Section, tree: Tree, command: Command | None) -
 
 def fields_of(path: list[str], root: Section, tree: Tree) -> list[str]:
     """The fields of a key whose value is a map with fixed fields; empty for other keys."""
-    section = root.at(path[:-1])
+    section = root.section_at(path[:-1])
     field = section.field(path[-1], tree.section(path[:-1])) if section and path else None
     return [*getattr(field.annotation, "__annotations__", ())] if field and is_typeddict(field.annotation) else []
 
@@ -321,14 +321,14 @@ def fields_of(path: list[str], root: Section, tree: Tree) -> list[str]:
 def chosen_variant(path: str, root: Section, tree: Tree) -> str | None:
     """The tag of the configured variant of a key's section."""
     above = path.split(".")[:-1]
-    section = root.at(above)
+    section = root.section_at(above)
     return section and section.tag(tree.section(above) or {})
 
 
 def allowed_words(path: str, root: Section, tree: Tree) -> list[Any]:
     """The allowed words of a key, if they are fixed."""
     *above, name = re.sub(r"(\.\d+)+$", "", path).split(".")  # without the place in a list
-    section = root.at(above)
+    section = root.section_at(above)
     if section is None:
         return []
     if name == "name":

@@ -176,7 +176,7 @@ def flatten(root: Section, values: dict, where: str, problems: list[str]) -> lis
     def visit(prefix: Key, values: dict) -> None:
         for name, value in values.items():
             key = (*prefix, *name.split("."))
-            below = root.at(key)
+            below = root.section_at(key)
             if below and isinstance(value, dict):
                 visit(key, value)
             elif below and value is None and where != COMMAND_LINE:
@@ -241,7 +241,7 @@ def merge_source(tree: Tree, root: Section, source: Source) -> None:
     """Merge one source into the tree."""
     for key, value in source.values:
         if key[-1] == "name":
-            switch(tree, root.at(key[:-1]), key[:-1], value, source)
+            switch(tree, root.section_at(key[:-1]), key[:-1], value, source)
     for key, value in source.values:
         drop_superseded(tree, root, key, value, source)
     for key, value in sorted(source.values, key=lambda item: item[0][-1] != "name"):  # names choose the models
@@ -295,7 +295,7 @@ def drop_superseded(tree: Tree, root: Section, key: Key, value: Any, source: Sou
     """Drop earlier settings replaced by this value: alternatives of its key (`one_of`), and for another task or engine
     the settings of the old one (`of_task`, `view_of_task`, `of_engine`)."""
     *above, name = key
-    section, before = root.at(above), tree.section(tuple(above))
+    section, before = root.section_at(above), tree.section(tuple(above))
     model = section.variants.get(section.tag_of(before)) if section and before else None
     if model is None or before is None:
         return
@@ -326,7 +326,7 @@ def _own_path(root: Section, key: Key, value: Any, folder: Path, values: dict | 
         named = value if isinstance(value, list) else [value]
         files = [str(folder / as_path(one)) if str(one).endswith(".bddl") else one for one in named]
         return files if isinstance(value, list) else files[0]
-    section = root.at(key[:-1])
+    section = root.section_at(key[:-1])
     field = section.field(key[-1], values) if section else None
     mark = path_mark(field) if field else None
     if mark is None or not isinstance(value, str) or value in choices(field.annotation):
@@ -359,7 +359,7 @@ class Section:
         field = self.variants[""].model_fields.get(key) if "" in self.variants else None
         return section_of(field) if field else None
 
-    def at(self, path: Sequence[str]) -> Section | None:
+    def section_at(self, path: Sequence[str]) -> Section | None:
         """The section at the end of a path of keys, or None."""
         section: Section | None = self
         for key in path:

@@ -150,7 +150,7 @@ class RunSection(Strict):
     trace: int = Field(5, ge=0, description="Number of iterations, from the start, that trace.json records in full.")
 
     log: Annotated[
-        tuple[Annotated[str, AfterValidator(LOGGER_CLASSES.known)], ...], BeforeValidator(one_or_several)
+        tuple[Annotated[str, AfterValidator(LOGGER_CLASSES.checked_name)], ...], BeforeValidator(one_or_several)
     ] = Field(
         ("tensorboard",),
         description="Curves besides metrics.jsonl: any of tensorboard, wandb, trackio, or a logger of an installed "

@@ -86,7 +86,7 @@ def holds(config: Any, key: str, values: Any) -> bool:
     owner, name = owner_of(config, key)
     value = getattr(owner, name, None)
     if values is CHANGED:
-        return name in type(owner).model_fields and value != owner.usual(name)
+        return name in type(owner).model_fields and value != owner.default_of(name)
     if callable(values):
         return bool(values(value))
     return value in values if isinstance(values, tuple) else value == values
@@ -136,7 +136,7 @@ class Strict(BaseModel):
         """Yields the mistakes between options."""
         return iter(())
 
-    def usual(self, key: str) -> Any:
+    def default_of(self, key: str) -> Any:
         """An option's default."""
         return type(self).model_fields[key].get_default(call_default_factory=True)
 

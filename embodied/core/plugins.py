@@ -91,7 +91,7 @@ class Plugins(Mapping[str, Any]):
             return Entry(name, where, PACKAGE)
         return entries_of_packages()[self.group][name]
 
-    def known(self, name: str) -> str:
+    def checked_name(self, name: str) -> str:
         """The name; ValueError with the nearest one if it is unknown."""
         if name not in self:
             hint = nearest(name, self.names)

@@ -31,7 +31,7 @@ from embodied.core.types import ActReply, ActRequest, PolicyOutput, Servers
 
 @dataclass(frozen=True)
 class Waiting:
-    """A request, or a part of one; `request.cut(rows)` makes a part of more than one row."""
+    """A request, or a part of one; `request.for_rows(rows)` makes a part of more than one row."""
 
     key: Hashable  # identifies its answer
     request: Any
@@ -41,7 +41,7 @@ class Waiting:
 
     def split(self, count: int) -> tuple[Waiting, Waiting]:
         """The first `count` rows, and the rest."""
-        parts = [self.request.cut(rows) for rows in (range(count), range(count, self.rows))]
+        parts = [self.request.for_rows(rows) for rows in (range(count), range(count, self.rows))]
         first, rest = (replace(self, key=part.key, request=part, rows=part.rows) for part in parts)
         return first, rest
 

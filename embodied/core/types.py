@@ -298,7 +298,7 @@ class ActRequest:
         """Identifies the answer."""
         return self.number, self.first, self.rows
 
-    def cut(self, rows: range) -> ActRequest:
+    def for_rows(self, rows: range) -> ActRequest:
         """A request for these rows only."""
         part = slice(rows.start, rows.stop)
         final = (self.final_rows >= rows.start) & (self.final_rows < rows.stop)

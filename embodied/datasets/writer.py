@@ -413,7 +413,7 @@ class EpisodeRecorder:
             self.open[row] = EpisodeBuffer(self.folder / buffer_name(episode.index), fps_of(spec), features_of(spec))
             self.words[row] = episode.task if instructions is None else instructions[row]
 
-    def decided(self, obs: Observation, actions: np.ndarray, at: np.ndarray, values: np.ndarray) -> None:
+    def record_decision(self, obs: Observation, actions: np.ndarray, at: np.ndarray, values: np.ndarray) -> None:
         self.seen, self.actions = [obs], actions
 
     def on_frame(self, active: np.ndarray) -> None:

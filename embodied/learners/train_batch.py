@@ -86,7 +86,7 @@ class RankBatch:
     def __len__(self) -> int:
         return len(self.mask)
 
-    def part(self, items: Tensor) -> RankBatch:
+    def select_loss_arrays(self, items: Tensor) -> RankBatch:
         """These items with the arrays of the loss, without the network's inputs."""
         index = items.to(self.mask.device, non_blocking=True)
         known = {name: getattr(self, name) for name in OF_ITEMS}
@@ -97,7 +97,7 @@ class RankBatch:
         """These items with all their arrays."""
         replay = {name: take(tensor, items) for name, tensor in self.replay.items()}
         seen = {"obs": self.observed(items), "actions": take(self.actions, items), "replay": replay}
-        return replace(self.part(items), **seen)
+        return replace(self.select_loss_arrays(items), **seen)
 
     @property
     def own_units(self) -> Tensor:
@@ -111,14 +111,14 @@ class RankBatch:
         groups = permutation(seed, iteration, epoch, self.num_units // self.group_size)
         return (groups[:, None] * self.group_size + np.arange(self.group_size)).ravel()
 
-    def owned(self, minibatches: Sequence[np.ndarray]) -> tuple[Tensor, ...]:
+    def split_own_units(self, minibatches: Sequence[np.ndarray]) -> tuple[Tensor, ...]:
         """For each minibatch the local numbers of this rank's units, on the batch's device."""
-        own_units = [indices_of_owned(minibatch, self.numbers) for minibatch in minibatches]
-        units = torch.from_numpy(np.concatenate(own_units))
+        owned = [indices_of_owned(minibatch, self.numbers) for minibatch in minibatches]
+        units = torch.from_numpy(np.concatenate(owned))
         device = self.mask.device
         if self.groups is None and all(is_tensor(each) and each.device == device for each in leaves(self.obs)):
             units = units.to(self.mask.device, non_blocking=True)
-        return units.split([len(part) for part in own_units])
+        return units.split([len(part) for part in owned])
 
     def divisor(self, units: int) -> float:
         """The divisor of the loss of a minibatch of `units` units. The minibatches' gradients sum to the gradient of
@@ -548,7 +548,7 @@ class RolloutBuffer:
             map_decisions(lambda room, array: room.__setitem__(rows, array), whole, piece)
         self.have[source] = end
 
-    def has(self, sources: Iterable[str]) -> bool:
+    def has_all_of(self, sources: Iterable[str]) -> bool:
         """True if all data of these sources have arrived."""
         return all(s in self.whole and self.have[s] == self.whole[s].lengths.max() for s in sources)
 
@@ -574,7 +574,7 @@ class RolloutBuffer:
             else:
                 self.add(item)
                 piece_came(item.source)
-            for unit in [unit for unit in expected if self.has(unit.sources)]:
+            for unit in [unit for unit in expected if self.has_all_of(unit.sources)]:
                 expected.remove(unit)
                 yield unit
         with suppress(DeadlineExceeded):

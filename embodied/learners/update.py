@@ -130,7 +130,7 @@ class PolicySteps(GradientSteps):
                 continue
             weight = float(each.counts)
             own_weight = weight * batch.weight_sum / (batch.num_units or 1)
-            self.learn_from(scores, batch.part(each.items), weight, own_weight, divisor, last)
+            self.learn_from(scores, batch.select_loss_arrays(each.items), weight, own_weight, divisor, last)
 
     def learn_from(
         self,
@@ -332,7 +332,7 @@ def update_policy(
     steps, batch = steps_of(model, optimizer, config, batch)
     for epoch in range(config.epochs):
         parts = minibatches(batch.order(seed, end.iteration, epoch), step_items(config, batch.num_units))
-        for part, owned in zip(parts, batch.owned(parts), strict=True):
+        for part, owned in zip(parts, batch.split_own_units(parts), strict=True):
             steps.add(batch, owned, batch.divisor(len(part)))
             steps.step(steps.lr_factor(end), epoch, len(part), batch.stats_divisor(len(part)))
         # The mean KL over all ranks, measured before each gradient step.

@@ -141,7 +141,7 @@ def measure(
         whole = replace(whole, edges=profile.dataflow.edges, fixed_s=profile.dataflow.fixed_s)
         profile = replace(profile, dataflow=whole)
     # Workers on a Ray cluster are not child processes of this one, and would count as other programs.
-    during = None if config.cluster.backend == "ray" else meter.others()
+    during = None if config.cluster.backend == "ray" else meter.load_of_others()
     busy = {"before": before["others"], "during": during}
     return replace(profile, made={**profile.made, "seconds": round(clock.spent(), 1), "busy": busy})
 
@@ -232,7 +232,7 @@ def probe_site(
         sizes = site.sizes(config)
         decisions, horizon = affordable(sizes, probes, clock, share)
         for place, num_envs in enumerate(sizes):
-            if place > 1 and not clock.left(share):  # a curve needs two sizes
+            if place > 1 and not clock.has_left(share):  # a curve needs two sizes
                 break
             for samples in probes.rollout(num_envs, decisions, REPEATS).wait():
                 for name, seconds in samples.seconds.items():
@@ -310,7 +310,7 @@ def with_moves(cost: Cost, moves: list[Moves], on: DeviceClass) -> Cost:
     alike = {name: getattr(moves[0], name) for name in ("weight_bytes", "split_bytes")}
     own = CUDA_BYTES if on.kind == "gpu" else 0.0
     needed = constant(moves[0].bytes) if moves[0].split_bytes else cost.bytes
-    return replace(cost, bytes=needed.plus(own), kept_bytes=own, **seconds, **alike)
+    return replace(cost, bytes=needed.shifted_by(own), kept_bytes=own, **seconds, **alike)
 
 
 def affordable(sizes: list[int], probes, clock: Clock, share: float) -> tuple[int, int]:

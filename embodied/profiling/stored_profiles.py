@@ -253,7 +253,7 @@ def plan_from_profile(
     asked = config.pipeline.stages
     stages = (asked,) if asked > 1 else tuple(profile.made.get("stages", (1,)))
     planner = Planner(profile.dataflow, profile, classes, stages)
-    best = planner.best()
+    best = planner.fastest()
     if best is None:
         reasons = [f"{mode}: {why_not(planner, mode)}" for mode in ("collocated", "hybrid")]
         if planner.dataflow.schedule != "sync":
@@ -282,7 +282,7 @@ def periodic_is_the_same(config: RunConfig) -> bool:
 def periodic_if_it_pays(planner: Planner, best: Choice) -> tuple[Choice, str]:
     """The fastest layout and its schedule, among schedules with the same result."""
     if planner.dataflow.groups:
-        other = planner.under("periodic").best()
+        other = planner.with_schedule("periodic").fastest()
         if other and other.price.seconds < (1 - PAYS) * best.price.seconds:
             return other, "periodic"
     return best, "sync"

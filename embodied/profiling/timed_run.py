@@ -198,7 +198,7 @@ class Clock:
     def spent(self) -> float:
         return time.monotonic() - self.started
 
-    def left(self, share: float) -> bool:
+    def has_left(self, share: float) -> bool:
         """True if less than this share of the time has passed."""
         return self.spent() < share * self.seconds
 
@@ -287,7 +287,7 @@ def more_resets(short: RunConfig, profile: Profile, reset_s: float) -> float:
 
 def with_sim(profile: Profile, seconds: float) -> Profile:
     """The profile with sims that take these seconds longer for each decision."""
-    return with_costs(profile, "sim", lambda cost: replace(cost, seconds=cost.seconds.plus(seconds)))
+    return with_costs(profile, "sim", lambda cost: replace(cost, seconds=cost.seconds.shifted_by(seconds)))
 
 
 def with_barrier(profile: Profile, sims: int, seconds: float) -> Profile:
@@ -386,6 +386,6 @@ def real_run(
     """A typical iteration, and the edges between roles. At least two iterations; the first is a warm-up."""
     with TimedRun(config, plan, logs, program) as timed_run:
         rounds = [timed_run.iterate()]
-        while len(rounds) < 2 or (len(rounds) < REAL_ITERATIONS and clock.left(1.0)):
+        while len(rounds) < 2 or (len(rounds) < REAL_ITERATIONS and clock.has_left(1.0)):
             rounds.append(timed_run.iterate())
         return typical(rounds[1:]), traced_edges(timed_run.flows())

@@ -108,7 +108,7 @@ class Console:
                 f"warning: the policy's act and forward differ by {numbers['train/logprob_gap']:.3g} nats in the "
                 "log-prob of the same action with the same weights, so learning is wrong"
             )
-        self.now(text)
+        self.show_activity(text)
         return row
 
     def _advise(self, iteration: int, finished: list[EpisodeResult], total: int) -> None:
@@ -120,7 +120,7 @@ class Console:
             self.say(self.advice)
             self.advice = ""
 
-    def now(self, text: str) -> None:
+    def show_activity(self, text: str) -> None:
         """Print the current activity; on a terminal the next line replaces it."""
         text = printable(text)
         if self.live:
@@ -132,7 +132,7 @@ class Console:
     def evaluating(self, version: int, episodes: int, played: int = 0, beside: bool = False) -> None:
         before = f", of which {played} were played before" if played else ""
         when = " beside the next rollout" if beside else ""
-        self.now(f"evaluating v{version:06d} on {episodes} episodes{before}{when}")
+        self.show_activity(f"evaluating v{version:06d} on {episodes} episodes{before}{when}")
 
     def evaluated(self, version: int, results: dict) -> None:
         from embodied.records.results import describe_results, greedy_gap, warn_of_errors
@@ -144,7 +144,7 @@ class Console:
     def not_evaluated(self, version: int, kept: object) -> None:
         self.say(f"evaluation of v{version:06d} stopped: {kept} are over; a resumed run plays the rest")
 
-    def saved(self, checkpoint: Path) -> None:
+    def note_checkpoint(self, checkpoint: Path) -> None:
         self.last_checkpoint = checkpoint
 
     def resumed(self, checkpoint: Path, state: dict, abandoned: int, dropped: int) -> None:

@@ -355,7 +355,7 @@ class VideoRecorder:
             self.statuses[row] = EpisodeStatus(words, self.env.env_spec.has_success)
         self._add_frames([row for row, _ in wanted])
 
-    def decided(self, obs: Observation, actions: np.ndarray, at: np.ndarray, values: np.ndarray) -> None:
+    def record_decision(self, obs: Observation, actions: np.ndarray, at: np.ndarray, values: np.ndarray) -> None:
         for row, value in zip(at, values, strict=False):  # an expert has no value estimates
             if int(row) in self.statuses:
                 self.statuses[int(row)].value = float(value)

@@ -138,13 +138,13 @@ class SaveClock:
         self.now_s = self.saved_s = 0.0  # seconds of training: so far, and at the last save
         self.version: int | None = None  # version of the last save
 
-    def due(self, iteration: int, train_s: float) -> bool:
+    def is_due(self, iteration: int, train_s: float) -> bool:
         """True if a checkpoint is due now; called after every iteration."""
         iteration_s, self.now_s = train_s - self.now_s, train_s
         limit_s = max(self.limit_s, self.cost_s / MOST)
         return bool(self.every and iteration % self.every == 0) or train_s - self.saved_s + iteration_s > limit_s
 
-    def saved(self, version: int, train_s: float, cost_s: float = 0.0) -> None:
+    def note_save(self, version: int, train_s: float, cost_s: float = 0.0) -> None:
         self.version, self.cost_s = version, cost_s
         self.now_s = self.saved_s = train_s
 

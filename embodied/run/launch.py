@@ -122,7 +122,7 @@ def planned(
     check_engine(config, plan, topology)
     if not is_loop(roles):
         return config, plan  # the memory of the user's own workers is unknown
-    plan = plan if learn else plan.only("sim", "policy")
+    plan = plan if learn else plan.restricted_to("sim", "policy")
     check_room(config, plan, topology, learn)
     if learn:
         check_learners(config, plan, topology, roles)
@@ -222,7 +222,7 @@ def check_engine(config: RunConfig, plan: PlacementPlan, machines: Topology) -> 
 def check_learners(config: RunConfig, plan: PlacementPlan, machines: Topology, roles: tuple[PlacedRole, ...]) -> None:
     """Raise ConfigError if the learners' devices do not allow the schedule or the granularity."""
     updating = [role.name for role in roles if role.phase == "update"]
-    if not plan.apart(*updating) and not gives_way(config, plan, updating):
+    if not plan.has_own_devices(*updating) and not gives_way(config, plan, updating):
         placement = "this map" if plan.mode == "explicit" else f"placement={plan.mode}"
         turns = f"but with {placement} they take turns with other roles on their devices"
         if schedule := overlap_key(config):

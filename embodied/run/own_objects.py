@@ -93,8 +93,8 @@ def main(told: Path) -> None:
 
 def play(kind: Any, env: Any, policies: Sequence[Any], told: Path) -> None:
     """Build an env of one row and step it, which calls the reward; then act with the policies."""
-    with kind.explained(env):
-        made = make_env(kind.plain(env), 1)
+    with kind.explain_errors(env):
+        made = make_env(kind.plain_config(env), 1)
         try_out(made)
     for policy in policies:
         told.write_text(f"making policy.name={policy.name} and asking it for an action")
@@ -107,7 +107,7 @@ def converse(kind: Any, env: Any, policies: Sequence[Any], told: Path) -> None:
     """Begin a held-out conversation, and answer once."""
     from embodied.envs.text.text_env import checked_said
 
-    with kind.explained(env):
+    with kind.explain_errors(env):
         shared = kind.load(env)
         try:
             conversation = kind(env, shared)

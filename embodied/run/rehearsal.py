@@ -63,7 +63,7 @@ def rehearse_policy(policy: Any) -> None:
 def built_spec(env: Any) -> EnvSpec:
     """The spec of an env, which is built for it."""
     kind = env_class(env)
-    with kind.explained(env):
+    with kind.explain_errors(env):
         made = make_env(env.model_copy(update={"task": kind.tasks(env)[0]}), 1)
         try:
             return made.env_spec

@@ -262,9 +262,9 @@ class LanguageServer:
         text, stopped = cut_at_stop(self.policy.tokenizer.decode(ids[:-1] if ended else ids), ask.stop)
         if ask.echo:
             text = self.policy.tokenizer.decode(conversation.tokens) + text
-        return self.part(ask, conversation, written.answer, text, "stop" if stopped else written.finish)
+        return self.part_of_answer(ask, conversation, written.answer, text, "stop" if stopped else written.finish)
 
-    def part(
+    def part_of_answer(
         self, ask: Ask, conversation: ServedConversation, answer: Answer, text: str, finish: str = ""
     ) -> AnswerChoice:
         words: Callable[[int], str] = "token_id:{}".format if ask.return_tokens_as_token_ids else self.word
@@ -289,7 +289,7 @@ class LanguageServer:
                     new = parts[place].rest(whole[-1])
                 else:
                     text = self.policy.tokenizer.decode(news.tokens.tolist())
-                    new = parts[place].more(self.part(ask, conversations[place], news, text))
+                    new = parts[place].open_part(self.part_of_answer(ask, conversations[place], news, text))
             except EmbodiedError as err:  # after the head only an event can carry the error
                 return as_event(openai.error(str(err), "server_error", code=getattr(err, "code", None)))
             return as_event(openai.chunk(ask, new, heads[-1], first, place))
@@ -301,7 +301,7 @@ class LanguageServer:
         partial_calls = bool(ask.tools)  # are not sent
         return await self.send(request, "text/event-stream", conversations, event, not partial_calls, end)
 
-    async def many(self, request: web.Request) -> web.StreamResponse:
+    async def answer_many(self, request: web.Request) -> web.StreamResponse:
         """{"requests": [...]}: sends a line of JSON for each answer, in the order of their ends."""
         asks = read_many(await body_of(request, self.longest + MOST_TOGETHER * self.policy.max_length * TOKEN_BYTES))
         with self.admitted(*asks):
@@ -480,7 +480,7 @@ class StreamedAnswer:
         """`held`: letters at the end that may begin a stop text."""
         self.held, self.tokens, self.letters, self.begun = held, 0, 0, False
 
-    def more(self, answer: AnswerChoice) -> AnswerChoice:
+    def open_part(self, answer: AnswerChoice) -> AnswerChoice:
         """The new part of an open answer. A letter may take several tokens."""
         text = answer.text[: max(len(answer.text) - self.held, 0)].rstrip("\ufffd")
         return self.rest(replace(answer, text=text))

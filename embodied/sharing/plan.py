@@ -72,7 +72,7 @@ def run_cost(config: RunConfig, arguments: Sequence[str], own: int, runs: int, w
     profile, classes = stored_profiles.with_memory(profile, topology, config.cluster.memory_gb)
     if profile.missing(classes, stored_profiles.homes(config, topology, roles)):
         raise ConfigError(f"{name}: {path} was measured on other devices; {advice}")
-    flow = profile.dataflow.under("sync")
+    flow = profile.dataflow.with_schedule("sync")
     pricer = Pricer(flow, profile, classes)
     kinds = {c.kind: c for c in classes}
     shared = kinds[networks_on(config, topology)]

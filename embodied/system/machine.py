@@ -269,7 +269,7 @@ class LoadMeter:
         self.cores = os.sched_getaffinity(0) if cores is None else cores
         self.begun = clock(), self.busy_s(), self.own_s()
 
-    def others(self) -> float | None:
+    def load_of_others(self) -> float | None:
         """The mean number of our cores kept busy by other programs than this one and its ended children; None if
         unknown."""
         begun, busy_s, own_s = self.begun
@@ -302,7 +302,7 @@ def load_before() -> dict[str, Any]:
     """The load of other programs now: `others`, the cores kept busy over a second, and the load `average`."""
     meter = LoadMeter()
     time.sleep(SETTLE_S)
-    return {"others": meter.others(), "average": round(os.getloadavg()[0], 2)}
+    return {"others": meter.load_of_others(), "average": round(os.getloadavg()[0], 2)}
 
 
 def under_load(load: Mapping[str, Any], cores: int) -> str:

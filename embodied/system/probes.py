@@ -127,7 +127,7 @@ def tasks(kind: str) -> dict[str, Any]:
     """The tasks of this kind of simulator, with each one's missing downloads."""
     from embodied.envs import plugin
 
-    return {**plugin(kind).catalogued()}
+    return {**plugin(kind).list_tasks()}
 
 
 PROBES: dict[str, Callable[..., dict[str, Any]]] = {

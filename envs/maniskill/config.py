@@ -93,7 +93,7 @@ class ManiSkillConfig(CommonEnvConfig):
     video_size: int = Field(256, gt=15, multiple_of=2, description="Width and height of video frames, in pixels.")
 
     @classmethod
-    def knows(cls, task: str) -> bool:
+    def is_task(cls, task: str) -> bool:
         return is_bridge(task)
 
     @classmethod

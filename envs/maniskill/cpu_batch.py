@@ -59,7 +59,7 @@ def make_batched(make, num_envs: int, look, trimmed: bool = True, planes: bool =
             look(env, env.step(action)[-1])
         env.reset(seed=0, options={"env_idx": torch.arange(num_envs)})
         if trimmed:
-            physics.settle()
+            physics.fetch_only_read()
     return env
 
 

@@ -3,8 +3,8 @@
 ManiSkill's batched code reads and writes whole arrays of poses and joint positions ("cuda_rigid_body_data" and so on),
 and calls the physics system to fetch them from the simulator or apply them to it. Here the arrays are ordinary memory,
 and fetch and apply copy row by row. Only changed rows are applied, and after a step only moving values that are read
-are fetched: see `watch`, `settle` and `refresh`. A scene takes all physics steps of an env step in sequence, while its
-data are in the core's cache: see `step`.
+are fetched: see `watch`, `fetch_only_read` and `refresh`. A scene takes all physics steps of an env step in sequence,
+while its data are in the core's cache: see `step`.
 """
 
 from __future__ import annotations
@@ -148,7 +148,7 @@ class BatchedCpuPhysics:
         """Begin to record reads."""
         self.cuda_rigid_body_data.readers = set()
 
-    def settle(self) -> None:
+    def fetch_only_read(self) -> None:
         """From now on a step fetches only moving values that were read before. Other values are NaN, so that later
         reads are noticed."""
         noted = self.cuda_rigid_body_data.readers or set()

@@ -68,7 +68,7 @@ class ManiSkillEnv(VectorEnv):
         return {asset: source_of(asset) for asset in missing}
 
     @classmethod
-    def catalogued(cls) -> dict[str, CataloguedTask]:
+    def list_tasks(cls) -> dict[str, CataloguedTask]:
         ensure_vulkan()
         return {name: tasks.task_entry(name, spec) for name, spec in sorted(registered().items())}
 
@@ -162,8 +162,8 @@ class ManiSkillEnv(VectorEnv):
         plain = config.reward == "own" and not (config.cameras or config.modules or config.robot)
         if plain and is_listed(config):
             return
-        with cls.explained(config):
-            with closing(cls(cls.plain(config), 1)) as made:
+        with cls.explain_errors(config):
+            with closing(cls(cls.plain_config(config), 1)) as made:
                 try_out(made)
 
     @classmethod
@@ -171,12 +171,12 @@ class ManiSkillEnv(VectorEnv):
         return config.model_copy(update={"backend": "cpu"})
 
     @classmethod
-    def plain(cls, config: ManiSkillConfig) -> ManiSkillConfig:
+    def plain_config(cls, config: ManiSkillConfig) -> ManiSkillConfig:
         """The config with which ManiSkill itself plays the task."""
         return cls.resolve(config.model_copy(update={"backend": "cuda" if config.backend == "cuda" else "cpu"}))
 
     @classmethod
-    def explained(cls, config: ManiSkillConfig) -> AbstractContextManager[None]:
+    def explain_errors(cls, config: ManiSkillConfig) -> AbstractContextManager[None]:
         return explain_errors(f"env.task={config.task}")
 
     @classmethod

@@ -57,16 +57,16 @@ class RobosuiteEnv(MujocoEnv):
     def rehearse(cls, config: RobosuiteConfig) -> None:
         """Build one env, since only a built one knows its robots and cameras."""
         for task in cls.tasks(config):
-            with cls.explained(config):
+            with cls.explain_errors(config):
                 with closing(cls(config.model_copy(update={"task": task}), 1)) as made:
                     own_modules.try_out(made)
 
     @classmethod
-    def explained(cls, config: RobosuiteConfig) -> AbstractContextManager[None]:
+    def explain_errors(cls, config: RobosuiteConfig) -> AbstractContextManager[None]:
         return own_modules.explain_errors(f"env.task={config.task}")
 
     def __init__(self, config: RobosuiteConfig, num_envs: int) -> None:
-        with self.explained(config):
+        with self.explain_errors(config):
             self._singles = [Single(config) for _ in range(num_envs)]
             first = self._singles[0]
             first.begin(0)

@@ -69,14 +69,14 @@ class TextEnvChecker:
             held_out = self.prompts_follow_from_the_spec(task)
             self.held_out_prompts_are_not_trained_on(task, held_out)
             self.epochs_ask_every_question(task)
-        specs = [spec for task in self.tasks for spec in self.few(task)]
+        specs = [spec for task in self.tasks for spec in self.some_episodes(task)]
         self.odd_answers_are_scored_twice_alike(specs)
         self.solutions_are_successes(specs)
         self.conversations_end(specs)
         said = self.begin(specs[0])
         return CheckedTextEnv(in_a_line(said), self.solution(specs[0]), self.conversations)
 
-    def few(self, task: str) -> list[EpisodeSpec]:
+    def some_episodes(self, task: str) -> list[EpisodeSpec]:
         """Some held-out and some training episodes."""
         return [spec for at in range(PLAYED) for spec in (held_out_spec(task, at), training_spec(task, at))]
 
@@ -86,12 +86,12 @@ class TextEnvChecker:
         count = self.kind.held_out(self.config)
         if count < 1:
             fail("held-out", "there is no held-out prompt, so nothing can be evaluated")
-        for spec in self.few(task):
+        for spec in self.some_episodes(task):
             said, question = self.begin(spec), self.question(spec)
             self.answer(spec, "garbage")
             if said != self.begin(spec) or question != self.question(spec):
                 fail("reset", f"{spec} asked twice: {said!r:.100}, then {self.begin(spec)!r:.100}")
-            if said != self.checked(self.kind(self.config, self.shared).reset(spec), "reset"):
+            if said != self.checked_message(self.kind(self.config, self.shared).reset(spec), "reset"):
                 fail("reset", f"another {self.kind.__name__} returns another prompt for {spec}")
         prompts = [self.question(held_out_spec(task, at)) for at in range(count)]
         if self.question(EpisodeSpec(task, count - 1, SEED + 1, 1)) != prompts[-1]:
@@ -127,7 +127,7 @@ class TextEnvChecker:
     def odd_answers_are_scored_twice_alike(self, specs: list[EpisodeSpec]) -> None:
         solved = ["", "garbage"]  # on every prompt so far
         for spec in specs:
-            for answer in self.odd(spec):
+            for answer in self.odd_answers(spec):
                 turns = []
                 for _ in range(2):
                     self.begin(spec)
@@ -161,7 +161,7 @@ class TextEnvChecker:
     def begin(self, spec: EpisodeSpec) -> Said:
         self.conversations += 1
         with calling("reset", f"reset raised for {spec}"):
-            return self.checked(self.env.reset(spec), "reset")
+            return self.checked_message(self.env.reset(spec), "reset")
 
     def question(self, spec: EpisodeSpec) -> str:
         """The question of a conversation: the question from `draw`, which the prompt may hide, else the prompt and its
@@ -182,7 +182,7 @@ class TextEnvChecker:
             fail("solution", f"solution() is {type(solution).__name__}, it must be text or None")
         return solution
 
-    def odd(self, spec: EpisodeSpec) -> list[str]:
+    def odd_answers(self, spec: EpisodeSpec) -> list[str]:
         """Answers as policies give them: odd answers, and a truncated right one."""
         solution = self.solution(spec)
         return [*ODD, *([solution[: len(solution) // 2]] if solution else [])]
@@ -210,10 +210,10 @@ class TextEnvChecker:
             if not isinstance(flag, bool):
                 fail(name, f"{name}={flag!r} is {type(flag).__name__}, it must be a bool: {name}=bool(...)")
         if not turn.done:
-            self.checked(turn.said, "step")
+            self.checked_message(turn.said, "step")
         return turn
 
-    def checked(self, said: Any, method: str) -> Said:
+    def checked_message(self, said: Any, method: str) -> Said:
         """Checks that an env's message is text or messages, and returns it."""
         if not said:
             fail("said", f"{method} says nothing; a conversation that continues needs a reply")

@@ -197,7 +197,7 @@ class Conversation:
     pictures: list[str] = field(default_factory=list)  # that `tokens` show
     problem: str = ""  # why it does not count
 
-    def hear(self, completion: Completion, turn: Turn, reward: float) -> None:
+    def append_answer(self, completion: Completion, turn: Turn, reward: float) -> None:
         """Append an answer and the env's turn."""
         count, sampled = len(completion.tokens), completion.num_sampled
         chosen = np.zeros(count, bool)
@@ -421,14 +421,14 @@ def hear(conversation: Conversation, completion: Completion) -> bool:
         turn = conversation.env.cut_short(turn)
     if turn.dropped:
         conversation.problem = " ".join(str(turn.dropped).split())[:LONGEST_PROBLEM]
-        conversation.hear(completion, Turn(), 0.0)
+        conversation.append_answer(completion, Turn(), 0.0)
         return True
     reward = float(turn.success) if conversation.part.config.reward == "success" else float(turn.reward)
     if not np.isfinite(reward):
         raise EmbodiedError(
             f"{type(conversation.env).__name__}.step gave the reward {reward} for {completion.text[:80]!r}"
         )
-    conversation.hear(completion, turn, reward)
+    conversation.append_answer(completion, turn, reward)
     over = turn.done or not turn.said or last
     if not over:
         checked_said(turn.said, type(conversation.env), conversation.part.spec.pictures)

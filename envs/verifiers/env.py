@@ -497,7 +497,7 @@ class Verifiers(TextEnv):
             heard = self.example.answer(answer)
         except Lost as err:
             return self.lost(err)
-        return self.worth(heard) if isinstance(heard, dict) else Turn(said=heard, facts=self.asked_for)
+        return self.last_turn(heard) if isinstance(heard, dict) else Turn(said=heard, facts=self.asked_for)
 
     def cut_short(self, turn: Turn) -> Turn:
         """The environment scores the conversation so far, as for a model without room for more."""
@@ -505,14 +505,14 @@ class Verifiers(TextEnv):
             ended = self.example.stop()
         except Lost as err:
             return self.lost(err)
-        return self.worth(ended) if ended else self.lost(Lost("the environment did not stop when asked to"))
+        return self.last_turn(ended) if ended else self.lost(Lost("the environment did not stop when asked to"))
 
     def lost(self, err: Lost) -> Turn:
         self.example.forget()
         self.example = None
         return Turn(dropped=str(err))
 
-    def worth(self, ended: dict[str, Any]) -> Turn:
+    def last_turn(self, ended: dict[str, Any]) -> Turn:
         """The last turn of a conversation."""
         self.example = None
         reward = float(ended["reward"])

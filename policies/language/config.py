@@ -38,7 +38,7 @@ class LanguageConfig(LoraOptions):
     pretrained: str | None = Field(
         None, description="Published model (folder or hub id), or policy folder of ours, with whose weights it begins."
     )
-    engine: Annotated[str, AfterValidator(ENGINE_CLASSES.known)] = Field(
+    engine: Annotated[str, AfterValidator(ENGINE_CLASSES.checked_name)] = Field(
         "transformers",
         description="What generates answers: transformers, our own loop over the model; vllm, in the policy worker's "
         "process (make vllm); http, the servers at policy.url; or an engine of an installed package.",

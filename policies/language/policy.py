@@ -160,7 +160,7 @@ class LanguagePolicy(PublishedPolicy):
         way = attention.attention_kernel(self.device, self.dtype)
         room = attention.wide_row(way, self.model.config.get_text_config().hidden_size)
         names = list(inputs.get("pictures", ()))
-        shown, positions = self.see(tokens, lengths, names) if names else (tokens, None)
+        shown, positions = self.number_pictures(tokens, lengths, names) if names else (tokens, None)
         packed = lay_out(shown, mask, lengths, groups, wide=room, token_positions=positions)
         score = partial(self.scores_of, tokens=tokens, way=way, names=list(dict.fromkeys(names)))
         ranks = DividedPass(*inputs["ranks"], way) if "ranks" in inputs else None
@@ -169,14 +169,16 @@ class LanguagePolicy(PublishedPolicy):
         logprobs, entropy, *values = (empty.index_put((scored,), of) for of in scores)
         return Scores(logprobs[:, None, None], entropy[:, None, None], *(values or [empty]))
 
-    def see(self, tokens: np.ndarray, lengths: np.ndarray, names: list[str]) -> tuple[np.ndarray, np.ndarray]:
+    def number_pictures(
+        self, tokens: np.ndarray, lengths: np.ndarray, names: list[str]
+    ) -> tuple[np.ndarray, np.ndarray]:
         """Returns the tokens, with picture places numbered over all different pictures, and all positions."""
         positions, begin = [], 0
         for stream in np.split(tokens, np.cumsum(lengths)[:-1]):
             count = int((stream == FIRST_PLACE).sum())
             positions.append(self.sight.positions(stream, names[begin : begin + count]))
             begin += count
-        return self.sight.numbered(tokens, names)[0], np.concatenate(positions)
+        return self.sight.number_places(tokens, names)[0], np.concatenate(positions)
 
     def shown_tokens(self, tokens: Sequence[int]) -> list[int]:
         """The tokens for other programs, with the model's own picture tokens."""
@@ -287,7 +289,7 @@ class LanguagePolicy(PublishedPolicy):
         return float(weights), float(pairs), place_cost(self.model)
 
     def counted_features(self, places: int) -> Tensor:
-        return SIGHTS[self.model.config.model_type].counted(self.model, places)
+        return SIGHTS[self.model.config.model_type].count_features(self.model, places)
 
     def exchange_size(self) -> tuple[int, int]:
         """Queries, keys and values are exchanged before attention, and its output afterwards."""
@@ -390,8 +392,8 @@ class LanguagePolicy(PublishedPolicy):
             ours["policy"] |= {key: usual[key].default for key in ("engine", *self.config.of_engine)}
         return files.describe(self.model.config) | ours
 
-    def saved(self) -> set[str]:
-        return {name for name in super().saved() if self.is_models(name)}
+    def names_to_save(self) -> set[str]:
+        return {name for name in super().names_to_save() if self.is_models(name)}
 
     def write_folder(self, folder: Path, tensors=None, specs=None) -> None:
         heads = {}

@@ -88,7 +88,7 @@ class Sight:
         raise NotImplementedError
 
     @classmethod
-    def counted(cls, model: Any, places: int) -> Tensor:
+    def count_features(cls, model: Any, places: int) -> Tensor:
         """`Policy.counted_features` of this kind of model."""
         raise NotImplementedError
 
@@ -209,7 +209,7 @@ class Sight:
         came = Exchange.apply(group, room.expand(group.size, -1, -1).flatten(1)).view(group.size, *room.shape)
         return torch.cat([rows[:size] for rows, size in zip(came, sizes, strict=True)])
 
-    def numbered(self, tokens: np.ndarray, names: Sequence[str]) -> tuple[np.ndarray, list[str]]:
+    def number_places(self, tokens: np.ndarray, names: Sequence[str]) -> tuple[np.ndarray, list[str]]:
         """Numbers the picture places in tokens, int64 [n], over all different pictures; returns the tokens and these
         pictures' names, each once. Example with pictures of two places and one place, the first shown again at the end:
         -1 -2 5 -1 6 -1 -2 becomes -1 -2 5 -3 6 -1 -2.
@@ -236,7 +236,7 @@ class QwenSight(Sight):
         return config.vision_config.spatial_merge_size**2
 
     @classmethod
-    def counted(cls, model: Any, places: int) -> Tensor:
+    def count_features(cls, model: Any, places: int) -> Tensor:
         tower, vision = model.base_model.visual, model.config.vision_config
         tower.set_attn_implementation(COUNTED)
         patches, numbers = places * cls.patches_of_place(model.config), tower.patch_embed.proj.weight[0].numel()
@@ -299,7 +299,7 @@ class IdeficsSight(Sight):
         return config.scale_factor**2
 
     @classmethod
-    def counted(cls, model: Any, places: int) -> Tensor:
+    def count_features(cls, model: Any, places: int) -> Tensor:
         base, vision = model.base_model, model.config.vision_config
         tower, tile = base.vision_model, (vision.image_size // vision.patch_size) ** 2
         tower.set_attn_implementation(COUNTED)

@@ -205,7 +205,7 @@ class SlotEngine(Engine):
         self.prefill(dict.fromkeys(fresh, 0))
         if copies:
             sources, targets = np.array(copies).T
-            self.cache.copy(self.on(sources), self.on(targets), int(self.lengths[targets].max()))
+            self.cache.copy(self.to_device(sources), self.to_device(targets), int(self.lengths[targets].max()))
             self.totals["copied"] += int(self.lengths[targets].sum())
         self.prefill(had)
 
@@ -220,10 +220,10 @@ class SlotEngine(Engine):
             before, width = np.array([had[row] for row in batch]), max(missing[row] for row in batch)
             seen = min(int(before.max()) + width, self.max_length)
             self.cache.reserve(seen)
-            places = self.on(before)[:, None] + torch.arange(width, device=self.device)
+            places = self.to_device(before)[:, None] + torch.arange(width, device=self.device)
             # Tokens after a prefix in its row are masked, and will be overwritten.
             at = places.clamp(max=self.cache.length - 1) if before.any() else slice(width)
-            self.cache.at, self.cache.seen = (self.on(np.array(batch)), at), seen
+            self.cache.at, self.cache.seen = (self.to_device(np.array(batch)), at), seen
             mask = torch.arange(seen, device=self.device) <= places[:, :, None]
             self.read(batch, before, width, mask[:, None])
             self.totals["prefilled"] += sum(missing[row] for row in batch)
@@ -243,12 +243,12 @@ class SlotEngine(Engine):
                 shown += request.pictures[first:last]
                 places[number, : new.stop - start] = self.positions(request)[new]
                 places[number, new.stop - start :] -= self.behind[row]
-        given = {"input_ids": self.on(ids)}
+        given = {"input_ids": self.to_device(ids)}
         if self.sight:
             if shown:
-                ids, names = self.sight.numbered(ids, shown)
-            given = {"inputs_embeds": self.sight.embed(self.model, self.on(ids), names)}
-        places = self.on(places.clip(max=self.max_length - 1))
+                ids, names = self.sight.number_places(ids, shown)
+            given = {"inputs_embeds": self.sight.embed(self.model, self.to_device(ids), names)}
+        places = self.to_device(places.clip(max=self.max_length - 1))
         self.decoder(
             **given,
             attention_mask=mask,
@@ -316,10 +316,10 @@ class SlotEngine(Engine):
             self.draw_noise(np.arange(count))
         seen = int(self.lengths[:count].max()) + 1
         self.cache.reserve(seen)
-        lengths = self.on(self.lengths[:count])
+        lengths = self.to_device(self.lengths[:count])
         self.cache.at, self.cache.seen = (torch.arange(count, device=self.device), lengths), seen
         mask = torch.arange(seen, device=self.device) <= lengths[:, None]
-        pending, positions = self.on(self.pending[:count]), self.on((self.lengths - self.behind)[:count])
+        pending, positions = self.to_device(self.pending[:count]), self.to_device((self.lengths - self.behind)[:count])
         if self.fast:
             self.cache.bias = torch.where(mask, 0.0, -torch.inf).to(self.model.dtype)[:, None, None]
             logits, states = self.fast(pending, positions, self.cache)
@@ -338,8 +338,8 @@ class SlotEngine(Engine):
         for row, request in enumerate(self.rows):
             by_rule.setdefault(request.sampling.rule, []).append(row)
         for rule, rows in by_rule.items():
-            of_rows = logits if len(rows) == count else logits[self.on(np.array(rows))]
-            chosen = choose(of_rows, rule, self.on(self.noise[rows, self.phase]))
+            of_rows = logits if len(rows) == count else logits[self.to_device(np.array(rows))]
+            chosen = choose(of_rows, rule, self.to_device(self.noise[rows, self.phase]))
             tokens[rows], logprobs[rows] = (each.cpu().numpy() for each in chosen)
         for row in (row for row, request in enumerate(self.rows) if request.sampling.likeliest):
             self.likeliest[row] += (likeliest(logits[row], self.rows[row].sampling.likeliest),)
@@ -406,7 +406,7 @@ class SlotEngine(Engine):
             numbers = rng.uniform(seed, stream, episodes.repeat(len(steps)), places, 1)
             self.noise[alike, self.phase :] = numbers.reshape(len(alike), len(steps))
 
-    def on(self, numbers: np.ndarray) -> Tensor:
+    def to_device(self, numbers: np.ndarray) -> Tensor:
         return torch.from_numpy(numbers.copy()).to(self.device)
 
 

@@ -60,7 +60,7 @@ class ConversationTokenizer:
         if max_tokens is not None and len(text) > max_tokens * self.longest_token:
             why = f"a prompt of {len(text)} characters leaves no room for an answer within {max_tokens} tokens"
             raise ConfigError(f"{why}, the longest conversation")
-        ids = begin + (self.sight.encode(text, pictures) if self.sight and pictures else self.plain(text))
+        ids = begin + (self.sight.encode(text, pictures) if self.sight and pictures else self.encode_text(text))
         # A network needs at least one input token.
         return ids or ([min(self.stops)] if first else [])
 
@@ -96,7 +96,7 @@ class ConversationTokenizer:
         """The most characters of a token."""
         return max(map(len, self.own.get_vocab()))
 
-    def plain(self, text: str) -> list[int]:
+    def encode_text(self, text: str) -> list[int]:
         return self.own(text, add_special_tokens=False)["input_ids"]
 
     def continuation(self, said: Iterable[Message], ended: bool) -> str:

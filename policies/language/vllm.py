@@ -216,7 +216,7 @@ class VLLMEngine(Engine):
         self.version = None
         self.engine.sleep(level=2)
         if not on_gpus(self.config, self.policy):
-            self.engine.collective_rpc("empty")
+            self.engine.collective_rpc("free_all_memory")
         self.asleep = [*self.part_bytes]
         return self.num_bytes()
 
@@ -416,7 +416,7 @@ class FromFolder:
         storages = [tensor.untyped_storage() for tensor in memory_of(self)[CACHE]]
         return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
 
-    def empty(self) -> None:
+    def free_all_memory(self) -> None:
         """Free weights, keys and values."""
         for layer in self.model_runner.get_model().modules():
             if hasattr(layer, "cpu_linear"):  # repacked for vLLM's CPU kernels; the next load repacks them

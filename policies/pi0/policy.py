@@ -317,7 +317,7 @@ class Pi0Policy(FlowPolicy):
     def critic(self) -> tuple[int, ...]:
         return (1024, 512, 256) if self.settings.adaptive else (512, 256, 128)
 
-    def halve(self) -> None:
+    def use_half_precision(self) -> None:
         in_half(self.model)
 
     @classmethod
@@ -374,7 +374,7 @@ class Pi0Policy(FlowPolicy):
             prefix = self._prefix(obs, state, draws=draws)
         return replace(prefix, state=self._padded_state(state))
 
-    def judged(self, seen: networks.Prefix, hidden: Tensor | None) -> Tensor:
+    def value_features(self, seen: networks.Prefix, hidden: Tensor | None) -> Tensor:
         if self.settings.adaptive:
             present = seen.present[:, :, None].to(self.exact)
             return (seen.hidden.to(self.exact) * present).sum(1) / present.sum(1)

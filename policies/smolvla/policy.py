@@ -198,5 +198,5 @@ class SmolVLAPolicy(FlowPolicy):
         prefix = for_acting(self.config, SmolVLANetwork.prefix, self.device)
         return prefix(self.model, self._pixels(obs), *words, self._padded_state(state))
 
-    def judged(self, seen: networks.Prefix, hidden: Tensor | None) -> Tensor:
+    def value_features(self, seen: networks.Prefix, hidden: Tensor | None) -> Tensor:
         return seen.hidden

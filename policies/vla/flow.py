@@ -145,7 +145,7 @@ class FlowFolder:
 
 
 class FlowPolicy(VLAPolicy):
-    """Families implement `read`, `suffix` and `judged`, and describe their folders and networks."""
+    """Families implement `read`, `suffix` and `value_features`, and describe their folders and networks."""
 
     own_scales = statistics.SCALES
     companions = (*files.TOKENIZER_FILES, "policy_*.json", "policy_*.safetensors", *statistics.STATS_FILES)
@@ -176,7 +176,7 @@ class FlowPolicy(VLAPolicy):
         with torch.device("meta"):
             self.build()
         if config.dtype == "bfloat16":
-            self.halve()
+            self.use_half_precision()
         for name, child in self.named_children():
             if f"{name}." not in statistics.SCALES:
                 child.to_empty(device="cpu")
@@ -188,7 +188,7 @@ class FlowPolicy(VLAPolicy):
         are random numbers for image augmentation."""
         raise NotImplementedError
 
-    def judged(self, seen: Prefix, hidden: Tensor | None) -> Tensor:
+    def value_features(self, seen: Prefix, hidden: Tensor | None) -> Tensor:
         """The features [N, D] of the value head, from a step's hidden states, if any."""
         raise NotImplementedError
 
@@ -220,7 +220,7 @@ class FlowPolicy(VLAPolicy):
         """The width of the value head's input."""
         return self.settings.language.dim
 
-    def halve(self) -> None:
+    def use_half_precision(self) -> None:
         """Convert the model's weights to half precision."""
         self.model.to(torch.bfloat16)
 
@@ -488,7 +488,7 @@ class FlowPolicy(VLAPolicy):
         return numbers[:, : self.config.chunk, : self.spec.action.dim]
 
     def _value(self, seen: Prefix, hidden: Tensor | None) -> Tensor:
-        features = self.judged(seen, hidden).to(self.exact)
+        features = self.value_features(seen, hidden).to(self.exact)
         return self.value_head(features.detach() if self.config.detach_value else features).squeeze(-1).to(self.exact)
 
     def _remember(self, chain: list[Tensor], first: Tensor) -> dict[str, np.ndarray]:

@@ -24,7 +24,7 @@ class Rows:
     def rows(self):
         return len(self.which)
 
-    def cut(self, rows):
+    def for_rows(self, rows):
         return Rows(self.number, self.which[rows.start : rows.stop])
 
 

@@ -125,7 +125,7 @@ class Notebook(AbstractContextManager):
     def begin(self, rows, specs, instructions):
         self.lines += [f"episode {spec.index} begins" for spec in specs]
 
-    def decided(self, obs, actions, at, values):
+    def record_decision(self, obs, actions, at, values):
         assert len(obs["state"]) == len(actions) == self.env.num_envs and (values == 0.5).all()
 
     def on_frame(self, active):

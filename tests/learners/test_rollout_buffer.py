@@ -77,7 +77,7 @@ def test_pieces_of_any_size_give_the_same_bits(sizes):
     whole, looked = taken(FIRST, SECOND)
     assert sorted(looked.sizes) == [2, 3, 6, 6, 6, 6, 6]  # two decisions of three rows, three of two, and what is left
     found, look = taken(*pieces(SECOND, *sizes), *pieces(FIRST, *sizes))
-    assert found.has(SOURCES) and sorted(look.sizes) == sorted(looked.sizes)
+    assert found.has_all_of(SOURCES) and sorted(look.sizes) == sorted(looked.sizes)
     same(found.take(SOURCES), join((FIRST, SECOND)))
     for name, tensor in found.encoded(np.arange(5)).items():
         assert torch.equal(tensor, whole.features.kept[name])
@@ -88,7 +88,7 @@ def test_pieces_of_any_size_give_the_same_bits(sizes):
 def test_encoding_begins_before_the_rollout_has_ended():
     first, *_ = pieces(FIRST, 5, 2)
     found, look = taken(first)
-    assert look.sizes == [6, 6] and not found.has(SOURCES[:1])  # four of five decisions, in lots of two
+    assert look.sizes == [6, 6] and not found.has_all_of(SOURCES[:1])  # four of five decisions, in lots of two
 
 
 def test_what_a_dead_worker_played_is_forgotten_when_its_successor_plays():
@@ -96,7 +96,7 @@ def test_what_a_dead_worker_played_is_forgotten_when_its_successor_plays():
     early, *_ = pieces(SECOND, 6, 1)
     found, _ = taken(early, FIRST, *pieces(again, 2, 5))
     sources = (FIRST.source, again.source)
-    assert found.has(sources) and not found.has(SOURCES)
+    assert found.has_all_of(sources) and not found.has_all_of(SOURCES)
     same(found.take(sources), join((FIRST, again)))
     assert torch.equal(found.features.kept["seen"], taken(FIRST, again)[0].features.kept["seen"])
     for alone in (FIRST, again):

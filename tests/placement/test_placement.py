@@ -130,9 +130,9 @@ def test_every_mode_makes_a_plan_that_holds(mode, cores, num_envs, stages):
 
 
 def test_a_plan_without_learners_drops_only_them():
-    plan = make_plan("hybrid", TWO, 64).only("sim", "policy")
+    plan = make_plan("hybrid", TWO, 64).restricted_to("sim", "policy")
     assert [host.roles for host in plan.hosts] == [("sim",), ("policy",)]
-    assert make_plan("auto", TWO, 64).only("sim", "policy").count("learner") == 0
+    assert make_plan("auto", TWO, 64).restricted_to("sim", "policy").count("learner") == 0
 
 
 EIGHT = Topology((machine(tuple(range(16)), 8),))

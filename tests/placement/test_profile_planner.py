@@ -154,11 +154,11 @@ def test_what_does_not_fit_beside_each_other_swaps_and_pays_for_it():
     profile = simple_profile(constant(1), constant(1), constant(1), bytes=constant(60), onload_s=2, offload_s=3)
     policy = Cost(constant(1), bytes=constant(50), onload_s=0.5, offload_s=0.25)
     profile = replace(profile, costs={**profile.costs, "policy": {"gpu": policy}})
-    choice = Planner(SIMPLE, profile, [DeviceClass("gpu", "gpu", 1, 100)], (1,)).best()
+    choice = Planner(SIMPLE, profile, [DeviceClass("gpu", "gpu", 1, 100)], (1,)).fastest()
     assert choice.layout.swapped == {"policy", "learner"}  # either alone leaves its bytes beside the other's
     assert choice.price.seconds == 10 * 2 + 4 + 2 + 3 + 0.5 + 0.25
     assert choice.price.used_bytes == {"gpu": 60}
-    fits = Planner(SIMPLE, profile, [DeviceClass("gpu", "gpu", 1, 110)], (1,)).best()
+    fits = Planner(SIMPLE, profile, [DeviceClass("gpu", "gpu", 1, 110)], (1,)).fastest()
     assert fits.layout.swapped == frozenset()
     assert fits.price.seconds == 10 * 2 + 4
 
@@ -172,5 +172,5 @@ def test_batches_that_wait_are_held_by_learners():
         pricer = Pricer(dataflow, profile, [DeviceClass("gpu", "gpu", 2, 1e12)])
         assert pricer.price(Layout(alone)).used_bytes["gpu"] == 12 + held
     small = Planner(replace(SIMPLE, schedule="async"), profile, [DeviceClass("gpu", "gpu", 2, 80)], (1,))
-    assert small.best() is None
-    assert Planner(SIMPLE, profile, [DeviceClass("gpu", "gpu", 2, 80)], (1,)).best()
+    assert small.fastest() is None
+    assert Planner(SIMPLE, profile, [DeviceClass("gpu", "gpu", 2, 80)], (1,)).fastest()

@@ -35,7 +35,9 @@ def test_on_two_cores_learners_have_the_second_one(tmp_path, recipe):
     assert ("algo.decoupled=true" in told) == (config.pipeline.schedule == "async")
     if config.pipeline.schedule == "async":
         assert "algo.decoupled" not in launch.describe(*planned(tmp_path, *recipe, "algo.decoupled=true"))
-    assert "schedule " not in launch.describe(config, plan.only("sim", "policy"))  # nothing learns in an evaluation
+    assert "schedule " not in launch.describe(
+        config, plan.restricted_to("sim", "policy")
+    )  # nothing learns in an evaluation
 
 
 @pytest.mark.parametrize(
@@ -52,9 +54,9 @@ def test_wherever_auto_places_it_learners_are_alone_on_their_devices(recipe, clu
     machines = read_topology(cluster)
     networks, gpu_sims = ("gpu" if machines.gpus else "cpu"), recipe.endswith("gpu")
     plan = make_plan("auto", machines, 1920, 1, networks, gpu_sims, overlap=ASYNC)
-    assert plan.apart("learner")
+    assert plan.has_own_devices("learner")
     assert (plan.count("learner"), plan.count("policy")) == (learners, others)
-    assert not make_plan("auto", machines, 1920, 1, networks, gpu_sims).apart("learner")
+    assert not make_plan("auto", machines, 1920, 1, networks, gpu_sims).has_own_devices("learner")
 
 
 @pytest.mark.parametrize(
@@ -82,7 +84,7 @@ def test_roles_of_the_rollout_are_beside_policies_and_those_of_the_update_beside
     roles = (*EMBODIED, PlacedRole("reward"), PlacedRole("critic", "update"))
     plan = make_plan("auto", (0, 1), 8, roles=roles, overlap=ASYNC)
     assert places(plan) == {(("sim", "policy"), (0,)), (("reward",), (0,)), (("learner", "critic"), (1,))}
-    assert plan.apart("learner", "critic")
+    assert plan.has_own_devices("learner", "critic")
 
 
 def test_policies_may_share_the_learners_devices_where_others_are_left_to_act(tmp_path):

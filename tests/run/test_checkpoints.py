@@ -167,8 +167,8 @@ def saves(clock, lengths, cost_s=0.0):
     train_s, found = 0.0, []
     for iteration, seconds in enumerate(lengths, 1):
         train_s += seconds
-        if clock.due(iteration, train_s):
-            clock.saved(iteration, train_s, cost_s)
+        if clock.is_due(iteration, train_s):
+            clock.note_save(iteration, train_s, cost_s)
             found.append(iteration)
     return found
 

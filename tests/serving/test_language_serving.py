@@ -566,7 +566,7 @@ def test_openais_client_gets_logprobs_prompts_and_several_streams(server, folder
     # The likeliest tokens, at every place of prompt and answer, as the network by itself says.
     (whole,) = client.completions.create(**asked, logprobs=3, echo=True, extra_body={"return_token_ids": True}).choices
     assert whole.text.startswith("hello") and whole.logprobs.tokens[:5] == [*"hello"]
-    ids = torch.tensor([[*model.tokenizer.plain("hello"), *whole.token_ids]])
+    ids = torch.tensor([[*model.tokenizer.encode_text("hello"), *whole.token_ids]])
     with torch.no_grad():
         likely = model.model(ids).logits[0].double().log_softmax(-1)
     given = [None, *likely[:-1].gather(1, ids[0, 1:, None])[:, 0].tolist()]

@@ -128,7 +128,7 @@ class HTTPEngine(Engine):
         if self.folder is not None:
             self.folder.write(name, as_published(self.policy.model, pairs.items()))
         self.name = name
-        self.wait(self.pool.want(name))
+        self.wait(self.pool.require_weights(name))
 
     def metrics(self) -> dict[str, float]:
         return self.call(self.pool.metrics)

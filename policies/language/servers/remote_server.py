@@ -122,7 +122,7 @@ class RemoteServer:
         self.sender = secrets.token_hex(8)  # identifies this sender of weights
 
     @property
-    def ours(self) -> bool:
+    def is_ours(self) -> bool:
         return self.owner == OWNER
 
     async def look(self, limit_s: float) -> None:
@@ -140,7 +140,7 @@ class RemoteServer:
             odd = odd or {"settings": settings}
             raise ConfigError(f"{self.name}/v1/models describes its model wrongly: {str(odd)[:200]}")
         self.max_length, self.adapters, self.slots = sizes.values()
-        self.settings = settings | ({"lora_rank": self.adapters} if self.ours else {})
+        self.settings = settings | ({"lora_rank": self.adapters} if self.is_ours else {})
 
     async def first_look(self, away_s: float) -> str:
         """Why the server does not answer within a few seconds; "" if it does."""
@@ -159,7 +159,7 @@ class RemoteServer:
     async def answers(self, bodies: dict[int, dict[str, Any]]) -> AsyncIterator[tuple[int, Any]]:
         """Yields the answers of /v1/completions to these requests, by number, as they arrive; for a failed request an
         error. Our servers get all requests in one call."""
-        if not self.ours:
+        if not self.is_ours:
             for number, body in bodies.items():
                 yield number, await self.call("POST", "/v1/completions", body)
             return
@@ -196,7 +196,7 @@ class RemoteServer:
 
     def check_settings(self, own: dict[str, Any], max_length: int, proves: bool) -> None:
         """Refuse a server with another model or precision, with shorter conversations, or without proofs."""
-        if proves and not self.ours:
+        if proves and not self.is_ours:
             who = f"{self.name} is a server of {self.owner or 'another kind'}"
             raise ConfigError(f"{who}, which makes no proofs of its answers; leave out policy.verify")
         differing = [key for key in own if self.settings.get(key, own[key]) != own[key]]
@@ -211,7 +211,7 @@ class RemoteServer:
         buckets."""
         if self.owner == "vllm":
             return await self.load_into_vllm(folder, name, tied)
-        if not self.ours:
+        if not self.is_ours:
             who = f"{self.name} is a server of {self.owner or 'another kind'}"
             raise ConfigError(f"{who}, which has no way to take weights that is known here; ours and vLLM's have one")
         body = {"path": str(folder), "version": version_of(name), "weight_version": name}

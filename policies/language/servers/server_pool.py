@@ -90,7 +90,7 @@ class WritingSpeed:
         self.answers = answers
         self.began: float | None = None
 
-    def wrote(self, tokens: int, now: float, busy: bool) -> None:
+    def count_answer(self, tokens: int, now: float, busy: bool) -> None:
         """Counts an answer; `busy`: requests still wait. Measurements without a queue are dropped."""
         if not busy or self.began is None:
             self.began, self.tokens, self.count = (now if busy else None), 0, 0
@@ -193,7 +193,7 @@ class ServerPool:
         """The rank of the servers' adapters."""
         return next((server.remote.adapters for server in self.servers if server.remote.owner), None)
 
-    async def want(self, name: str) -> None:
+    async def require_weights(self, name: str) -> None:
         """From now on only servers with these weights answer; returns when one of them is ready."""
         self.forget()
         self.wanted, self.error = name, None
@@ -314,7 +314,7 @@ class ServerPool:
     async def check_weights(self, remote: RemoteServer) -> None:
         """Refuse a server whose fixed weights differ from these. If a server does not name its weights, log-probs are
         compared later."""
-        if remote.ours and not same_numbers(has := await remote.weights(), self.wanted):
+        if remote.is_ours and not same_numbers(has := await remote.weights(), self.wanted):
             raise ConfigError(f"{remote.name} has other weights ({has}) than this policy ({self.wanted}); {KEEPS}")
 
     async def watch(self, server: PooledServer) -> None:
@@ -434,7 +434,7 @@ class ServerPool:
         self.queue.workers(request_limits(most, {server.name: server.speed.rate for server in taking}), others)
         by_name = {server.name: server for server in taking}
         for name, requests in self.queue.take().items():
-            server, size = by_name[name], MOST_TOGETHER if by_name[name].remote.ours else 1
+            server, size = by_name[name], MOST_TOGETHER if by_name[name].remote.is_ours else 1
             for first in range(0, len(requests), size):
                 some = {int(request.key): request.request for request in requests[first : first + size]}  # type: ignore[call-overload]
                 began = time.monotonic()
@@ -450,7 +450,7 @@ class ServerPool:
                     if isinstance(answer, ServerUnavailable):
                         self.fail(server, number, answer, began)
                     else:
-                        await self.hear(server, number, left[number], answer, began)
+                        await self.take_answer(server, number, left[number], answer, began)
                     self.close_call(server, number)
                     del left[number]
         except ServerUnavailable as err:
@@ -465,10 +465,12 @@ class ServerPool:
         if task is asyncio.current_task():  # otherwise the request was taken from the server meanwhile
             del server.calls[number]
 
-    async def hear(self, server: PooledServer, number: int, request: PooledRequest, answer: Any, began: float) -> None:
+    async def take_answer(
+        self, server: PooledServer, number: int, request: PooledRequest, answer: Any, began: float
+    ) -> None:
         """Keep an answer for comparison, or ask again if it was aborted or is of other weights."""
         parsed, remote, why = read_answer(answer), server.remote, ""
-        has = parsed.fingerprint if remote.ours else None
+        has = parsed.fingerprint if remote.is_ours else None
         if remote.owner == "vllm" and self.folder is not None:  # it may have restarted meanwhile
             has = await remote.weights()
         if not parsed.dropped:
@@ -483,7 +485,7 @@ class ServerPool:
         server.answered_at = time.monotonic()
         server.longest_s = max(server.longest_s, server.answered_at - began)
         self.totals["unusable"] += bool(parsed.dropped)
-        server.speed.wrote(len(parsed.tokens), time.monotonic(), bool(self.queue.waiting))
+        server.speed.count_answer(len(parsed.tokens), time.monotonic(), bool(self.queue.waiting))
         self.done.put((server, number, parsed))
 
     def fail(self, server: PooledServer, number: int, err: ServerUnavailable, began: float) -> None:

@@ -237,7 +237,7 @@ def test_envs_in_threads_draw_as_they_do_alone():
 
 
 def test_tasks_are_listed_with_their_limit_rewards_and_what_they_lack():
-    listed = plugin("maniskill").catalogued()
+    listed = plugin("maniskill").list_tasks()
     assert listed["PushCube-v1"] == {"about": "50 steps", "problem": "", "missing": {}}
     assert listed["DrawTriangle-v1"]["about"] == "300 steps, with env.reward_mode=sparse"
     assert listed["Empty-v1"]["problem"] == "it has no reward"

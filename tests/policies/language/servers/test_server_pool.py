@@ -210,10 +210,10 @@ def test_room_follows_throughput_and_stays_within_the_cache():
     assert request_limits({"a": 8, "b": 8}, {"a": 1e6, "b": 0.0}) == {"a": 8, "b": 1}
     speed = WritingSpeed(4)
     for second in range(9):
-        speed.wrote(10, float(second), busy=True)
+        speed.count_answer(10, float(second), busy=True)
     assert speed.rate == 10.0
     for second in range(9, 200, 10):  # ten times as slow, as long as there is a queue
-        speed.wrote(10, float(second), busy=second < 100)
+        speed.count_answer(10, float(second), busy=second < 100)
     assert 1.0 < speed.rate < 4.0
 
 
