@@ -28,7 +28,7 @@ def main(argv: list[str] | None = None) -> int:
         return show(__version__)
     name, files = words[0], commands()
     if name not in files:
-        print(f"error: {unknown(name, list(files))}", file=sys.stderr)
+        print(f"error: {answer_unknown(name, list(files))}", file=sys.stderr)
         return 2
     module = importlib.import_module(module_of(files[name]))
     sys.argv = [str(files[name]), *words[1:]]  # as if the command had been started by its own name
@@ -80,17 +80,17 @@ def listing() -> str:
         "recipes, by family (recipe=NAME; embodied list says what each is for and whether it runs here)",
     ]
     for family, names in by_family(recipe_names(RECIPES, *BY_TASK)).items():
-        lines += filled(family, names)
+        lines += wrap_names(family, names)
     return "\n".join([*lines, "", "to begin with: embodied train recipe=pointmass_ppo"])
 
 
-def filled(title: str, names: list[str]) -> list[str]:
+def wrap_names(title: str, names: list[str]) -> list[str]:
     """The names in lines of at most WIDTH letters; the first line begins with the title."""
     first = f"  {title:<{INDENT - 2}}"
     return wrap(" ".join(names), WIDTH, initial_indent=first, subsequent_indent=" " * INDENT, break_on_hyphens=False)
 
 
-def unknown(name: str, names: list[str]) -> str:
+def answer_unknown(name: str, names: list[str]) -> str:
     if "=" in name:
         return f"{name}: name a command before it: embodied train {name}; the commands are {', '.join(names)}"
     meant = nearest(name, names, before=", ") or "."

@@ -275,7 +275,7 @@ def profile_of(
 
 
 def read_options(argv: list[str]) -> tuple[Options, list[str]]:
-    values, problems, rest = launch.split(argv, OWN)
+    values, problems, rest = launch.split_keys(argv, OWN)
     for key in ("modes", "schedules", "tasks", "num_envs"):
         if isinstance(values.get(key), str) and "," in values[key]:  # modes=collocated,hybrid
             values[key] = read_yaml(f"[{values[key]}]")

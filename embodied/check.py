@@ -58,7 +58,7 @@ def call(*words: str | Mapping[str, Any]) -> dict[str, str]:
 
 def find(argv: list[str]) -> dict[str, str] | None:
     """Check the env's tasks and print the findings; None for --help and --cfg."""
-    own, problems, rest = launch.split(argv, ("images", "limit_s"))
+    own, problems, rest = launch.split_keys(argv, ("images", "limit_s"))
     images, limit_s = own.get("images", False), own.get("limit_s", LIMIT_S)
     if not isinstance(images, bool):
         problems.append(f"images={images}: should be true or false")

@@ -300,7 +300,7 @@ def check_language(machine: Machine) -> list[Finding]:
 def check_disk(machine: Machine) -> list[Finding]:
     """Checks the free space of the default run folder and of temporary files."""
     folders = {"disk": Path.cwd(), "disk for temporary files": Path(machine.environ.get("TMPDIR") or "/tmp")}
-    return [amount(name, machine.free_bytes(at), 1, 10, f"{at}", DISK_FIX) for name, at in folders.items()]
+    return [check_amount(name, machine.free_bytes(at), 1, 10, f"{at}", DISK_FIX) for name, at in folders.items()]
 
 
 DISK_FIX = "free some space, or put runs elsewhere: run.dir=/somewhere/larger"
@@ -310,10 +310,10 @@ def check_shared_memory(machine: Machine) -> list[Finding]:
     if not machine.exists("/dev/shm"):
         return [Finding("shared memory", FAILED, "/dev/shm is missing", "mount -t tmpfs -o size=8g tmpfs /dev/shm")]
     fix = "docker run --shm-size=8g, or: mount -o remount,size=8g /dev/shm"
-    return [amount("shared memory", machine.free_bytes("/dev/shm"), 0.25, 1, "/dev/shm", fix)]
+    return [check_amount("shared memory", machine.free_bytes("/dev/shm"), 0.25, 1, "/dev/shm", fix)]
 
 
-def amount(name: str, free: int, least: float, enough: float, where: str, fix: str) -> Finding:
+def check_amount(name: str, free: int, least: float, enough: float, where: str, fix: str) -> Finding:
     detail = f"{free / GIB:.1f} GiB free in {where}"
     if free < least * GIB:
         return Finding(name, FAILED, f"{detail}; at least {least:g} GiB are needed", fix)
@@ -333,7 +333,7 @@ def check_memory(machine: Machine) -> list[Finding]:
         used = machine.read("/sys/fs/cgroup/memory.current").strip()
         free = min(free, int(limit) - int(used or 0))
     fix = 'close other programs; or fewer simulators at once: placement={"sim,policy": "cpu:0", learner: "cpu:0"}'
-    return [amount("memory", free, 1, 4, "memory", fix)]
+    return [check_amount("memory", free, 1, 4, "memory", fix)]
 
 
 def check_cores(machine: Machine) -> list[Finding]:

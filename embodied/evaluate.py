@@ -43,7 +43,7 @@ from embodied.records.results import (
     write_comparison,
     write_results,
 )
-from embodied.records.success_stats import causes, summarize
+from embodied.records.success_stats import count_causes, summarize
 from embodied.records.transcripts import TRANSCRIPTS, join_transcripts
 from embodied.records.videos import worth_seeing, write_mosaic
 from embodied.reporting.run_page import REPORT, report_or_say_why
@@ -157,7 +157,7 @@ def refuse_errors_only(played: dict[str, list[EpisodeResult]], out: Path) -> Non
     for name, episodes in played.items():
         if all(episode.error for episode in episodes):
             failed = f"{name} was not evaluated, every episode ended in an error"
-            raise EmbodiedError(f"{failed}: {describe_causes(causes(episodes))}; see {out}")
+            raise EmbodiedError(f"{failed}: {describe_causes(count_causes(episodes))}; see {out}")
 
 
 def one_env_each(config: RunConfig) -> list[RunConfig]:
@@ -254,7 +254,7 @@ def evaluate(parts: list[Part], source: PolicySource, policy: dict[str, Any], ou
     episodes: list[EpisodeResult] = []
     evaluators: list[Evaluator] = []
     for part in parts:
-        with opened(part, parts, source, tasks, out) as evaluator:
+        with open_workers(part, parts, source, tasks, out) as evaluator:
             if kept is None:  # a refused evaluation leaves no files
                 kept = PartialEvaluation(out, asked_for(parts, source.config, policy), policy, notify=launch.say)
                 if kept.finished:
@@ -267,7 +267,7 @@ def evaluate(parts: list[Part], source: PolicySource, policy: dict[str, Any], ou
                 film_failures(evaluator, out, episodes)
     for part, evaluator in zip(parts[:-1], evaluators):
         if evaluator.failures_to_film(out, episodes):
-            with opened(part, parts, source, tasks, out) as again:
+            with open_workers(part, parts, source, tasks, out) as again:
                 again.read_spec()
                 film_failures(again, out, episodes)
     for video in worth_seeing((out / "videos").glob("*.mp4"))[:3]:
@@ -281,7 +281,7 @@ def name_of_part(part: Part, parts: list[Part]) -> str:
 
 
 @contextmanager
-def opened(
+def open_workers(
     part: Part, parts: list[Part], source: PolicySource, tasks: tuple[str, ...], out: Path
 ) -> Iterator[Evaluator]:
     """Fresh workers that play a part of the evaluation."""
@@ -396,7 +396,7 @@ def write_evaluation(
         "policy": kept.policy,
         "protocol": played_by(evaluators),
         **summarize(episodes),
-        "causes": causes(episodes),
+        "causes": count_causes(episodes),
         "provenance": kept.provenance(),
     }
     first = evaluators[0].config

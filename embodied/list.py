@@ -57,7 +57,7 @@ def start(argv: list[str]) -> int:
     problems = set()
     for name in argv or ["recipes", "envs", "policies", "models", "engines"]:
         items = list(LISTS[name](machine))
-        show(name, items)
+        print_list(name, items)
         problems |= {item.problem for item in items}
     for line in advice(problems, machine):
         print(line)
@@ -75,7 +75,7 @@ def advice(problems: set[str], machine: Machine) -> Iterable[str]:
             yield from options.advice(lacking, machine.environ)
 
 
-def show(title: str, items: list[Item]) -> None:
+def print_list(title: str, items: list[Item]) -> None:
     """Print a list."""
     width = max(len(title), *(len(item.name) + 2 for item in items))
     print(f"{title:<{width}}  here")
@@ -95,7 +95,7 @@ def recipes(machine: Machine) -> Iterable[Item]:
     models, families = machine.models(), by_family(recipe_names())
     for family, name in [(family, name) for family, names in families.items() for name in names]:
         config = load([f"recipe={name}"]).config
-        yield Item(name, comment(name), problem_of_recipe(config, machine, models), family)
+        yield Item(name, comment_of(name), problem_of_recipe(config, machine, models), family)
 
 
 def problem_of_recipe(config: RunConfig, machine: Machine, models: Container[str]) -> str:
@@ -190,7 +190,7 @@ def problem_of_env(env: EnvConfig, machine: Machine) -> str:
     return missing_with_sources(env_class(env).missing_files(env, machine))
 
 
-def comment(recipe: str) -> str:
+def comment_of(recipe: str) -> str:
     """The first sentence of the comment above a recipe."""
     lines = recipe_file(recipe).read_text(encoding="utf-8").splitlines()
     above = itertools.takewhile(lambda line: line.startswith("#"), lines)

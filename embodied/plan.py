@@ -125,7 +125,7 @@ def compare_predictions(argv: list[str]) -> Path:
     """Plan and print the result; returns the folder of the results."""
     named_program = [word for word in argv if word.startswith("program=")]
     program, argv = program_of(argv)
-    values, problems, rest = launch.split(argv, OWN)
+    values, problems, rest = launch.split_keys(argv, OWN)
     if problems:
         raise ConfigError("\n".join(problems))
     own = {key: str(value) for key, value in values.items()}
@@ -136,7 +136,7 @@ def compare_predictions(argv: list[str]) -> Path:
         roles = roles_of(roles_of_run(program, config) if config else program.roles)
         topology = read_topology(own["cluster"]) if "cluster" in own else machines(config) if config else discover()
         profile, name = find_profile(own.get("profile"), config, [*named_program, *rest], topology, roles)
-        where = stored_profiles.homes(config, topology, roles) if config else None
+        where = stored_profiles.device_kinds(config, topology, roles) if config else None
         if why := why_not_measured(profile, topology, name, where):
             raise ConfigError(why)
         limits = (config.cluster.memory_gb, draws_on_gpus(config.env), config.algo.why_not_periodic()) if config else ()

@@ -120,7 +120,7 @@ class ShareOrder:
 
 
 def read_order(argv: Sequence[str]) -> ShareOrder:
-    own, problems, words = launch.split([word for word in argv if word not in ("--dry-run", "--plan")], OWN)
+    own, problems, words = launch.split_keys([word for word in argv if word not in ("--dry-run", "--plan")], OWN)
     order = ShareOrder(dry="--dry-run" in argv, plan="--plan" in argv)
     common: list[str] = []
     for word in words:

@@ -342,10 +342,10 @@ def train(
 
 def check_origins(loop: EmbodiedLoop, checkpoint: Path | None, origin: PolicySource | None, folder: RunFolder) -> None:
     """Refuse policies that were made for another env; run.json records the start."""
-    from embodied.run.policy_source import check_fits, described
+    from embodied.run.policy_source import check_fits, policy_of_checkpoint
 
     if checkpoint:
-        check_fits(described(checkpoint), loop.config.env, loop.spec)
+        check_fits(policy_of_checkpoint(checkpoint), loop.config.env, loop.spec)
     if origin:
         check_fits(origin, loop.config.env, loop.spec)
         folder.record(started_from=origin.described())

@@ -425,25 +425,25 @@ def images_are_painted_where_promised(check: Checker) -> None:
         check.reset(check.first)
         if not counts.any():
             return  # its observations contain images
-        expect(counts, np.ones(check.num, int), "a reset of all rows")
+        expect_counts(counts, np.ones(check.num, int), "a reset of all rows")
         moved = env.step_chunk(check.actions(CHUNK)).mask.any(axis=1)
-        expect(counts, moved.astype(int), f"a chunk of {CHUNK} steps")
+        expect_counts(counts, moved.astype(int), f"a chunk of {CHUNK} steps")
         check.reset(check.others, [1])
-        expect(counts, (everybody == 1).astype(int), "a reset of row 1")
+        expect_counts(counts, (everybody == 1).astype(int), "a reset of row 1")
         check.stagger()
         counts[:] = 0
         size = check.spec.max_episode_steps - check.lead + 1  # other rows end inside the chunk, row 1 continues
         moved = env.step_chunk(check.actions(size)).mask.any(axis=1)
-        expect(counts, moved.astype(int), "a chunk in which episodes end")
+        expect_counts(counts, moved.astype(int), "a chunk in which episodes end")
         env.step_chunk(check.actions(1))
-        expect(counts, np.where(everybody == 1, counts, 0), "a step of rows that are done")
+        expect_counts(counts, np.where(everybody == 1, counts, 0), "a step of rows that are done")
     again = env._paint(everybody)
     for camera, frames in env._paint(everybody[:1]).items():
         if not np.array_equal(frames[0], again[camera][0]):
             fail("images", f"row 0 painted alone by {camera!r} looks different from row 0 painted with the others")
 
 
-def expect(counts: np.ndarray, wanted: np.ndarray, when: str) -> None:
+def expect_counts(counts: np.ndarray, wanted: np.ndarray, when: str) -> None:
     if not np.array_equal(counts, wanted):
         fail("images", f"{when} paints rows {counts.tolist()} times, it must be {wanted.tolist()}")
     counts[:] = 0

@@ -206,7 +206,7 @@ class EpisodePlayer:
             for recorder in recorders:
                 recorder.on_frame(moved)
 
-        result = self.play(disturbed(actions, self.rows, tally.job.recording), on_frame if recorders else None)
+        result = self.play(add_noise(actions, self.rows, tally.job.recording), on_frame if recorders else None)
         tally.env_steps += int(of_rows(result.mask, self.at).sum())
         for recorder in recorders:
             recorder.played(result)
@@ -382,7 +382,7 @@ def num_startable(waiting: deque[EpisodeSpec], playing: np.ndarray, alone: froze
     return sum(spec.index not in alone for spec in waiting)
 
 
-def disturbed(actions: Array, rows: EpisodeTracker, recording: Recording) -> Array:
+def add_noise(actions: Array, rows: EpisodeTracker, recording: Recording) -> Array:
     """The actions [N, C, A] with the requested noise, which follows from episode and decision."""
     if not recording.noise:
         return actions

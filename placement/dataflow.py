@@ -74,7 +74,7 @@ def completion_times(lengths: np.ndarray, slots: int) -> np.ndarray:
 def engine_ratios(lengths: Lengths, answers: int, most: int) -> np.ndarray:
     """[most + 1] By the number of engines: the duration of all answers, relative to the mean duration of an equal part
     on one engine."""
-    return interpolated(lambda engines: engine_ratio(lengths, answers, min(engines, answers)), most)
+    return interpolated_ratios(lambda engines: engine_ratio(lengths, answers, min(engines, answers)), most)
 
 
 def engine_ratio(lengths: Lengths, answers: int, engines: int) -> float:
@@ -89,10 +89,10 @@ def engine_ratio(lengths: Lengths, answers: int, engines: int) -> float:
 @cache
 def learner_ratios(lengths: Lengths, groups: int, size: int, most: int) -> np.ndarray:
     """[most + 1] By the number of learners: maximum over mean load, for groups of drawn lengths."""
-    return interpolated(lambda ranks: learner_ratio(lengths, groups, size, ranks), most)
+    return interpolated_ratios(lambda ranks: learner_ratio(lengths, groups, size, ranks), most)
 
 
-def interpolated(ratio: Callable[[int], float], most: int) -> np.ndarray:
+def interpolated_ratios(ratio: Callable[[int], float], most: int) -> np.ndarray:
     """The ratios of 0, 1, ... workers, computed at powers of two and interpolated between them."""
     counts = [2**power for power in range(most.bit_length() + 1)]
     ratios = [ratio(count) for count in counts]
@@ -226,7 +226,7 @@ class Dataflow:
         component."""
         names = [c.name for c in self.components]
         after = {name: {e.target for e in self.edges if e.source == name and not e.next_iteration} for name in names}
-        reach = {name: reachable(name, after) for name in names}
+        reach = {name: reachable_from(name, after) for name in names}
         nodes = {tuple(b for b in names if b == a or (b in reach[a] and a in reach[b])) for a in names}
         ordered: list[tuple[str, ...]] = []
         while nodes:
@@ -284,7 +284,7 @@ def traced_edges(flows: Mapping[tuple[str, str], tuple[float, float]]) -> tuple[
     return tuple(Edge(*pair, next_iteration=flows[pair][0] >= ended(pair[1], pair)) for pair in in_order)
 
 
-def reachable(start: str, after: Mapping[str, set[str]]) -> set[str]:
+def reachable_from(start: str, after: Mapping[str, set[str]]) -> set[str]:
     names_reached: set[str] = set()
     ahead = list(after[start])
     while ahead:

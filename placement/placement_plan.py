@@ -107,7 +107,7 @@ def choose(
         groups = [*((role.name, own_cores) for role in apart), *by_declaration(mode, left, devices, num_envs, stages)]
         return as_map(groups, machines, draws), "collocated: roles take turns" * (mode == "auto")
     by_rule = mode == "auto"
-    mode, reason = resolved(mode, networks, gpu_sims or policy_gpus > 1, overlap)
+    mode, reason = resolve_auto(mode, networks, gpu_sims or policy_gpus > 1, overlap)
     if by_rule and mode == "collocated" and policy_gpus > 1:
         reason = "collocated: policies and learners take turns on all GPUs"
     if mode == "hybrid" and policy_gpus > 1:
@@ -168,7 +168,7 @@ def by_declaration(mode: str, roles: Sequence[PlacedRole], devices: list[Device]
     return [(keys[head], devices[i * size :][:workers]) for i, share in enumerate(shares) for head in share]
 
 
-def resolved(mode: str, networks: str, gpu_sims: bool, overlap: str) -> tuple[str, str]:
+def resolve_auto(mode: str, networks: str, gpu_sims: bool, overlap: str) -> tuple[str, str]:
     """Returns the mode that auto stands for, and the reason. If learners overlap with the rollout, the mode has no name
     and `overlap` is returned."""
     if mode != "auto":

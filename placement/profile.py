@@ -102,7 +102,7 @@ def fit(samples: Mapping[float, Sequence[float]]) -> Curve:
 
 def simplest_points(sizes: Sequence[float], values: Sequence[float]) -> list[tuple[float, float]]:
     """Points of the curve: (size, value), rising."""
-    level = rising(values)
+    level = nearest_rising(values)
     if len(sizes) >= 4:
         points = floor_and_line(sizes, level)
         if points is not None:
@@ -110,7 +110,7 @@ def simplest_points(sizes: Sequence[float], values: Sequence[float]) -> list[tup
     return [(float(size), value) for size, value in zip(sizes, level)]
 
 
-def rising(values: Sequence[float]) -> list[float]:
+def nearest_rising(values: Sequence[float]) -> list[float]:
     """The nearest sequence that never falls: neighbours in the wrong order become their mean."""
     blocks: list[list[float]] = []
     for value in values:

@@ -16,7 +16,14 @@ from torch import Tensor, nn
 from embodied.core.errors import CheckpointError
 from embodied.policies.base import Policy
 from embodied.policies.policy_folder import own_layer
-from embodied.policies.vla.lora import initial_adapter, is_adapter, merged, save_adapters, scaling_of, set_magnitudes
+from embodied.policies.vla.lora import (
+    initial_adapter,
+    is_adapter,
+    merged_weights,
+    save_adapters,
+    scaling_of,
+    set_magnitudes,
+)
 from embodied.runtime.published_weights import Blob, blob_of, tensor_of
 
 
@@ -109,7 +116,7 @@ class PublishedPolicy(Policy):
 
     def published_weights(self) -> dict[str, Tensor]:
         """All weights, adapters merged."""
-        return dict(merged(self.state_dict().items(), scaling_of(self.config)))
+        return dict(merged_weights(self.state_dict().items(), scaling_of(self.config)))
 
     def save_adapters(self, folder: Path | str) -> None:
         """Write the adapters as peft reads them."""

@@ -261,11 +261,13 @@ def test_real_runs_that_would_take_too_long_are_cut_short():
     profile = Profile(dataflow_of(config), {name: {"cpu": Cost(curve)} for name, curve in costs.items()})
     pricer = Pricer(profile.dataflow, profile, [DeviceClass("cpu", "cpu", 1, 1e12)])
     layout = Layout(((Zone(("sim", "policy", "learner"), "cpu", 1),),))
-    short, fitted = timed_run.shortened(config, profile, pricer.price(layout).seconds, timed_run.Clock(80.0))
+    short, fitted = timed_run.shorten_iterations(config, profile, pricer.price(layout).seconds, timed_run.Clock(80.0))
     assert short.algo.rollout_decisions == 7  # 64 s are left for 8 iterations of 64 s
     assert short.algo.minibatch_size == 7 and short.algo.epochs == 1
     assert fitted.dataflow == dataflow_of(short)
-    assert timed_run.shortened(config, profile, pricer.price(layout).seconds, timed_run.Clock(1e4))[0] is config
+    assert (
+        timed_run.shorten_iterations(config, profile, pricer.price(layout).seconds, timed_run.Clock(1e4))[0] is config
+    )
 
 
 def test_handing_over_is_measured_however_little_time_there_is(tmp_path, monkeypatch):

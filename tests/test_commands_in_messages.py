@@ -88,7 +88,7 @@ def check(command, words, run):
     elif command == "benchmark":
         benchmark.variants(*benchmark.read_options(rest))
     elif command in ("plan", "profiling"):
-        _, problems, rest = launch.split(rest, plan.OWN if command == "plan" else ("seconds",))
+        _, problems, rest = launch.split_keys(rest, plan.OWN if command == "plan" else ("seconds",))
         assert not problems and load(rest)
     elif command == "share":
         assert all(load(words) for words in share.read_order(words).runs)

@@ -114,10 +114,10 @@ def help_text(command: Command, schema: Section, words: Sequence[str] = ()) -> s
         "[--cfg | --dry-run | --help [WORD]]",
         "",
         *recipe_lines(),
-        *[line for key, meaning in own.items() for line in wrapped(key, meaning)],
-        *wrapped("--cfg", "print the resolved recipe and where each value comes from; it can be saved and loaded"),
-        *wrapped("--dry-run", "check everything and say what would run where, then stop"),
-        *wrapped("--help WORD", "only the keys of a section, or with this in their name: --help algo, --help lr"),
+        *[line for key, meaning in own.items() for line in wrap_help(key, meaning)],
+        *wrap_help("--cfg", "print the resolved recipe and where each value comes from; it can be saved and loaded"),
+        *wrap_help("--dry-run", "check everything and say what would run where, then stop"),
+        *wrap_help("--help WORD", "only the keys of a section, or with this in their name: --help algo, --help lr"),
         "",
         "Values are YAML: algo.lr=1e-4  policy.hidden='[64, 64]'  algo.target_kl=null",
         "In a recipe file, `extends: NAME` starts from another one. Defaults are in brackets; a key that only some",
@@ -136,7 +136,7 @@ def found_text(command: Command, schema: Section, words: Sequence[str]) -> str:
         if word == "recipe":
             lines += recipe_lines()
             continue
-        lines += [line for key in command.own if key == word for line in wrapped(key, command.own[key])]
+        lines += [line for key in command.own if key == word for line in wrap_help(key, command.own[key])]
         named = [key for key in keys if word in key.split(".")[:-1]] or [key for key in keys if word in key]
         named += [key for key in USUAL.get(word, ()) if key in keys]
         matches = {at: owners for at, owners in every.items() if at[0] in named}
@@ -149,9 +149,9 @@ def found_text(command: Command, schema: Section, words: Sequence[str]) -> str:
 
 def recipe_lines() -> list[str]:
     """The recipes by family, and the forms of recipe=."""
-    lines = wrapped("recipe", "a name of these, one of recipes/tiny (python -m embodied.list), or path/to/my.yaml")
+    lines = wrap_help("recipe", "a name of these, one of recipes/tiny (python -m embodied.list), or path/to/my.yaml")
     for family, names in by_family(recipe_names(RECIPES, *BY_TASK)).items():
-        lines += wrapped(f"  {family}", ", ".join(names))
+        lines += wrap_help(f"  {family}", ", ".join(names))
     return lines
 
 
@@ -164,11 +164,11 @@ def key_lines(entries_shown: dict[tuple[str, str], list[str]]) -> list[str]:
             section = head
             lines.append("")
         kind = f"({', '.join(owners)}) " if owners[0] else ""
-        lines += wrapped(key, f"{kind}{text}")
+        lines += wrap_help(key, f"{kind}{text}")
     return lines
 
 
-def wrapped(key: str, text: str) -> list[str]:
+def wrap_help(key: str, text: str) -> list[str]:
     line = f"  {key:<{INDENT - 1}} {text}"
     return wrap(line, WIDTH, subsequent_indent=" " * (INDENT + 4), break_on_hyphens=False)
 

@@ -82,14 +82,14 @@ def frame_of(
     return frame if success is None else {**frame, SUCCESS: success}
 
 
-def complete(features: Features) -> Features:
+def complete_features(features: Features) -> Features:
     """These features as info.json describes them, without the index columns."""
     if wrong := [name for name in features if "/" in name or name in INDICES]:
         raise ValueError(f"features {wrong}: a name has no '/' and is none of {', '.join(INDICES)}")
-    return {name: described(name, feature) for name, feature in features.items()}
+    return {name: feature_entry(name, feature) for name, feature in features.items()}
 
 
-def described(name: str, feature: dict[str, Any]) -> dict[str, Any]:
+def feature_entry(name: str, feature: dict[str, Any]) -> dict[str, Any]:
     dtype, shape = feature["dtype"], tuple(int(size) for size in feature["shape"])
     if dtype == "video":
         if len(shape) != 3 or shape[2] != 3:
@@ -169,7 +169,9 @@ def check_info(path: Path, info: dict[str, Any], theirs: dict[str, str]) -> None
     if is_older(info) and not (is_count(info.get("chunks_size")) and info["chunks_size"]):
         raise ConfigError(f"{file}: chunks_size is {info.get('chunks_size')!r}, not a number of episodes; {AGAIN}")
     for key in ("data_path", *(["video_path"] if cameras(info["features"]) else [])):
-        fill(path, key, info.get(key), place_fields(info, 0, 0) | ({"video_key": "0"} if key == "video_path" else {}))
+        fill_template(
+            path, key, info.get(key), place_fields(info, 0, 0) | ({"video_key": "0"} if key == "video_path" else {})
+        )
 
 
 def is_older(info: dict[str, Any]) -> bool:
@@ -195,7 +197,7 @@ def is_count(value: Any) -> bool:
     return type(value) is int and 0 <= value <= LARGEST
 
 
-def fill(path: Path, key: str, template: Any, fields: dict[str, Any]) -> str:
+def fill_template(path: Path, key: str, template: Any, fields: dict[str, Any]) -> str:
     """The path from a template of info.json and these fields."""
     problem = f"{path / INFO}: {key} is {str(template)[:80]!r}"
     if not isinstance(template, str) or len(template) > 1000:
@@ -208,7 +210,7 @@ def fill(path: Path, key: str, template: Any, fields: dict[str, Any]) -> str:
     return PLACEHOLDER.sub(lambda match: str(fields[match[1]]).zfill(int(match[2] or 0)), template)
 
 
-def inside(root: Path, relative: str | Path) -> Path:
+def path_inside(root: Path, relative: str | Path) -> Path:
     """The path of a dataset's file; raises ConfigError if it is outside (by .., an absolute path or a link).
 
     The hub's cache keeps files beside its snapshots; those are accepted.

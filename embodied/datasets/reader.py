@@ -35,10 +35,10 @@ from embodied.datasets.layout import (
     check_entries,
     check_info,
     check_table,
-    fill,
-    inside,
+    fill_template,
     is_count,
     is_older,
+    path_inside,
     place_fields,
 )
 from embodied.datasets.writer import as_arrays, read_frames
@@ -82,9 +82,9 @@ class Dataset:
             name: {**feature, "shape": layout.image_shape(feature)}
             for name, feature in layout.renamed(info["features"], theirs).items()
         }
-        older, stats = is_older(info), inside(path, layout.STATS)
+        older, stats = is_older(info), path_inside(path, layout.STATS)
         self.stats = {} if older and not stats.exists() else read_stats(stats)
-        self.tasks_file = inside(path, OLDER_TASKS if older else layout.TASKS)
+        self.tasks_file = path_inside(path, OLDER_TASKS if older else layout.TASKS)
         self.tasks = read_older_tasks(path) if older else read_tasks(self.tasks_file)
         self.entries = read_older_entries(path, info) if older else read_entries(path)
         check_entries(path, self.entries, info)
@@ -145,7 +145,7 @@ class Dataset:
     def _file(self, key: str, place: tuple[int, int], **more: str) -> Path:
         """The file of this template of info.json, for a chunk and file number."""
         fields = place_fields(self.info, *place) | more
-        return inside(self.path, fill(self.path, key, self.info[key], fields))
+        return path_inside(self.path, fill_template(self.path, key, self.info[key], fields))
 
     def _check(self, columns: dict[str, np.ndarray], length: int) -> None:
         """Raise ValueError for invalid rows."""
@@ -191,7 +191,7 @@ def read_dataset(path: Path | str, images: bool = True, names: Mapping[str, str]
     path = as_path(path)
     if not (path / layout.INFO).is_file():
         raise ConfigError(f"{path} is no LeRobot dataset: there is no {layout.INFO} in it")
-    info = read_object(inside(path, layout.INFO), ConfigError, AGAIN)
+    info = read_object(path_inside(path, layout.INFO), ConfigError, AGAIN)
     ours = {"action": ACTION, "state": STATE}
     theirs = {ours.get(name, CAMERA + name): other for name, other in (names or {}).items()}
     check_info(path, info, theirs)
@@ -228,7 +228,7 @@ def read_entries(path: Path) -> list[dict[str, Any]]:
 
     entries = []
     for file in sorted((path / "meta" / "episodes").glob("*/*.parquet")):
-        with reading(inside(path, file.relative_to(path)), ConfigError, AGAIN):
+        with reading(path_inside(path, file.relative_to(path)), ConfigError, AGAIN):
             names = [name for name in pq.read_schema(file).names if not name.startswith("stats/")]
             entries += sorted(pq.read_table(file, columns=names).to_pylist(), key=lambda entry: entry["episode_index"])
     return sorted(entries, key=lambda entry: entry["episode_index"])
@@ -316,7 +316,7 @@ def entry_of(line: dict[str, Any], info: dict[str, Any]) -> dict[str, Any]:
 
 def lines(path: Path, name: str) -> Iterator[tuple[int, dict[str, Any]]]:
     """Yields (line number from 1, mapping) of a file with a JSON object per line."""
-    file = inside(path, name)
+    file = path_inside(path, name)
     with reading(file, ConfigError, AGAIN), file.open(encoding="utf-8") as content:
         for number, line in enumerate(content, 1):
             if not line.strip():

@@ -35,7 +35,7 @@ from embodied.datasets.layout import (
     PixelCounts,
     Stats,
     cameras,
-    complete,
+    complete_features,
     features_of,
     fps_of,
     frame_of,
@@ -62,7 +62,7 @@ class DatasetWriter:
         layout.check_pyarrow()
         if int(fps) != fps or fps < 1:
             raise ValueError(f"fps={fps}: LeRobot datasets have a whole number of frames per second")
-        self.path, self.fps, self.features = Path(path), int(fps), complete(features)
+        self.path, self.fps, self.features = Path(path), int(fps), complete_features(features)
         if self.path.exists():
             raise EmbodiedError(f"{self.path} exists already; name another folder for the dataset")
         self.num_episodes = self.num_frames = 0
@@ -97,17 +97,17 @@ class DatasetWriter:
         indices = self._indices(length, self._tasks.setdefault(task, len(self._tasks)))
         row: dict[str, Any] = {"episode_index": episode, "tasks": [task], "length": length}
         row["dataset_from_index"], row["dataset_to_index"] = self.num_frames, self.num_frames + length
-        row |= located("data", self._data.add({**columns, **indices}))
+        row |= location_columns("data", self._data.add({**columns, **indices}))
         for name, video in self._videos.items():
             file, begins_s = video.add(folder / f"{name}{FOR_DATASETS.suffix}", length)
-            row |= located(f"videos/{name}", file)
+            row |= location_columns(f"videos/{name}", file)
             row[f"videos/{name}/from_timestamp"] = begins_s
             row[f"videos/{name}/to_timestamp"] = begins_s + length / self.fps
         stats = as_arrays(metadata["stats"])
         stats |= {name: of_values(array[:, None]) for name, array in indices.items()}
         row |= {f"stats/{name}/{key}": array for name, figures in stats.items() for key, array in figures.items()}
         row["success"] = metadata["success"]
-        self._entries.append(row | located("meta/episodes", self._episodes.file))
+        self._entries.append(row | location_columns("meta/episodes", self._episodes.file))
         if len(self._entries) == ENTRIES:
             self._write_entries()
         self._stats = {name: merge(self._stats[name], new) if self._stats else new for name, new in stats.items()}
@@ -191,7 +191,7 @@ class DatasetWriter:
         return {**feature, "info": {**{f"video.{key}": fact for key, fact in facts.items()}, "has_audio": False}}
 
 
-def located(what: str, file: int) -> dict[str, int]:
+def location_columns(what: str, file: int) -> dict[str, int]:
     """The columns of an entry with the file of a part of an episode."""
     return {f"{what}/{key}": number for key, number in place(file).items()}
 
@@ -330,7 +330,7 @@ class EpisodeBuffer:
     def __init__(self, folder: Path, fps: int, features: Features) -> None:
         """`folder` appears when the episode is finished."""
         self.folder = Path(folder)
-        self.features = complete(features)
+        self.features = complete_features(features)
         self._place = self.folder.with_name(f".{self.folder.name}-{os.getpid()}")
         shutil.rmtree(self._place, ignore_errors=True)
         self._place.mkdir(parents=True)

@@ -18,7 +18,7 @@ ROLES = ("system", "user", "assistant")
 LINES = 'a line {"prompt": "...", "answer": "..."} each, or "messages" or a "question" in place of "prompt"'
 
 
-def solved(config: Any, seed: int, numbers: range) -> list[Example]:
+def solved_examples(config: Any, seed: int, numbers: range) -> list[Example]:
     """Conversations with these numbers on training prompts of a text env that has solutions."""
     kind = env_class(config)
     episodes = EpisodeList(seed, "imitate", kind.tasks(config))
@@ -74,9 +74,9 @@ def example_of(row: dict[str, Any], where: str, data: Path) -> Example:
     try:
         asked, answer = said_in(row), text_in(row, "answer")
         if images := row.get("images"):
-            from embodied.envs.text.math import illustrated
+            from embodied.envs.text.math import with_pictures
 
-            asked = illustrated(asked, images, data, where)
+            asked = with_pictures(asked, images, data, where)
         return ((asked, answer),)
     except (ValueError, TypeError) as err:
         raise ConfigError(f"{where}: {err}") from None

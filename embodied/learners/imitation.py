@@ -31,7 +31,7 @@ from embodied.core.conversations import pictures_in
 from embodied.core.errors import ConfigError
 from embodied.core.types import EnvSpec, Observation, env_blocks
 from embodied.datasets import RecordedEpisode, read_dataset
-from embodied.learners.examples import Example, beginning_of, read_examples, solved
+from embodied.learners.examples import Example, beginning_of, read_examples, solved_examples
 from embodied.learners.model import lr_factor
 from embodied.learners.train_batch import indices_of_owned
 from embodied.learners.update import GradientSteps
@@ -310,7 +310,7 @@ class TextImitationLearner(ImitationLearner):
         if total < self.world_size:
             raise ConfigError(f"{self.world_size} learners share {total} examples; give more, or use fewer learners")
         block = env_blocks(total, self.world_size)[self.rank]
-        examples = solved(self.env, self.seed, block) if given is None else given[block.start : block.stop]
+        examples = solved_examples(self.env, self.seed, block) if given is None else given[block.start : block.stop]
         self.demos = ExampleTokens(self.policy, examples, block.start, total)
         self.sizes = np.concatenate(self.collective.gather(self.demos.sizes))  # sizes of all ranks' conversations
         self.blocks = self.blocks_of_ranks()
@@ -323,10 +323,10 @@ class TextImitationLearner(ImitationLearner):
         return torch.where(mask[:, :, None], losses, 0.0).sum()
 
     def _parts(self, items: np.ndarray) -> list[slice]:
-        return packs(self.sizes[items, 0].tolist(), self.config.pack_tokens)
+        return into_packs(self.sizes[items, 0].tolist(), self.config.pack_tokens)
 
 
-def packs(lengths: list[int], most: int) -> list[slice]:
+def into_packs(lengths: list[int], most: int) -> list[slice]:
     """Packs of consecutive conversations with at most `limit` tokens; a longer conversation is a pack by itself.
     Lengths 3 2 4 9 1 with at most 6: 3 2, 4, 9, 1."""
     cuts, held = [0], 0

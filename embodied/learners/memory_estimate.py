@@ -166,11 +166,11 @@ def kept_by_pass(policy: Policy, inputs: dict[str, Any], places: int) -> tuple[i
         return sum(tensor.untyped_storage().nbytes() for tensor in seen.values())
 
     def counting(block: torch.nn.Module, forward: Callable[..., Any]) -> Callable[..., Any]:
-        parts = type(block), *(described(p) for p in block.parameters())
+        parts = type(block), *(properties_of(p) for p in block.parameters())
 
         def run(*args: Any, **named: Any) -> Any:
             nonlocal skipped
-            alike = passed.setdefault((parts, *map(described, (*args, *named.values()))), [])
+            alike = passed.setdefault((parts, *map(properties_of, (*args, *named.values()))), [])
             if len(alike) == 2:
                 skipped += alike[1][0]
                 return tree_map_only(Tensor, Tensor.clone, alike[1][1])
@@ -194,11 +194,11 @@ def kept_by_pass(policy: Policy, inputs: dict[str, Any], places: int) -> tuple[i
     return total() + skipped, max(kept_by_blocks, default=0)
 
 
-def described(value: Any) -> Any:
+def properties_of(value: Any) -> Any:
     """The properties of an argument or a weight that decide how many bytes a block keeps."""
     if isinstance(value, Tensor):
         return tuple(value.shape), value.dtype, value.requires_grad
-    return tuple(map(described, value)) if isinstance(value, tuple | list) else type(value)
+    return tuple(map(properties_of, value)) if isinstance(value, tuple | list) else type(value)
 
 
 def longest_conversation(policy: Policy, config: LearnerConfig) -> int:

@@ -41,7 +41,7 @@ from embodied.profiling.stored_profiles import (
     dataflow_of,
     describe_devices,
     device_counts,
-    homes,
+    device_kinds,
     in_turns,
     processor,
     profile_path,
@@ -79,7 +79,7 @@ def main(argv: list[str] | None = None) -> int:
 
 def start(argv: list[str]) -> None:
     program, words = program_of(argv)
-    values, problems, rest = launch.split(words, ("seconds",))
+    values, problems, rest = launch.split_keys(words, ("seconds",))
     seconds = values.get("seconds", SECONDS)
     if problems or not isinstance(seconds, int | float) or not 0 < seconds < float("inf"):
         raise ConfigError("\n".join(problems) or f"seconds={seconds}: should be a number above 0, seconds=60 say")
@@ -130,7 +130,7 @@ def measure(
             # Episodes of an untrained policy last until their step limit.
             made["episode_decisions"] = probed.horizon
         costs = probed.costs | {
-            role.name: {str(c): Cost(NOTHING) for c in homes(config, topology, roles)[role.name]}
+            role.name: {str(c): Cost(NOTHING) for c in device_kinds(config, topology, roles)[role.name]}
             for role in extra_roles(roles)
         }
         if probed.lengths:
@@ -171,7 +171,7 @@ class Site:
 
 def sites_of(config: RunConfig, topology: Topology) -> list[Site]:
     """Every used kind of device, the simulators' kind first."""
-    where = homes(config, topology)
+    where = device_kinds(config, topology)
     kinds = {c.name: c for classes in where.values() for c in classes}
     sims = sum(c.count for c in where["sim"])
     return [Site(c, tuple(role for role, classes in where.items() if c in classes), sims) for c in kinds.values()]

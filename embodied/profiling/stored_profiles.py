@@ -120,7 +120,7 @@ def cost_key(config: RunConfig, roles: Sequence[PlacedRole] = EMBODIED) -> str:
 # The machines of a profile
 
 
-def homes(
+def device_kinds(
     config: RunConfig, machines: Topology, roles: Sequence[PlacedRole] = EMBODIED
 ) -> dict[str, list[DeviceClass]]:
     """Role -> its kinds of devices, in all modes and in `auto`."""

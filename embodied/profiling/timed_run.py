@@ -23,7 +23,7 @@ from embodied.placement.grammar import EMBODIED, extra_roles
 from embodied.placement.iteration_cost import Pricer
 from embodied.placement.layout import DeviceClass, Layout, Zone
 from embodied.placement.profile import Cost, Curve, Link, Profile, Sync, constant
-from embodied.profiling.stored_profiles import dataflow_of, homes
+from embodied.profiling.stored_profiles import dataflow_of, device_kinds
 from embodied.records.timeline import Timeline
 from embodied.run import launch
 from embodied.run.devices import divides_requests, draws_on_gpus
@@ -217,10 +217,10 @@ def calibrate(
     than sims. Both always run, since without the second one transfers would cost nothing."""
     classes = [c for c in topology.classes() if c.count and profile.knows(c)]
     roles = roles_of(roles_of_run(program, config))
-    where, draws = homes(config, topology, roles), draws_on_gpus(config.env)
+    where, draws = device_kinds(config, topology, roles), draws_on_gpus(config.env)
     layouts = timed_layouts(where["sim"][0], where["learner"][0], config.env.num_envs, extra_roles(roles))
     expected_s = Pricer(profile.dataflow, profile, classes).price(layouts[0]).seconds
-    config, profile = shortened(config, profile, expected_s, clock, roles)
+    config, profile = shorten_iterations(config, profile, expected_s, clock, roles)
     resets_s = more_resets(config, profile, reset_s)
     profile = with_sim(profile, resets_s)
     for place, layout in enumerate(layouts):
@@ -347,7 +347,7 @@ def with_turns(profile: Profile, pricer: Pricer, layout: Layout, seen: Round) ->
     return replace(profile, dataflow=replace(dataflow, fixed_s=seen.rest_s), sync=sync)
 
 
-def shortened(
+def shorten_iterations(
     config: RunConfig, profile: Profile, expected_s: float, clock: Clock, roles: Sequence[PlacedRole] = EMBODIED
 ) -> tuple[RunConfig, Profile]:
     """The recipe with fewer decisions and epochs per iteration, if iterations of `expected_s` would take too long.

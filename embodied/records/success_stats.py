@@ -70,7 +70,7 @@ def figures(episodes: list[EpisodeResult]) -> dict[str, Any]:
     }
 
 
-def causes(episodes: Iterable[EpisodeResult]) -> dict[str, int]:
+def count_causes(episodes: Iterable[EpisodeResult]) -> dict[str, int]:
     """The number of episodes by error, the most frequent error first."""
     return dict(Counter(episode.error for episode in episodes if episode.error).most_common())
 

@@ -95,7 +95,7 @@ def describe(result: Any) -> list[str]:
     lines += ["".join([f"{first:>14}", *(f"{cell:>13}" for cell in rest)]) for first, *rest in (head_of(result), *rows)]
     lines += [f"{mode:>14}  {layout_of(result, mode)}" for mode in rows_of(result)]
     lines += [f"{mode:>14}  not run: {reason}" for mode, reason in result.refused.items()]
-    return [*lines, *verdict(result)]
+    return [*lines, *conclusions(result)]
 
 
 def layout_of(result: Any, mode: str) -> str:
@@ -104,7 +104,7 @@ def layout_of(result: Any, mode: str) -> str:
     return f"{result.expected[mode]['layout']}; at work: {busy}"
 
 
-def verdict(result: Any) -> list[str]:
+def conclusions(result: Any) -> list[str]:
     """The conclusions: modes that are predicted equal, whether the measured order is the predicted one, the mode of
     placement=auto compared with the fastest, and the gain of other schedules."""
     measured = list(rows_of(result))
@@ -173,7 +173,7 @@ def num_rounds(result: Any) -> int:
 
 
 def write_report(results: Sequence[Any], header: dict[str, Any], folder: Path) -> None:
-    tables = [{**asdict(result), "table": rows_of(result), "verdict": verdict(result)} for result in results]
+    tables = [{**asdict(result), "table": rows_of(result), "verdict": conclusions(result)} for result in results]
     (folder / "bench.json").write_text(json.dumps({"about": header, "results": tables}, indent=1, default=str) + "\n")
     write_page(folder / "bench.html", benchmark_page(results, header))
 
@@ -185,7 +185,12 @@ def benchmark_page(results: Sequence[Any], header: dict[str, Any]) -> Block:
         plans = [f"{mode}: {layout_of(result, mode)}" for mode in result.expected]
         refused = [f"{mode} was not run: {reason}" for mode, reason in result.refused.items()]
         traced = [part for mode, path in result.traces.items() for part in timeline(mode, Path(path))]
-        blocks = [shown, *[text(line, note=False) for line in verdict(result)], bullets([*plans, *refused]), *traced]
+        blocks = [
+            shown,
+            *[text(line, note=False) for line in conclusions(result)],
+            bullets([*plans, *refused]),
+            *traced,
+        ]
         parts.append(section(f"{result.task}, {result.num_envs} envs, {result.where}", *blocks))
     return page(f"Placements of {header['recipe']}", parts, problems=warnings(results, header))
 

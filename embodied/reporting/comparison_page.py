@@ -55,7 +55,7 @@ def comparison(given: Sequence[Run | SeedSet], beside: Path, group: RunGroup | N
     parts = [of_runs, curves] if singles else [curves, of_runs]
     if group or not singles:
         note = seed_sets_page.ALONE_NOTE if singles else seed_sets_page.iqm_note(sets)
-        verdict = text(seed_sets_page.verdict(sets), note=False) if len(sets) > 1 else None
+        verdict = text(seed_sets_page.name_best(sets), note=False) if len(sets) > 1 else None
         title = "Settings" if group and len(sets) > 1 else "Over seeds"
         parts.insert(0, section(title, verdict, seed_sets_page.ranking_table(sets, colors), text(note)))
     if singles:
@@ -78,7 +78,7 @@ def comparison(given: Sequence[Run | SeedSet], beside: Path, group: RunGroup | N
 
 def with_names(shown: Sequence[Run | SeedSet]) -> list[SeedSet]:
     """All entries as sets of seeds, with distinct labels."""
-    names = iter(labels([one for one in shown if isinstance(one, Run)]))
+    names = iter(distinct_labels([one for one in shown if isinstance(one, Run)]))
     sets = [single_run(one, next(names)) if isinstance(one, Run) else one for one in shown]
     same = {one.label for one in sets if [other.label for other in sets].count(one.label) > 1}
     return [replace(one, label=f"{one.label} ({i})") if one.label in same else one for i, one in enumerate(sets, 1)]
@@ -115,7 +115,7 @@ PROMPTS_NOTE = (
 )
 
 
-def labels(runs: list[Run]) -> list[str]:
+def distinct_labels(runs: list[Run]) -> list[str]:
     """Folder names, with as much of their paths as is needed to distinguish them."""
     parts = [run.folder.resolve().parts for run in runs]
     for length in range(1, max(map(len, parts), default=0) + 1):

@@ -115,7 +115,7 @@ def report(run: Run, beside: Path) -> Block:
     sections.append(section("Recipe and provenance", provenance_table(run), recipe))
     cause = run.info.get("cause")
     problems = [*([cause] if cause else []), *run.problems]
-    words = f"{subject(run)}{span_of_time(run)}"
+    words = f"{describe_subject(run)}{span_of_time(run)}"
     for name, how_far in run.partial.items():
         if run.info.get("state") == "running":
             words += f" \u00b7 evaluation {name}: {how_far} are over"
@@ -173,7 +173,7 @@ def env_of(run: Run) -> dict[str, Any]:
     return (read_yaml(run.config) if run.config else {}).get("env") or {}
 
 
-def subject(run: Run) -> str:
+def describe_subject(run: Run) -> str:
     """A short description of the trained or evaluated policy and task."""
     if run.config:
         config = read_yaml(run.config)

@@ -155,7 +155,7 @@ def places_of(sets: Sequence[SeedSet]) -> dict[str, str]:
     return standings({label: (figures["iqm"], figures["interval"]) for label, figures in summaries.items() if figures})
 
 
-def verdict(sets: Sequence[SeedSet]) -> str:
+def name_best(sets: Sequence[SeedSet]) -> str:
     """Names the best setting, and the settings that may be equally good."""
     if tasks_differ(sets):
         return "The settings play different tasks, so none of them is the best."

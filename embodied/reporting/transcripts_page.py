@@ -104,13 +104,13 @@ class Conversations:
         words += [f"mean log-prob {sum(known) / len(known):.2f}"] if known else []
         marked = bool(tokens) and len(tokens) == len(logprobs) and self.left >= len(tokens)
         self.left -= len(tokens) * marked
-        answer = {"tokens": tokens, "logprobs": logprobs} if marked else {"answer": clipped(turn["answer"])}
+        answer = {"tokens": tokens, "logprobs": logprobs} if marked else {"answer": clip_text(turn["answer"])}
         return {
             "said": [{"role": message["role"], "parts": contents(message)} for message in messages],
             **answer,
             "words": ", ".join(words),
             "cut_off": turn["truncated"],
-            "facts": clipped(facts_of(turn)),
+            "facts": clip_text(facts_of(turn)),
         }
 
 
@@ -132,7 +132,7 @@ def samples_shown(samples: Sequence[dict[str, Any]]) -> list[Block]:
 def contents(message: Any) -> list[Block]:
     """The texts and pictures of a message."""
     return [
-        clipped(part["text"]) if part["type"] == "text" else picture(part["image"])
+        clip_text(part["text"]) if part["type"] == "text" else picture(part["image"])
         for part in parts_of(message)
         if is_content([part])
     ]
@@ -161,6 +161,6 @@ def snippet(words: str) -> str:
     return line[:SNIPPET] + ("\u2026" if len(line) > SNIPPET or len(words) > 4 * SNIPPET else "")
 
 
-def clipped(words: str) -> Block:
+def clip_text(words: str) -> Block:
     """The text, or its beginning and the number of characters after it."""
     return {"text": words[:MOST_CHARACTERS], "more": max(0, len(words) - MOST_CHARACTERS)}

@@ -84,7 +84,7 @@ def say(line: str) -> None:
     show(f"{line}\n", sys.stdout)
 
 
-def split(argv: list[str], keys: tuple[str, ...]) -> tuple[dict[str, Any], list[str], list[str]]:
+def split_keys(argv: list[str], keys: tuple[str, ...]) -> tuple[dict[str, Any], list[str], list[str]]:
     """A command's own keys with their values, their mistakes, and the recipe's arguments."""
     of_command = [arg for arg in argv if arg.partition("=")[0] in keys]
     _, values, problems = parse(of_command)

@@ -134,7 +134,7 @@ def load_policy(policy: Any, name: str | None = None) -> Policy:
     return policies.load_policy(source.folder, source.config.name).eval()
 
 
-def described(checkpoint: Path) -> PolicySource:
+def policy_of_checkpoint(checkpoint: Path) -> PolicySource:
     """The policy of a run's checkpoint, without its weights."""
     from embodied.policies.policy_folder import read_description
 
@@ -334,11 +334,13 @@ def weights_of(config: Any, spec: EnvSpec) -> Weights:
 
 def describe_published(config: Any, env: Any) -> str:
     """Lines for the first screen: the model's options and the env's."""
-    options = unusual("policy", config, "name", "pretrained") + unusual("env", env, "name", "task", "num_envs")
+    options = changed_options("policy", config, "name", "pretrained") + changed_options(
+        "env", env, "name", "task", "num_envs"
+    )
     return "\n            ".join([f"as {config.name} models are published, from {config.pretrained}:", *options])
 
 
-def unusual(section: str, config: Any, *but: str) -> list[str]:
+def changed_options(section: str, config: Any, *but: str) -> list[str]:
     """The options that differ from their default, as arguments."""
     usual = {key: field.get_default(call_default_factory=True) for key, field in type(config).model_fields.items()}
     odd = {key: value for key, value in config if value != usual[key] and key not in but}

@@ -24,7 +24,7 @@ import torch
 from embodied.core.conversations import SamplingRule
 from embodied.core.errors import CheckpointError, EmbodiedError
 from embodied.policies.base import check_like
-from embodied.policies.language.engine import Answer, Request, Sampling, unanswered
+from embodied.policies.language.engine import Answer, Request, Sampling, empty_answer
 from embodied.policies.language.http_messages import fingerprint
 from embodied.policies.language.policy import LanguagePolicy
 from embodied.policies.language.slots import SlotEngine
@@ -142,7 +142,7 @@ class Generation:
         def abort(done: Future[int]) -> None:
             unwanted = [one for one in (*self.writing, *self.waiting) if names is None or {*one.names} & {*names}]
             for one in unwanted:
-                self.finish(one, self.engine.cancel(one) or unanswered(one.request()), "abort")
+                self.finish(one, self.engine.cancel(one) or empty_answer(one.request()), "abort")
             self.waiting = deque(one for one in self.waiting if one not in unwanted)
             resolve_future(done, len(unwanted))
 

@@ -268,7 +268,7 @@ def reply(ask: Ask, choices: Sequence[AnswerChoice], head: dict[str, Any]) -> di
         {"message": message_in(ask, each)} if ask.chat else {"text": each.text, **prompt_in(ask, each)}
         for each in choices
     ]
-    content = [{"index": at, **said[at], **ending(ask, choice)} for at, choice in enumerate(choices)]
+    content = [{"index": at, **said[at], **end_of_choice(ask, choice)} for at, choice in enumerate(choices)]
     return head | (prompt_in(ask, choices[0]) if ask.chat else {}) | {"choices": content, "usage": usage(ask, choices)}
 
 
@@ -276,13 +276,13 @@ def chunk(ask: Ask, new: AnswerChoice, head: dict[str, Any], first: bool, index:
     """The new part of a streamed answer."""
     prompt = prompt_in(ask, new) if first else {}
     if not ask.chat:
-        return head | {"choices": [{"index": index, "text": new.text, **prompt, **ending(ask, new)}]}
+        return head | {"choices": [{"index": index, "text": new.text, **prompt, **end_of_choice(ask, new)}]}
     delta = message_in(ask, new)
     if not first:
         del delta["role"]
     if calls := delta.get("tool_calls"):
         delta["tool_calls"] = [{"index": at, **call} for at, call in enumerate(calls)]
-    return head | prompt | {"choices": [{"index": index, "delta": delta, **ending(ask, new)}]}
+    return head | prompt | {"choices": [{"index": index, "delta": delta, **end_of_choice(ask, new)}]}
 
 
 def message_in(ask: Ask, choice: AnswerChoice) -> dict[str, Any]:
@@ -308,7 +308,7 @@ def prompt_in(ask: Ask, choice: AnswerChoice) -> dict[str, Any]:
     return fields
 
 
-def ending(ask: Ask, choice: AnswerChoice) -> dict[str, Any]:
+def end_of_choice(ask: Ask, choice: AnswerChoice) -> dict[str, Any]:
     """The reason why an answer ended (null while it is open), and its log-probs and tokens if requested."""
     called = bool(ask.tools and choice.finish == "stop" and calls_in(choice.text)[1])
     fields: dict[str, Any] = {"finish_reason": "tool_calls" if called else choice.finish or None, "logprobs": None}

@@ -70,7 +70,7 @@ def run_cost(config: RunConfig, arguments: Sequence[str], own: int, runs: int, w
         raise ConfigError(f"{name}: {why or 'it has not been measured here'}; {advice}")
     profile = stored_profiles.fitted_to(config, read_profile(path), path, roles)
     profile, classes = stored_profiles.with_memory(profile, topology, config.cluster.memory_gb)
-    if profile.missing(classes, stored_profiles.homes(config, topology, roles)):
+    if profile.missing(classes, stored_profiles.device_kinds(config, topology, roles)):
         raise ConfigError(f"{name}: {path} was measured on other devices; {advice}")
     flow = profile.dataflow.with_schedule("sync")
     pricer = Pricer(flow, profile, classes)

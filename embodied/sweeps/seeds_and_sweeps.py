@@ -77,7 +77,7 @@ def read_order(argv: Sequence[str], sweep: bool) -> Order:
     """The parts of a command line; raises all its mistakes at once."""
     flags = tuple(FLAGS[word] for word in argv if word in FLAGS)
     argv = [word for word in argv if word not in FLAGS]
-    own, problems, rest = launch.split(argv, OWN)
+    own, problems, rest = launch.split_keys(argv, OWN)
     typed = {key: text for key, _, text in (word.partition("=") for word in argv if word.partition("=")[0] in OWN)}
     seeds = read_seeds(typed["seeds"], problems) if "seeds" in typed else (0,) if sweep else ()
     at_once = own.get("at_once")
@@ -292,7 +292,7 @@ def shared_start(order: Order, recipes: dict[str, Loaded]) -> str:
     return ""
 
 
-def divided(topology: Topology, count: int) -> list[Place]:
+def divide_machine(topology: Topology, count: int) -> list[Place]:
     """The places of `count` simultaneous runs on cores and GPUs of their own; a single run has all."""
     if count == 1:
         return [Place()]
@@ -344,7 +344,7 @@ def run_several(argv: Sequence[str], sweep: bool = False) -> tuple[int, Path | N
     group.folder.mkdir(parents=True, exist_ok=True)
     with lock_runs(group.folder), Interruption() as interruption:
         group.write()
-        leases, places = None, divided(machines(first.config), 1 if sharing else at_once)
+        leases, places = None, divide_machine(machines(first.config), 1 if sharing else at_once)
         if sharing:
             leases, places = share_devices(group.folder / "sharing", first, at_once)
         hang_s = first.config.faults.hang_s

@@ -24,7 +24,7 @@ MIB = 2**20
 
 def discover() -> Topology:
     """The topology of this machine, without the user's own devices, such as arm:0."""
-    return Topology((this_node(visible(gpus(), os.environ.get("CUDA_VISIBLE_DEVICES"))),), "this machine")
+    return Topology((this_node(visible_gpus(gpus(), os.environ.get("CUDA_VISIBLE_DEVICES"))),), "this machine")
 
 
 def on_ray_node(num_gpus: int, num_cpus: int) -> Node:
@@ -32,7 +32,7 @@ def on_ray_node(num_gpus: int, num_cpus: int) -> Node:
     them. It has as many cores as Ray counts."""
     environ = Path(f"/proc/{os.getppid()}/environ").read_bytes().decode(errors="replace").split("\0")
     started_with = dict(line.partition("=")[::2] for line in environ)
-    return this_node(visible(gpus(), started_with.get("CUDA_VISIBLE_DEVICES"))[:num_gpus], num_cpus)
+    return this_node(visible_gpus(gpus(), started_with.get("CUDA_VISIBLE_DEVICES"))[:num_gpus], num_cpus)
 
 
 def this_node(cards: list[Gpu], num_cpus: int | None = None) -> Node:
@@ -57,7 +57,7 @@ def memory_bytes(sys: Path = SYS) -> float:
     return float(min(limits))
 
 
-def visible(cards: list[Gpu], chosen: str | None) -> list[Gpu]:
+def visible_gpus(cards: list[Gpu], chosen: str | None) -> list[Gpu]:
     """The GPUs (or slices of GPUs) in CUDA_VISIBLE_DEVICES, by number or UUID up to the first unknown one, renumbered
     from 0."""
     if chosen is None:

@@ -150,7 +150,7 @@ class GymEnv(VectorEnv):
         return np.clip(low + unit * (high - low), low, high).astype(self._actions.dtype)
 
     def _returned(self, method: str, values: Any) -> tuple[Any, ...]:
-        return returned(self.config.name, method, values)
+        return unpack_returned(self.config.name, method, values)
 
     def _reward_of(self, value: Any) -> float:
         if np.size(value) != 1 or np.asarray(value).dtype.kind not in "biuf":
@@ -221,12 +221,12 @@ def renders(cls: Any) -> bool:
 def success_key(name: str, env: gymnasium.Env) -> str | None:
     """The key of `info` that reports success, found by resetting and stepping once."""
     env.action_space.seed(0)
-    at_reset = returned(name, "reset", env.reset(seed=0))[1]
-    info = {**at_reset, **returned(name, "step", env.step(env.action_space.sample()))[4]}
+    at_reset = unpack_returned(name, "reset", env.reset(seed=0))[1]
+    info = {**at_reset, **unpack_returned(name, "step", env.step(env.action_space.sample()))[4]}
     return next((key for key in SUCCESS_KEYS if key in info), None)
 
 
-def returned(name: str, method: str, values: Any) -> tuple[Any, ...]:
+def unpack_returned(name: str, method: str, values: Any) -> tuple[Any, ...]:
     """The values of the env's method, as many as it must return, with a dict at the end."""
     named = RETURNED[method]
     if not isinstance(values, tuple) or len(values) != len(named):

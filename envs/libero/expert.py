@@ -136,7 +136,7 @@ class LiberoExpert:
 
     def act(self) -> np.ndarray:
         """float32 [N, 7]: the next action of every row; rows whose plan is over stand still."""
-        actions = [next(plan, still(CLOSE)) if plan else still(OPEN) for plan in self._plans]
+        actions = [next(plan, keep_position(CLOSE)) if plan else keep_position(OPEN) for plan in self._plans]
         return np.array(actions, np.float32)
 
 
@@ -148,33 +148,33 @@ def goal_of(goal: list[list[str]], task: str) -> tuple[str, str, bool]:
     raise ConfigError(f"{task}: the expert picks one thing up and puts it in or on another; this task is {goal}")
 
 
-def still(grip: float) -> np.ndarray:
+def keep_position(grip: float) -> np.ndarray:
     return np.array([0, 0, 0, 0, 0, 0, grip])
 
 
 def pick_and_place(at: Geometry, what: str, where: str, inside: bool) -> Iterator[np.ndarray]:
     for attempt in range(4):
-        yield from settle(at, what)
+        yield from wait_until_still(at, what)
         grasps = ranked_grasps(at, what)
         grasp = grasps[min(attempt, len(grasps) - 1)]
         height = at.position(what)[2]
         yield from pick(at, what, grasp)
         if at.position(what)[2] > height + 0.03:
             yield from place(at, what, where, inside, grasp.closing)
-            if inside or beside(at, what, where) < CENTRED:
+            if inside or distance_from_goal(at, what, where) < CENTRED:
                 return
 
 
-def beside(at: Geometry, what: str, where: str) -> float:
+def distance_from_goal(at: Geometry, what: str, where: str) -> float:
     """The horizontal distance of an object from the middle of its goal."""
     return float(np.linalg.norm((at.position(what) - at.position(where))[:2]))
 
 
-def settle(at: Geometry, what: str) -> Iterator[np.ndarray]:
+def wait_until_still(at: Geometry, what: str) -> Iterator[np.ndarray]:
     """Waits until the object lies still: at the beginning of an episode it may sink in or slip."""
     for _ in range(20):
         before = at.position(what)
-        yield still(OPEN)
+        yield keep_position(OPEN)
         if np.linalg.norm(at.position(what) - before) < SETTLED:
             return
 
@@ -195,7 +195,7 @@ def close(at: Geometry, point: np.ndarray, closing: np.ndarray) -> Iterator[np.n
     """Closes the fingers until they stand still."""
     for step in range(20):
         before = at.opening
-        yield toward(at, point, closing, CLOSE)
+        yield step_toward(at, point, closing, CLOSE)
         if step > 3 and before - at.opening < 0.001:
             return
 
@@ -211,7 +211,7 @@ def place(at: Geometry, what: str, where: str, inside: bool, closing: np.ndarray
     if not inside:
         yield from carry(at, what, target[:2], low[2] + 0.02 + hanging, closing)
     for _ in range(6):
-        yield toward(at, at.hand, closing, OPEN)
+        yield step_toward(at, at.hand, closing, OPEN)
     yield from move(at, [*at.hand[:2], over + 0.05], closing, OPEN)
 
 
@@ -222,7 +222,7 @@ def move(at: Geometry, target, closing: np.ndarray, grip: float, steps: int = 60
         error = target - at.hand
         if np.linalg.norm(error[:2]) < NEAR and abs(error[2]) < LEVEL:
             return
-        yield toward(at, target, closing, grip)
+        yield step_toward(at, target, closing, grip)
 
 
 def carry(at: Geometry, what: str, target: np.ndarray, height: float, closing: np.ndarray) -> Iterator[np.ndarray]:
@@ -232,10 +232,10 @@ def carry(at: Geometry, what: str, target: np.ndarray, height: float, closing: n
         error = np.array([*(target - at.position(what)[:2]), height - hand[2]])
         if np.linalg.norm(error[:2]) < NEAR and abs(error[2]) < LEVEL:
             return
-        yield toward(at, hand + error, closing, CLOSE)
+        yield step_toward(at, hand + error, closing, CLOSE)
 
 
-def toward(at: Geometry, target: np.ndarray, closing: np.ndarray, grip: float) -> np.ndarray:
+def step_toward(at: Geometry, target: np.ndarray, closing: np.ndarray, grip: float) -> np.ndarray:
     """One action towards the target, which turns the closing axis to `closing` and the fingers down."""
     turned = at.turned
     across = np.array([*closing, 0.0])
@@ -260,14 +260,14 @@ def ranked_grasps(at: Geometry, what: str) -> list[Grasp]:
     corners = at.corners(what)
     height = max(low[2] + TIP, high[2] - PALM)
     angles = np.arange(0, np.pi, np.pi / 18)
-    candidates = [around(corners, height, angle) for angle in angles]
+    candidates = [grasp_around(corners, height, angle) for angle in angles]
     grasps = [grasp for grasp in candidates if grasp]
     if not grasps:
-        grasps = rims(corners, (low + high) / 2)
-    return sorted(grasps, key=lambda grasp: -worth(at, what, grasp))
+        grasps = grasps_at_rim(corners, (low + high) / 2)
+    return sorted(grasps, key=lambda grasp: -grasp_score(at, what, grasp))
 
 
-def around(corners: np.ndarray, height: float, angle: float) -> Grasp | None:
+def grasp_around(corners: np.ndarray, height: float, angle: float) -> Grasp | None:
     closing = np.array([np.cos(angle), np.sin(angle)])
     beside = np.array([-closing[1], closing[0]])
     across, along = corners[:, :2] @ closing, corners[:, :2] @ beside
@@ -277,7 +277,7 @@ def around(corners: np.ndarray, height: float, angle: float) -> Grasp | None:
     return Grasp(np.array([*centre, height]), closing)
 
 
-def rims(corners: np.ndarray, centre: np.ndarray) -> list[Grasp]:
+def grasps_at_rim(corners: np.ndarray, centre: np.ndarray) -> list[Grasp]:
     """Grasps of a round object's wall, with one finger inside; if the object leans, the wall is higher on one side."""
     away = corners[:, :2] - centre[:2]
     distance = np.linalg.norm(away, axis=1)
@@ -291,7 +291,7 @@ def rims(corners: np.ndarray, centre: np.ndarray) -> list[Grasp]:
     return grasps
 
 
-def worth(at: Geometry, what: str, grasp: Grasp) -> float:
+def grasp_score(at: Geometry, what: str, grasp: Grasp) -> float:
     """Room for the fingers and the palm (metres, up to 2 cm), minus a cost of turning the hand; higher is better."""
     across = np.array([*grasp.closing, 0.0])
     fingers = [

@@ -182,10 +182,10 @@ class ManiSkillEnv(VectorEnv):
     @classmethod
     def prove(cls, config: ManiSkillConfig, proofs: Path) -> list[str]:
         """Compare batched with single envs, and store the result."""
-        from embodied.envs.maniskill.equality_proof import figures, prove
+        from embodied.envs.maniskill.equality_proof import figures, prove_equal
 
         config = config.model_copy(update={"control_mode": control_of(config)})
-        proof, path = prove(cls, config, proofs)
+        proof, path = prove_equal(cls, config, proofs)
         gain = f"{proof.speedup:.1f} times as fast as single envs here" if proof.speedup else "not timed"
         if proof.equal:
             finding = f"batched equals single envs ({figures(proof.worst)}), {gain}; env.backend=auto uses it"

@@ -93,7 +93,7 @@ def larger(worst: float, one: np.ndarray, other: np.ndarray) -> float:
     return float(np.maximum(worst, (np.abs(one - other) / np.maximum(1.0, np.abs(one))).max(initial=0.0)))
 
 
-def prove(env_class: type[VectorEnv], config: ManiSkillConfig, folder: Path) -> tuple[Proof, Path]:
+def prove_equal(env_class: type[VectorEnv], config: ManiSkillConfig, folder: Path) -> tuple[Proof, Path]:
     """Compare and time, and store the result in this folder."""
     from embodied.envs.env_checker import check_vector_env
 

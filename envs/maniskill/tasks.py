@@ -305,7 +305,7 @@ def facts(env: Any, config: ManiSkillConfig) -> dict[str, str]:
         "class": f"{cls.__name__} in {inspect.getsourcefile(cls)}",
         "steps": f"{limit}, {env.control_freq:g} a second",
         "rewards": chosen_first(env.reward_mode, reward_modes(cls), "env.reward_mode"),
-        "state": ", ".join(f"{name} {width}" for name, width in widths(state)),
+        "state": ", ".join(f"{name} {width}" for name, width in part_widths(state)),
         "controls": chosen_first(env.control_mode, controls, "env.control_mode"),
         "robots": chosen_first(robot, [robot, *supported], "env.robot"),
         "cameras": ", ".join(cameras) + " (env.cameras=[...]; none is observed unless named)" if cameras else "none",
@@ -365,12 +365,12 @@ def relative_positions(extra: dict[str, Any]) -> dict[str, Any]:
     return {f"{a}_to_{b}": places[b] - places[a] for a, b in combinations(places, 2)}
 
 
-def widths(group: dict[str, Any], prefix: str = "") -> list[tuple[str, int]]:
+def part_widths(group: dict[str, Any], prefix: str = "") -> list[tuple[str, int]]:
     """Name and size of each part of a state, in their order."""
     sizes: list[tuple[str, int]] = []
     for name, value in group.items():
         if isinstance(value, dict):
-            sizes += widths(value, f"{prefix}{name}.")
+            sizes += part_widths(value, f"{prefix}{name}.")
         else:
             shape = getattr(value, "shape", None)
             width = (len(value) if isinstance(value, list | tuple) else 1) if shape is None else math.prod(shape[1:])

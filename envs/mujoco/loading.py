@@ -53,7 +53,7 @@ def load_simulator() -> tuple[Any, Any]:
         os.environ.pop("MUJOCO_GL")
         if before is not None:
             os.environ["MUJOCO_GL"] = before
-    mujoco.set_mju_user_warning(warn)
+    mujoco.set_mju_user_warning(print_warning)
     files = FileCache(is_empty=is_first)
 
     from robosuite.environments import base
@@ -125,7 +125,7 @@ def calm_robosuite() -> None:
     sys.modules["robosuite.macros_private"] = types.ModuleType("robosuite.macros_private")
 
 
-def warn(message: str) -> None:
+def print_warning(message: str) -> None:
     """Print a warning of MuJoCo. Its own handler would write MUJOCO_LOG.TXT into the working directory."""
     print(f"MuJoCo: {message}", file=sys.stderr)
 

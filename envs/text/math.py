@@ -112,7 +112,7 @@ class Math(TextEnv):
 
     def step(self, answer: str) -> Turn:
         solutions = self.question.solutions
-        given, facts = boxed(answer), {"expected": solutions[0]}
+        given, facts = boxed_answer(answer), {"expected": solutions[0]}
         if given is None:
             return Turn(facts={**facts, "problem": "nothing is boxed"})
         success, problem = given in solutions, ""
@@ -126,7 +126,7 @@ class Math(TextEnv):
         return f"{BOX}{self.question.solutions[0]}}}"
 
 
-def boxed(text: str) -> str | None:
+def boxed_answer(text: str) -> str | None:
     """The content of the last box with balanced braces; None if the text has none."""
     begin = text.rfind(BOX)
     if begin < 0:
@@ -200,11 +200,11 @@ def parsed(entry: dict[str, Any], where: str, data: Path) -> Question:
         raise ConfigError(f"{where}: {RATE} must be a number, the share of answers that solve it")
     asks = question_of(asked[0], entry[asked[0]], where)
     if images := entry.get("images"):
-        asks = illustrated(asks, images, data, where)
+        asks = with_pictures(asks, images, data, where)
     return Question(asks, tuple(without_box(str(solution)) for solution in solutions), rate)
 
 
-def illustrated(asks: Said, images: Any, data: Path, where: str) -> Said:
+def with_pictures(asks: Said, images: Any, data: Path, where: str) -> Said:
     """The messages with these pictures of a data set, each in place of an <image>, or all before the text of the first
     message."""
     texts_alone = not isinstance(asks, str) and all(isinstance(message["content"], str) for message in asks)
@@ -267,5 +267,5 @@ def is_message(value: dict[str, Any]) -> bool:
 
 def without_box(solution: str) -> str:
     """A solution without the box or the dollars around it."""
-    inside = boxed(solution)
+    inside = boxed_answer(solution)
     return solution.strip().strip("$").strip() if inside is None else inside

@@ -48,7 +48,7 @@ class CheckedTextEnv:
 
 def check_text_env(kind: type[TextEnv], config: Any) -> CheckedTextEnv:
     """Raise `ContractViolation` for the first broken rule."""
-    with calling("load", "load raised"):
+    with env_call("load", "load raised"):
         shared = kind.load(config)
     try:
         return TextEnvChecker(kind, config, shared).run()
@@ -160,7 +160,7 @@ class TextEnvChecker:
 
     def begin(self, spec: EpisodeSpec) -> Said:
         self.conversations += 1
-        with calling("reset", f"reset raised for {spec}"):
+        with env_call("reset", f"reset raised for {spec}"):
             return self.checked_message(self.env.reset(spec), "reset")
 
     def question(self, spec: EpisodeSpec) -> str:
@@ -176,7 +176,7 @@ class TextEnvChecker:
         return self.solution_now()
 
     def solution_now(self) -> str | None:
-        with calling("solution", "solution() raised", clear=()):
+        with env_call("solution", "solution() raised", clear=()):
             solution = self.env.solution()
         if solution is not None and not isinstance(solution, str):
             fail("solution", f"solution() is {type(solution).__name__}, it must be text or None")
@@ -197,7 +197,7 @@ class TextEnvChecker:
         return turns
 
     def answer(self, spec: EpisodeSpec, answer: str) -> Turn:
-        with calling("step", f"step({answer!r:.60}) raised after {spec}"):
+        with env_call("step", f"step({answer!r:.60}) raised after {spec}"):
             turn = self.env.step(answer)
         if not isinstance(turn, Turn):
             fail("turn", f"step returned {type(turn).__name__}, it must be a Turn")
@@ -249,7 +249,7 @@ def in_a_line(said: Said) -> str:
 
 
 @contextmanager
-def calling(rule: str, what: str, clear: tuple[type[Exception], ...] = (EmbodiedError,)) -> Iterator[None]:
+def env_call(rule: str, what: str, clear: tuple[type[Exception], ...] = (EmbodiedError,)) -> Iterator[None]:
     """An exception in the env's code breaks `rule`; the violation says `what`, and the line. Exceptions of the types
     `clear` pass."""
     try:

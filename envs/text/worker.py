@@ -274,7 +274,9 @@ class Conversation:
             "truncated": ended.truncated,
             "tokens": ended.tokens,
             "error": ended.error,
-            "turns": [{**turn, **shortened(turn), "tokens": [], "logprobs": []} for turn in self.turns[:SAMPLE_TURNS]],
+            "turns": [
+                {**turn, **shorten_turn(turn), "tokens": [], "logprobs": []} for turn in self.turns[:SAMPLE_TURNS]
+            ],
         }
 
     def trajectory(self) -> Trajectory:
@@ -308,7 +310,7 @@ class Conversation:
         )
 
 
-def shortened(turn: dict[str, Any]) -> dict[str, Any]:
+def shorten_turn(turn: dict[str, Any]) -> dict[str, Any]:
     """A turn's message and answer, at most SAMPLE_CHARACTERS of each."""
     said = turn["said"]
     if not isinstance(said, str):

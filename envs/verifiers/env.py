@@ -102,7 +102,7 @@ class Child:
         except OSError as err:
             raise ConfigError(f"env.python={config.python}: {err.strerror}; {how_to_install(config.python)}") from None
         environment = config.name.partition(":")[2]
-        self.say(environment=environment, kwargs=config.kwargs, url=url, key=key)
+        self.send(environment=environment, kwargs=config.kwargs, url=url, key=key)
         threading.Thread(target=self._listen, daemon=True).start()
 
     def ready(self) -> dict[str, Any]:
@@ -122,7 +122,7 @@ class Child:
             raise ConfigError(f"env.name={self.name}: {description['problem']}")
         return description
 
-    def say(self, **message: Any) -> None:
+    def send(self, **message: Any) -> None:
         with suppress(BrokenPipeError, ValueError):  # the process has died, which `_listen` reports, or was closed
             self.process.stdin.write(json.dumps(message) + "\n")
             self.process.stdin.flush()
@@ -188,7 +188,7 @@ class Bridge:
         self.child.mail[at] = mail
         if self.child.over.is_set():  # and it ended every rollout before this one began
             mail.put(ProcessDied())
-        self.child.say(begin=at, held_out=held_out, number=number)
+        self.child.send(begin=at, held_out=held_out, number=number)
         return self.child, at, mail
 
     def replace(self) -> None:
@@ -245,7 +245,7 @@ class Example:
     def forget(self) -> None:
         """Drop the rest of the example."""
         self.child.mail.pop(self.at, None)
-        self.child.say(end=self.at)
+        self.child.send(end=self.at)
         if self.request is not None:
             self.request.answer(503, {"error": {"message": "this conversation is over"}})
 

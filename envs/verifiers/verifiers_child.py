@@ -47,7 +47,7 @@ def main():
         print(json.dumps(reply, default=str), file=replies)
 
     try:
-        env, version = opened(asked["environment"], asked["kwargs"])
+        env, version = open_environment(asked["environment"], asked["kwargs"])
     except Problem as err:
         return say(problem=str(err))
     say(train=len(env.train), held_out=len(env.held_out), turns=env.turns, kind=env.kind, version=version)
@@ -58,7 +58,7 @@ def main():
 # Environments and their examples
 
 
-def opened(name, kwargs):
+def open_environment(name, kwargs):
     """The environment, loaded as the installed version of the package requires, and that version."""
     mend = f'{sys.executable} -m pip install "{WANTED}"'
     try:
@@ -94,7 +94,7 @@ def why_not(name, err):
     return " ".join(f"{module} cannot be loaded: {type(cause).__name__}: {cause}".split())
 
 
-def splits(train, evaluated):
+def split_examples(train, evaluated):
     """The training examples and the held-out ones. Without evaluation examples the first are held out; repeated
     held-out examples are not trained on."""
     if not train or not evaluated:
@@ -129,7 +129,9 @@ class DatasetEnvironment:
             raise Problem(
                 f"{type(self.env).__name__}: its rubric scores several answers together, but each is scored alone here"
             )
-        self.train, self.held_out = splits(*([*(built(self.env, name) or ())] for name in ("dataset", "eval_dataset")))
+        self.train, self.held_out = split_examples(
+            *([*(built(self.env, name) or ())] for name in ("dataset", "eval_dataset"))
+        )
         self.kind, self.turns = type(self.env).__name__, turns_of(self.env)
         logging.getLogger("verifiers").addHandler(RewardErrorHandler(logging.ERROR))
 
@@ -178,10 +180,10 @@ def what_counts(output):
         return {"error": str(output.get("error_chain") or error)[:LONGEST]}
     if output["reward"] is None:
         return {"error": "it ended without a reward"}
-    return worth(output["reward"], output.get("metrics") or {}, output.get("answer"))
+    return as_result(output["reward"], output.get("metrics") or {}, output.get("answer"))
 
 
-def worth(reward, metrics, answer):
+def as_result(reward, metrics, answer):
     numbers = {name: value for name, value in metrics.items() if isinstance(value, int | float)}
     return {"reward": reward, "metrics": numbers, "answer": str(answer or "")[:LONGEST]}
 
@@ -198,14 +200,16 @@ class TasksetEnvironment:
     def __init__(self, vf, name, kwargs):
         from verifiers.v1.harnesses.null import NullHarness
 
-        NullHarness.launch, NullHarness.setup, NullHarness.SUPPORTS_TOOL_INTERCEPTION = chat, nothing, False
+        NullHarness.launch, NullHarness.setup, NullHarness.SUPPORTS_TOOL_INTERCEPTION = chat, do_nothing, False
         self.vf, config = vf, {**kwargs, "taskset": {"id": name, **kwargs.get("taskset", {})}}
         agents = self.agents(vf.env_config_type(name, kwargs.get("id", "")))
         for agent, default in agents.items():
-            config[agent] = self.seated(name, default) | config.get(agent, {})
+            config[agent] = self.with_chat(name, default) | config.get(agent, {})
         self.env = vf.load_environment(vf.resolve_env_config(config))
         taskset = self.env.taskset
-        self.train, self.held_out = splits([*map(row, taskset if taskset.bounded else islice(taskset, ENDLESS))], [])
+        self.train, self.held_out = split_examples(
+            [*map(row, taskset if taskset.bounded else islice(taskset, ENDLESS))], []
+        )
         self.kind, self.turns = type(self.env).__name__, self.most_turns(agents)
 
     def agents(self, config):
@@ -214,7 +218,7 @@ class TasksetEnvironment:
         named = {name: getattr(config, name, field.default) for name, field in fields.items()}
         return {name: one for name, one in named.items() if isinstance(one, self.vf.AgentConfig)}
 
-    def seated(self, taskset, default):
+    def with_chat(self, taskset, default):
         """The default for an agent without a harness: it chats in this process."""
         chats = default.harness is None and self.vf.default_harness_id(taskset) == "bash"
         here = "runtime" not in default.model_fields_set
@@ -250,7 +254,7 @@ class TasksetEnvironment:
         }
         metrics = {name: value for trace in traces for name, value in trace.metrics.items()}
         answer = getattr(example["task"].data, "answer", None)
-        return worth(sum(trace.reward for trace in traces), metrics | rewards, answer) | {"raised": []}
+        return as_result(sum(trace.reward for trace in traces), metrics | rewards, answer) | {"raised": []}
 
 
 def row(task):
@@ -259,7 +263,7 @@ def row(task):
     return {"prompt": [info["system_prompt"], info["prompt"]], "info": info, "task": task}
 
 
-async def nothing(*_):
+async def do_nothing(*_):
     """Do nothing: an agent that chats in this process needs no installation."""
 
 

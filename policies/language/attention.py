@@ -115,7 +115,7 @@ def counted_experts(module: Any, hidden: Tensor, chosen: Tensor, weights: Tensor
     return out.view(*chosen.shape, -1).sum(1).to(hidden.dtype)
 
 
-def divided(packed: Packed, count: int) -> list[Packed]:
+def parts_of_ranks(packed: Packed, count: int) -> list[Packed]:
     """Returns the parts of `count` ranks. Ids, positions and scored tokens are a rank's own. Blocks and segments, which
     define the attention mask, are of whole rows, padded to a multiple of `count` places.
 
@@ -172,7 +172,7 @@ class DividedPass:
     def score(self, scores_of: Callable[..., list[Tensor]], packed: Packed) -> tuple[Sequence[Tensor], np.ndarray]:
         """Returns the scores [M] of all sampled tokens, a tensor for each kind of score, and the tokens' numbers [M].
         `scores_of` computes the scores [m] of this rank's part of the rows."""
-        parts = divided(packed, self.group.size)
+        parts = parts_of_ranks(packed, self.group.size)
         of_rank = torch.stack(scores_of(parts[self.group.place], ranks=self), 1)
         scored = [part.scored for part in parts]
         scores = AllScores.apply(self, [len(each) for each in scored], of_rank)

@@ -148,7 +148,7 @@ def gpt2_layer(block: Any) -> Callable[..., Tensor]:
     return run
 
 
-def likeliest(logits: Tensor, count: int) -> tuple[tuple[int, float], ...]:
+def likeliest_tokens(logits: Tensor, count: int) -> tuple[tuple[int, float], ...]:
     """The likeliest tokens by logits [vocabulary], and their log-probs at temperature 1."""
     logprobs, tokens = logits.double().log_softmax(-1).topk(count)
     return tuple(zip(tokens.tolist(), logprobs.tolist()))

@@ -104,7 +104,7 @@ class Engine:
         if not len(request.tokens):
             raise ValueError(f"conversation {request.key} is empty: there is nothing to continue")
         if self.longest_answer(request) <= 0:
-            self.ended.append(unanswered(request))
+            self.ended.append(empty_answer(request))
         else:
             self.open(request if request.sampling else replace(request, sampling=self.round))
 
@@ -180,7 +180,7 @@ def seed_of(request: Request) -> int:
     return int(rng.generator(how.seed, how.stream, request.episode, len(request.tokens)).integers(2**63))
 
 
-def unanswered(request: Request) -> Answer:
+def empty_answer(request: Request) -> Answer:
     """The empty answer to a conversation without room for one, or that was not begun."""
     return Answer(request.key, np.zeros(0, np.int32), np.zeros(0, np.float32), True)
 

@@ -384,7 +384,7 @@ def fresh_vl_config(text: dict[str, Any]) -> PreTrainedConfig:
     )
 
 
-def scaled(logits: Tensor, shape: PreTrainedConfig) -> Tensor:
+def scaled_logits(logits: Tensor, shape: PreTrainedConfig) -> Tensor:
     """The scaled logits of models such as Cohere, Granite and Gemma."""
     if (scale := getattr(shape, "logit_scale", None)) not in (None, 1):
         logits = logits * scale

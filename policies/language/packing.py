@@ -102,7 +102,7 @@ def into_passes(
 ) -> list[list[int]]:
     """Returns the conversations, by number, of each pass: at most `most` tokens, whole groups if they fit. Larger
     groups are split, and a longer conversation has its own pass."""
-    parts = [part for block in blocks_of(tokens, mask, lengths, groups) for part in split(block, lengths, most)]
+    parts = [part for block in blocks_of(tokens, mask, lengths, groups) for part in split_block(block, lengths, most)]
     bins = first_fit([part.size for part in parts], most)
     return sorted(sorted(member for number in numbers for member in parts[number].members) for numbers in bins)
 
@@ -146,7 +146,7 @@ def shared_prompt(tokens: np.ndarray, mask: np.ndarray, starts: np.ndarray, leng
     return most if same.all() else int(same.argmin())
 
 
-def split(block: PromptBlock, lengths: np.ndarray, most: int) -> Iterator[PromptBlock]:
+def split_block(block: PromptBlock, lengths: np.ndarray, most: int) -> Iterator[PromptBlock]:
     """Splits a block into parts of at most `most` tokens that repeat the prompt; a longer conversation is a part of its
     own."""
     some: list[int] = []

@@ -34,7 +34,7 @@ from embodied.policies.language.attention import DividedPass
 from embodied.policies.language.config import LanguageConfig
 from embodied.policies.language.engine import token_bytes
 from embodied.policies.language.experts import BIAS, ExpertLoads, is_router, num_experts
-from embodied.policies.language.folder import HEADS, head_size, heads_of, scaled
+from embodied.policies.language.folder import HEADS, head_size, heads_of, scaled_logits
 from embodied.policies.language.packing import Packed, into_passes, lay_out
 from embodied.policies.language.sight import SIGHTS, Sight, decoder_of, place_cost, tower_blocks_of
 from embodied.policies.policy_folder import CONFIG, published_family, read_blobs, write_shards, write_values
@@ -258,8 +258,8 @@ class LanguagePolicy(PublishedPolicy):
     def head(self, hidden: Tensor) -> Tensor:
         """Logits [U, vocabulary]."""
         if self.tied:
-            return scaled(F.linear(hidden, self.model.get_input_embeddings().weight), self.model.config)
-        return scaled(self.model.get_output_embeddings()(hidden), self.model.config)
+            return scaled_logits(F.linear(hidden, self.model.get_input_embeddings().weight), self.model.config)
+        return scaled_logits(self.model.get_output_embeddings()(hidden), self.model.config)
 
     def end_step(self, sum_over_ranks: Callable[[Tensor], Tensor]) -> dict[str, float]:
         return self.experts.end_step(sum_over_ranks)

@@ -23,8 +23,8 @@ from torch import Tensor
 from embodied.core import rng
 from embodied.core.conversations import FIRST_PLACE, SamplingRule
 from embodied.policies.language.config import LanguageConfig
-from embodied.policies.language.decoding import Step, choose, fast_step, likeliest
-from embodied.policies.language.engine import Answer, Engine, Request, cache_bytes, token_bytes, unanswered
+from embodied.policies.language.decoding import Step, choose, fast_step, likeliest_tokens
+from embodied.policies.language.engine import Answer, Engine, Request, cache_bytes, empty_answer, token_bytes
 from embodied.policies.language.sight import decoder_of
 from embodied.policies.language.trust import ProofWriter
 
@@ -167,10 +167,10 @@ class SlotEngine(Engine):
                 return answer
         given_up = next((request for request in self.waiting if request.key == key), None)
         self.waiting = [request for request in self.waiting if request is not given_up]
-        return unanswered(given_up) if given_up else None
+        return empty_answer(given_up) if given_up else None
 
     def give_up(self) -> list[Answer]:
-        answers = [*self.so_far(), *(unanswered(request) for request in self.waiting)]
+        answers = [*self.so_far(), *(empty_answer(request) for request in self.waiting)]
         self.rows, self.waiting = [], []
         return answers
 
@@ -342,7 +342,7 @@ class SlotEngine(Engine):
             chosen = choose(of_rows, rule, self.to_device(self.noise[rows, self.phase]))
             tokens[rows], logprobs[rows] = (each.cpu().numpy() for each in chosen)
         for row in (row for row, request in enumerate(self.rows) if request.sampling.likeliest):
-            self.likeliest[row] += (likeliest(logits[row], self.rows[row].sampling.likeliest),)
+            self.likeliest[row] += (likeliest_tokens(logits[row], self.rows[row].sampling.likeliest),)
         for row in (row for row, request in enumerate(self.rows) if request.sampling.proves):
             self.proofs[row].add(states[row])
         self.phase += 1

@@ -46,7 +46,7 @@ from embodied.policies.language.config import LanguageConfig
 from embodied.policies.language.engine import Answer, Engine, Request, cache_bytes, seed_of
 from embodied.policies.language.folder import as_published
 from embodied.policies.policy_folder import write_tensors
-from embodied.policies.vla.lora import merged, scaling_of
+from embodied.policies.vla.lora import merged_weights, scaling_of
 from embodied.runtime.device_memory import Offloader, num_bytes
 
 if TYPE_CHECKING:
@@ -172,7 +172,7 @@ class VLLMEngine(Engine):
             self._wake(WEIGHTS)
         assert WEIGHTS not in self.asleep, "new weights come while vLLM has no memory for them"
         self.version, self.is_new = None, False
-        whole = merged(weights.items(), scaling_of(self.config)) if self.config.lora_rank else weights.items()
+        whole = merged_weights(weights.items(), scaling_of(self.config)) if self.config.lora_rank else weights.items()
         tensors = as_published(self.policy.model, whole)
         if self.config.tensor_parallel > 1:
             with in_memory(tensors) as path, self._naming_the_dead():

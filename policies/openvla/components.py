@@ -15,7 +15,7 @@ from torch import Tensor
 
 from embodied.core.errors import CheckpointError, EmbodiedError
 from embodied.policies.policy_folder import own_layer, write_tensors
-from embodied.policies.vla.lora import DOWN, LAYER, UP, is_adapter, merged, product
+from embodied.policies.vla.lora import DOWN, LAYER, UP, is_adapter, merged_weights, product
 from embodied.runtime.published_weights import read_safetensors, tensor_of
 
 FILE = re.compile(
@@ -62,7 +62,7 @@ def component_weights(kind: str, path: Path) -> dict[str, Tensor]:
     if kind != "vision_backbone":
         return {f"{kind}.{name}": tensor for name, tensor in tensors.items()}
     scale = scale_of(tensors)
-    return tensors if scale is None else dict(merged(tensors.items(), lambda *_: scale))
+    return tensors if scale is None else dict(merged_weights(tensors.items(), lambda *_: scale))
 
 
 def scale_of(tensors: dict[str, Tensor]) -> float | None:
@@ -78,7 +78,7 @@ def as_stored(path: Path | None, weights: dict[str, Tensor]) -> dict[str, Tensor
     scale = scale_of(stored)
     if scale is None:
         return weights
-    before, tensors = dict(merged(stored.items(), lambda *_: scale)), dict(stored)
+    before, tensors = dict(merged_weights(stored.items(), lambda *_: scale)), dict(stored)
     for name in stored:
         own = own_layer(name)
         if is_adapter(name) or torch.equal(before[own].to(weights[own].dtype), weights[own]):

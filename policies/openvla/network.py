@@ -142,13 +142,13 @@ class LlamaStack(nn.Module):
         head_dim = self.settings.dim // self.settings.heads
         turn = turns(position, head_dim, self.settings.rope_theta, x.dtype)
         plain = not padded and (bidirectional or new in (1, total))
-        mask = None if plain else visible(present, new, bidirectional)
+        mask = None if plain else attention_mask(present, new, bidirectional)
         causal = plain and not bidirectional and new > 1
         *first, last = self.layers
         for layer in first:
             x = layer(x, turn, mask, causal, cache)
         if causal and read != ALL:
-            causal, mask = False, visible(present, new, False)
+            causal, mask = False, attention_mask(present, new, False)
         x = last(x, turn, mask if mask is None else mask[:, :, read], causal, cache, read)
         if cache is not None:
             cache.length += new
@@ -162,7 +162,7 @@ class LanguageModel(nn.Module):
         self.lm_head = nn.Linear(settings.dim, settings.vocab, bias=False)
 
 
-def visible(present: Tensor, new: int, bidirectional: bool) -> Tensor:
+def attention_mask(present: Tensor, new: int, bidirectional: bool) -> Tensor:
     """Attention mask [N, 1, new, all]; padding attends to itself, so that its rows stay finite."""
     total = present.shape[1]
     here = torch.arange(total, device=present.device)
@@ -341,7 +341,7 @@ class FastDecoder(Decoder):
         end = begin + new
         mask = None
         if self.padded:
-            first = as_bias(visible(self.present[:, :end], new, False), x.dtype) if new > 1 else None
+            first = as_bias(attention_mask(self.present[:, :end], new, False), x.dtype) if new > 1 else None
             mask = self.seen[..., :end] if first is None else first
         turn = self.cos[:, begin:end], self.sin[:, begin:end]
         x = x.reshape(self.rows * new, -1).clone()

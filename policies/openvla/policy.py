@@ -31,7 +31,7 @@ from embodied.policies.openvla.config import OpenVLAOFTConfig, PrismaticConfig
 from embodied.policies.vla import layers, statistics
 from embodied.policies.vla.image_processor import processor_of
 from embodied.policies.vla.lora import add_lora
-from embodied.policies.vla.policy import KEYFRAMES, VLAPolicy, for_acting, hashed_words, padded
+from embodied.policies.vla.policy import KEYFRAMES, VLAPolicy, for_acting, hashed_words, pad_rows
 from embodied.runtime.published_weights import Blob
 
 VALUE = "value_head."
@@ -193,7 +193,7 @@ class PrismaticPolicy(VLAPolicy):
     def _words(self, obs: Observation, count: int) -> tuple[np.ndarray, np.ndarray]:
         """Ids of the prompts [N, L], and their mask."""
         prompts = [self.settings.template.format(text.lower()) for text in self.instructions(obs, count)]
-        return padded([self.encode(text) for text in prompts], self.settings.pad_id, in_front=True)
+        return pad_rows([self.encode(text) for text in prompts], self.settings.pad_id, in_front=True)
 
     def encode(self, text: str) -> list[int]:
         if self.fast is None:  # 0, 1 and 2 are unknown, begin and end

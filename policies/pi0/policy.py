@@ -27,7 +27,7 @@ from embodied.policies.policy_folder import TOKENIZER
 from embodied.policies.vla import flow_network as networks
 from embodied.policies.vla.flow import MODEL, FlowPolicy, FlowSettings, normalization_of
 from embodied.policies.vla.layers import NamedParts
-from embodied.policies.vla.policy import for_acting, hashed_words, padded
+from embodied.policies.vla.policy import for_acting, hashed_words, pad_rows
 from embodied.policies.vla.statistics import MEAN_STD, QUANTILES
 
 # Sizes of the networks, read from config.json files of openpi and lerobot
@@ -150,7 +150,7 @@ def augmented(pixels: Tensor, uniform: Tensor) -> Tensor:
     pixels, uniform = pixels / 2 + 0.5, uniform.to(pixels.dtype)
     base = random_rotation(random_crop(pixels[:, 0], uniform[:, 0, :2]), uniform[:, 0, 2])
     pixels = torch.cat([base[:, None], pixels[:, 1:]], dim=1)
-    return coloured(pixels, uniform[:, :, 3:, None, None, None].unbind(2)) * 2 - 1
+    return random_colours(pixels, uniform[:, :, 3:, None, None, None].unbind(2)) * 2 - 1
 
 
 def random_crop(pixels: Tensor, uniform: Tensor) -> Tensor:
@@ -174,7 +174,7 @@ def random_rotation(pixels: Tensor, uniform: Tensor) -> Tensor:
     return torch.where(angle[:, None] == 0, pixels, after)
 
 
-def coloured(pixels: Tensor, uniform: tuple[Tensor, ...]) -> Tensor:
+def random_colours(pixels: Tensor, uniform: tuple[Tensor, ...]) -> Tensor:
     """[B, cameras, 3, S, S], each image by uniform numbers [B, cameras, 1, 1, 1] of its own."""
     brightness, contrast, saturation = uniform
     pixels = pixels * (0.7 + 0.6 * brightness)
@@ -392,7 +392,7 @@ class Pi0Policy(FlowPolicy):
             states = np.zeros(state.shape) if state.is_meta else state.cpu().numpy()  # memory is counted by shapes
         sentences = [self.encode(prompt(text, row)) for text, row in zip(texts, states, strict=True)]
         least = most if self.config.dtype == "bfloat16" else width
-        words = [tensor_of(part, self.device) for part in padded(sentences, most=most, least=least)]
+        words = [tensor_of(part, self.device) for part in pad_rows(sentences, most=most, least=least)]
         pixels = self._pixels(obs)
         if draws is not None:
             pixels = augmented(pixels, draws.view(len(draws), -1, DRAWS))

@@ -24,7 +24,7 @@ from embodied.core.types import Observation
 from embodied.policies.vla import flow_network as networks
 from embodied.policies.vla.flow import FlowPolicy, FlowSettings, normalization_of
 from embodied.policies.vla.layers import NamedParts
-from embodied.policies.vla.policy import for_acting, hashed_words, padded
+from embodied.policies.vla.policy import for_acting, hashed_words, pad_rows
 from embodied.policies.vla.statistics import MEAN_STD
 
 
@@ -194,7 +194,7 @@ class SmolVLAPolicy(FlowPolicy):
     ) -> networks.Prefix:
         state = self._unit_state(obs)
         sentences = [self.encode(text) for text in self.instructions(obs, len(state))]
-        words = [tensor_of(part, self.device) for part in padded(sentences, most=self.settings.max_tokens)]
+        words = [tensor_of(part, self.device) for part in pad_rows(sentences, most=self.settings.max_tokens)]
         prefix = for_acting(self.config, SmolVLANetwork.prefix, self.device)
         return prefix(self.model, self._pixels(obs), *words, self._padded_state(state))
 

@@ -52,7 +52,7 @@ def weights(kernel: str, size: int, wanted: int) -> np.ndarray:
 
 
 @lru_cache(maxsize=64)
-def taps(kernel: str, size: int, wanted: int) -> tuple[np.ndarray, np.ndarray]:
+def resize_taps(kernel: str, size: int, wanted: int) -> tuple[np.ndarray, np.ndarray]:
     """[wanted, taps]: the pixels of a line for each new pixel, and their weights in Pillow's units."""
     given = weights(kernel, size, wanted)
     units = np.trunc(given * UNITS + np.copysign(0.5, given)).astype(np.int32)
@@ -68,7 +68,7 @@ def as_pillow(pixels: Tensor, shape: tuple[int, int], kernel: str) -> Tensor:
     for axis, wanted in ((3, shape[1]), (2, shape[0])):
         if levels.shape[axis] != wanted:
             places, units = (
-                torch.from_numpy(part).to(pixels.device) for part in taps(kernel, levels.shape[axis], wanted)
+                torch.from_numpy(part).to(pixels.device) for part in resize_taps(kernel, levels.shape[axis], wanted)
             )
             across = [-1 if each == axis else 1 for each in range(4)]
             summed = sum(
@@ -131,7 +131,7 @@ class ImageProcessor:
         if self.strategy == "letterbox":
             pixels = letterbox(pixels, self.bars)
         pixels = resize(pixels, self._shape(*pixels.shape[2:]), self.filter)
-        pixels = middle(pixels, self.size)
+        pixels = central_square(pixels, self.size)
         if self.crop_area < 1.0:
             pixels = crop(pixels, self.crop_area)
         pixels = pixels / 255
@@ -227,7 +227,7 @@ def letterbox(pixels: Tensor, colour: tuple[int, ...]) -> Tensor:
     return canvas
 
 
-def middle(pixels: Tensor, size: int) -> Tensor:
+def central_square(pixels: Tensor, size: int) -> Tensor:
     """The central square of this size."""
     top, left = (round((side - size) / 2) for side in pixels.shape[2:])
     return pixels[:, :, top : top + size, left : left + size]

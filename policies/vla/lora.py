@@ -176,7 +176,7 @@ def is_adapter(name: str) -> bool:
     return name.endswith((DOWN, UP, MAGNITUDE))
 
 
-def merged(weights: Iterable[tuple[str, Tensor]], scaling: Scaling) -> Iterator[tuple[str, Tensor]]:
+def merged_weights(weights: Iterable[tuple[str, Tensor]], scaling: Scaling) -> Iterator[tuple[str, Tensor]]:
     """Yields weights with their layers' own names, each adapter added to its layer; other tensors are unchanged."""
     named = dict(weights)
     for name, tensor in named.items():

@@ -62,7 +62,7 @@ def hashed_words(text: str, count: int) -> list[int]:
     return [zlib.crc32(word.encode()) % count for word in text.split()]
 
 
-def padded(
+def pad_rows(
     sequences: list[list[int]], pad: int = 0, most: int | None = None, least: int = 0, in_front: bool = False
 ) -> tuple[np.ndarray, np.ndarray]:
     """Pads rows to ids [N, L] and a mask, with at most and at least so many ids per row. Padding comes last, or with

@@ -10,7 +10,7 @@ from embodied.core.errors import ConfigError
 from embodied.core.types import EpisodeList
 from embodied.envs.gym.config import GymConfig
 from embodied.envs.libero.config import LiberoConfig
-from embodied.envs.libero.expert import rims
+from embodied.envs.libero.expert import grasps_at_rim
 from embodied.envs.maniskill import experts
 from embodied.envs.maniskill.config import ManiSkillConfig
 from embodied.envs.pointmass.config import PointMassConfig
@@ -86,7 +86,7 @@ def test_a_leaning_bowl_is_held_where_its_rim_is_and_the_higher_side_is_known():
     around = np.arange(0, 2 * np.pi, np.pi / 24)
     rim = np.stack([0.05 * np.cos(around), 0.05 * np.sin(around), 0.95 + 0.03 * np.cos(around)], axis=1)
     bottom = rim * [0.4, 0.4, 1] - [0, 0, 0.05]
-    grasps = rims(np.concatenate([rim, bottom]), np.array([0.0, 0.0, 0.93]))
+    grasps = grasps_at_rim(np.concatenate([rim, bottom]), np.array([0.0, 0.0, 0.93]))
     assert all(np.linalg.norm(grasp.point[:2]) == pytest.approx(0.05, abs=1e-3) for grasp in grasps)
     highest = max(grasps, key=lambda grasp: grasp.point[2])
     assert highest.point == pytest.approx([0.05, 0, 0.98 - 0.014], abs=1e-6) and highest.closing[0] == 1

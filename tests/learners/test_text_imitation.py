@@ -18,8 +18,8 @@ from embodied.core.types import EpisodeSpec
 from embodied.envs.config import ExternalEnvConfig
 from embodied.envs.text.text_env import TextEnv, Turn
 from embodied.learners.config import LearnerConfig
-from embodied.learners.examples import read_examples, solved
-from embodied.learners.imitation import ExampleTokens, TextImitationLearner, packs, written
+from embodied.learners.examples import read_examples, solved_examples
+from embodied.learners.imitation import ExampleTokens, TextImitationLearner, into_packs, written
 from embodied.policies import make_policy
 from embodied.policies.config import ExternalPolicyConfig
 from embodied.runtime.rendezvous import InProcessRendezvous
@@ -102,7 +102,7 @@ def test_an_answer_is_learned_with_the_token_that_ends_it():
 
 
 def test_of_several_turns_all_answers_are_learned():
-    (example,) = solved(env("Counting"), 0, range(1))
+    (example,) = solved_examples(env("Counting"), 0, range(1))
     assert example == (("1,", "2"), (",3,", "4"))
     tokens, mask = written(Characters(), example)
     assert tokens.tolist() == [2, *map(ord, "1,2"), 0, *map(ord, ",3,4"), 0]
@@ -110,13 +110,17 @@ def test_of_several_turns_all_answers_are_learned():
 
 
 def test_the_same_number_and_seed_are_the_same_prompt_whoever_asks():
-    assert solved(env(), 3, range(4, 9)) == solved(env(), 3, range(12))[4:9] != solved(env(), 4, range(4, 9))
+    assert (
+        solved_examples(env(), 3, range(4, 9))
+        == solved_examples(env(), 3, range(12))[4:9]
+        != solved_examples(env(), 4, range(4, 9))
+    )
 
 
 def test_conversations_go_through_the_network_as_the_tokens_allow():
-    cuts = packs([3, 2, 4, 9, 1], 6)
+    cuts = into_packs([3, 2, 4, 9, 1], 6)
     assert [(cut.start, cut.stop) for cut in cuts] == [(0, 2), (2, 3), (3, 4), (4, 5)]
-    assert packs([], 6) == []
+    assert into_packs([], 6) == []
 
 
 def test_the_loss_is_the_mean_over_the_answers_tokens():

@@ -132,7 +132,7 @@ def test_slices_and_virtual_gpus_are_devices_of_their_own_by_uuid(chosen, names,
     """An H100 in two slices, whose own number names none of them, and a virtual A16."""
     h100 = discovery.read_gpu(["0", "NVIDIA H100 80GB HBM3", "81559", "00000000:3B:00.0", "GPU-aaaa-1"], tmp_path)
     a16 = discovery.read_gpu(["1", "NVIDIA A16-4Q", "4096", "00000000:02:01.0", "GPU-cccc-1"], tmp_path)
-    found = discovery.visible(discovery.with_slices([h100, a16], LISTED), chosen)
+    found = discovery.visible_gpus(discovery.with_slices([h100, a16], LISTED), chosen)
     assert [gpu.cuda_name for gpu in found] == names and [gpu.index for gpu in found] == list(range(len(names)))
     sizes = {"MIG-bbbb-1": 40e9, "MIG-bbbb-2": 10e9, "GPU-cccc-1": 4096 * 2**20}
     assert [gpu.memory_bytes for gpu in found] == [sizes[name] for name in names]

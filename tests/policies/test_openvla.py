@@ -7,7 +7,7 @@ from tiny_vla import build
 
 from embodied.core.errors import CheckpointError, ConfigError
 from embodied.policies.openvla.network import ActionTokens, pick
-from embodied.policies.vla.policy import padded
+from embodied.policies.vla.policy import pad_rows
 from embodied.policies.vla.statistics import Statistics, statistics_of
 
 
@@ -68,5 +68,5 @@ def test_ranges_that_are_none_are_refused_unless_masked(change, words):
 
 
 def test_prompts_are_aligned_behind_the_first_token():
-    ids, there = padded([[1, 5, 6], [1, 7]], in_front=True)
+    ids, there = pad_rows([[1, 5, 6], [1, 7]], in_front=True)
     assert ids.tolist() == [[1, 5, 6], [1, 0, 7]] and there.tolist() == [[True] * 3, [True, False, True]]

@@ -7,7 +7,7 @@ import pytest
 from written_runs import played, write_evaluation, write_group, write_run
 
 from embodied.report import main
-from embodied.reporting.comparison_page import comparison, labels
+from embodied.reporting.comparison_page import comparison, distinct_labels
 from embodied.reporting.runs import Run, read_run
 from embodied.reporting.sections import curve, success_in_training
 from embodied.reporting.seed_sets_page import in_order, in_words, mean_curve, places_of, sets_of, summary
@@ -58,8 +58,8 @@ def test_runs_that_cannot_be_paired_say_why(tmp_path, page_of):
 
 def test_runs_get_names_that_tell_them_apart(tmp_path):
     folders = [write_run(tmp_path / parent / "toy") for parent in ("x", "y")]
-    assert labels([read_run(folder) for folder in folders]) == ["x/toy", "y/toy"]
-    assert len({*labels([read_run(folders[0])] * 2)}) == 2
+    assert distinct_labels([read_run(folder) for folder in folders]) == ["x/toy", "y/toy"]
+    assert len({*distinct_labels([read_run(folders[0])] * 2)}) == 2
 
 
 def test_a_curve_begins_where_enough_episodes_have_ended_if_ever(tmp_path):

@@ -20,7 +20,7 @@ from embodied.sweeps import run_group
 from embodied.sweeps.children import BEGIN, GroupChildren, Place, slug
 from embodied.sweeps.run_group import Member, RunGroup, find_group, lock_runs, read_group
 from embodied.sweeps.seeds_and_sweeps import (
-    divided,
+    divide_machine,
     load_all,
     members_of,
     read_order,
@@ -174,9 +174,9 @@ def test_runs_go_side_by_side_where_one_leaves_room_for_others():
 
 
 def test_runs_at_once_have_cores_and_gpus_of_their_own():
-    assert divided(machine(5, gpus=2), 2) == [Place((0, 1), "0"), Place((2, 3), "1")]
-    assert divided(machine(4), 2) == [Place((0, 1)), Place((2, 3))]
-    assert divided(machine(4, gpus=1), 1) == [Place()]
+    assert divide_machine(machine(5, gpus=2), 2) == [Place((0, 1), "0"), Place((2, 3), "1")]
+    assert divide_machine(machine(4), 2) == [Place((0, 1)), Place((2, 3))]
+    assert divide_machine(machine(4, gpus=1), 1) == [Place()]
 
 
 # A group is found again

@@ -132,7 +132,7 @@ class Episode:
     start: np.ndarray  # [6], offsets of the arm's initial joints, in radians
 
 
-def grid(size: int) -> list[tuple[float, float]]:
+def grid_places(size: int) -> list[tuple[float, float]]:
     """size x size points around the middle."""
     steps = (np.arange(size) - (size - 1) / 2) * SPACING
     return [(MIDDLE[0] + x, MIDDLE[1] + y) for x, y in product(steps.tolist(), repeat=2)]
@@ -151,24 +151,24 @@ def separate_places(points: list[tuple[float, float]], things: int, far: tuple[i
 
 @cache
 def pairs() -> np.ndarray:
-    return separate_places(grid(6), 2)
+    return separate_places(grid_places(6), 2)
 
 
 @cache
-def border() -> np.ndarray:
+def border_places() -> np.ndarray:
     """A step outside the usual grid."""
-    inside = {(round(x, 6), round(y, 6)) for x, y in grid(6)}
-    return separate_places([(x, y) for x, y in grid(8) if (round(x, 6), round(y, 6)) not in inside], 2)
+    inside = {(round(x, 6), round(y, 6)) for x, y in grid_places(6)}
+    return separate_places([(x, y) for x, y in grid_places(8) if (round(x, 6), round(y, 6)) not in inside], 2)
 
 
 @cache
 def two_objects() -> np.ndarray:
-    return separate_places(grid(6), 3, far=(0, 2))
+    return separate_places(grid_places(6), 3, far=(0, 2))
 
 
 @cache
 def two_plates() -> np.ndarray:
-    return separate_places(grid(6), 3, far=(1, 2))
+    return separate_places(grid_places(6), 3, far=(1, 2))
 
 
 @cache
@@ -176,7 +176,7 @@ def starts() -> np.ndarray:
     return np.array([one for one in product(*JOINTS) if abs(one[1] + one[2]) <= 0.25])
 
 
-PLACES = {"pairs": pairs, "border": border, "two_objects": two_objects, "two_plates": two_plates}
+PLACES = {"pairs": pairs, "border": border_places, "two_objects": two_objects, "two_plates": two_plates}
 BORDER = {"places": "border", "turns": (-22.5, -67.5, -112.5, -157.5), "heights": (0.95, 0.95)}
 PAINTS = {
     f"Vision{kind}{number}-v1": (kind == "Whole", int(number) / 10)

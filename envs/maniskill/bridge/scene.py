@@ -43,7 +43,7 @@ class BridgeScene:
         self._region = image_region
         if sensor_configs:
             size = sensor_configs["height"], sensor_configs["width"]
-            sensor_configs = {**sensor_configs, "intrinsic": scaled(*size, image_region)}
+            sensor_configs = {**sensor_configs, "intrinsic": scaled_intrinsics(*size, image_region)}
         super().__init__(sensor_configs=sensor_configs, **options)
 
     def kept_ids(self) -> torch.Tensor:
@@ -101,7 +101,7 @@ def read_photo(path: str, height: int, width: int, region: Region) -> np.ndarray
     return cv2.resize(picture[top:bottom, left:right], (width, height), interpolation=cv2.INTER_AREA)
 
 
-def scaled(height: int, width: int, region: Region = WHOLE) -> np.ndarray:
+def scaled_intrinsics(height: int, width: int, region: Region = WHOLE) -> np.ndarray:
     """The camera's intrinsics for this region of its image in so many pixels."""
     return intrinsics(height, width, region, (WIDTH, HEIGHT), FOCAL, MIDDLE)
 

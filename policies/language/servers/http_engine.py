@@ -26,13 +26,13 @@ from embodied.core import rng
 from embodied.core.conversations import SamplingRule
 from embodied.core.errors import EmbodiedError
 from embodied.policies.language.config import LanguageConfig
-from embodied.policies.language.engine import Answer, Engine, Request, unanswered
+from embodied.policies.language.engine import Answer, Engine, Request, empty_answer
 from embodied.policies.language.folder import as_published
 from embodied.policies.language.http_messages import ParsedAnswer, WeightFolder, body_of, fingerprint
 from embodied.policies.language.servers.remote_server import check_client
 from embodied.policies.language.servers.server_pool import LONGEST_S, PooledRequest, PooledServer, ServerPool
 from embodied.policies.language.trust import find_mismatch
-from embodied.policies.vla.lora import merged, scaling_of
+from embodied.policies.vla.lora import merged_weights, scaling_of
 from embodied.runtime.published_weights import blob_of
 
 if TYPE_CHECKING:
@@ -117,7 +117,7 @@ class HTTPEngine(Engine):
 
     def give_up(self) -> list[Answer]:
         self.call(self.pool.forget)
-        answers = [*map(unanswered, self.asked.values())]
+        answers = [*map(empty_answer, self.asked.values())]
         self.asked, self.new = {}, {}
         return answers
 
@@ -149,7 +149,7 @@ class HTTPEngine(Engine):
         """The weights for the servers: with separate adapters, or merged if the servers have none."""
         if not self.config.lora_rank or self.pool.lora_rank == self.config.lora_rank:
             return dict(weights)
-        return dict(merged(weights.items(), scaling_of(self.config)))
+        return dict(merged_weights(weights.items(), scaling_of(self.config)))
 
     def answer(self, request: Request, parsed: ParsedAnswer) -> Answer:
         tokens, logprobs = np.array(parsed.tokens, np.int32), np.array(parsed.logprobs, self.exact)

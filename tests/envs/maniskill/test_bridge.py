@@ -60,17 +60,17 @@ def test_an_evaluation_takes_the_twins_own_initial_states_in_turn():
 
 
 def test_a_smaller_picture_shows_the_same_part_of_the_scene():
-    from embodied.envs.maniskill.bridge.scene import FOCAL, scaled
+    from embodied.envs.maniskill.bridge.scene import FOCAL, scaled_intrinsics
 
-    small = scaled(120, 320)
+    small = scaled_intrinsics(120, 320)
     np.testing.assert_allclose(small[0], [FOCAL / 2, 0, 319.501 / 2])
     np.testing.assert_allclose(small[1], [0, FOCAL / 4, 239.545 / 4])
 
 
 def test_a_region_is_seen_as_it_is_in_the_whole_picture():
-    from embodied.envs.maniskill.bridge.scene import scaled
+    from embodied.envs.maniskill.bridge.scene import scaled_intrinsics
 
-    whole, part = scaled(480, 640), scaled(240, 320, (0.25, 0.5, 0.75, 1.0))
+    whole, part = scaled_intrinsics(480, 640), scaled_intrinsics(240, 320, (0.25, 0.5, 0.75, 1.0))
     shift = [[0, 0, 160], [0, 0, 240], [0, 0, 0]]  # a quarter of 640 and half of 480; as many pixels per angle
     np.testing.assert_allclose(part + shift, whole)
 

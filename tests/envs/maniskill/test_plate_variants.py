@@ -7,7 +7,7 @@ from embodied.envs.maniskill.bridge.put_on_plate import (
     FAR,
     NEAR,
     TEMPLATES,
-    border,
+    border_places,
     pairs,
     starts,
     two_objects,
@@ -17,10 +17,10 @@ from embodied.envs.maniskill.bridge.put_on_plate import (
 
 
 def test_things_lie_apart_on_the_grid():
-    assert len(pairs()) == 784 and len(border()) == 628 and len(starts()) == 14_375
+    assert len(pairs()) == 784 and len(border_places()) == 628 and len(starts()) == 14_375
     assert np.linalg.norm(pairs()[:, 0] - pairs()[:, 1], axis=1).min() > NEAR
     assert np.linalg.norm(two_objects()[:, 0] - two_objects()[:, 2], axis=1).min() > FAR
-    assert np.abs(border() - [-0.16, 0.0]).max(axis=2).min() == pytest.approx(0.105)  # a step outside
+    assert np.abs(border_places() - [-0.16, 0.0]).max(axis=2).min() == pytest.approx(0.105)  # a step outside
 
 
 def test_the_task_to_train_on_has_as_many_episodes_as_its_digits_say():

@@ -11,7 +11,7 @@ from embodied.core.conversations import pictures_in
 from embodied.core.errors import ConfigError
 from embodied.core.types import EpisodeSpec
 from embodied.envs.config import EnvConfig
-from embodied.envs.text.math import INSTRUCTION, Math, MathQuestions, boxed, questions
+from embodied.envs.text.math import INSTRUCTION, Math, MathQuestions, boxed_answer, questions
 from embodied.envs.text.scoring_process import TIMED_OUT
 from embodied.learners.examples import read_examples
 
@@ -54,7 +54,7 @@ SUM = {"question": "What is 1 + 1?", "answer": 2}
     ],
 )
 def test_the_last_box_counts(text, inside):
-    assert boxed(text) == inside
+    assert boxed_answer(text) == inside
 
 
 def test_pictures_stand_where_the_text_says_or_before_it(tmp_path):

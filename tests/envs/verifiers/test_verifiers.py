@@ -20,7 +20,7 @@ from embodied.envs.config import EnvConfig
 from embodied.envs.text.text_env_checker import check_text_env
 from embodied.envs.verifiers import env as verifiers
 from embodied.envs.verifiers.env import Verifiers
-from embodied.envs.verifiers.verifiers_child import Problem, splits, turns_of, what_counts
+from embodied.envs.verifiers.verifiers_child import Problem, split_examples, turns_of, what_counts
 
 
 @pytest.fixture
@@ -219,7 +219,7 @@ def examples(*prompts, **more):
 
 
 def split(dataset, eval_dataset=()):
-    train, held_out = splits(dataset, eval_dataset)
+    train, held_out = split_examples(dataset, eval_dataset)
     return [[one["prompt"][0]["content"] for one in part] for part in (train, held_out)]
 
 

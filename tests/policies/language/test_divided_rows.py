@@ -8,7 +8,7 @@ from rank_processes import run_ranks
 from tiny_language import answers, inputs_of, write
 from transformers import Starcoder2Config
 
-from embodied.policies.language.attention import divided
+from embodied.policies.language.attention import parts_of_ranks
 from embodied.policies.language.packing import lay_out
 
 PROGRAM = Path(__file__).with_name("divided_ranks.py")
@@ -34,7 +34,7 @@ def test_every_place_belongs_to_one_rank():
     inputs = inputs_of(*answers([7, 8], [9], prompt=(5, 6)))
     tokens, mask = (inputs[name].reshape(-1) for name in ("actions", "mask"))
     packed = lay_out(tokens, mask, inputs["lengths"], inputs["groups"])
-    first, second = divided(packed, 2)
+    first, second = parts_of_ranks(packed, 2)
     assert first.ids.tolist() == [[5, 7, 9]] and second.ids.tolist() == [[6, 8, 0]]
     assert first.positions.tolist() == [[0, 2, 2]] and second.positions.tolist() == [[1, 3, 0]]
     assert first.blocks.tolist() == second.blocks.tolist() == [[0, 0, 0, 0, 0, -1]]
