@@ -1,6 +1,6 @@
 """The algorithms: advantages, groups, losses, and their options.
 
-`config` and `sft_config` have the options, `advantages` GAE and group advantages, `groups` the groups of GRPO and their
+`config` has the options, `advantages` GAE and group advantages, `groups` the groups of GRPO and their
 prompts, `losses` the losses of PPO and GRPO.
 """
 

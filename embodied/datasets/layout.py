@@ -4,7 +4,7 @@ A feature is described as in LeRobot: `{"dtype": "float32", "shape": (7,)}`, wit
 one env step: the observation before it, the action, and its outcome (`next.*`).
 
 Datasets are not trusted. Only files inside the dataset's folder are opened, and templates of paths are filled in by
-`fill`: `str.format` would also read attributes and obey a width of a gigabyte.
+`fill_template`: `str.format` would also read attributes and obey a width of a gigabyte.
 
 The statistics of images are counted by pixel value and therefore exact; they are in [0, 1] per colour, [3, 1, 1]. Over
 several episodes a quantile is the mean of the episodes' quantiles weighted by length, as in LeRobot's own datasets; the

@@ -301,7 +301,7 @@ class LanguageServer:
         partial_calls = bool(ask.tools)  # are not sent
         return await self.send(request, "text/event-stream", conversations, event, not partial_calls, end)
 
-    async def answer_many(self, request: web.Request) -> web.StreamResponse:
+    async def many(self, request: web.Request) -> web.StreamResponse:
         """{"requests": [...]}: sends a line of JSON for each answer, in the order of their ends."""
         asks = read_many(await body_of(request, self.longest + MOST_TOGETHER * self.policy.max_length * TOKEN_BYTES))
         with self.admitted(*asks):

@@ -185,7 +185,7 @@ class Sight:
         raise NotImplementedError
 
     def embed(self, model: Any, ids: Tensor, names: Sequence[str], ranks: DividedPass | None = None) -> Tensor:
-        """The embeddings [..., D] of tokens whose picture places are numbered as by `numbered`. With `ranks`, the
+        """The embeddings [..., D] of tokens whose picture places are numbered as by `number_places`. With `ranks`, the
         tokens are this rank's part of the rows and the ranks compute features together."""
         words = model.get_input_embeddings()(ids.clamp(min=0))
         if not names:  # ranks with shards of the tower's blocks must run these equally often
