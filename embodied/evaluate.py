@@ -122,12 +122,12 @@ def play(loaded: Loaded) -> Path | None:
     return out
 
 
-def planned(part: RunConfig, sources: list[PolicySource], dry: bool) -> Part:
+def planned(run_config: RunConfig, sources: list[PolicySource], dry: bool) -> Part:
     """The config and the plan. Several policies act in turn, so the plan is for the largest."""
     policies = [source.config for source in sources]
     largest = next((policy for policy in policies if not is_small(policy)), policies[0])
-    config, plan = launch.planned(part.model_copy(update={"policy": largest}), learn=False, dry=dry)
-    return config.model_copy(update={"policy": part.policy}), plan
+    config, plan = launch.planned(run_config.model_copy(update={"policy": largest}), learn=False, dry=dry)
+    return config.model_copy(update={"policy": run_config.policy}), plan
 
 
 def compare(

@@ -94,11 +94,11 @@ def choose(
     too short to be divided among learners. `policy_gpus`: GPUs of every policy worker, all of one machine."""
     policy_gpus = policy_gpus if networks == "gpu" else 1
     cores, gpus = devices_of(machines, "cpu"), devices_of(machines, "gpu", policy_gpus)
-    asked = DeviceRequest(f"placement={mode}")
+    request = DeviceRequest(f"placement={mode}")
     if overlap:
         several = len(gpus if networks == "gpu" else cores) > 1 and mode != "auto"
         key = overlap if mode == "auto" else f"placement={mode}"
-        asked = DeviceRequest(key, "placement=auto" if several else "pipeline.schedule=sync")
+        request = DeviceRequest(key, "placement=auto" if several else "pipeline.schedule=sync")
     more, draws = extra_roles(roles), draws and not gpu_sims
     if not is_loop(roles):
         apart = [role for role in roles if networks == "gpu" and not (role.network or gpu_sims)]
@@ -111,22 +111,22 @@ def choose(
     if by_rule and mode == "collocated" and policy_gpus > 1:
         reason = "collocated: policies and learners take turns on all GPUs"
     if mode == "hybrid" and policy_gpus > 1:
-        whole_parts(gpus, policy_gpus, asked)  # refuses too few GPUs
+        whole_parts(gpus, policy_gpus, request)  # refuses too few GPUs
         raise PlacementError(
             f"placement=hybrid puts policies into the processes of learners, which have one GPU each; with "
             f"{PARALLEL}={policy_gpus} try placement={'auto' if overlap else 'collocated'}"
         )
     own = [role for role in more if mode == "disaggregated" or not role.home]
     names = [role.name for role in own if networks == "cpu" or not role.network]
-    cores, kept_cores = split_off(cores, names, "cores", asked)
+    cores, kept_cores = split_off(cores, names, "cores", request)
     names = [role.name for role in own if networks == "gpu" and role.network]
-    gpus, kept_gpus = split_off(gpus, names, "GPUs", asked)
+    gpus, kept_gpus = split_off(gpus, names, "GPUs", request)
     if networks == "gpu" and not gpu_sims:
         sims = num_sims(num_envs, stages, min(len(cores), most_sims or len(cores)), rows)
-        groups = beside_gpus(mode, cores[:sims], gpus, num_envs, stages, asked, policy_gpus)
+        groups = beside_gpus(mode, cores[:sims], gpus, num_envs, stages, request, policy_gpus)
     else:
         on = on_gpus if networks == "gpu" else on_cores
-        groups = on(mode, gpus if networks == "gpu" else cores, num_envs, stages, asked)
+        groups = on(mode, gpus if networks == "gpu" else cores, num_envs, stages, request)
     apart = [role for role in more if overlap and role not in own and (role.phase, role.home) == ("rollout", "learner")]
     acting = next((own_cores for names, own_cores in groups if "policy" in names.split(",")), [])
     groups = [with_roles_beside(group, [role for role in more if role not in [*own, *apart]]) for group in groups]
@@ -161,8 +161,8 @@ def by_declaration(mode: str, roles: Sequence[PlacedRole], devices: list[Device]
     shares = [share for share in (turns, *([head] for head in heads if head not in turns)) if share]
     works = json.dumps({key: text_of(devices[:1]) for key in keys.values()})
     kind = "GPUs" if any(kind == "gpu" for _, kind, _ in devices) else "cores"
-    asked = DeviceRequest(f"placement={mode}", f"placement='{works}'")
-    require_devices(asked, " and ".join(keys.values()), len(shares), len(devices), mode, kind)
+    request = DeviceRequest(f"placement={mode}", f"placement='{works}'")
+    require_devices(request, " and ".join(keys.values()), len(shares), len(devices), mode, kind)
     size = len(devices) // len(shares)
     workers = even_workers(num_envs, stages, size)
     return [(keys[head], devices[i * size :][:workers]) for i, share in enumerate(shares) for head in share]
@@ -182,11 +182,13 @@ def resolve_auto(mode: str, networks: str, gpu_sims: bool, overlap: str) -> tupl
     return "collocated", f"collocated: {roles} take turns on all {kind}"
 
 
-def split_off(devices: list[Device], names: list[str], kind: str, asked: DeviceRequest) -> tuple[list[Device], Groups]:
+def split_off(
+    devices: list[Device], names: list[str], kind: str, request: DeviceRequest
+) -> tuple[list[Device], Groups]:
     """Splits off the last devices, one for each of these roles."""
     if names:
         what = f"{' and '.join(names)} and the others"
-        require_devices(asked, what, len(names) + 1, len(devices), "collocated", kind)
+        require_devices(request, what, len(names) + 1, len(devices), "collocated", kind)
     first = len(devices) - len(names)
     return devices[:first], [(name, [device]) for name, device in zip(names, devices[first:])]
 
@@ -237,13 +239,13 @@ def devices_of(machines: Topology, kind: str, together: int = 1) -> list[Device]
 # Which group gets which devices
 
 
-def on_cores(mode: str, cores: list[Device], num_envs: int, stages: int, asked: DeviceRequest) -> Groups:
+def on_cores(mode: str, cores: list[Device], num_envs: int, stages: int, request: DeviceRequest) -> Groups:
     if mode == "collocated":
         sims, learners = num_sims(num_envs, stages, len(cores)), min(len(cores), num_envs, MOST_LEARNERS)
         return [("sim,policy", cores[:sims]), ("learner", cores[:learners])]
     if mode == "disaggregated":  # a quarter of the cores learns, an eighth acts, the rest simulates
         require_devices(
-            asked, "sims, policies and learners", 3, len(cores), "collocated" if len(cores) < 2 else "hybrid"
+            request, "sims, policies and learners", 3, len(cores), "collocated" if len(cores) < 2 else "hybrid"
         )
         learners, policies = max(1, len(cores) // 4), max(1, len(cores) // 8)
         rest = len(cores) - learners - policies
@@ -256,7 +258,7 @@ def on_cores(mode: str, cores: list[Device], num_envs: int, stages: int, asked: 
         ]
     hybrid = mode == "hybrid"
     what = "sims and {policy + learner}" if hybrid else "learners and the others"
-    require_devices(asked, what, 2, len(cores), "collocated")
+    require_devices(request, what, 2, len(cores), "collocated")
     rest = len(cores) - max(1, len(cores) // 4)
     sims, learning = num_sims(num_envs, stages, rest), cores[rest:][: min(num_envs, MOST_LEARNERS)]
     if hybrid:
@@ -270,26 +272,26 @@ def beside_gpus(
     gpus: list[Device],
     num_envs: int,
     stages: int,
-    asked: DeviceRequest,
+    request: DeviceRequest,
     policy_gpus: int = 1,
 ) -> Groups:
     parts = len(sims) * stages
     if policy_gpus > 1:
         if apart := mode != "collocated":
-            require_devices(asked, "policies and learners", 2, len(gpus), f"hybrid {PARALLEL}=1", "GPUs")
-        acting = whole_parts(gpus[len(gpus) // 2 :] if apart else gpus, policy_gpus, asked)[: parts * policy_gpus]
+            require_devices(request, "policies and learners", 2, len(gpus), f"hybrid {PARALLEL}=1", "GPUs")
+        acting = whole_parts(gpus[len(gpus) // 2 :] if apart else gpus, policy_gpus, request)[: parts * policy_gpus]
         learning = [gpu for gpu in gpus if gpu not in acting] if apart else gpus
         return [("sim", sims), ("policy", acting), ("learner", learning[:num_envs])]
     if mode == "hybrid":
         return [("sim", sims), ("policy,learner", gpus[: min(num_envs, parts)])]
     if mode == "collocated":
         return [("sim", sims), ("policy", gpus[:parts]), ("learner", gpus[:num_envs])]
-    require_devices(asked, "policies and learners", 2, len(gpus), "hybrid", "GPUs")
+    require_devices(request, "policies and learners", 2, len(gpus), "hybrid", "GPUs")
     policies = min(len(gpus) // 2, parts)
     return [("sim", sims), ("policy", gpus[:policies]), ("learner", gpus[policies:][:num_envs])]
 
 
-def whole_parts(gpus: list[Device], count: int, asked: DeviceRequest) -> list[Device]:
+def whole_parts(gpus: list[Device], count: int, request: DeviceRequest) -> list[Device]:
     """As many of these GPUs as give policy workers `count` GPUs of one machine each, machine by machine."""
     by_node: dict[str, list[Device]] = {}
     for gpu in gpus:
@@ -299,22 +301,22 @@ def whole_parts(gpus: list[Device], count: int, asked: DeviceRequest) -> list[De
     most = max(map(len, by_node.values()), default=0)
     fits = next(fewer for fewer in range(max(most, 1), 0, -1) if not count % fewer)  # divides the model as `count` does
     raise PlacementError(
-        f"{PARALLEL}={count} gives a policy worker {count} GPUs of one machine, and with {asked.key} there are {most}; "
-        f"try {PARALLEL}={fits}"
+        f"{PARALLEL}={count} gives a policy worker {count} GPUs of one machine, and with {request.key} there are {most}"
+        f"; try {PARALLEL}={fits}"
     )
 
 
-def on_gpus(mode: str, gpus: list[Device], num_envs: int, stages: int, asked: DeviceRequest) -> Groups:
+def on_gpus(mode: str, gpus: list[Device], num_envs: int, stages: int, request: DeviceRequest) -> Groups:
     """Groups for simulators on GPUs. A simulator keeps `stages` policies busy."""
     if mode == "collocated":
         return [("sim,policy", gpus[: even_workers(num_envs, stages, len(gpus))]), ("learner", gpus[:num_envs])]
     if mode == "hybrid":
-        require_devices(asked, "sims and {policy + learner}", 2, len(gpus), "collocated", "GPUs")
+        require_devices(request, "sims and {policy + learner}", 2, len(gpus), "collocated", "GPUs")
         sims = even_workers(num_envs, stages, -(-len(gpus) // (1 + stages)))
         return [("sim", gpus[:sims]), ("policy,learner", gpus[sims:][: min(num_envs, sims * stages)])]
     if mode == "disaggregated":
         instead = "hybrid" if len(gpus) > 1 else "collocated"
-        require_devices(asked, "sims, policies and learners", 3, len(gpus), instead, "GPUs")
+        require_devices(request, "sims, policies and learners", 3, len(gpus), instead, "GPUs")
         sims = even_workers(num_envs, stages, max(1, len(gpus) // 4))
         policies = min((len(gpus) - sims) // 2, sims * stages)
         return [
@@ -322,17 +324,17 @@ def on_gpus(mode: str, gpus: list[Device], num_envs: int, stages: int, asked: De
             ("policy", gpus[sims : sims + policies]),
             ("learner", gpus[sims + policies :][:num_envs]),
         ]
-    require_devices(asked, "learners and the others", 2, len(gpus), "collocated", "GPUs")
+    require_devices(request, "learners and the others", 2, len(gpus), "collocated", "GPUs")
     sims = even_workers(num_envs, stages, len(gpus) // 2)
     return [("sim,policy", gpus[:sims]), ("learner", gpus[sims:][:num_envs])]
 
 
-def require_devices(asked: DeviceRequest, what: str, least: int, have: int, mode: str, kind: str = "cores") -> None:
-    """Raise PlacementError if there are too few devices. It names what works: `mode`, or `asked.instead`."""
+def require_devices(request: DeviceRequest, what: str, least: int, have: int, mode: str, kind: str = "cores") -> None:
+    """Raise PlacementError if there are too few devices. It names what works: `mode`, or `request.instead`."""
     if have < least:
         raise PlacementError(
-            f"{asked.key} gives {what} {kind} of their own: that needs {least} {kind}, this run may use {have}; "
-            f"try {asked.instead or f'placement={mode}'}"
+            f"{request.key} gives {what} {kind} of their own: that needs {least} {kind}, this run may use {have}; "
+            f"try {request.instead or f'placement={mode}'}"
         )
 
 

@@ -27,7 +27,7 @@ from embodied.runtime.collective import Collective, PendingTensor, RankGroup
 if TYPE_CHECKING:
     pass
 
-TOLD = ("actions", "mask", "lengths", "groups")  # arrays of conversations that are sent to helping ranks
+SENT = ("actions", "mask", "lengths", "groups")  # arrays of conversations that are sent to helping ranks
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ class SharedPass:
     number: int  # number in the table
     order: deque[int]  # numbers of this rank's remaining shared passes
     sizes: tuple[int, int, int]  # tokens, conversations, and numbers that spell the names of its pictures
-    told: PendingTensor
+    arrays: PendingTensor
 
     def inputs(self) -> dict[str, Any]:
         """The inputs of `Policy.forward`. Refuses a pass out of order, since ranks would wait for each other in a
@@ -48,13 +48,13 @@ class SharedPass:
         if (turn := self.order.popleft()) != self.number:
             raise EmbodiedError(f"learner rank {this_rank} begins pass {self.number} of the table before pass {turn}")
         tokens, conversations, spelt = self.sizes
-        number, *told, names = self.told.wait().cpu().split([1, *2 * [tokens], *2 * [conversations], spelt])
+        number, *arrays, names = self.arrays.wait().cpu().split([1, *2 * [tokens], *2 * [conversations], spelt])
         if int(number) != self.number:
             raise EmbodiedError(
                 f"learner rank {owner} runs pass {int(number)} where rank {this_rank} runs pass {self.number}: "
                 "their tables differ"
             )
-        inputs = dict(zip(TOLD, told, strict=True))
+        inputs = dict(zip(SENT, arrays, strict=True))
         inputs |= {"mask": inputs["mask"].bool(), "ranks": (self.group, self.owner)}
         return inputs | ({"pictures": read_names(names.numpy())} if spelt else {})
 
@@ -74,11 +74,11 @@ class PassTable:
     def passes(self, items: Sequence[Tensor], inputs: Callable[[Tensor], dict], padding: Tensor | None) -> list[Pass]:
         """This rank's passes for its sequences, each given by its items. All ranks take part. `padding`: items for
         passes that do not count, if all ranks must run equally many."""
-        told = [told_of(inputs(each)) for each in items]
-        rows = np.array([self._row(*each) for each in told]).reshape(-1, 5)
+        arrays = [arrays_to_send(inputs(each)) for each in items]
+        rows = np.array([self._row(*each) for each in arrays]).reshape(-1, 5)
         of_ranks = self.collective.gather(rows)
         first = sum(map(len, of_ranks[: self.rank]))
-        own = dict(enumerate(zip(items, told, strict=True), first))
+        own = dict(enumerate(zip(items, arrays, strict=True), first))
         sequences = [
             SequenceLoad(int(tokens), cost, owner) for owner, rows in enumerate(of_ranks) for tokens, cost, *_ in rows
         ]
@@ -122,15 +122,15 @@ class PassTable:
         return SharedPass(group, place, number, order, (tokens, conversations, spelt), coming)
 
 
-def told_of(inputs: dict[str, Any]) -> list[np.ndarray]:
+def arrays_to_send(inputs: dict[str, Any]) -> list[np.ndarray]:
     """A sequence's arrays for helping ranks, flat; the names of its pictures as numbers."""
     text = "\0".join(inputs.get("pictures", ())).encode()
     names = np.frombuffer(text + bytes(-len(text) % 8), np.int64)
-    return [*(np.asarray(inputs[name].cpu()).reshape(-1) for name in TOLD), names]
+    return [*(np.asarray(inputs[name].cpu()).reshape(-1) for name in SENT), names]
 
 
 def read_names(spelt: np.ndarray) -> list[str]:
-    """The names that `told_of` encoded."""
+    """The names that `arrays_to_send` encoded."""
     return spelt.tobytes().rstrip(b"\0").decode().split("\0") if len(spelt) else []
 
 

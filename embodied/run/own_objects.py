@@ -52,11 +52,11 @@ def try_own_objects(config: RunConfig, env: Any, policies: Sequence[Any]) -> Non
         made = own_policies(policies)
     asked = {"env": env.model_dump(mode="json"), "policies": [policy.model_dump(mode="json") for policy in made]}
     with TemporaryDirectory() as folder:
-        told = Path(folder) / "told"
-        told.write_text("importing your modules")
+        answer = Path(folder) / "told"
+        answer.write_text("importing your modules")
         try:
             child = subprocess.run(
-                [sys.executable, "-m", __name__, str(told)],
+                [sys.executable, "-m", __name__, str(answer)],
                 input=json.dumps(asked),
                 text=True,
                 stdout=subprocess.DEVNULL,
@@ -67,8 +67,8 @@ def try_own_objects(config: RunConfig, env: Any, policies: Sequence[Any]) -> Non
             )
         except subprocess.TimeoutExpired:
             limit = f"cluster.start_s={config.cluster.start_s:g} seconds"
-            raise ConfigError(f"not finished after {limit}, while {told.read_text()}") from None
-        said = told.read_text()
+            raise ConfigError(f"not finished after {limit}, while {answer.read_text()}") from None
+        said = answer.read_text()
     if said.startswith(MISTAKE):
         raise ConfigError(said.removeprefix(MISTAKE))
     if child.returncode:
@@ -78,32 +78,32 @@ def try_own_objects(config: RunConfig, env: Any, policies: Sequence[Any]) -> Non
         raise ConfigError(f"the process {how} while {said}{f': {last}' * bool(last)}")
 
 
-def main(told: Path) -> None:
+def main(answer: Path) -> None:
     asked = json.loads(sys.stdin.read())
     env = TypeAdapter(EnvConfig).validate_python(asked["env"])
     policies = [TypeAdapter(PolicyConfig).validate_python(policy) for policy in asked["policies"]]
     try:
         kind = env_class(env)
         task = kind.tasks(env)[0]
-        told.write_text(f"building and stepping env.name={env.name} env.task={task}")
-        (converse if kind.speaks else play)(kind, env.model_copy(update={"task": task}), policies, told)
+        answer.write_text(f"building and stepping env.name={env.name} env.task={task}")
+        (converse if kind.speaks else play)(kind, env.model_copy(update={"task": task}), policies, answer)
     except EmbodiedError as err:
-        told.write_text(f"{MISTAKE}{err}")
+        answer.write_text(f"{MISTAKE}{err}")
 
 
-def play(kind: Any, env: Any, policies: Sequence[Any], told: Path) -> None:
+def play(kind: Any, env: Any, policies: Sequence[Any], answer: Path) -> None:
     """Build an env of one row and step it, which calls the reward; then act with the policies."""
     with kind.explain_errors(env):
         made = make_env(kind.plain_config(env), 1)
         try_out(made)
     for policy in policies:
-        told.write_text(f"making policy.name={policy.name} and asking it for an action")
+        answer.write_text(f"making policy.name={policy.name} and asking it for an action")
         with explain_errors(f"policy.name={policy.name}", "be made or act"):
             made.step_chunk(make_policy(policy, made.env_spec, 0).act_on(made.reset(seed=0)[0]))
     made.close()
 
 
-def converse(kind: Any, env: Any, policies: Sequence[Any], told: Path) -> None:
+def converse(kind: Any, env: Any, policies: Sequence[Any], answer: Path) -> None:
     """Begin a held-out conversation, and answer once."""
     from embodied.envs.text.text_env import checked_said
 
@@ -117,7 +117,7 @@ def converse(kind: Any, env: Any, policies: Sequence[Any], told: Path) -> None:
         finally:
             kind.unload(shared)
     for policy in policies:
-        told.write_text(f"making policy.name={policy.name}")
+        answer.write_text(f"making policy.name={policy.name}")
         with explain_errors(f"policy.name={policy.name}", "be made"):
             make_policy(policy, kind.env_spec(env), 0)
 

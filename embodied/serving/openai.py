@@ -421,7 +421,7 @@ def part_of(part: Any, where: str) -> dict[str, str]:
 
 def with_tools(tokenizer: Any, messages: Any, tools: Sequence[dict[str, Any]]) -> str:
     """Messages formatted by the chat template, which also describes the tools."""
-    if not tokenizer.chat or "<tool_call>" not in str(tokenizer.own.chat_template):
+    if not tokenizer.chat or "<tool_call>" not in str(tokenizer.base.chat_template):
         why = "this model's chat template has no calls like <tool_call>{...}</tool_call>; describe tools in the prompt"
         raise BadRequest(f"tools: {why}", "tools")
     return tokenizer.render([messages[0] | {"tools": tools}, *messages[1:]])

@@ -99,27 +99,27 @@ def move(world: World, rule: Callable[[World], HandTarget]) -> np.ndarray:
 
 def look(env: ManiSkillEnv, arm: int) -> World:
     def gather(read: Callable[[Any], Any]) -> np.ndarray:
-        return np.concatenate([host(read(one)) for one in env.envs]).astype(np.float64)
+        return np.concatenate([host(read(single)) for single in env.envs]).astype(np.float64)
 
-    def robot(one: Any) -> Any:
-        return getattr(one.agent, "agents", [one.agent])[arm].robot
+    def robot(single: Any) -> Any:
+        return getattr(single.agent, "agents", [single.agent])[arm].robot
 
-    def pose(one: Any, name: str) -> Any:
-        thing = getattr(one, name)
+    def pose(single: Any, name: str) -> Any:
+        thing = getattr(single, name)
         return getattr(thing, "pose", thing)
 
-    qpos, base = gather(lambda one: robot(one).get_qpos()), gather(lambda one: robot(one).pose.p)
+    qpos, base = gather(lambda single: robot(single).get_qpos()), gather(lambda single: robot(single).pose.p)
     hand, turned, jacobian = hand_pose(qpos[:, :JOINTS])
-    ahead = horizontal_axis(gather(lambda one: robot(one).pose.q))
+    ahead = horizontal_axis(gather(lambda single: robot(single).pose.q))
     return World(
         hand=hand,
         turned=turned,
         jacobian=jacobian,
         finger=qpos[:, JOINTS:].mean(axis=1),
-        place=lambda name: in_arm_frame(gather(lambda one: pose(one, name).p) - base, ahead),
-        axis=lambda name: in_arm_frame(horizontal_axis(gather(lambda one: pose(one, name).q)), ahead),
-        along=lambda name: in_arm_frame(x_axis(gather(lambda one: pose(one, name).q)), ahead),
-        numbers=lambda name: gather(lambda one: getattr(one, name)),
+        place=lambda name: in_arm_frame(gather(lambda single: pose(single, name).p) - base, ahead),
+        axis=lambda name: in_arm_frame(horizontal_axis(gather(lambda single: pose(single, name).q)), ahead),
+        along=lambda name: in_arm_frame(x_axis(gather(lambda single: pose(single, name).q)), ahead),
+        numbers=lambda name: gather(lambda single: getattr(single, name)),
     )
 
 

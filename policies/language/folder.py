@@ -335,7 +335,7 @@ def write_companions(folder: Path, origin: Path | None, tokenizer: ConversationT
     if tokenizer.sight:
         tokenizer.sight.save(folder)
     ends = sorted(tokenizer.stops)
-    GenerationConfig(eos_token_id=ends, pad_token_id=tokenizer.own.pad_token_id).save_pretrained(folder)
+    GenerationConfig(eos_token_id=ends, pad_token_id=tokenizer.base.pad_token_id).save_pretrained(folder)
 
 
 DIM, LAYERS, HEADS, MLP, POSITIONS = 128, 3, 4, 384, 1024

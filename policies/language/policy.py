@@ -65,7 +65,7 @@ class LanguagePolicy(PublishedPolicy):
         shape = self.shape_of(self.origin) if self.origin else None
         self.tokenizer = self.choose_tokenizer(shape)
         if shape is None:
-            shape = files.fresh_config(config.preset, len(self.tokenizer.own), min(self.tokenizer.stops))
+            shape = files.fresh_config(config.preset, len(self.tokenizer.base), min(self.tokenizer.stops))
         self.sight = self.choose_sight(shape)
         self.dtype = getattr(torch, config.dtype)
         self.exact = torch.promote_types(self.dtype, torch.float32)  # the dtype of log-probs
@@ -97,7 +97,7 @@ class LanguagePolicy(PublishedPolicy):
             if self.spec.pictures and kind is None:
                 raise ConfigError(f"the env shows pictures, and a {shape.model_type} reads only text; {words.READERS}")
             return None
-        self.tokenizer.sight = kind(shape, self.tokenizer.own, self.origin, **({} if self.origin else files.PROCESSED))
+        self.tokenizer.sight = kind(shape, self.tokenizer.base, self.origin, **({} if self.origin else files.PROCESSED))
         return self.tokenizer.sight
 
     def choose_trained(self, model: Any) -> None:

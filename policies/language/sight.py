@@ -73,10 +73,10 @@ class Sight:
     tower_blocks: str  # name of the list of the vision tower's blocks
     two_axes = False  # True: places of a picture have positions in rows and columns
 
-    def __init__(self, config: Any, own: Any, folder: Path | None = None, **options: Any) -> None:
-        """`own` is the tokenizer. The image processor's options come from `folder`, or are `options`."""
-        self.config, self.own = config, own
-        self.placeholder = own.convert_ids_to_tokens(config.image_token_id)
+    def __init__(self, config: Any, tokenizer: Any, folder: Path | None = None, **options: Any) -> None:
+        """The image processor's options come from `folder`, or are `options`."""
+        self.config, self.tokenizer = config, tokenizer
+        self.placeholder = tokenizer.convert_ids_to_tokens(config.image_token_id)
         self.processor = self._processor(folder, options)
         self.kept: OrderedDict[str, Picture] = OrderedDict()
         self.kept_bytes = 0
@@ -168,7 +168,7 @@ class Sight:
         return tokens
 
     def _plain(self, text: str) -> list[int]:
-        return list(self.own(text, add_special_tokens=False)["input_ids"]) if text else []
+        return list(self.tokenizer(text, add_special_tokens=False)["input_ids"]) if text else []
 
     def for_vllm(self, picture: Picture) -> dict[str, np.ndarray]:
         """A picture's pixels with the names and shapes that vLLM's model takes."""
@@ -247,7 +247,9 @@ class QwenSight(Sight):
         return tower.merger(hidden)
 
     def opening(self) -> str:
-        ends = self.own.convert_ids_to_tokens([self.config.vision_start_token_id, self.config.vision_end_token_id])
+        ends = self.tokenizer.convert_ids_to_tokens(
+            [self.config.vision_start_token_id, self.config.vision_end_token_id]
+        )
         return self.placeholder.join(ends)
 
     def process(self, pixels: np.ndarray) -> Picture:

@@ -30,14 +30,14 @@ ADVICE = "set policy.chat=false, or put a chat_template.jinja that does into a c
 class ConversationTokenizer:
     """Wraps a tokenizer of transformers for conversations."""
 
-    def __init__(self, own: Any, stops: Iterable[int], chat: bool | None = None) -> None:
+    def __init__(self, base: Any, stops: Iterable[int], chat: bool | None = None) -> None:
         """`stops` end an answer; `chat`: whether messages go through the chat template, None: if there is one."""
-        self.own = own
+        self.base = base
         self.stops = frozenset(stops)
-        if chat and not own.chat_template:
+        if chat and not base.chat_template:
             raise ConfigError("policy.chat=true, but this model has no chat template; leave it out")
-        self.chat = bool(own.chat_template) if chat is None else chat
-        self.begin = beginning(own)
+        self.chat = bool(base.chat_template) if chat is None else chat
+        self.begin = beginning(base)
         self.sight: Sight | None = None  # for a model that reads pictures
 
     def __deepcopy__(self, _: dict) -> ConversationTokenizer:
@@ -66,12 +66,12 @@ class ConversationTokenizer:
 
     def decode(self, ids: Sequence[int]) -> str:
         """The text of tokens, including tokens that end an answer."""
-        return self.own.decode(list(map(int, ids)), skip_special_tokens=False, clean_up_tokenization_spaces=False)
+        return self.base.decode(list(map(int, ids)), skip_special_tokens=False, clean_up_tokenization_spaces=False)
 
     def plain_text(self, ids: Sequence[int]) -> str:
         """The text of tokens without special ones, such as a chat template's, and without pictures."""
         words = [int(one) for one in ids if one >= 0]
-        return self.own.decode(words, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+        return self.base.decode(words, skip_special_tokens=True, clean_up_tokenization_spaces=False)
 
     def check_turns(self) -> None:
         """Refuse a chat template that changes the text of earlier turns when a turn is added."""
@@ -87,17 +87,17 @@ class ConversationTokenizer:
 
     def save(self, folder: Path) -> None:
         """Write the tokenizer in transformers' format."""
-        self.own.save_pretrained(folder)
+        self.base.save_pretrained(folder)
 
     # Inside
 
     @cached_property
     def longest_token(self) -> int:
         """The most characters of a token."""
-        return max(map(len, self.own.get_vocab()))
+        return max(map(len, self.base.get_vocab()))
 
     def encode_text(self, text: str) -> list[int]:
-        return self.own(text, add_special_tokens=False)["input_ids"]
+        return self.base(text, add_special_tokens=False)["input_ids"]
 
     def continuation(self, said: Iterable[Message], ended: bool) -> str:
         """The text that a template writes after an answer, without the end token if the answer has `ended`."""
@@ -105,7 +105,7 @@ class ConversationTokenizer:
         _, answer, behind = text.rpartition(ANSWER)
         if not answer:
             raise ConfigError(f"the model's chat template leaves out the model's answers; {ADVICE}")
-        end = next((end for end in map(self.own.decode, sorted(self.stops)) if end and behind.startswith(end)), "")
+        end = next((end for end in map(self.base.decode, sorted(self.stops)) if end and behind.startswith(end)), "")
         return behind.removeprefix(end) if ended else behind
 
     def render(self, messages: Iterable[Message]) -> str:
@@ -114,16 +114,16 @@ class ConversationTokenizer:
         plain = [dict(message) for message in messages]
         tools = [tool for message in plain for tool in message.pop("tools", ())]
         try:
-            return self.own.apply_chat_template(plain, tools=tools or None, tokenize=False, add_generation_prompt=True)
+            return self.base.apply_chat_template(plain, tools=tools or None, tokenize=False, add_generation_prompt=True)
         except Exception as err:  # whatever the template raises
             text = " ".join(str(err).split())
             raise ConfigError(f"the model's chat template refuses this conversation ({text}); {ADVICE}") from None
 
 
-def beginning(own: Any) -> list[int]:
+def beginning(base: Any) -> list[int]:
     """The token that this tokenizer puts before a text; [] if none."""
-    plain, usual = (own("a", add_special_tokens=special)["input_ids"] for special in (False, True))
-    return usual[:1] if usual[:1] == [own.bos_token_id] != plain[:1] else []
+    plain, usual = (base("a", add_special_tokens=special)["input_ids"] for special in (False, True))
+    return usual[:1] if usual[:1] == [base.bos_token_id] != plain[:1] else []
 
 
 def of_folder(folder: Path, stops: Iterable[int], vocabulary: int, chat: bool | None) -> ConversationTokenizer:
@@ -131,16 +131,16 @@ def of_folder(folder: Path, stops: Iterable[int], vocabulary: int, chat: bool | 
     from transformers import AutoTokenizer
 
     try:
-        own = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+        base = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     except Exception as err:  # of many kinds
         raise CheckpointError(f"{folder} has no tokenizer that can be read: {in_a_line(err)}") from None
-    if len(own) > vocabulary and max(own.get_vocab().values()) >= vocabulary:
-        sizes = f"its tokenizer has {len(own)} tokens, its model {vocabulary}"
+    if len(base) > vocabulary and max(base.get_vocab().values()) >= vocabulary:
+        sizes = f"its tokenizer has {len(base)} tokens, its model {vocabulary}"
         raise CheckpointError(f"{folder}: {sizes}; they do not belong together")
-    ends = {*stops, *([] if own.eos_token_id is None else [own.eos_token_id])}
+    ends = {*stops, *([] if base.eos_token_id is None else [base.eos_token_id])}
     if not ends:
         raise CheckpointError(f"{folder} names no token that ends an answer: generation_config.json lacks eos_token_id")
-    return ConversationTokenizer(own, ends, chat)
+    return ConversationTokenizer(base, ends, chat)
 
 
 def of_characters(chat: bool | None = None, sees: bool = False) -> ConversationTokenizer:
@@ -157,9 +157,9 @@ def of_characters(chat: bool | None = None, sees: bool = False) -> ConversationT
     fast = Fast(WordLevel({word: number for number, word in enumerate(known)}, unk_token=UNKNOWN))
     fast.pre_tokenizer = Split(Regex(r"[\s\S]"), "isolated")
     fast.decoder = Fuse()
-    own = PreTrainedTokenizerFast(
+    base = PreTrainedTokenizerFast(
         tokenizer_object=fast, eos_token=END, unk_token=UNKNOWN, pad_token=PADDING, clean_up_tokenization_spaces=False
     )
     if sees:
-        own.add_tokens(list(PICTURE), special_tokens=True)
-    return ConversationTokenizer(own, [own.eos_token_id], chat)
+        base.add_tokens(list(PICTURE), special_tokens=True)
+    return ConversationTokenizer(base, [base.eos_token_id], chat)

@@ -116,7 +116,7 @@ def test_all_ends_that_a_folder_names_end_an_answer(tmp_path):
 
 def test_a_folder_without_a_tokenizer_or_with_another_models_is_refused(tmp_path):
     folder = publish(tmp_path, "llama", False)
-    own = build(pretrained=str(folder)).tokenizer.own
+    own = build(pretrained=str(folder)).tokenizer.base
     own.add_tokens(["<more>"])
     own.save_pretrained(folder)
     with pytest.raises(CheckpointError, match="101 tokens, its model 100"):
