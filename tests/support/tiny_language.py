@@ -54,7 +54,7 @@ def write(folder: Path, shape, template: str | None = None, kind=AutoModelForCau
         for parameter in model.parameters():  # so that nothing is equal by chance
             torch.nn.init.normal_(parameter, float(parameter.ndim == 1), 0.1)
     model.save_pretrained(folder)
-    own = of_characters().own
+    own = of_characters().base
     own.chat_template = template
     own.add_tokens(list(words), special_tokens=True)
     own.save_pretrained(folder)

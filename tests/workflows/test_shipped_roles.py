@@ -110,7 +110,7 @@ def test_a_verifier_and_a_classifier_replace_rewards(tmp_path):
         torch.manual_seed(0)
         model = AutoModelForSequenceClassification.from_config(shape).eval()
     model.save_pretrained(classifier)
-    own = of_characters().own
+    own = of_characters().base
     own.save_pretrained(classifier)
     words = [f"roles.reward_model={classifier}", "roles.reward_weight=10"]
     found = scored(tmp_path / "c", *words, reward="fake:0-1")

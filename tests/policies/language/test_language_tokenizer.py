@@ -21,7 +21,7 @@ STRICT = "{% if messages[0]['role'] != 'user' %}{{ raise_exception('no') }}{% en
 
 
 def with_template(template, spec=None, chat=None):
-    own = of_characters().own
+    own = of_characters().base
     own.chat_template = template
     return ConversationTokenizer(own, [END_ID], chat)
 
