@@ -174,7 +174,7 @@ def collect(loaded: Loaded, out: Path, checkpoint: str | None) -> None:
 
 
 def place_of(loaded: Loaded) -> Path:
-    asked = loaded.own.get("out", ())
+    asked = loaded.arguments.get("out", ())
     if len(asked) != 1:
         raise ConfigError("no folder is given: set out=demos/NAME, a new folder")
     out = as_path(asked[0])
@@ -185,7 +185,7 @@ def place_of(loaded: Loaded) -> Path:
 
 def one_of(loaded: Loaded) -> str | None:
     """The policy to play; None: an expert."""
-    asked = loaded.own.get("checkpoint", (None,))
+    asked = loaded.arguments.get("checkpoint", (None,))
     if len(asked) != 1:
         raise ConfigError(f"checkpoint={list(asked)}: one at a time; the folders can differ")
     expert = loaded.config.collect.expert

@@ -105,8 +105,8 @@ def help_text(command: Command, schema: Section, words: Sequence[str] = ()) -> s
     """The answer to --help; with words, only the keys with these words in name or meaning."""
     if words:
         return found_text(command, schema, words)
-    first = next((key for key in command.own if key != "program"), "recipe")
-    own = command.own | command.several
+    first = next((key for key in command.arguments if key != "program"), "recipe")
+    arguments = command.arguments | command.several
     lines = [
         command.purpose,
         "",
@@ -114,7 +114,7 @@ def help_text(command: Command, schema: Section, words: Sequence[str] = ()) -> s
         "[--cfg | --dry-run | --help [WORD]]",
         "",
         *recipe_lines(),
-        *[line for key, meaning in own.items() for line in wrap_help(key, meaning)],
+        *[line for key, meaning in arguments.items() for line in wrap_help(key, meaning)],
         *wrap_help("--cfg", "print the resolved recipe and where each value comes from; it can be saved and loaded"),
         *wrap_help("--dry-run", "check everything and say what would run where, then stop"),
         *wrap_help("--help WORD", "only the keys of a section, or with this in their name: --help algo, --help lr"),
@@ -136,7 +136,7 @@ def found_text(command: Command, schema: Section, words: Sequence[str]) -> str:
         if word == "recipe":
             lines += recipe_lines()
             continue
-        lines += [line for key in command.own if key == word for line in wrap_help(key, command.own[key])]
+        lines += [line for key in command.arguments if key == word for line in wrap_help(key, command.arguments[key])]
         named = [key for key in keys if word in key.split(".")[:-1]] or [key for key in keys if word in key]
         named += [key for key in USUAL.get(word, ()) if key in keys]
         matches = {at: owners for at, owners in every.items() if at[0] in named}
@@ -307,7 +307,7 @@ def unknown_key(path: str, root: Section, tree: Tree, command: Command | None) -
         return f"{path}: unknown key{near} known: {', '.join(fields)}{came_from([path], tree)}"
     known = [key for key, _, only in leaves(root) if not only or only == chosen_variant(key, root, tree)]
     if command:
-        known = ["recipe", *command.own, *(key for key in known if not command.ignores(key))]
+        known = ["recipe", *command.arguments, *(key for key in known if not command.ignores(key))]
     return f"{path}: unknown key{hint(path, list(dict.fromkeys(known)))}{came_from([path], tree)}"
 
 

@@ -51,7 +51,7 @@ class Command:
 
     name: str
     purpose: str
-    own: dict[str, str]  # key -> help
+    arguments: dict[str, str]  # key -> help
     unused: tuple[str, ...] = ()
     several: dict[str, str] = field(default_factory=dict)  # arguments of several runs; key -> help
 
@@ -154,7 +154,11 @@ def parse(
 
 
 def base_recipe(
-    values: dict[str, Any], own: dict[str, tuple[str, ...]], command: Command, schema: Section, problems: list[str]
+    values: dict[str, Any],
+    arguments: dict[str, tuple[str, ...]],
+    command: Command,
+    schema: Section,
+    problems: list[str],
 ) -> str | None:
     """The named recipe, else the stored recipe of the run to resume or evaluate; None without either."""
     if "recipe" in values:
@@ -166,22 +170,22 @@ def base_recipe(
             values["resume"] = str(run)  # the stored recipe contains the arguments of the first start
             return str(run / CONFIG)
         return named
-    for stored in (values.get("resume"), *own.get("checkpoint", ())):
+    for stored in (values.get("resume"), *arguments.get("checkpoint", ())):
         if isinstance(stored, str) and (recipe_path := stored_recipe(as_path(stored))):
             return str(recipe_path)
-    if family := published(values | own):
+    if family := published(values | arguments):
         from embodied.envs.config import env_that_knows
 
         task = values.get("env.task")
         env = values.get("env.name") or (env_that_knows(task) if isinstance(task, str | list) else None)
-        return protocol_recipe(own["checkpoint"][0], str(values.get("policy.name", family)), env, problems)
+        return protocol_recipe(arguments["checkpoint"][0], str(values.get("policy.name", family)), env, problems)
     if isinstance(values.get("resume"), str) and values["resume"] != "auto":
         problems.append(f"resume={values['resume']}: there is no config.yaml of a run in this folder")
-    elif command.name == "evaluate" and "checkpoint" not in own:
+    elif command.name == "evaluate" and "checkpoint" not in arguments:
         problems += [] if problems else [WHICH_POLICY]
-    elif "checkpoint" in own:
+    elif "checkpoint" in arguments:
         named = command.name == "evaluate" and bool(values.keys() & {*ENV})
-        problems += no_recipe_in(own["checkpoint"], named)
+        problems += no_recipe_in(arguments["checkpoint"], named)
     elif command.name == "check":
         if not problems and not any(key.partition(".")[0] == "env" for key in values):
             problems.append(f"which env? env.name=NAME, env.task=TASK or recipe=NAME; {EVERY_ENV}")
@@ -214,12 +218,12 @@ def usual_name(recipe: str, command: Command) -> str:
     return "sft-" * (command.name == "sft") + Path(recipe).stem
 
 
-def without_recipe(command: Command, values: dict[str, Any], own: dict[str, tuple[str, ...]]) -> list[Source]:
+def without_recipe(command: Command, values: dict[str, Any], arguments: dict[str, tuple[str, ...]]) -> list[Source]:
     """The base of an evaluation without a recipe: it sets a length of training, which every config needs, and the
     family of a published model that needs no protocol."""
     if command.name != "evaluate":
         return []
-    family = "language" if values.keys() & {*ANSWERING} else published(values | own)
+    family = "language" if values.keys() & {*ANSWERING} else published(values | arguments)
     policy = [(("policy", "name"), family)] if family else []
     return [Source("no recipe", Path.cwd(), [(("run", "iterations"), 1), *policy])]
 

@@ -276,7 +276,7 @@ class Loaded:
     config: RunConfig
     sources: dict[str, str]  # dotted key -> source; other keys have their default
     flags: frozenset[str]
-    own: dict[str, tuple[str, ...]]  # the command's own arguments
+    arguments: dict[str, tuple[str, ...]]  # the command's own arguments
     recipe: str | None = None  # name or file
     left_out: tuple[str, ...] = ()  # lines on dropped settings for another variant, task or engine
 
@@ -286,9 +286,9 @@ class Loaded:
 
     @property
     def checkpoints(self) -> tuple[str, ...]:
-        if "checkpoint" not in self.own:
+        if "checkpoint" not in self.arguments:
             raise ConfigError(WHICH_POLICY)
-        return self.own["checkpoint"]
+        return self.arguments["checkpoint"]
 
     @property
     def dry_run(self) -> bool:
@@ -303,13 +303,13 @@ class Loaded:
 def load(argv: list[str], entry: str = "train") -> Loaded | None:
     """The configuration of an argument list; None if --help or --cfg was answered."""
     command = COMMANDS[entry]
-    flags, values, problems = parse(argv, "checkpoint" if "checkpoint" in command.own else "resume")
+    flags, values, problems = parse(argv, "checkpoint" if "checkpoint" in command.arguments else "resume")
     if "--help" in flags:
         from embodied.config.answers import help_text
 
         print(help_text(command, root(RunConfig), [word for word in argv if re.fullmatch(r"[\w.]+", word)]), flush=True)
         return None
-    if "checkpoint" in command.own and has_options(values):
+    if "checkpoint" in command.arguments and has_options(values):
         command = replace(command, unused=tuple(name for name in command.unused if name != "policy"))
     loaded = _load(values, problems, frozenset(flags), command)
     if "--cfg" in loaded.flags:
@@ -329,11 +329,11 @@ def load_recipe(*words: str | Mapping[str, Any]) -> RunConfig:
 def _load(values: dict[str, Any], problems: list[str], flags: frozenset[str], command: Command) -> Loaded:
     schema = root(RunConfig)
     tree = Tree(problems=problems, evaluates=command.name == "evaluate", unused=command.unused)
-    own = {key: texts(key, values.pop(key), problems) for key in command.own if key in values}
-    recipe = base_recipe(values, own, command, schema, problems)
-    sources = recipe_sources(recipe, schema, problems) if recipe else without_recipe(command, values, own)
+    arguments = {key: texts(key, values.pop(key), problems) for key in command.arguments if key in values}
+    recipe = base_recipe(values, arguments, command, schema, problems)
+    sources = recipe_sources(recipe, schema, problems) if recipe else without_recipe(command, values, arguments)
     incomplete = bool(problems)  # then missing keys are not reported
-    if (mine := own_classes(own.get("checkpoint"))) and any(key.startswith("policy.") for key in values):
+    if (mine := own_classes(arguments.get("checkpoint"))) and any(key.startswith("policy.") for key in values):
         values.setdefault("policy.name", mine[0])
     sources.append(Source(COMMAND_LINE, Path.cwd(), flatten(schema, values, COMMAND_LINE, problems)))
     for source in sources:
@@ -355,13 +355,13 @@ def _load(values: dict[str, Any], problems: list[str], flags: frozenset[str], co
         from embodied.config.answers import config_error
 
         raise config_error(tree.doubts + problems)
-    return Loaded(config, tree.sources, flags, own, recipe, tuple(tree.left_out))
+    return Loaded(config, tree.sources, flags, arguments, recipe, tuple(tree.left_out))
 
 
 def effective_alternative(key: str, command: Command) -> str:
     """What does have the effect of a key that has none: the command of its section, or the checkpoint."""
     section = key.partition(".")[0]
-    if section == "policy" and "checkpoint" in command.own:
+    if section == "policy" and "checkpoint" in command.arguments:
         return ": checkpoint=FOLDER names the policy"
     return f", or run python -m embodied.{section}" if section in COMMANDS else ""
 

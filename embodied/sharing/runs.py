@@ -259,7 +259,7 @@ def load_run(words: Sequence[str]) -> Loaded:
     loaded = load(list(words))
     if loaded is None or loaded.dry_run:
         raise ConfigError("--help and --cfg are for python -m embodied.train")
-    if program := loaded.own.get("program"):
+    if program := loaded.arguments.get("program"):
         raise ConfigError(
             f"program={program[0]}: only runs with the roles of embodied.train share devices; run it alone: "
             f"python -m embodied.train {join(words)}"
