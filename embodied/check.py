@@ -95,7 +95,7 @@ class CheckStage:
         self.findings[topic] = "\n".join(filter(None, [self.findings.get(topic), text]))
         print("\n".join(wrap(f"{name:<11} {text}", launch.WIDTH, subsequent_indent=" " * 12)), flush=True)
 
-    def tell(self, over: threading.Event) -> None:
+    def print_progress(self, over: threading.Event) -> None:
         """Print the step in progress and the time since the start now and then, until it is `over`."""
         begun = time.monotonic()
         while not over.wait(TELL_S):
@@ -119,7 +119,7 @@ def bounded(limit_s: float) -> Iterator[CheckStage]:
         os._exit(DeadlineExceeded.exit_code)
 
     over = threading.Event()
-    threading.Thread(target=stage.tell, args=(over,), daemon=True).start()
+    threading.Thread(target=stage.print_progress, args=(over,), daemon=True).start()
     last, before = threading.Timer(limit_s + CLOSE_S, end), signal.signal(signal.SIGALRM, give_up)
     last.daemon = True
     last.start()

@@ -103,14 +103,16 @@ class Checker:
         first, _ = self.env.reset(seed=SEED)
         first = copy_of(first)
         again, _ = self.env.reset(seed=SEED)
-        self.same("reset-without-mask", first, again, "reset(seed=s) twice shows different states", exact=True)
+        self.expect_equal("reset-without-mask", first, again, "reset(seed=s) twice shows different states", exact=True)
 
     def reset_touches_masked_rows_only(self) -> None:
         self.reset(self.first)
         before = copy_of(self.play(self.actions(2)).obs[-1])
         after, _ = self.reset(self.others, [1])
         kept = np.delete(np.arange(self.num), 1)
-        self.same("reset-mask", rows_of(before, kept), rows_of(after, kept), "resetting row 1 changed other rows")
+        self.expect_equal(
+            "reset-mask", rows_of(before, kept), rows_of(after, kept), "resetting row 1 changed other rows"
+        )
 
     def an_episode_starts_the_same_anywhere(self) -> None:
         """Checks that an episode starts equally alone in a partial reset, in another row, and copied into all rows."""
@@ -118,25 +120,29 @@ class Checker:
         start = copy_of(self.reset(self.first)[0])
         everywhere, _ = self.reset([self.first[0]] * self.num)
         zeros = np.zeros(self.num, int)
-        self.same(rule, rows_of(start, zeros), everywhere, "one EpisodeSpec in all rows gives different states")
+        self.expect_equal(rule, rows_of(start, zeros), everywhere, "one EpisodeSpec in all rows gives different states")
         self.reset(self.others)
         last = np.array([self.num - 1])
         alone, _ = self.reset([self.first[0]] * self.num, last)
         elsewhere = "an EpisodeSpec starts differently beside other rows"
-        self.same(rule, rows_of(start, zeros[:1]), rows_of(alone, last), elsewhere)
+        self.expect_equal(rule, rows_of(start, zeros[:1]), rows_of(alone, last), elsewhere)
 
     def an_episode_goes_the_same_anywhere(self) -> None:
         rule = "same-trajectory"
         actions = self.actions(min(FEW, self.spec.max_episode_steps))
         once = self.play(actions, self.first)
-        self.equal(rule, once, self.play(actions, self.first), "the same batch played twice differs", exact=True)
+        self.expect_same_episode(
+            rule, once, self.play(actions, self.first), "the same batch played twice differs", exact=True
+        )
         moved = np.roll(np.arange(self.num), 1)  # row r plays the episode of row r-1, beside other rows
         specs = [self.first[row] for row in moved]
         specs[0], elsewhere = self.others[0], actions[moved].copy()
         elsewhere[0] = self.actions(actions.shape[1])[0]
         again = self.play(elsewhere, specs)
         rows = np.arange(1, self.num)
-        self.equal(rule, once.part(rows - 1), again.part(rows), "an episode depends on its row or its company")
+        self.expect_same_episode(
+            rule, once.select(rows - 1), again.select(rows), "an episode depends on its row or its company"
+        )
 
     def arrays_stay_as_they_were_returned(self) -> None:
         first, _ = self.reset(self.first)
@@ -144,7 +150,7 @@ class Checker:
         later = self.env.step_chunk(self.actions(1))
         rewards = later.rewards.copy()
         self.env.step_chunk(self.actions(2))
-        self.same(
+        self.expect_equal(
             "fresh-arrays", shown, first, "a later step wrote into an observation that was handed out", exact=True
         )
         if not np.array_equal(rewards, later.rewards):
@@ -163,7 +169,7 @@ class Checker:
             wild = np.where(self.actions(3) < 0, -7.0, 7.0).astype(np.float32)
             clipped = self.play(np.clip(wild, -1, 1), self.first)
             same = "actions outside [-1, 1] do not act as if they were clipped"
-            self.equal("action-range", clipped, self.play(wild, self.first), same, exact=True)
+            self.expect_same_episode("action-range", clipped, self.play(wild, self.first), same, exact=True)
         for what, actions in refused.items():
             self.reset(self.first)
             try:
@@ -220,7 +226,7 @@ class Checker:
             steps = slice(first, first + size)
             frames: list[np.ndarray] = []
             result = self.env.step_chunk(self.whole[:, steps], on_frame=lambda moved, f=frames: f.append(moved.copy()))
-            self.chunk_is(result, played.part(steps=steps), first)
+            self.chunk_is(result, played.select(steps=steps), first)
             if not np.array_equal(np.array(frames).reshape(-1, self.num).T, result.mask[:, : len(frames)]):
                 fail("on-frame", "on_frame is not called once per env step with the rows that took it")
 
@@ -255,7 +261,7 @@ class Checker:
         fits = len(shape) == 4 and shape[0] == 2 and shape[3] == 3
         if not fits or any(frame.dtype != np.uint8 or frame.shape != shape for frame in frames):
             fail("frames", f"render_rows of 2 rows gives {frames[0].dtype} {list(shape)}, not uint8 [2, H, W, 3]")
-        self.same("frames", plain.obs, drawn.obs, "drawing frames changes observations", exact=True)
+        self.expect_equal("frames", plain.obs, drawn.obs, "drawing frames changes observations", exact=True)
         if not np.array_equal(plain.rewards, drawn.rewards):
             fail("frames", "drawing frames changes the rewards")
 
@@ -271,7 +277,9 @@ class Checker:
         expected = self.play(actions)
         self.reset(self.others)
         self.looks_right(self.env.set_state(state))
-        self.equal("saved-state", expected, self.play(actions), "steps after set_state differ", exact=True)
+        self.expect_same_episode(
+            "saved-state", expected, self.play(actions), "steps after set_state differ", exact=True
+        )
 
     # Helpers of the rules
 
@@ -338,15 +346,15 @@ class Checker:
         if success is not None:
             array_is("success", success, bool, (self.num,), "success")
 
-    def same(self, rule: str, first: Observation, other: Observation, what: str, exact: bool = False) -> None:
+    def expect_equal(self, rule: str, first: Observation, other: Observation, what: str, exact: bool = False) -> None:
         difference = largest_difference(first, other)
         if not difference <= (0.0 if exact else self.atol):
             fail(rule, f"{what} (by {difference:.3g})")
 
-    def equal(self, rule: str, one: Played, other: Played, what: str, exact: bool = False) -> None:
+    def expect_same_episode(self, rule: str, one: Played, other: Played, what: str, exact: bool = False) -> None:
         for t, (a, b) in enumerate(zip(one.obs, other.obs, strict=True)):
             live = np.flatnonzero(~one.done[:, :t].any(axis=1))
-            self.same(rule, rows_of(a, live), rows_of(b, live), f"{what}: observations after step {t}", exact)
+            self.expect_equal(rule, rows_of(a, live), rows_of(b, live), f"{what}: observations after step {t}", exact)
         atol = 0.0 if exact else self.atol
         for name in ("rewards", "terminated", "truncated", "success"):
             a, b = getattr(one, name), getattr(other, name)
@@ -385,7 +393,7 @@ class Played:
         """The step at which this row's episode ended."""
         return int(self.done[row].argmax()) if self.done[row].any() else None
 
-    def part(self, rows: Any = slice(None), steps: slice = slice(None)) -> Played:
+    def select(self, rows: Any = slice(None), steps: slice = slice(None)) -> Played:
         arrays = (self.rewards, self.terminated, self.truncated, self.success)
         kept = (None if array is None else array[rows, steps] for array in arrays)
         return Played(*kept, [rows_of(obs, rows) for obs in self.obs[steps]])

@@ -209,7 +209,7 @@ class EpisodePlayer:
         result = self.play(add_noise(actions, self.rows, tally.job.recording), on_frame if recorders else None)
         tally.env_steps += int(of_rows(result.mask, self.at).sum())
         for recorder in recorders:
-            recorder.played(result)
+            recorder.record_result(result)
         if record is not None:
             record.decision(self, episodes, reply, result)
         done, outcomes = self.end(result)
@@ -217,7 +217,7 @@ class EpisodePlayer:
             record.end(outcomes)
         for recorder in recorders if len(done) else ():
             recorder.finish(done, outcomes)
-        tally.ended(outcomes)
+        tally.add_finished(outcomes)
         return done, result
 
     def play(self, actions: Array, on_frame: Callable[[np.ndarray], None] | None = None) -> ChunkResult:
@@ -361,7 +361,7 @@ def play_episodes(
             if not len(free):
                 return
             specs = [waiting.popleft() for _ in free]
-            tally.began(specs)
+            tally.add_begun(specs)
             player.begin(free, specs)
             source.begin(free)
             for recorder in recorders:
@@ -405,7 +405,7 @@ class Recorder(Protocol):
     def on_frame(self, active: np.ndarray) -> None:
         """These rows, a mask, have taken an env step."""
 
-    def played(self, result: ChunkResult) -> None:
+    def record_result(self, result: ChunkResult) -> None:
         """Record the result of the decision."""
 
     def finish(self, rows: np.ndarray, outcomes: list[EpisodeResult]) -> None:
@@ -487,11 +487,11 @@ class Tally:
         self.samples: list[dict[str, Any]] = []
         self.ends: list[tuple[int, float]] = []
 
-    def began(self, specs: Sequence[EpisodeSpec]) -> None:
+    def add_begun(self, specs: Sequence[EpisodeSpec]) -> None:
         if self.job.evaluation:
             self.report(Report(self.job.evaluation, begun=tuple(spec.index for spec in specs)))
 
-    def ended(self, results: Sequence[EpisodeResult]) -> None:
+    def add_finished(self, results: Sequence[EpisodeResult]) -> None:
         self.finished += results
         if results and (self.job.evaluation or self.job.at_once):
             self.report(Report(self.job.evaluation, finished=tuple(results)))
@@ -499,7 +499,7 @@ class Tally:
     def warn(self, text: str) -> None:
         self.report(Report(self.job.evaluation, warning=text))
 
-    def played(self, *seconds: float) -> Played:
+    def results_with(self, *seconds: float) -> Played:
         """The results, with the seconds of stepping, resetting and waiting."""
         lists = (self.problems, self.samples, self.ends)
         return Played(self.env_steps, tuple(self.finished), *seconds, *map(tuple, lists))
@@ -533,7 +533,7 @@ class PlayerWorker(EpisodeKeeper):
             if next(turn, OVER) is not OVER:
                 playing.append(turn)
         spent = self.timers.seconds_since(before, "step", "reset", "wait")
-        return [tally.played(*spent) for tally in tallies]
+        return [tally.results_with(*spent) for tally in tallies]
 
     def turns(self, tallies: Sequence[Tally], route: Route) -> Iterable[Iterator[Any]]:
         """Iterators that play the jobs of these tallies, each one decision further at a time. Every stage, and every

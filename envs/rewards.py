@@ -46,7 +46,7 @@ class Reward:
         if self.name == "own":
             return step.rewards
         if self.function is not None:
-            return self._own(env, actions, step)
+            return self._user_rewards(env, actions, step)
         if self.name == "success":
             given = step.success & (self.memory == 0)
             self.memory[moved & given] = 1.0
@@ -55,7 +55,7 @@ class Reward:
         np.copyto(self.memory, step.rewards, where=moved)
         return given.astype(env.dtype)
 
-    def _own(self, env: VectorEnv, actions: Array, step: StepResult) -> np.ndarray:
+    def _user_rewards(self, env: VectorEnv, actions: Array, step: StepResult) -> np.ndarray:
         """The user's reward."""
         with explain_errors(f"env.reward={self.name}", "be called"):
             given = np.asarray(self.function(env, actions, step))

@@ -191,7 +191,7 @@ class VectorEnv(EnvCapabilities, GymnasiumVectorEnv):
         `on_frame(moved)` is called after each env step with the rows that took it (bool [N]). Rows done before
         the chunk are frozen; their observation is whatever the simulator shows.
         """
-        actions = self._checked(actions)
+        actions = self._prepare_actions(actions)
         shape = actions.shape[:2]
         terminated, truncated, mask = np.zeros((3, *shape), bool)
         rewards: list[Array] = []  # of each env step
@@ -238,7 +238,7 @@ class VectorEnv(EnvCapabilities, GymnasiumVectorEnv):
         for what, rows in self.checks.read().items() if self.checks else ():
             if what == ACTIONS:
                 raise ValueError(f"actions of env rows {rows[:8].tolist()} are NaN or infinite")
-            raise NotFinite(self._where(what, rows, "of the last rollout"))
+            raise NotFinite(self._describe_rows(what, rows, "of the last rollout"))
 
     @property
     def saves_state(self) -> bool:
@@ -290,7 +290,7 @@ class VectorEnv(EnvCapabilities, GymnasiumVectorEnv):
         step = self._read_flags(step)
         given = self._reward.of(self, actions, step, moved)
         self._check_shape("rewards", given, ())
-        self._rewards = self._counted(given, moved)
+        self._rewards = self._moved_rewards(given, moved)
         self._elapsed += moved
         np.logical_and(step.terminated, moved, out=terminated)
         cut = self._elapsed >= self.env_spec.max_episode_steps
@@ -320,13 +320,13 @@ class VectorEnv(EnvCapabilities, GymnasiumVectorEnv):
         read = zip(parts, on_host([*parts.values()]), strict=True)
         return replace(step, **{name: array if name == "rewards" else array.astype(bool) for name, array in read})
 
-    def _counted(self, given: Array, moved: np.ndarray) -> Array:
+    def _moved_rewards(self, given: Array, moved: np.ndarray) -> Array:
         """The rewards of the rows that moved, and 0 for other rows, in the env's dtype."""
         if not is_tensor(given):
             rewards = np.zeros(self.num_envs, self.dtype)
             np.copyto(rewards, given, where=moved, casting="same_kind")
             if not np.isfinite(rewards).all():
-                raise NotFinite(self._where("reward", np.flatnonzero(~np.isfinite(rewards))))
+                raise NotFinite(self._describe_rows("reward", np.flatnonzero(~np.isfinite(rewards))))
             return rewards
         rewards = as_type(with_rows(room_for(given, self.num_envs), moved, given), self.dtype)
         self._check_finite("reward", rewards, moved)
@@ -337,9 +337,9 @@ class VectorEnv(EnvCapabilities, GymnasiumVectorEnv):
         if is_tensor(array) and self.checks is not None:
             self.checks.note(what, array, None if rows.all() else tensor_of(~rows, array.device))
         elif len(wrong := np.flatnonzero(~finite_rows(array) & rows)):
-            raise NotFinite(self._where(what, wrong))
+            raise NotFinite(self._describe_rows(what, wrong))
 
-    def _checked(self, actions: Any) -> Any:
+    def _prepare_actions(self, actions: Any) -> Any:
         """Actions for `_step`: right shape and kind, clipped; actions of frozen rows never matter."""
         spec = self.env_spec.action
         actions = actions if is_tensor(actions) and not spec.discrete else host(actions)
@@ -413,7 +413,7 @@ class VectorEnv(EnvCapabilities, GymnasiumVectorEnv):
             actual = "missing" if array is None else f"of shape {list(array.shape)}"
             raise WrongShape(f"{self.config.name} {self.config.task}: {what} is {actual}, it must be {wanted}")
 
-    def _where(self, what: str, rows: np.ndarray, when: str = "") -> str:
+    def _describe_rows(self, what: str, rows: np.ndarray, when: str = "") -> str:
         place = f"in env rows {rows[:8].tolist()} {when or f'at steps {self._elapsed[rows[:8]].tolist()}'}"
         return f"{self.config.name} {self.config.task}: {what} is NaN or infinite {place}"
 

@@ -172,8 +172,8 @@ def test_sims_are_measured_without_a_policy_and_networks_with_few_rows_many_time
     assert sims.parts[4].policy is None
     networks = standalone_worker(ProbeWorker, config, parts=("policy", "learner"), tick=lambda: None)
     asked = []
-    act = networks._part(4).policy.policy.act
-    networks._part(4).policy.policy.act = lambda obs, *more: asked.append(len(obs["state"])) or act(obs, *more)
+    act = networks._make_part(4).policy.policy.act
+    networks._make_part(4).policy.policy.act = lambda obs, *more: asked.append(len(obs["state"])) or act(obs, *more)
     samples = networks.rollout(12, 4, 1)
     assert "sim" not in samples.seconds and samples.seconds["policy"] and not samples.reset_s
     assert {*networks.parts} == {4} and {*asked} == {12}  # a sim of four rows, asking like three

@@ -117,9 +117,9 @@ def reference_kl_sum(
 
     For d = ln 2 at ratio 1: k1 0.693, k2 0.240, k3 0.5 - 1 + 0.693 = 0.193.
     """
-    difference, valid = _units(_played(logprobs - reference, mask), mask, level)
+    difference, valid = _units(_zero_masked(logprobs - reference, mask), mask, level)
     if estimator == "k1":
-        ratio = _units(_played(logprobs - old_logprobs, mask), mask, level)[0].exp()
+        ratio = _units(_zero_masked(logprobs - old_logprobs, mask), mask, level)[0].exp()
         units = ratio * difference
     elif estimator == "k2":
         units = 0.5 * difference**2
@@ -164,7 +164,7 @@ def policy_loss_sum(
     """
     # Ratios of units to the acting policy
     anchor = old_logprobs if proximal is None else proximal
-    log_ratio = _played(logprobs - anchor, mask)
+    log_ratio = _zero_masked(logprobs - anchor, mask)
     units, valid = _units(log_ratio, mask, level, answers)
     ratio, advantage = units.exp(), advantages[:, None]
     # The clipped gain of each unit
@@ -208,7 +208,7 @@ def _importance(
 ) -> Tensor:
     """[B, units]: a unit's probability under the weights at the start of the update, divided by its probability under
     the acting weights."""
-    units, _ = _units(_played(proximal - old_logprobs, mask), mask, level, answers)
+    units, _ = _units(_zero_masked(proximal - old_logprobs, mask), mask, level, answers)
     return (units if cap is None else units.clamp(max=math.log(cap))).exp()
 
 
@@ -225,7 +225,7 @@ def out_of_bounds(
     has an upper bound, is 5: the mean over units of max(r, 1 / r), 1 where log-probs agree.
     """
     level = level_within_episode(config.logprob_level)
-    units, valid = _units(_played(proximal - old_logprobs, mask), mask, level)
+    units, valid = _units(_zero_masked(proximal - old_logprobs, mask), mask, level)
     none = units.new_zeros(len(units))
     if config.episode_mask == "error":
         units = torch.where(valid, units.abs().exp(), 0.0)
@@ -263,7 +263,7 @@ def value_loss_sum(
 
 def entropy_sum(entropy: Tensor, mask: Tensor, weights: Tensor, level: str) -> Tensor:
     """The entropy [B, C, A] of a unit, mean over an item's units, summed over items."""
-    units, valid = _units(_played(entropy, mask), mask, level)
+    units, valid = _units(_zero_masked(entropy, mask), mask, level)
     return (weights * _mean(units, valid)).sum()
 
 
@@ -293,7 +293,7 @@ def _units(masked: Tensor, mask: Tensor, level: str, answers: Tensor | None = No
     return sums[:, None], valid[:, None]
 
 
-def _played(numbers: Tensor, mask: Tensor) -> Tensor:
+def _zero_masked(numbers: Tensor, mask: Tensor) -> Tensor:
     """Numbers [B, C, A], with 0 for masked steps."""
     return numbers.masked_fill(~mask[:, :, None], 0.0)
 

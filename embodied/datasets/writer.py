@@ -420,7 +420,7 @@ class EpisodeRecorder:
         if self.open and len(self.seen) < self.actions.shape[1]:
             self.seen.append(self.env.observe())
 
-    def played(self, result: ChunkResult) -> None:
+    def record_result(self, result: ChunkResult) -> None:
         if not self.open:
             return
         discrete = self.env.env_spec.action.discrete

@@ -103,7 +103,7 @@ class ImitationLearner(LearnerWorker):
     def add(self, steps: MeanSteps, items: Tensor, passes: int, epoch: int) -> None:
         """Add the gradient of this rank's items, in at least so many passes."""
         demos = self.demos
-        micro_batches = [(items[part], True) for part in self._parts(items.numpy() + demos.first)]
+        micro_batches = [(items[part], True) for part in self._micro_batches(items.numpy() + demos.first)]
         micro_batches += [(torch.zeros(1, dtype=torch.int64), False)] * (passes - len(micro_batches))  # padding
         for number, (part, counts) in enumerate(micro_batches, 1):
             inputs = demos.batch(part)
@@ -146,9 +146,9 @@ class ImitationLearner(LearnerWorker):
         """The number of times that all ranks must run a sharded network."""
         if not self.optimizer.sharded:
             return 0
-        return max(len(self._parts(block[indices_of_owned(minibatch, block)])) for block in self.blocks)
+        return max(len(self._micro_batches(block[indices_of_owned(minibatch, block)])) for block in self.blocks)
 
-    def _parts(self, items: np.ndarray) -> list[slice]:
+    def _micro_batches(self, items: np.ndarray) -> list[slice]:
         """The micro-batches of these items of one rank."""
         size = self.config.micro_batch_size or max(len(items), 1)
         return [slice(at, at + size) for at in range(0, len(items), size)]
@@ -322,7 +322,7 @@ class TextImitationLearner(ImitationLearner):
     def _loss_sum(self, losses: Tensor, mask: Tensor) -> Tensor:
         return torch.where(mask[:, :, None], losses, 0.0).sum()
 
-    def _parts(self, items: np.ndarray) -> list[slice]:
+    def _micro_batches(self, items: np.ndarray) -> list[slice]:
         return into_packs(self.sizes[items, 0].tolist(), self.config.pack_tokens)
 
 

@@ -296,12 +296,12 @@ class PolicyOptimizer:
             shards = len(seen) if seen.all() else 1
         whole = self.sharded and shards == 1
         if rank and shards == 1:
-            deque(self._stored(whole), maxlen=0)  # takes part in gathering
+            deque(self._tensors_to_store(whole), maxlen=0)  # takes part in gathering
             return
         specs = {key: spec for name, p in self._named() for key, spec in self._specs(name, p, whole).items()}
         folder.mkdir(parents=True, exist_ok=True)
         write_safetensors(
-            folder / (FILE if shards == 1 else SHARD.format(rank + 1, shards)), specs, self._stored(whole)
+            folder / (FILE if shards == 1 else SHARD.format(rank + 1, shards)), specs, self._tensors_to_store(whole)
         )
 
     def load(self, folder: Path) -> None:
@@ -348,7 +348,7 @@ class PolicyOptimizer:
         specs = {f"{name}/{key}": spec_of(value) for key, value in self._state(name, p).items()}
         return {key: Spec(s.dtype, tuple(p.shape)) if whole and s.shape else s for key, s in specs.items()}
 
-    def _stored(self, whole: bool) -> Iterator[tuple[str, Blob]]:
+    def _tensors_to_store(self, whole: bool) -> Iterator[tuple[str, Blob]]:
         for name, p in self._named():
             for key, value in self._state(name, p).items():
                 yield f"{name}/{key}", blob_of(whole_of(value, p) if whole and key != "step" else value)

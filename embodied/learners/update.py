@@ -224,12 +224,12 @@ class GraphedSteps(PolicySteps):
         self.room.zero_()
         self.largest.fill_(-math.inf)
         self.broken.zero_()
-        self._pass_for(batch, self._most(batch))
+        self._pass_for(batch, self._most_items(batch))
         self.step_graph = self.step_graph or self._recorded(self._take_step)
 
     def add(self, batch: RankBatch, units: Tensor, divisor: float = 1.0) -> None:
-        for items in units.split(self._most(batch)) if len(units) else ():
-            fixed = self._pass_for(batch, padded_size(len(items), self._most(batch)))
+        for items in units.split(self._most_items(batch)) if len(units) else ():
+            fixed = self._pass_for(batch, padded_size(len(items), self._most_items(batch)))
             fixed.fill(batch, items, divisor)
             self.model.begin_pass()
             fixed.graph.replay()
@@ -245,7 +245,7 @@ class GraphedSteps(PolicySteps):
         self.row.copy_(self.take_step(*self.optimizer.split(self.room), self.lr_factor_there))
         self.room.zero_()
 
-    def _most(self, batch: RankBatch) -> int:
+    def _most_items(self, batch: RankBatch) -> int:
         return self.model.config.micro_batch_size or step_items(self.config, batch.num_units)
 
     def _pass_for(self, batch: RankBatch, size: int) -> FixedPass:

@@ -315,7 +315,7 @@ class LearnerWorker(Worker):
         """Publish the current weights as this version. Rank 0 returns the description of the version."""
         self._check_live()
         names = self.dtypes.keys() if self.store.version < 0 or self.loaded else self.moving
-        tensors = self._whole(names)
+        tensors = self._whole_tensors(names)
         publication = self.store.publish(version, ((name, blob_of(tensor)) for name, tensor in tensors), names)
         self.loaded = False
         return None if self.rank else publication
@@ -349,12 +349,12 @@ class LearnerWorker(Worker):
             ) from None
 
     def _write(self, folder: Path) -> None:
-        whole = self._whole(self.dtypes.keys())
+        whole = self._whole_tensors(self.dtypes.keys())
         if self.rank == 0:
             self.policy.save_pretrained(folder / "policy", whole, self.store.specs)
         self.optimizer.save(folder / "learner", self.rank)
 
-    def _whole(self, names: Set[str]) -> Iterable[tuple[str, Tensor]]:
+    def _whole_tensors(self, names: Set[str]) -> Iterable[tuple[str, Tensor]]:
         """The weights and buffers of these names, one whole tensor at a time. If they are sharded, all ranks must take
         part, and only rank 0 gets them."""
         if not self.config.shard:

@@ -108,7 +108,7 @@ class ProbeWorker(Worker):
         everything. Whole episodes end after this number of decisions; their resets' time is spread over a real
         episode."""
         rows = self._rows(num_envs)
-        part, copies = self._part(rows), num_envs // rows
+        part, copies = self._make_part(rows), num_envs // rows
         horizon = self._horizon(part.limit)
         samples = self.samples.setdefault(num_envs, Samples(bytes=part.bytes, horizon=horizon))
         part.kept.copies = copies
@@ -168,7 +168,7 @@ class ProbeWorker(Worker):
         times, encoding = {first: [], first + 1: []}, []
         items = self._num_items(part.kept.get())
         steps = -(-items // minibatch)
-        with self._away(part):
+        with self._without_policy(part):
             for epochs, found in times.items():
                 algo = self.config.algo.model_copy(update={"minibatch_size": minibatch, "epochs": epochs})
                 encoded, needed = self._updates(algo, part, repeats, found)
@@ -205,7 +205,7 @@ class ProbeWorker(Worker):
         return encoding, needed
 
     @contextmanager
-    def _away(self, part: ProbedPart) -> Iterator[None]:
+    def _without_policy(self, part: ProbedPart) -> Iterator[None]:
         """Inside, the policy is offloaded: the GPU may be too small for a learner beside it."""
         moves = self.device != "cpu"
         if moves:
@@ -226,7 +226,7 @@ class ProbeWorker(Worker):
         """Measures how the policy, and a learner after its first update, are offloaded and onloaded."""
         part = self.parts[self._rows(num_envs)]
         measured = {"policy": moves_of(part.policy)}
-        with self._away(part):
+        with self._without_policy(part):
             learner = self._learner(self.config.algo.model_copy(update={"epochs": 1}), part)
             self._learn(learner, part)
             measured["learner"] = moves_of(learner)
@@ -261,7 +261,7 @@ class ProbeWorker(Worker):
         learner.build(part.sim.spec(), new_name(), snapshot=False)
         return learner
 
-    def _part(self, rows: int) -> ProbedPart:
+    def _make_part(self, rows: int) -> ProbedPart:
         if rows not in self.parts:
             simulator = "cuda" if self.config.env.on_gpu else "cpu"
             before = used_bytes(simulator)

@@ -368,7 +368,7 @@ class VideoRecorder:
             self.statuses[row].stepped(float(rewards[row]), bool(success[row]))
         self._add_frames(rows)
 
-    def played(self, result: ChunkResult) -> None:
+    def record_result(self, result: ChunkResult) -> None:
         """Nothing to do: the frames were drawn step by step."""
 
     def finish(self, rows: np.ndarray, outcomes: list[EpisodeResult]) -> None:

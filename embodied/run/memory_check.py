@@ -67,7 +67,7 @@ class Need:
     @property
     def whole(self) -> float:
         """The sum without offloading."""
-        return max(self._late, self._during(START))
+        return max(self._after_start, self._during(START))
 
     @property
     def least(self) -> float:
@@ -78,7 +78,7 @@ class Need:
         return sum(load.bytes for load in self.loads if load.phase in ("", phase))
 
     @property
-    def _late(self) -> float:
+    def _after_start(self) -> float:
         return sum(load.bytes for load in self.loads if load.phase != START)
 
     @property
@@ -86,19 +86,19 @@ class Need:
         return "/".join(filter(None, [self.node, self.device])) or "this machine"
 
     def __str__(self) -> str:
-        begins = self._during(START) > self._late  # then the start is the peak
+        begins = self._during(START) > self._after_start  # then the start is the peak
         loads = [load for load in self.loads if load.phase == "" or (load.phase == START) == begins]
         needed = self.whole if self.whole <= self.has else self.least
         if needed == self.whole:
             parts = describe_sum(loads)
         else:
-            phases = (f"{phase}: {' + '.join(describe_sum(self._only(phase)))}" for phase in (ROLLOUT, UPDATE))
-            parts = [*describe_sum(self._only("")), f"in turns ({'; '.join(phases)})"]
+            phases = (f"{phase}: {' + '.join(describe_sum(self._loads_in(phase)))}" for phase in (ROLLOUT, UPDATE))
+            parts = [*describe_sum(self._loads_in("")), f"in turns ({'; '.join(phases)})"]
         has = f" of {number(self.has)}" if self.has < float("inf") else ""
         total = f" = {number(needed)}" if len(parts) > 1 or " x " in parts[0] else ""
         return f"{' + '.join(parts)}{total}{has} GB"
 
-    def _only(self, phase: str) -> list[Load]:
+    def _loads_in(self, phase: str) -> list[Load]:
         return [load for load in self.loads if load.phase == phase]
 
 

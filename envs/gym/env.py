@@ -81,7 +81,7 @@ class GymEnv(VectorEnv):
         success = np.zeros(len(rows), bool)
         for at, (row, episode) in enumerate(zip(rows, episodes, strict=True)):
             seen, info = self._returned("reset", self._envs[row].reset(seed=episode.seed))
-            self._see(row, seen)
+            self._keep_row(row, seen)
             success[at] = self._succeeded(info)
         return success
 
@@ -93,7 +93,7 @@ class GymEnv(VectorEnv):
             seen, reward, ended, cut, info = self._returned("step", played)
             rewards[row] = self._reward_of(reward)
             terminated[row], truncated[row] = self._flag("terminated", ended), self._flag("truncated", cut)
-            self._see(row, seen)
+            self._keep_row(row, seen)
             success[row] = self._succeeded(info)
         return StepResult(rewards, terminated, success if self.env_spec.has_success else None, truncated)
 
@@ -135,7 +135,7 @@ class GymEnv(VectorEnv):
         for env in self._envs:
             close_quietly(env)
 
-    def _see(self, row: int, seen: Any) -> None:
+    def _keep_row(self, row: int, seen: Any) -> None:
         self._state[row], images, self._instructions[row] = self._parts.sort(seen)
         for camera, image in images.items():
             self._images[camera][row] = image

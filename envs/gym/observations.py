@@ -74,15 +74,15 @@ class ObservationParts:
     def sort(self, seen: Any) -> tuple[np.ndarray, dict[str, np.ndarray], str]:
         """The state [S], the images by camera, uint8 [H, W, 3], and the instruction of one observation. Raises
         WrongShape if it is not in the env's space."""
-        state = [numbers_of(part.space, self._checked(part, seen)) for part in self.numbers]
+        state = [numbers_of(part.space, self._check_part(part, seen)) for part in self.numbers]
         images: dict[str, np.ndarray] = {}
         for part in self.images:
-            pixels = self._pixels(part, self._checked(part, seen))
+            pixels = self._pixels(part, self._check_part(part, seen))
             images |= zip(part.images, stack_of(pixels), strict=True)
-        texts = [str(self._checked(part, seen)) for part in self.texts]
+        texts = [str(self._check_part(part, seen)) for part in self.texts]
         return np.concatenate(state) if state else np.empty(0), images, "\n".join(texts)
 
-    def _checked(self, part: Part, seen: Any) -> Any:
+    def _check_part(self, part: Part, seen: Any) -> Any:
         """This part, of the shape and kind that the space has."""
         space = part.space
         try:

@@ -294,7 +294,7 @@ class ManiSkillEnv(VectorEnv):
             if info["reconfigure"]:
                 self._cameras.pop(row, None)  # its scene no longer exists
                 self._prepare(self.envs[row])
-            self._see(row, obs, info)
+            self._keep_row(row, obs, info)
             success[i] = bool(info.get("success", False))
         return success
 
@@ -305,7 +305,7 @@ class ManiSkillEnv(VectorEnv):
         rewards, failed, success = np.zeros(self.num_envs, np.float32), *np.zeros((2, self.num_envs), bool)
         for row in np.flatnonzero(active):
             obs, reward, _, _, info = self.envs[row].step(for_robots(self.envs[row], actions[row]))
-            self._see(row, obs, info)
+            self._keep_row(row, obs, info)
             rewards[row] = float(reward)
             failed[row], success[row] = bool(info.get("fail", False)), bool(info.get("success", False))
         return StepResult(rewards, self._ends(failed), success if self.env_spec.has_success else None)
@@ -354,7 +354,7 @@ class ManiSkillEnv(VectorEnv):
     def _numbers_of(self, env: Any, info: dict[str, Any]) -> dict[str, Any]:
         return numbers(env, info, self.config)
 
-    def _see(self, row: int, obs: Any, info: dict[str, Any]) -> None:
+    def _keep_row(self, row: int, obs: Any, info: dict[str, Any]) -> None:
         """Keep the numbers of a plain env, which has already computed a full state."""
         whole = self.config.state == "full" and not self.config.relative_positions
         seen = {"state": obs} if whole else self._numbers_of(self.envs[row], info)

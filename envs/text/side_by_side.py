@@ -5,7 +5,7 @@ Steps of microseconds stay in the worker's own thread, one after the other: a th
 the order of everything stays the same. Each conversation has an env of its own, whose calls never overlap.
 
     steps.begin(conversation, hear)      an answer came; `hear` lets its env step
-    for conversation, over in steps.ended(wait=...): ...
+    for conversation, over in steps.take_ended(wait=...): ...
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class SideBySide(Generic[Talk]):
             done.set_result(self._timed(step))
             self.begun.append((conversation, done))
 
-    def ended(self, wait_for_one: bool) -> list[tuple[Talk, bool]]:
+    def take_ended(self, wait_for_one: bool) -> list[tuple[Talk, bool]]:
         """The steps that have ended since the last call, in the order in which they began: (conversation, is it over).
         Raises an exception that one of them raised."""
         if wait_for_one and self.begun:

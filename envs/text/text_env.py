@@ -145,7 +145,7 @@ class TextEnv(EnvCapabilities):
         """The held-out question number `spec.init_state_id`, or a training question, which is never a held-out one.
         `question` makes a question from a random generator; the held-out ones are the first different ones. `every`
         lists all questions if that is possible; `num_questions` of them are for training."""
-        self.drawn = self._drawn(spec, question, every)
+        self.drawn = self._draw_question(spec, question, every)
         return self.drawn
 
     @cached_property
@@ -153,7 +153,7 @@ class TextEnv(EnvCapabilities):
         """The config as a string, cached since this takes as long as a draw."""
         return repr(self.config)
 
-    def _drawn(
+    def _draw_question(
         self, spec: EpisodeSpec, question: Callable[[np.random.Generator], Question], every: Sequence[Question]
     ) -> Question:
         key = type(self), spec.task, self._settings

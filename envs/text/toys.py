@@ -223,13 +223,13 @@ class ReverseText(TextEnv):
 
     def reset(self, spec: EpisodeSpec) -> Said:
         self.tagged = spec.task == "sentences"
-        text = self.given(spec) if self.shared else self.draw(spec, some_words if self.tagged else some_letters)
+        text = self.text_of(spec) if self.shared else self.draw(spec, some_words if self.tagged else some_letters)
         self.right = text[::-1]
         if not self.tagged:
             return f"reverse {text}:"
         return ({"role": "system", "content": REVERSE_REQUEST}, {"role": "user", "content": text})
 
-    def given(self, spec: EpisodeSpec) -> str:
+    def text_of(self, spec: EpisodeSpec) -> str:
         """A text of the file, whose first ones are held out."""
         if spec.init_state_id >= 0:
             return self.shared[spec.init_state_id % self.num_held_out]

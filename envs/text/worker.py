@@ -76,19 +76,19 @@ class TextWorker(PlayerWorker):
         """Play the conversations of all jobs together. Training's are kept, an evaluation's are written to disk."""
         started, stop = perf_counter(), lambda: self.stopped and all(tally.job.evaluation for tally in tallies)
         with ExitStack() as stack:
-            parts = [self._part(tally, stack) for tally in tallies]
+            parts = [self._make_part(tally, stack) for tally in tallies]
             talk = ConversationClient(route, self.timers)
             for ended in play_conversations(parts, talk, self.timers, self.steps, stop):
                 self.tick()
                 for part in parts:
                     over = [conversation for conversation in ended if conversation.part is part]
                     if part.tally.job.evaluation:
-                        part.tally.ended(written(over, part.writers))
+                        part.tally.add_finished(written(over, part.writers))
                     else:
-                        part.tally.ended(self._kept(over, part.tally, perf_counter() - started))
+                        part.tally.add_finished(self._keep_ended(over, part.tally, perf_counter() - started))
                 yield
 
-    def _part(self, tally: Tally, stack: ExitStack) -> Part:
+    def _make_part(self, tally: Tally, stack: ExitStack) -> Part:
         """The conversations of a job, with envs that no conversation uses."""
         job = tally.job
         if job.evaluation:
@@ -101,7 +101,7 @@ class TextWorker(PlayerWorker):
         free = self.free.setdefault(key, [])
         return Part(self.kind, config, self.shared[key], tally, rows, writers, free)
 
-    def _kept(self, ended: list[Conversation], tally: Tally, seconds: float) -> list[EpisodeResult]:
+    def _keep_ended(self, ended: list[Conversation], tally: Tally, seconds: float) -> list[EpisodeResult]:
         """Keep ended conversations for learners; returns their results. A conversation with an unusable answer does not
         count."""
         results = []
@@ -162,7 +162,7 @@ class Part:
             if wanted[-1].index in alone:
                 break
         if wanted:
-            self.tally.began(wanted)
+            self.tally.add_begun(wanted)
         self.open += len(wanted)
         with timers.measure("reset"):
             return [self._opened(spec) for spec in wanted]
@@ -402,7 +402,7 @@ def play_conversations(
                 with timers.measure("step"):
                     steps.begin(conversation, partial(hear, conversation, completion))
             with timers.measure("step"):
-                stepped = steps.ended(wait_for_one=not talk.busy)
+                stepped = steps.take_ended(wait_for_one=not talk.busy)
             ended = [conversation for conversation, over in stepped if over]
             for conversation in ended:
                 conversation.part.end(conversation)

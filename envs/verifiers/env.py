@@ -282,9 +282,9 @@ class Example:
                 raise Lost(f"the environment failed: {event['error']}")
             return event
         self.request = event
-        return self._new(event)
+        return self._new_messages(event)
 
-    def _new(self, request: ModelRequest) -> Said:
+    def _new_messages(self, request: ModelRequest) -> Said:
         """The messages of a request that are new."""
         body = request.body
         if request.route != "chat/completions" or body.get("stream") or body.get("n") not in (None, 1):

@@ -183,7 +183,7 @@ BROKEN = {
     "rows push each other": (pushed(lambda self: 0.01 * self._position.mean(axis=0)), "same-trajectory"),
     "hands out its buffer": (HandsOutItsBuffer, "fresh-arrays"),
     "does not clip": (
-        checks(lambda self, a: a if a.ndim == 3 and np.isfinite(a).all() else PointMassEnv._checked(self, a)),
+        checks(lambda self, a: a if a.ndim == 3 and np.isfinite(a).all() else PointMassEnv._prepare_actions(self, a)),
         "action-range",
     ),
     "accepts anything": (

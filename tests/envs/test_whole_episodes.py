@@ -131,7 +131,7 @@ class Notebook(AbstractContextManager):
     def on_frame(self, active):
         self.frames += int(active.sum())
 
-    def played(self, result):
+    def record_result(self, result):
         self.steps += int(result.mask.sum())
 
     def finish(self, rows, outcomes):

@@ -144,7 +144,7 @@ def test_quick_env_steps_stay_in_the_thread_and_the_order_of_one_at_a_time():
     steps, here = SideBySide(16), []
     for number in range(100):
         steps.begin(number, lambda: not here.append(threading.current_thread()))
-    assert steps.ended(wait_for_one=True) == [(number, True) for number in range(100)]
+    assert steps.take_ended(wait_for_one=True) == [(number, True) for number in range(100)]
     assert set(here) == {threading.current_thread()}
 
 
