@@ -202,12 +202,12 @@ class Way:
 
     def _drop_too_large(self) -> None:
         """Drop boxes whose smallest sizes need more devices than there are."""
-        self.boxes = self.boxes[:, (self._left(self.boxes, self._sizes(self.level)) >= 0).all(axis=0)]
+        self.boxes = self.boxes[:, (self._devices_left(self.boxes, self._sizes(self.level)) >= 0).all(axis=0)]
 
     def _sizes(self, level: int) -> list[np.ndarray]:
         return [sizes for part in self.parts for sizes in part.at_level(level)[0]]
 
-    def _left(self, boxes: np.ndarray, sizes: Sequence[np.ndarray]) -> np.ndarray:
+    def _devices_left(self, boxes: np.ndarray, sizes: Sequence[np.ndarray]) -> np.ndarray:
         """[zones, n] How many devices the smallest sizes leave in the layer and class of each zone."""
         return self.counts - self.beside @ np.stack([size[index] for size, index in zip(sizes, boxes)])
 
@@ -234,7 +234,7 @@ class Way:
         if self.level:
             corners, sizes = self.boxes[:, :CORNERS].copy(), self._sizes(0)
             corners[:-1] *= 2**self.level
-            left, points = self._left(corners, sizes), np.tile(corners, len(sizes))
+            left, points = self._devices_left(corners, sizes), np.tile(corners, len(sizes))
             for axis, size in enumerate(sizes):
                 most = np.searchsorted(size, size[corners[axis]] + left[axis], "right") - 1
                 points[axis, axis * len(most) : (axis + 1) * len(most)] = most

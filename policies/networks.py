@@ -65,7 +65,7 @@ class ObservationNormalizer(nn.Module):
         deviations = (self._deviation(least) / self._deviation(self.floor))[first:]
         return torch.where(self.count < 2, torch.ones_like(deviations), deviations)
 
-    def within(self, states: np.ndarray) -> np.ndarray:
+    def clip_states(self, states: np.ndarray) -> np.ndarray:
         """Numbers [..., D] to count, clipped like in `forward`: otherwise a cube that flies off the table would shrink
         all other positions to a point."""
         if self.count < 2:
@@ -195,7 +195,7 @@ class ActorCritic(Policy):
         if self.normalizer is None:
             return None
         known = np.concatenate([host(obs[name]) for name in ("state", "privileged") if name in obs], -1)
-        return state_moments(self.normalizer.within(known))
+        return state_moments(self.normalizer.clip_states(known))
 
     def merge_observation_moments(self, rows: np.ndarray) -> None:
         self.normalizer.merge(rows)

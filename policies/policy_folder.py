@@ -167,9 +167,9 @@ def copy_files(source: Path, folder: Path, patterns: Iterable[str]) -> None:
 def read_blobs(folder: Path) -> dict[str, Blob]:
     """The weights, whole or in shards, as bytes that are read on access. Includes the base model's weights if the
     folder has only adapters, and weights that predict values from `values/`."""
-    blobs = _shards(folder) if (folder / INDEX).is_file() else _whole(folder)
+    blobs = _read_shards(folder) if (folder / INDEX).is_file() else _read_one_file(folder)
     if (folder / VALUES).is_dir():
-        blobs = blobs | _whole(folder / VALUES)
+        blobs = blobs | _read_one_file(folder / VALUES)
     blobs = {own_layer(name): blob for name, blob in blobs.items()}
     config = read_json(folder / CONFIG) if (folder / CONFIG).is_file() else {}
     if (base := config.get("base")) is None:
@@ -190,13 +190,13 @@ def own_layer(name: str) -> str:
     return name.replace(".base_layer.", ".")
 
 
-def _whole(folder: Path) -> dict[str, Blob]:
+def _read_one_file(folder: Path) -> dict[str, Blob]:
     if not (folder / WEIGHTS).is_file():
         raise CheckpointError(f"{folder} has no weights: neither {WEIGHTS} nor {INDEX}")
     return read_safetensors(folder / WEIGHTS)
 
 
-def _shards(folder: Path) -> dict[str, Blob]:
+def _read_shards(folder: Path) -> dict[str, Blob]:
     where = read_json(folder / INDEX).get("weight_map")
     if not isinstance(where, dict) or not all(isinstance(name, str) for name in where.values()):
         raise CheckpointError(f"{folder / INDEX} is damaged: it has no weight_map of tensors and their files")
@@ -229,7 +229,7 @@ def write_values(folder: Path, tensors: dict[str, Tensor]) -> None:
 def write_shards(path: Path, weights: dict[str, Tensor], shard_bytes: int) -> None:
     """Write weights in shards of at most `shard_bytes` (a larger tensor gets its own shard), or in one file if one
     shard suffices."""
-    shards = list(_cut(weights, shard_bytes))
+    shards = list(_split_by_size(weights, shard_bytes))
     if len(shards) == 1:
         write_tensors(path / WEIGHTS, shards[0])
         return
@@ -243,7 +243,7 @@ def write_shards(path: Path, weights: dict[str, Tensor], shard_bytes: int) -> No
     (path / INDEX).write_text(json.dumps(content, indent=2) + "\n")
 
 
-def _cut(weights: dict[str, Tensor], limit: int) -> Iterator[dict[str, Tensor]]:
+def _split_by_size(weights: dict[str, Tensor], limit: int) -> Iterator[dict[str, Tensor]]:
     shard: dict[str, Tensor] = {}
     size = 0
     for name, tensor in weights.items():

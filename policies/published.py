@@ -75,10 +75,10 @@ class PublishedPolicy(Policy):
             if name not in fresh:
                 self.use_weights({name: tensor_of(stored[where[name]]).clone()})
             elif not name.startswith(self.own_scales):
-                parameter.copy_(self._drawn(name, parameter.shape, draw))
+                parameter.copy_(self._draw_weight(name, parameter.shape, draw))
         set_magnitudes(own, fresh)
 
-    def _drawn(self, name: str, shape: torch.Size, draw: torch.Generator) -> Tensor:
+    def _draw_weight(self, name: str, shape: torch.Size, draw: torch.Generator) -> Tensor:
         if is_adapter(name):  # without effect at first
             return initial_adapter(name, shape, draw, self.config.lora_init)
         return self.start(name, shape, draw)

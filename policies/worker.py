@@ -207,7 +207,7 @@ class PolicyWorker(Worker):
             return {}
         asked = list(requests.values())
         obs = join_rows([request.obs for request in asked])
-        output = self._decided(obs, *self._noise_keys(asked), rule)
+        output = self._decide(obs, *self._noise_keys(asked), rule)
         check_output(output, num_rows(obs), self.action_dim)
         numbers = {"actions": output.actions, "log-probs": output.logprobs, "values": output.values}
         self._check_finite(numbers, obs, all(request.checked_later for request in asked))
@@ -225,7 +225,7 @@ class PolicyWorker(Worker):
         self._check_finite({"values": values}, obs, checked_later)
         return {i: values[mine] for i, mine in zip(observations, row_slices(counts), strict=True)}
 
-    def _decided(self, obs: Observation, episodes: Array, decisions: Array, rule: SamplingRule) -> PolicyOutput:
+    def _decide(self, obs: Observation, episodes: Array, decisions: Array, rule: SamplingRule) -> PolicyOutput:
         def decide(obs: Observation, episodes: Array, decisions: Array) -> Observation:
             noise = self._noise(episodes, decisions, rule.stream)
             return vars(self.policy.act(text_lists(obs), noise, rule.temperature))
@@ -319,7 +319,7 @@ class RequestBatcher:
             return []
         requests, until = [first], time.monotonic() + self.merging.wait_s
         room = self.merging.rows - first.rows
-        while room > 0 and not self.over and (more := self._another(requests, until)) is not None:
+        while room > 0 and not self.over and (more := self._next_request(requests, until)) is not None:
             room -= more.rows
             if room < 0:
                 self.next = more
@@ -327,7 +327,7 @@ class RequestBatcher:
             requests.append(more)
         return requests
 
-    def _another(self, requests: Sequence[ActRequest], until: float) -> ActRequest | None:
+    def _next_request(self, requests: Sequence[ActRequest], until: float) -> ActRequest | None:
         """The next request. Waits only for sims without a request here: a sim sends its second request only after an
         answer, or simulates the other half of its envs meanwhile. A sim for which this worker waits in vain asks
         another worker now; it is not waited for until it asks here again."""

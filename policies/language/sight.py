@@ -162,12 +162,12 @@ class Sight:
         if len(parts) != len(names):
             counts = f"{len(names)} pictures, and {self.placeholder} {len(parts)} times"
             raise PictureError(f"a conversation has {counts}: only a chat template writes that, where a picture is")
-        tokens = self._plain(first)
+        tokens = self._text_tokens(first)
         for name, part in zip(names, parts):
-            tokens += [*self.read(name).tokens, *self._plain(part)]
+            tokens += [*self.read(name).tokens, *self._text_tokens(part)]
         return tokens
 
-    def _plain(self, text: str) -> list[int]:
+    def _text_tokens(self, text: str) -> list[int]:
         return list(self.tokenizer(text, add_special_tokens=False)["input_ids"]) if text else []
 
     def for_vllm(self, picture: Picture) -> dict[str, np.ndarray]:
@@ -335,7 +335,7 @@ class IdeficsSight(Sight):
             if number:
                 tokens += range(-1 - place, -1 - place - count, -1)
                 place += count
-            tokens += self._plain(part)
+            tokens += self._text_tokens(part)
         return tuple(tokens)
 
     def for_vllm(self, picture: Picture) -> dict[str, np.ndarray]:

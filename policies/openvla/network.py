@@ -366,14 +366,14 @@ class FastDecoder(Decoder):
         tokens."""
         attention, mlp, (cos, sin) = layer.self_attn, layer.mlp, turn
         normed = self._norm(layer.input_layernorm, x)
-        k = self._turned(normed @ attention.k_proj.weight.t(), cos, sin)
+        k = self._rotate_heads(normed @ attention.k_proj.weight.t(), cos, sin)
         v = normed @ attention.v_proj.weight.t()
         causal = mask is None and new > 1
         if read_last:
             x, normed = x.view(self.rows, new, -1)[:, -1].contiguous(), normed.view(self.rows, new, -1)[:, -1]
             cos, sin, causal = cos[:, -1:], sin[:, -1:], False
             mask = None if mask is None else mask[:, :, -1:]
-        q = self._turned(normed @ attention.q_proj.weight.t(), cos, sin).transpose(1, 2)
+        q = self._rotate_heads(normed @ attention.q_proj.weight.t(), cos, sin).transpose(1, 2)
         k, v = self.cache.add(attention.layer, k.transpose(1, 2), v.view(k.shape).transpose(1, 2))
         grouped = self.heads != self.kv_heads
         out = F.scaled_dot_product_attention(q, k, v, mask, is_causal=causal, enable_gqa=grouped)
@@ -382,7 +382,7 @@ class FastDecoder(Decoder):
         gate = F.silu(normed @ mlp.gate_proj.weight.t(), inplace=True)
         return x.addmm_(gate.mul_(normed @ mlp.up_proj.weight.t()), mlp.down_proj.weight.t())
 
-    def _turned(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    def _rotate_heads(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         """[N * L, heads * d] -> [N, L, heads, d], by the places of its tokens."""
         x = x.view(self.rows, -1, x.shape[-1] // self.head_dim, self.head_dim)
         return (x * cos).addcmul_(x.roll(self.head_dim // 2, -1), sin)

@@ -137,7 +137,7 @@ class PrismaticPolicy(VLAPolicy):
         return self.projector
 
     def unit_state(self, state: Tensor) -> Tensor:
-        return tensor_of(self._statistics("proprio").to_unit(host(state).astype(np.float64)), self.device)
+        return tensor_of(self._statistics_of("proprio").to_unit(host(state).astype(np.float64)), self.device)
 
     def start(self, name: str, shape: torch.Size, draw: torch.Generator) -> Tensor:
         if name.endswith("patch_embed.proj.weight"):
@@ -165,9 +165,9 @@ class PrismaticPolicy(VLAPolicy):
 
     @property
     def statistics(self) -> statistics.Statistics:
-        return self._statistics("action")
+        return self._statistics_of("action")
 
-    def _statistics(self, part: str) -> statistics.Statistics:
+    def _statistics_of(self, part: str) -> statistics.Statistics:
         return statistics.statistics_of(self.norm_stats, self.data_set, self.where, part)
 
     def actions_of(self, units: np.ndarray) -> np.ndarray:
@@ -190,7 +190,7 @@ class PrismaticPolicy(VLAPolicy):
 
     # Prompts and images
 
-    def _words(self, obs: Observation, count: int) -> tuple[np.ndarray, np.ndarray]:
+    def _prompt_ids(self, obs: Observation, count: int) -> tuple[np.ndarray, np.ndarray]:
         """Ids of the prompts [N, L], and their mask."""
         prompts = [self.settings.template.format(text.lower()) for text in self.instructions(obs, count)]
         return pad_rows([self.encode(text) for text in prompts], self.settings.pad_id, in_front=True)
@@ -218,7 +218,7 @@ class PrismaticPolicy(VLAPolicy):
         frames = [tensor_of(obs["images"][camera], self.device) for camera in self.cameras]
         return [self.images(part).to(self.dtype) for part in frames]
 
-    def _see(self, *seen: Tensor) -> Tensor:
+    def _patch_features(self, *seen: Tensor) -> Tensor:
         return for_acting(self.config, network.VisionBackbone.forward, self.device)(self.vision_backbone, *seen)
 
     def frozen_features(self, obs: Observation) -> dict[str, Tensor]:
@@ -373,8 +373,8 @@ class OpenVLAPolicy(PrismaticPolicy):
     def _prefix(self, obs: Observation, patches: Tensor | None = None) -> tuple[Tensor, Tensor, bool]:
         """Returns embeddings [N, L, D] of begin, image and text, their mask [N, L], and True if there is padding.
         `patches` [N, 1, P, D] are features of frozen towers."""
-        seen = self._see(*self._pixels(obs)) if patches is None else tensor_of(patches, self.device)[:, 0]
-        ids, mask = self._words(obs, len(seen))
+        seen = self._patch_features(*self._pixels(obs)) if patches is None else tensor_of(patches, self.device)[:, 0]
+        ids, mask = self._prompt_ids(obs, len(seen))
         words = self.language_model.model.embed_tokens(tensor_of(ids, self.device))
         x, present = self._sequence(words, tensor_of(mask, self.device), self.projector(seen))
         return x, present, not mask.all()
@@ -428,11 +428,11 @@ class OpenVLAOFTPolicy(PrismaticPolicy):
         self.adapt(self._wrap_blocks() if self.film else ())
 
     @property
-    def felt(self) -> statistics.Statistics:
-        return self._statistics("proprio")
+    def proprio_statistics(self) -> statistics.Statistics:
+        return self._statistics_of("proprio")
 
     def _check_state(self) -> None:
-        felt, state_dim = self.felt, self.spec.state_dim
+        felt, state_dim = self.proprio_statistics, self.spec.state_dim
         if state_dim != len(felt.low):
             raise ConfigError(
                 f"this model feels {len(felt.low)} numbers (policy.proprio), the env gives {state_dim or 'none'}; "
@@ -523,16 +523,20 @@ class OpenVLAOFTPolicy(PrismaticPolicy):
     def _states(self, obs: Observation, patches: Tensor | None = None, more: int = 0) -> Tensor:
         """Hidden states [N, C * A + more, D] from which the action numbers, and `more` tokens after them, are read."""
         count, numbers = len(obs["images"][self.cameras[0]]), self.config.chunk * self.spec.action.dim
-        ids, there = self._words(obs, count)
+        ids, there = self._prompt_ids(obs, count)
         after = int(self.config.stop_token)  # it follows the actions
         ids = np.pad(ids, ((0, 0), (0, after)), constant_values=network.STOP)
         there = np.pad(there, ((0, 0), (0, after)), constant_values=True)
         present = tensor_of(there, self.device)
         words = self.language_model.model.embed_tokens(tensor_of(ids, self.device))
-        seen = self._seen(obs, words, present) if patches is None else tensor_of(patches, self.device).flatten(1, 2)
+        seen = (
+            self._image_features(obs, words, present)
+            if patches is None
+            else tensor_of(patches, self.device).flatten(1, 2)
+        )
         seen = self.projector(seen)
         if self.proprio:
-            state = self.felt.to_unit(host(obs["state"]).astype(np.float64))
+            state = self.proprio_statistics.to_unit(host(obs["state"]).astype(np.float64))
             seen = torch.cat([seen, self.proprio_projector(tensor_of(state, self.device).to(self.dtype))[:, None]], 1)
         x, mask = self._sequence(words, present, seen, numbers, after)
         begin, both = x.shape[1] - numbers - after - 1, self.config.bidirectional
@@ -540,14 +544,14 @@ class OpenVLAOFTPolicy(PrismaticPolicy):
         stack = for_acting(self.config, network.LlamaStack.forward, self.device)
         return stack(self.language_model.model, x, mask, bidirectional=both, padded=not there.all(), read=read)
 
-    def _seen(self, obs: Observation, words: Tensor, present: Tensor) -> Tensor:
+    def _image_features(self, obs: Observation, words: Tensor, present: Tensor) -> Tensor:
         """Vision features of all images, one after the other [N, cameras * P, D]."""
         images, modulation = self._pixels(obs), ()
         if self.film:
             weights = present[:, :, None].to(words.dtype)
             mean = (words * weights).sum(1) / weights.sum(1)
             modulation = (mean.repeat(len(images), 1),)
-        patches = self._see(torch.cat(images), *modulation)
+        patches = self._patch_features(torch.cat(images), *modulation)
         return torch.cat(patches.chunk(len(images)), dim=1)
 
     def _center(self, hidden: Tensor) -> Tensor:
@@ -556,7 +560,7 @@ class OpenVLAOFTPolicy(PrismaticPolicy):
     def _log_scale(self) -> Tensor:
         return self.log_scale.to(self.exact)
 
-    def _statistics(self, part: str) -> statistics.Statistics:
+    def _statistics_of(self, part: str) -> statistics.Statistics:
         return statistics.statistics_of(self.norm_stats, self.data_set, self.where, part, self.config.bounds, SLACK)
 
     # On disk

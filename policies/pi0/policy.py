@@ -342,12 +342,12 @@ class Pi0Policy(FlowPolicy):
 
     def encode(self, text: str) -> list[int]:
         if self.fast is None:  # small models: numbers up to 255 have ids of their own, words a hash
-            return [BOS, *(self._hashed(word) for word in re.findall(r"-?\d+|\w+|[^\w ]", text))]
+            return [BOS, *(self._hash_word(word) for word in re.findall(r"-?\d+|\w+|[^\w ]", text))]
         body = text.removesuffix("\n")  # the answer begins after a newline, which is a separate token
         parts = [body, "\n"] if body != text else [body]
         return [BOS, *(id_ for part in parts for id_ in self.fast.encode(part, add_special_tokens=False).ids)]
 
-    def _hashed(self, word: str) -> int:
+    def _hash_word(self, word: str) -> int:
         if word.lstrip("-").isdecimal() and -1 <= int(word) < 256:
             return 4 + int(word)
         return 260 + (hashed_words(word, self.settings.vocab - 260) or [0])[0]

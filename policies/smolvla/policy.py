@@ -139,7 +139,7 @@ class SmolVLANetwork(networks.FlowNetwork):
     language = property(lambda self: self.vlm.text_model)
     expert = property(lambda self: self.vlm_with_expert.lm_expert)
 
-    def arranged(self, patches: Tensor) -> Tensor:
+    def merge_patches(self, patches: Tensor) -> Tensor:
         """[N, P, D] -> [N, P / side^2, D * side^2]: the patches of a square become one token, row by row."""
         side, (count, dim) = self.settings.shuffle, patches.shape[1:]
         line = math.isqrt(count) // side

@@ -350,8 +350,8 @@ class FlowPolicy(VLAPolicy):
             chain.append(x)
         logprobs = torch.stack(densities).sum(0) / (len(densities) if self._joint else 1)
         return PolicyOutput(
-            self._played(x, obs),
-            self._scored(logprobs).cpu().numpy(),
+            self._env_actions(x, obs),
+            self._played_numbers(logprobs).cpu().numpy(),
             values.cpu().numpy(),
             self._remember(chain, first),
         )
@@ -378,7 +378,7 @@ class FlowPolicy(VLAPolicy):
             mean, deviation = self._gaussian(x, velocity, hidden, k)
             densities.append(log_density(chain[:, number + 1], mean, deviation))
             entropies.append(normal_entropy(deviation))
-        logprobs, entropy = (self._scored(torch.stack(parts).mean(0)) for parts in (densities, entropies))
+        logprobs, entropy = (self._played_numbers(torch.stack(parts).mean(0)) for parts in (densities, entropies))
         return Scores(logprobs, entropy, values)
 
     def imitation_noise(self) -> NoiseSpec:
@@ -483,7 +483,7 @@ class FlowPolicy(VLAPolicy):
         mean, deviation = self._gaussian(x, velocity, hidden, k, temperature)
         return torch.where(noisy[:, None, None], mean + deviation * draws, straight)
 
-    def _scored(self, numbers: Tensor) -> Tensor:
+    def _played_numbers(self, numbers: Tensor) -> Tensor:
         """[N, H, D] -> [N, C, A]: the played actions."""
         return numbers[:, : self.config.chunk, : self.spec.action.dim]
 
@@ -499,9 +499,9 @@ class FlowPolicy(VLAPolicy):
             points = torch.stack([points[rows, first], points[rows, first + 1]], dim=1)
         return {"chain": points.cpu().numpy(), "first": first.cpu().numpy()}
 
-    def _played(self, x: Tensor, obs: Observation) -> np.ndarray:
+    def _env_actions(self, x: Tensor, obs: Observation) -> np.ndarray:
         """Converts points in the model's units to actions in the env's units."""
-        actions = self.action_scale.from_unit(self._scored(x))
+        actions = self.action_scale.from_unit(self._played_numbers(x))
         if count := self.config.relative_actions:
             actions[..., :count] += tensor_of(obs["state"], self.device)[:, None, :count]
         played = actions.cpu().numpy()

@@ -210,12 +210,12 @@ def read_figures(path: Path) -> dict[str, Moments]:
     figures_by_name = {}
     for file in sorted({file for pattern in STATS_FILES for file in path.glob(pattern)}):
         name = str(file.parent.relative_to(path)).removeprefix("assets").strip("/.")
-        figures_by_name[name or "own"] = _chosen(read_json(file).get("norm_stats", {}), file)
+        figures_by_name[name or "own"] = _choose_figures(read_json(file).get("norm_stats", {}), file)
     if (path / STEPS).is_file():
         for file in _state_files(path / STEPS):
             figures_by_name["own"] = _from_step(file)
     if (path / "meta" / "stats.json").is_file():
-        figures_by_name["own"] = _chosen(read_json(path / "meta" / "stats.json"), path / "meta" / "stats.json")
+        figures_by_name["own"] = _choose_figures(read_json(path / "meta" / "stats.json"), path / "meta" / "stats.json")
     return figures_by_name
 
 
@@ -248,10 +248,10 @@ def _from_step(path: Path) -> Moments:
     for key, blob in read_safetensors(path).items():
         feature, _, figure = key.rpartition(".")
         nested.setdefault(feature, {})[figure] = array_of(blob)
-    return _chosen(nested, path)
+    return _choose_figures(nested, path)
 
 
-def _chosen(figures: dict[str, Any], where: Path) -> Moments:
+def _choose_figures(figures: dict[str, Any], where: Path) -> Moments:
     chosen = {}
     with reading(where, CheckpointError):
         for ours, names in WANTED.items():

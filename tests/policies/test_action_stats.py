@@ -31,19 +31,21 @@ def demos(tmp_path):
 
 def test_ranges_of_demonstrations_travel_with_the_weights(demos, tmp_path):
     made = build(statistics=str(demos))
-    assert made.felt.to_unit(np.array([[0.04, 3.0]])).round(6).tolist() == [[1.0, 0.0]]
+    assert made.proprio_statistics.to_unit(np.array([[0.04, 3.0]])).round(6).tolist() == [[1.0, 0.0]]
     assert made.actions_of(np.array([1.0, 0.3, -1.0])).round(6).tolist() == [0.5, 0.0, -1.0]
     made.save_pretrained(tmp_path / "policy")
     (demos / "meta" / "stats.json").unlink()
     again, plain = load_policy(tmp_path / "policy"), build()
     plain.load_weights({name: tensor.numpy() for name, tensor in made.state_dict().items()})
     for policy in (again, plain):
-        assert policy.statistics.low.tolist() == ACTION["q01"] and policy.felt.high.tolist() == STATE["q99"]
+        assert (
+            policy.statistics.low.tolist() == ACTION["q01"] and policy.proprio_statistics.high.tolist() == STATE["q99"]
+        )
     assert again.config.statistics is None and build().statistics.low.tolist() == [-1.0] * 3
 
 
 def test_ranges_stay_exact_whatever_the_weights_are(demos):
-    assert build(statistics=str(demos), dtype="bfloat16").felt.high.tolist() == STATE["q99"]
+    assert build(statistics=str(demos), dtype="bfloat16").proprio_statistics.high.tolist() == STATE["q99"]
 
 
 def test_a_published_model_takes_the_ranges_of_a_dataset(demos, tmp_path):

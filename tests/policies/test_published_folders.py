@@ -54,7 +54,7 @@ def test_actions_of_openvla_have_the_units_of_the_statistics(folders):
     for family, more in (("openvla", {"gripper": "bridge"}), ("oft", {"statistics": "shelf"})):
         policy = opened(folders, family, **more)
         assert policy.statistics.from_unit(np.zeros(3))[0] == pytest.approx(0.1)  # the middle of -0.1 and 0.3
-    assert policy.felt.high[0] == 2.0
+    assert policy.proprio_statistics.high[0] == 2.0
     actions = (
         opened(folders, "openvla", gripper="bridge").act(observe(), np.random.default_rng(0).random((4, 3))).actions
     )
@@ -65,12 +65,12 @@ def test_actions_of_openvla_have_the_units_of_the_statistics(folders):
 def test_states_and_actions_of_flows_have_the_units_of_the_statistics(folders, tmp_path):
     policy, obs, unit = opened(folders, "pi0", relative_actions=1), observe(2), torch.ones(2, 8, 8)
     np.testing.assert_allclose(policy._unit_state(obs).numpy(), (obs["state"] - 0.5) / (0.25 + 1e-6), rtol=1e-5)
-    played = policy._played(unit, obs)
+    played = policy._env_actions(unit, obs)
     np.testing.assert_allclose(played[:, 0, 0], 1.1 + obs["state"][:, 0], rtol=1e-5)  # 1 * 0.1 + 1, and the state
     np.testing.assert_allclose(played[:, :, 1:], 1.0, rtol=1e-5)
     np.testing.assert_allclose(policy._unit_actions(torch.from_numpy(played), obs)[:, :, :3], 1.0, atol=1e-4)
     other = build("pi05", statistics=str(folders["pi0"]))  # of a data set, without its model; by quantiles
-    np.testing.assert_allclose(other._played(unit, obs), 4.0, rtol=1e-5)
+    np.testing.assert_allclose(other._env_actions(unit, obs), 4.0, rtol=1e-5)
     place = shutil.copytree(folders["pi0"], tmp_path / "rlinf")
     (place / "assets" / "lab").rename(place / "lab")  # where RLinf puts them
     assert build("pi0", pretrained=str(place)).action_scale.shift.tolist() == [1, 0, 0]
