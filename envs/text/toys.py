@@ -172,11 +172,10 @@ def check_real(number: int | float | complex) -> int | float:
     return number
 
 
-class Sort(TextEnv):
-    def reset(self, spec: EpisodeSpec) -> str:
-        digits = self.draw(spec, lambda rng: "".join(map(str, rng.integers(0, 10, rng.integers(4, 7)))))
-        self.right = "".join(sorted(digits))
-        return f"sort {digits}:"
+class ExactAnswer(TextEnv):
+    """One text is right, whatever space is around it."""
+
+    right: str
 
     def step(self, answer: str) -> Turn:
         success = answer.strip() == self.right
@@ -184,6 +183,13 @@ class Sort(TextEnv):
 
     def solution(self) -> str:
         return self.right
+
+
+class Sort(ExactAnswer):
+    def reset(self, spec: EpisodeSpec) -> str:
+        digits = self.draw(spec, lambda rng: "".join(map(str, rng.integers(0, 10, rng.integers(4, 7)))))
+        self.right = "".join(sorted(digits))
+        return f"sort {digits}:"
 
 
 TAG = "reversed_text"
@@ -265,7 +271,7 @@ def texts_of(path: Path) -> list[str]:
 PICTURE_QUESTIONS = {"count": "count: ", "colour": "disc: ", "add": "sum: "}  # after the picture
 
 
-class PictureQuestions(TextEnv):
+class PictureQuestions(ExactAnswer):
     @classmethod
     def shows_pictures(cls, config: Any) -> bool:
         return True
@@ -275,10 +281,3 @@ class PictureQuestions(TextEnv):
         _, self.right = draw(spec.task, seed, pixels)
         shown = {"type": "image", "image": drawing(spec.task, seed, pixels)}
         return ({"role": "user", "content": [shown, {"type": "text", "text": PICTURE_QUESTIONS[spec.task]}]},)
-
-    def step(self, answer: str) -> Turn:
-        success = answer.strip() == self.right
-        return Turn(reward=float(success), success=success, facts={"expected": self.right})
-
-    def solution(self) -> str:
-        return self.right

@@ -347,8 +347,8 @@ class FastDecoder(Decoder):
         x = x.reshape(self.rows * new, -1).clone()
         *layers, last = self.stack.layers
         for layer in layers:
-            x = self._layer(layer, x, turn, mask, begin, new)
-        x = self._layer(last, x, turn, mask, begin, new, read_last=new > 1)
+            x = self._layer(layer, x, turn, mask, new)
+        x = self._layer(last, x, turn, mask, new, read_last=new > 1)
         self.cache.length = end
         return self._norm(self.stack.norm, x)
 
@@ -358,7 +358,6 @@ class FastDecoder(Decoder):
         x: Tensor,
         turn: tuple[Tensor, Tensor],
         mask: Tensor | None,
-        begin: int,
         new: int,
         read_last: bool = False,
     ) -> Tensor:
