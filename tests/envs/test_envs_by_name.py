@@ -102,22 +102,17 @@ def test_a_users_class_is_found_in_the_working_directory(user_folder):
 
 
 @pytest.mark.parametrize(
-    ("where", "text", "message"),
+    ("where", "message"),
     [
-        ("no_such_module_here:Mine", "", "there is no module no_such_module_here; install it or start from the folder"),
-        ("user_env_typo:Minee", USER_ENV, "has no Minee; did you mean 'Mine'"),
+        ("user_env_typo:Minee", "has no Minee; did you mean 'Mine'"),
         (
             "user_env_number:number",
-            USER_ENV,
             "not a class of .*VectorEnv or gymnasium.Env, and not a task of a simulator: 3",
         ),
-        ("user_env_import:Mine", "import numpyy", "importing user_env_import failed: No module named 'numpyy'"),
-        ("user_env_crash:Mine", "x = 1\n1 / 0", r"ZeroDivisionError.*user_env_crash.py, line 2"),
     ],
 )
-def test_mistakes_in_a_users_class_are_explained(user_folder, where, text, message):
-    if text:
-        (user_folder / f"{where.partition(':')[0]}.py").write_text(text)
+def test_mistakes_in_a_users_class_are_explained(user_folder, where, message):
+    (user_folder / f"{where.partition(':')[0]}.py").write_text(USER_ENV)
     with pytest.raises(ConfigError, match=message):
         env_class(config(name=where))
 
