@@ -388,7 +388,7 @@ def written(tokenizer: Any, example: Example) -> tuple[np.ndarray, np.ndarray]:
     """
     tokens: list[int] = []
     mask: list[bool] = []
-    own = getattr(getattr(tokenizer, "own", None), "eos_token_id", None)
+    own = getattr(getattr(tokenizer, "base", None), "eos_token_id", None)
     stop = own if own in tokenizer.stops else min(tokenizer.stops)
     for turn, (said, answer) in enumerate(example):
         prompt = list(tokenizer.encode(said, first=not turn))
