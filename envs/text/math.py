@@ -38,7 +38,7 @@ ASKED, SOLVED = ("question", "problem", "prompt", "messages"), ("answer", "solut
 
 @dataclass(frozen=True)
 class Question:
-    question_of: Said
+    said: Said
     solutions: tuple[str, ...]
     solve_rate: float | None = None
 

@@ -235,20 +235,20 @@ def test_others_are_what_our_cores_worked_less_what_we_did(tmp_path):
     meter = LoadMeter(tmp_path / "stat", {0, 1}, clock=lambda: now[0], own_s=lambda: own[0])
     now[0], own[0] = 10.0, 12.0
     write(tmp_path / "stat", core0=11, core1=8, core3=50)  # ten and seven seconds on our two, of which we twelve
-    assert meter.others() == 0.5
+    assert meter.load_of_others() == 0.5
     own[0] = 30.0  # counters of processes lag behind each other
-    assert meter.others() == 0.0
+    assert meter.load_of_others() == 0.0
 
 
 def test_a_system_that_does_not_tell_is_not_called_quiet(tmp_path):
     now = [0.0]
     meter = LoadMeter(tmp_path / "none", {0, 1}, clock=lambda: now[0], own_s=lambda: 0.0)
     now[0] = 1.0
-    assert meter.others() is None
+    assert meter.load_of_others() is None
     (tmp_path / "zeros").write_text("cpu0 0 0 0 0 0 0 0 0\ncpu1 0 0 0 0 0 0 0 0\n")
     meter = LoadMeter(tmp_path / "zeros", {0, 1}, clock=lambda: now[0], own_s=lambda: 0.0)
     now[0] = 2.0
-    assert meter.others() is None
+    assert meter.load_of_others() is None
 
 
 def test_a_machine_counts_as_busy_from_a_tenth_of_its_cores():
