@@ -160,6 +160,7 @@ def test_a_role_that_the_program_does_not_declare_is_refused_before_anything_sta
     assert {role for host in evaluated.hosts for role in host.roles} == {"sim", "policy"}
 
 
+@pytest.mark.slow
 def test_profile_plan_auto_and_benchmark_know_a_fourth_role(tmp_path, capsys):
     arguments = [*SMALL, f"run.dir={tmp_path}"]
     assert measure.main([PROGRAM, *arguments, "seconds=3"]) == 0

@@ -154,7 +154,8 @@ def test_another_packages_env_family_and_logger_train(installed, tmp_path):
 
 def test_another_packages_engine_answers(installed, tmp_path):
     options = ["policy.engine=counting", "run.start_from=null", "run.iterations=1", "run.name=r", f"run.dir={tmp_path}"]
-    options += ["algo.groups=4", "algo.group_size=2", "env.num_envs=8", "eval.episodes=4"]
+    options += ["algo.groups=4", "algo.group_size=2", "env.num_envs=8", "eval.episodes=4", "cluster.backend=inline"]
+    options.append("placement={'sim,policy': cpu:0, learner: cpu:0}")
     done = run(installed, "-m", "embodied.train", "recipe=sums_grpo", *options, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     (folder,) = tmp_path.glob("r-*")
