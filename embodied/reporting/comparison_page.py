@@ -86,9 +86,7 @@ def with_names(shown: Sequence[Run | SeedSet]) -> list[SeedSet]:
 
 def same_episodes(entries: list[ComparedRun], beside: Path) -> list[Block | None]:
     """The sections that compare single runs episode by episode."""
-    note = DIFFERENCES_NOTE + PROMPTS_NOTE * any(
-        entry.run.evaluation and entry.run.evaluation.of_text for entry in entries
-    )
+    note = DIFFERENCES_NOTE + PROMPTS_NOTE * any(entry.run.last and entry.run.last.of_text for entry in entries)
     return [
         section("On the same episodes", *differences(entries), note=note),
         section("Answers to the same prompts", answers_to_same_prompts(entries)),
@@ -130,17 +128,17 @@ def distinct_labels(runs: list[Run]) -> list[str]:
 def differences(entries: list[ComparedRun]) -> list[Block]:
     """A table with a row per run: its differences from the first on the same episodes; then notes."""
     first, *others = entries
-    if first.run.evaluation is None:
+    if first.run.last is None:
         return [text(f"{first.label} has no evaluation.")]
     rows: list[tuple[object, dict[str, object]]] = []
     notes = []
     for entry in others:
-        if entry.run.evaluation is None:
+        if entry.run.last is None:
             notes.append(f"{entry.label} has no evaluation.")
             continue
         unlike, both = (
-            other_prompts(first.run.evaluation, entry.run.evaluation),
-            (first.run.evaluation, entry.run.evaluation),
+            other_prompts(first.run.last, entry.run.last),
+            (first.run.last, entry.run.last),
         )
         ours, theirs = ([one for one in each.episodes if prompt_of(one) not in unlike] for each in both)
         if unlike:
@@ -182,7 +180,7 @@ def prompts_read(evaluation: Evaluation) -> dict[Prompt, str]:
 
 def answers_to_same_prompts(entries: list[ComparedRun]) -> Block | None:
     """The first answers of every run to some common prompts; prompts with different outcomes come first."""
-    evaluations = [entry.run.evaluation for entry in entries]
+    evaluations = [entry.run.last for entry in entries]
     if not all(one and one.of_text for one in evaluations):
         return None
     unlike = set().union(*[other_prompts(evaluations[0], one) for one in evaluations[1:]])
@@ -222,17 +220,17 @@ def percentage_points(value: float) -> str:
 
 def other_conditions(first: Run, second: Run) -> list[str]:
     """The keys that differ between two runs' protocols and affect episodes."""
-    protocols = [run.evaluation.results.get("protocol", {}) for run in (first, second)]
+    protocols = [run.last.results.get("protocol", {}) for run in (first, second)]
     ours, theirs = (flat_dict({key: protocol[key] for key in SAME if key in protocol}) for protocol in protocols)
     return sorted(key for key in {*ours, *theirs} - IRRELEVANT if ours.get(key) != theirs.get(key))
 
 
 def videos_of_same_episodes(entries: list[ComparedRun], beside: Path) -> list[Block | None]:
     """A row for each episode with a video of every run; episodes with different outcomes come first."""
-    if any(entry.run.evaluation is None for entry in entries):
+    if any(entry.run.last is None for entry in entries):
         return []
-    paths = [videos_by_episode(entry.run.evaluation) for entry in entries]
-    played = [{episode.index: episode for episode in entry.run.evaluation.episodes} for entry in entries]
+    paths = [videos_by_episode(entry.run.last) for entry in entries]
+    played = [{episode.index: episode for episode in entry.run.last.episodes} for entry in entries]
     shared = sorted(set.intersection(*map(set, paths), *map(set, played)))
     same = [index for index in shared if len({(one[index].task, one[index].seed) for one in played}) == 1]
     same.sort(key=lambda index: (len({outcome(one[index]) for one in played}) == 1, index))

@@ -99,8 +99,8 @@ def report(run: Run, beside: Path) -> Block:
     sections = [section("", figures(run))]
     if run.metrics:
         sections.append(section("Results", *result_charts(run), note=results_note(run)))
-    if run.evaluation:
-        sections += evaluation_sections(run, run.evaluation, beside)
+    if run.last:
+        sections += evaluation_sections(run, run.last, beside)
     if run.metrics:
         sections.append(section("Learning", *learning_charts(run)))
         if samples := samples_shown(read_samples(run.folder)):
@@ -142,12 +142,10 @@ def results_note(run: Run) -> str:
     """What the lines and dots of the results are, and why they differ in this run."""
     env = env_of(run)
     after = env.get("after_success")
-    last = run.evaluation.version if run.evaluation else None
+    last = run.last.version if run.last else None
     trained = next((row for row in reversed(run.metrics) if row.get("policy_version") == last), {})
     gap = (
-        greedy_gap(trained.get("success_once"), trained.get("recent_episodes", 0), run.evaluation.results)
-        if trained
-        else ""
+        greedy_gap(trained.get("success_once"), trained.get("recent_episodes", 0), run.last.results) if trained else ""
     )
     sentences = {
         f"{gap[:1].upper()}{gap[1:]}.": gap,
@@ -181,10 +179,10 @@ def describe_subject(run: Run) -> str:
         config = read_yaml(run.config)
         policy, algo = (config.get(key) or {} for key in ("policy", "algo"))
         return f"{what_is_played(env_of(run))}, policy {policy.get('name')}, {algo.get('name')}"
-    if not run.evaluation:
+    if not run.last:
         return ""
-    env = run.evaluation.results.get("protocol", {}).get("env", {})
-    return f"{what_is_played(env)}, policy version {run.evaluation.version}"
+    env = run.last.results.get("protocol", {}).get("env", {})
+    return f"{what_is_played(env)}, policy version {run.last.version}"
 
 
 def what_is_played(env: dict[str, Any]) -> str:
@@ -204,12 +202,10 @@ def span_of_time(run: Run) -> str:
 def figures(run: Run) -> Block | None:
     """The most important figures, one per tile."""
     shown: list[tuple[str, str, str]] = []
-    if run.evaluation:
-        shown += evaluation_tiles(
-            run.evaluation, f", v{run.evaluation.version}" * bool(run.metrics)
-        )  # it may be an older version
+    if run.last:
+        shown += evaluation_tiles(run.last, f", v{run.last.version}" * bool(run.metrics))  # it may be an older version
         shown += start_tiles(run)
-        if errors := run.evaluation.results["overall"]["errors"]:
+        if errors := run.last.results["overall"]["errors"]:
             shown.append(("error episodes", str(errors), "neither success nor failure"))
     if run.metrics:
         row = run.metrics[-1]

@@ -71,9 +71,7 @@ class Run:
     def __repr__(self) -> str:
         state = self.info.get("state", "evaluation")
         last = (
-            f", success_once {self.evaluation.success_once:.1%}"
-            if self.evaluation and self.evaluation.success_once is not None
-            else ""
+            f", success_once {self.last.success_once:.1%}" if self.last and self.last.success_once is not None else ""
         )
         return f"Run({str(self.folder)!r}: {state}, {len(self.metrics)} iterations{last})"
 
@@ -82,7 +80,7 @@ class Run:
         return self.folder.resolve().name
 
     @property
-    def evaluation(self) -> Evaluation | None:
+    def last(self) -> Evaluation | None:
         """The newest evaluation during training; if there is none, the last evaluation started by hand."""
         own = [evaluation for evaluation in self.evaluations if evaluation.in_training]
         candidates = own or self.evaluations
@@ -91,7 +89,7 @@ class Run:
     @property
     def provenance(self) -> dict[str, Any]:
         """The provenance of the run, or of the evaluation if there is no run."""
-        return self.info.get("provenance") or (self.evaluation.results.get("provenance", {}) if self.evaluation else {})
+        return self.info.get("provenance") or (self.last.results.get("provenance", {}) if self.last else {})
 
     def env_steps(self, version: int) -> int | None:
         """The env steps of training up to this version; None if metrics.jsonl lacks it."""
@@ -145,7 +143,7 @@ def how_far(partial: dict[str, Any]) -> str:
 def start_of(run: Run) -> Evaluation | None:
     """The evaluation of the policy that a run started from, if its own run played it on the same episodes."""
     folder = (run.info.get("started_from") or {}).get("folder")
-    if not folder or not run.evaluation:
+    if not folder or not run.last:
         return None
     checkpoint = Path(folder).parent
     evaluation = checkpoint.parent.parent / "eval" / checkpoint.name
@@ -153,7 +151,7 @@ def start_of(run: Run) -> Evaluation | None:
         start = Evaluation(evaluation, *read_results(evaluation))
     except EmbodiedError:  # it was not evaluated, or was deleted
         return None
-    return start if episodes_of(start) == episodes_of(run.evaluation) else None
+    return start if episodes_of(start) == episodes_of(run.last) else None
 
 
 def episodes_of(evaluation: Evaluation) -> dict[str, Any]:

@@ -70,7 +70,7 @@ class SeedSet:
     @property
     def done(self) -> list[Run]:
         """The finished and evaluated runs."""
-        return [run for run, over in zip(self.runs, self.over) if over and run.evaluation]
+        return [run for run, over in zip(self.runs, self.over) if over and run.last]
 
     def name(self, place: int) -> str:
         """The label of a run of the set."""
@@ -109,7 +109,7 @@ def sets_of(group: RunGroup, beside_others: bool = False) -> list[SeedSet]:
 
 def scores_of(seed_set: SeedSet, name: str) -> list[list[float]] | None:
     """The final figure of every finished run of a set, by task; None if unknown."""
-    scores = [task_scores(run.evaluation, name) for run in seed_set.done if run.evaluation]
+    scores = [task_scores(run.last, name) for run in seed_set.done if run.last]
     same = scores and all(row and row.keys() == scores[0].keys() for row in scores)
     return [list(row.values()) for row in scores] if same else None
 
@@ -128,11 +128,7 @@ def summary(seed_set: SeedSet, name: str) -> dict[str, Any] | None:
     if not scores:
         return None
     interval = over_seeds(scores)
-    alone = (
-        seed_set.done[0].evaluation.results["overall"][name]
-        if interval["seeds"] == 1 and seed_set.done[0].evaluation
-        else None
-    )
+    alone = seed_set.done[0].last.results["overall"][name] if interval["seeds"] == 1 and seed_set.done[0].last else None
     return interval | ({"interval": alone["interval"]} if isinstance(alone, dict) else {})
 
 
@@ -185,12 +181,7 @@ def name_best(sets: Sequence[SeedSet]) -> str:
 
 def tasks_differ(sets: Sequence[SeedSet]) -> bool:
     """True if sets were evaluated on different tasks, so that their figures cannot be ranked."""
-    played = {
-        tuple(sorted(run.evaluation.results["per_task"]))
-        for seed_set in sets
-        for run in seed_set.done
-        if run.evaluation
-    }
+    played = {tuple(sorted(run.last.results["per_task"])) for seed_set in sets for run in seed_set.done if run.last}
     return len(played) > 1
 
 
@@ -328,7 +319,7 @@ def runs_table(entries: Sequence[ComparedRun], beside: Path) -> Block:
     rows = []
     for entry in entries:
         run = entry.run
-        cells = evaluation_cells(run, run.evaluation) if run.evaluation else {}
+        cells = evaluation_cells(run, run.last) if run.last else {}
         if run.metrics:
             steps, seconds = (run.metrics[-1][key] for key in ("env_steps", "train_s"))
             speed = f"{steps / max(seconds, 1e-9):,.0f}"

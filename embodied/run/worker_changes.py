@@ -26,11 +26,11 @@ from embodied.core.arrays import gather
 from embodied.core.errors import ConfigError, EmbodiedError
 from embodied.core.files import read_object, replace_text
 from embodied.placement import PlacementError, PlacementPlan, PlannedHost, Topology
-from embodied.placement.grammar import Slot, joined, parse_devices
+from embodied.placement.grammar import Slot, join_devices, parse_devices
 from embodied.placement.placement_errors import number
 from embodied.placement.placement_plan import check_shares, devices_of, hosts_on, places
 from embodied.policies import slow_imports
-from embodied.records.progress import now
+from embodied.records.progress import timestamp
 from embodied.run.devices import divides_requests, host_plans, machines
 from embodied.run.memory_check import check_memory
 from embodied.run.run_folder import RunFolder
@@ -138,7 +138,7 @@ class WorkerChanges:
         idle = cores - {core for host in hosts for core in host.cores}
         on_cores = not any(host.node or host.device for host in hosts)
         self.plan = replace(self.plan, hosts=hosts, idle=tuple(sorted(idle)) if on_cores else ())
-        changes = [*self.folder.info().get("worker_changes", []), {"at": now(), **change}]
+        changes = [*self.folder.info().get("worker_changes", []), {"at": timestamp(), **change}]
         self.folder.record(placement=asdict(self.plan), worker_changes=changes)
         self._forget_processes()
 
@@ -265,7 +265,7 @@ def place(
     overlap = config.pipeline.schedule != "sync" or config.pipeline.granularity
     if named:
         slots = parse_devices(named)
-        slots = joined(slots, gpus) if gpus > 1 else slots
+        slots = join_devices(slots, gpus) if gpus > 1 else slots
         if len(slots) != count:
             raise ConfigError(f"devices={named} is for {number(len(slots), 'worker')}, and policy={count:+d} is asked")
     else:
