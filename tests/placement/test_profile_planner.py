@@ -43,7 +43,7 @@ def test_the_fastest_layout_of_every_mode_is_that_of_brute_force(schedule):
 
 def test_ranges_of_sizes_that_are_dropped_do_not_contain_the_fastest_layout(monkeypatch):
     monkeypatch.setattr(profile_planner, "FEW", 1)  # bounds every range, as on a cluster
-    for seed, schedule in product(range(3), ("sync", "periodic", "async")):
+    for seed, schedule in product(range(2), ("sync", "periodic", "async")):
         check_against_brute_force(*case(seed, schedule, devices=6, classes=(1,)))
 
 
