@@ -151,7 +151,7 @@ def paints(change):
 
 
 def checks(change):
-    return kind(_checked=change)
+    return kind(_prepare_actions=change)
 
 
 def first_of_all(rewards):
