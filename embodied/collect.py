@@ -31,7 +31,7 @@ from embodied.records.results import describe_results, describe_tasks
 from embodied.records.success_stats import summarize
 from embodied.run import launch
 from embodied.run.ending import Interruption
-from embodied.run.policy_source import PolicySource, find, stored_recipe
+from embodied.run.policy_source import PolicySource, find, resolved_recipe
 from embodied.run.provenance import provenance
 from embodied.run.rehearsal import rehearse
 
@@ -110,7 +110,7 @@ def demonstrated(loaded: Loaded) -> Loaded:
 def without_effect(loaded: Loaded) -> list[str]:
     """The command line's `collect` keys, without values equal to the resumed run's."""
     run, now = loaded.config.resume, loaded.config.collect.model_dump(mode="json")
-    then = stored_recipe(run).get("collect", {}) if isinstance(run, Path) else {}
+    then = resolved_recipe(run).get("collect", {}) if isinstance(run, Path) else {}
     told = [name for name in now if loaded.sources.get(f"collect.{name}") == COMMAND_LINE]
     return [f"collect.{name}" for name in told if then.get(name) != now[name]]
 

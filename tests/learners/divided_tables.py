@@ -12,7 +12,7 @@ import torch
 from embodied.core.errors import EmbodiedError
 from embodied.learners import divided_passes
 from embodied.learners.config import LearnerConfig
-from embodied.learners.divided_passes import TOLD, PassTable
+from embodied.learners.divided_passes import SENT, PassTable
 from embodied.placement.balance import order_of_passes
 from embodied.runtime import Timers
 from embodied.runtime.collective import Gloo, form_groups
@@ -31,7 +31,7 @@ def sequences(seed: int, rank: int) -> list[dict]:
     draw = np.random.default_rng([seed, rank])
     lengths = np.exp(draw.uniform(0.7, 8.5, size=draw.integers(0, 5))).astype(int)
     found = [(draw.integers(0, 9, length), draw.random(length) < 0.5, [length], [0]) for length in lengths]
-    return [dict(zip(TOLD, map(torch.tensor, each), strict=True)) for each in found]
+    return [dict(zip(SENT, map(torch.tensor, each), strict=True)) for each in found]
 
 
 def run(passes: list, seed: int) -> None:
@@ -61,7 +61,7 @@ everyone = np.concatenate(table.collective.gather(np.array([*degrees])))
 seen = "".join(map(str, np.unique(everyone)))
 
 # Two long sequences of rank 0, which all ranks divide
-mine = [dict(zip(TOLD, map(torch.tensor, ([1] * 4000, [1] * 4000, [4000], [0])), strict=True))] * (0 if rank else 2)
+mine = [dict(zip(SENT, map(torch.tensor, ([1] * 4000, [1] * 4000, [4000], [0])), strict=True))] * (0 if rank else 2)
 told = []
 for shuffled in ("this rank's passes", "the table of rank 1"):
     if shuffled != "this rank's passes" and rank == 1:
