@@ -125,8 +125,8 @@ from pathlib import Path
 from embodied.envs import env_class
 from embodied.envs.maniskill.config import ManiSkillConfig
 config = ManiSkillConfig.model_validate_json(sys.argv[1])
-from embodied.envs.maniskill.equality_proof import prove
-prove(env_class(config), config, Path(sys.argv[2]))
+from embodied.envs.maniskill.equality_proof import prove_equal
+prove_equal(env_class(config), config, Path(sys.argv[2]))
 """
 
 
