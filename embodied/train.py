@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, replace
 from functools import partial
@@ -26,8 +26,7 @@ from embodied.run import launch
 from embodied.run.checkpoints import SIMS, STATE, SaveClock, name_of, newest, prune, read_counters
 from embodied.run.ending import Interruption, closing, what_next
 from embodied.run.launch import command_of, program_of, without_success
-from embodied.run.run_folder import RunFolder
-from embodied.run.worker_changes import WorkerChanges
+from embodied.run.run_folder import REQUEST, RunFolder
 from embodied.runtime import Budget
 from embodied.runtime.supervision import Supervisor
 from embodied.workflows.contract import UPDATE, WARNING
@@ -37,7 +36,9 @@ from embodied.workflows.shipped_roles import roles_of_run
 if TYPE_CHECKING:
     from embodied.reporting.runs import Run
     from embodied.run.policy_source import FirstRun, PolicySource
+    from embodied.run.worker_changes import WorkerChanges
 
+LOOK_S = 0.5  # interval at which a run looks for requests
 BY_RL = ("algo.", "run.start_from", "resume")  # keys that ask for RL with a recipe that imitates
 
 
@@ -143,7 +144,7 @@ def follow(
                 Budget(config.faults.max_restarts, config.faults.window_s, config.faults.hang_s), ["run"]
             )
             updating = [role.name for role in roles_of_run(program, config) if role.phase == UPDATE]
-            changes = WorkerChanges(config, plan, updating, folder)
+            changes = WorkerRequests(config, plan, updating, folder)
             while True:
                 try:
                     train(program, config, changes, origin, folder, checkpoint, console, interruption, clock)
@@ -188,6 +189,38 @@ def plan_without(error: WorkerFailed, loaded: Loaded, program: type[EmbodiedLoop
     except EmbodiedError as problem:
         launch.say(f"without the lost node there is no plan: {problem}")
         raise error from None
+
+
+class WorkerRequests:
+    """A background task of a run: looks for a user's requests for more or fewer policy workers. Only a run that is
+    asked imports `worker_changes.py`."""
+
+    def __init__(self, config: RunConfig, plan: PlacementPlan, updating: Collection[str], folder: RunFolder) -> None:
+        """`updating`: the roles that work in updates."""
+        self.config, self.plan, self.updating, self.folder = config, plan, updating, folder
+        self.file, self.look_at = folder.path / REQUEST, 0.0
+        self.changes: WorkerChanges | None = None
+        self.file.unlink(missing_ok=True)  # to an earlier process of this run
+
+    def begin(self, loop: EmbodiedLoop, say: Callable[[str], None]) -> None:
+        """All workers of the plan work."""
+        self.loop, self.say = loop, say
+        if self.changes:
+            self.changes.begin(loop)
+        loop.rollouts.background.append(self)
+
+    def due(self) -> bool:
+        return time.monotonic() >= self.look_at
+
+    def go_on(self) -> None:
+        self.look_at = time.monotonic() + LOOK_S
+        if self.changes is None and self.file.exists():
+            from embodied.run.worker_changes import WorkerChanges
+
+            self.changes = WorkerChanges(self)
+            self.changes.begin(self.loop)
+        if self.changes:
+            self.changes.go_on()
 
 
 def to_resume(loaded: Loaded) -> tuple[Path | None, Path | None]:
@@ -281,7 +314,7 @@ def open_folder(loaded: Loaded, command: str, run: Path | None, checkpoint: Path
 def train(
     program: type[EmbodiedLoop],
     config: RunConfig,
-    changes: WorkerChanges,
+    changes: WorkerRequests,
     origin: PolicySource | None,
     folder: RunFolder,
     checkpoint: Path | None,

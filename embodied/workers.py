@@ -30,7 +30,8 @@ from embodied.core.errors import ConfigError, EmbodiedError
 from embodied.core.files import as_path, read_object
 from embodied.run import launch
 from embodied.run.provenance import is_held, was_killed
-from embodied.run.worker_changes import ANSWER, MOST, REQUEST
+from embodied.run.run_folder import ANSWER, REQUEST
+from embodied.run.worker_changes import MOST
 
 USAGE = __doc__ or ""
 ANSWER_S = 1800.0  # the run answers between steps, and an added worker is built first

@@ -21,6 +21,7 @@ from embodied.run.checkpoints import name_of, read_json
 from embodied.run.provenance import provenance, try_lock
 
 DRIVER = "driver"
+REQUEST, ANSWER = "workers.request.json", "workers.answer.json"  # of python -m embodied.workers, and to it
 ENDING_S = 10.0  # wait for the processes of a killed command to end
 
 

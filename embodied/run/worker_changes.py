@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from time import monotonic
@@ -33,15 +33,14 @@ from embodied.policies import slow_imports
 from embodied.records.progress import timestamp
 from embodied.run.devices import divides_requests, host_plans, machines
 from embodied.run.memory_check import check_memory
-from embodied.run.run_folder import RunFolder
+from embodied.run.run_folder import ANSWER, REQUEST
 from embodied.runtime.device_leases import GB, SHARE
 
 if TYPE_CHECKING:
+    from embodied.train import WorkerRequests
     from embodied.workflows.rl_loop import EmbodiedLoop
     from embodied.workflows.rollout_manager import Newcomer, RolloutManager
 
-REQUEST, ANSWER = "workers.request.json", "workers.answer.json"
-LOOK_S = 0.5  # interval at which the driver looks for a request
 MOST = 1000  # workers in a request
 ROLE = "policy"
 
@@ -64,36 +63,34 @@ class WorkerRequest:
 
 
 class WorkerChanges:
-    """The driver's side: follows one request at a time, during rollouts and between iterations. `plan` is the plan of
-    the present workers."""
+    """The driver's side: follows one request at a time, during rollouts and between iterations."""
 
-    def __init__(self, config: RunConfig, plan: PlacementPlan, updating: Collection[str], folder: RunFolder) -> None:
-        """`updating`: the roles that work in updates."""
-        self.config, self.plan, self.updating, self.folder = config, plan, {*updating}, folder
-        (folder.path / REQUEST).unlink(missing_ok=True)  # to an earlier process of this run
+    def __init__(self, run: WorkerRequests) -> None:
+        """`run.plan` is always the plan of the present workers."""
+        self.run, self.config, self.updating = run, run.config, {*run.updating}
+        self.folder, self.say = run.folder, run.say
         self.request: WorkerRequest | None = None
         self.newcomers: dict[str, tuple[PlannedHost, Newcomer]] = {}  # by name, until they have joined
         self.building: list[str] = []  # newcomers of the request
         self.remaining = 0  # workers that the request still takes away
         self.leaving: list[str] = []  # hosts of workers that it has taken away
-        self.look_at = self.until = 0.0
+        self.until = 0.0  # when the workers of the request must be built
 
-    def begin(self, loop: EmbodiedLoop, say: Callable[[str], None]) -> None:
+    @property
+    def plan(self) -> PlacementPlan:
+        return self.run.plan
+
+    def begin(self, loop: EmbodiedLoop) -> None:
         """All workers of the plan work. An earlier request was lost with the workers before them."""
         self.rollouts: RolloutManager = loop.rollouts
         named = {*self.rollouts.policies.workers, *(host.name for host in self.plan.hosts)}
-        self.say, self.names = say, {name for name in named if name.startswith(f"{ROLE}-")}
+        self.names = {name for name in named if name.startswith(f"{ROLE}-")}
         self.newcomers, self.building, self.remaining = {}, [], 0
         if self.request:
             self._answer("all workers of the run were started again meanwhile; ask again", 1)
-        self.rollouts.background.append(self)
-
-    def due(self) -> bool:
-        return monotonic() >= self.look_at
 
     def go_on(self) -> None:
         """Look for a request, and for the progress of the current one."""
-        self.look_at = monotonic() + LOOK_S
         self._forget_newcomers()
         try:
             if self.request is None and (wish := self._read()):
@@ -137,7 +134,7 @@ class WorkerChanges:
         cores = {*self.plan.idle, *(core for host in self.plan.hosts for core in host.cores)}
         idle = cores - {core for host in hosts for core in host.cores}
         on_cores = not any(host.node or host.device for host in hosts)
-        self.plan = replace(self.plan, hosts=hosts, idle=tuple(sorted(idle)) if on_cores else ())
+        self.run.plan = replace(self.plan, hosts=hosts, idle=tuple(sorted(idle)) if on_cores else ())
         changes = [*self.folder.info().get("worker_changes", []), {"at": timestamp(), **change}]
         self.folder.record(placement=asdict(self.plan), worker_changes=changes)
         self._forget_processes()

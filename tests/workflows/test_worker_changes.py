@@ -13,9 +13,9 @@ import pytest
 from stepped import GRPO, PPO, Run
 from talking_runs import ONE_OF_EACH, Talk, far, told
 
-from embodied.run.run_folder import RunFolder
-from embodied.run.worker_changes import ANSWER, REQUEST, WorkerChanges
+from embodied.run.run_folder import ANSWER, REQUEST, RunFolder
 from embodied.runtime import HostPlan
+from embodied.train import WorkerRequests
 
 ONE = {"sim": "cpu:0-1*2", "policy": "cpu:2", "learner": "cpu:3"}
 
@@ -176,7 +176,7 @@ def test_a_worker_that_cannot_be_built_costs_the_run_nothing_and_the_next_one_ca
         tmp_path, *recipe, "policy.name=faulty_policy:FaultyPolicy", planted, placement=ONE, backend="local"
     ) as run:
         folder = RunFolder.create(tmp_path / "runs", "broken", "")
-        changes = WorkerChanges(run.config, run.plan, ["learner"], folder)
+        changes = WorkerRequests(run.config, run.plan, ["learner"], folder)
         changes.begin(run.loop, run.lines.append)
 
         def asked(change, devices=""):
