@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+import stepped
 
 from embodied.config.recipe import load
 from embodied.core.errors import ConfigError
@@ -86,6 +87,18 @@ def test_parts_of_rollouts_stream_through_roles_and_are_learned_from_as_if_they_
     streamed, *_, numbers = learned(tmp_path / "streamed", StreamingLoop, *words, places=SEVERAL)
     assert all(np.array_equal(plain[name], streamed[name]) for name in plain)
     assert numbers["reward/parts"] == parts
+
+
+def test_parts_of_a_sim_that_died_stay_out_of_the_rollouts_that_stream(tmp_path):
+    words = [*stepped.PPO, "pipeline.granularity=4"]
+    with stepped.Run(tmp_path, *words, kind=StreamingLoop, placement=SEVERAL, backend="local") as run:
+        run.iterate(0)
+        stepped.strike(run, "rollout", "sim-0")
+        _, row = run.iterate(1)
+        _, after = run.iterate(2)
+    assert row["faults/restarts"] == 1 and row["reward/parts"] >= 16
+    assert [each["faults/lost_decisions"] for each in (row, after)] == [0, 0], "half of a rollout is collected again"
+    assert after["reward/parts"] == 16 and after["faults/restarts"] == 0
 
 
 def test_what_passes_through_a_role_unchanged_is_learned_from_as_if_it_had_come_straight(tmp_path):
