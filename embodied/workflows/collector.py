@@ -199,6 +199,9 @@ class Relays:
         self.groups = [workers.groups[role.name] for role in relaying]
         self.why_together = why_together(relaying, workers) if relaying else ""
         self.streams = bool(relaying) and not self.why_together
+        # The first roles, to the last one that may change rewards, decide which groups count.
+        decides = [not (self.streams and role.keeps_rewards) for role in relaying]
+        self.deciding = max((number for number, one in enumerate(decides, 1) if one), default=0)
         channel = workers.cluster.channel
         self.channels = [
             [
@@ -295,15 +298,22 @@ class Relays:
 
     # Groups as they come
 
-    def begin_group(self, episodes: tuple[int, ...], place: int) -> None:
-        """Pass a group through the roles, from the next `go_on` on. Its place among the groups of its round decides its
-        workers."""
-        self._put(0, Passage(episodes, place))
-
     @property
-    def passing(self) -> bool:
-        """True if groups are on their way."""
-        return any(queue.to_send or queue.sent or queue.call for queue in self.queues.values())
+    def adds_columns(self) -> bool:
+        """True if roles follow the deciding ones; they get the groups that the batch certainly contains."""
+        return self.deciding < len(self.groups)
+
+    def decide(self, episodes: tuple[int, ...], place: int) -> None:
+        """Pass a group through the deciding roles, from the next `go_on` on; `place` decides its workers."""
+        self._put(0, Passage(episodes, place, self.deciding))
+
+    def add_columns(self, episodes: tuple[int, ...], place: int) -> None:
+        """The same with the other roles."""
+        self._put(self.deciding, Passage(episodes, place, len(self.groups)))
+
+    def passing(self, end: int | None = None) -> bool:
+        """True if groups are on their way, to this last role if given."""
+        return any(end in (None, passage.end) for queue in self.queues.values() for passage in queue.passages())
 
     def calls(self) -> list[Handle]:
         """The calls for all groups on their way."""
@@ -313,8 +323,8 @@ class Relays:
         """True if groups have come to a role, or a role has passed groups on."""
         return any(queue.due() for queue in self.queues.values())
 
-    def go_on(self, experience: Groups) -> Iterator[tuple[tuple[int, ...], dict[int, float]]]:
-        """Groups that have passed all roles, with the total reward of each episode, or that were lost (without
+    def go_on(self, experience: Groups) -> Iterator[tuple[Passage, dict[int, float]]]:
+        """Groups that have passed their roles, with the total reward of each episode, or that were lost (without
         rewards)."""
         for (role, _), queue in self.queues.items():
             if queue.call and queue.call.done():
@@ -324,10 +334,10 @@ class Relays:
                     asked.end()
                 for passage in passed:
                     of_group = {episode: rewards[episode] for episode in passage.episodes if episode in rewards}
-                    if of_group and role + 1 < len(self.groups):
+                    if of_group and role + 1 < passage.end:
                         self._put(role + 1, passage)
                     else:
-                        yield passage.episodes, of_group
+                        yield passage, of_group
         for queue in self.queues.values():
             if not queue.call and any(transfer.done() for transfer in queue.sent):
                 self._add(queue, experience)
@@ -370,7 +380,8 @@ class Passage:
     """A group on its way through the roles."""
 
     episodes: tuple[int, ...]
-    place: int  # among the groups of its round
+    place: int
+    end: int  # number of the role after its last one
 
 
 @dataclass(frozen=True)
@@ -406,6 +417,9 @@ class RoleQueue:
     sent: list[Transfer] = field(default_factory=list)
     adding: list[Passage] = field(default_factory=list)  # groups of the worker's call
     call: Handle | None = None
+
+    def passages(self) -> list[Passage]:
+        return [*self.to_send, *self.adding, *(passage for transfer in self.sent for passage in transfer.groups)]
 
     def calls(self) -> list[Handle]:
         return [

@@ -44,6 +44,7 @@ class Role:
     holds_policy: bool = False  # has the policy's weights; such roles in one process share their memory
     relays: bool = False  # trajectories pass through its workers (`RelayWorker`s) on their way to learners
     streams: bool = False  # of relaying ones: every unit passes by itself, without the other units of its batch
+    keeps_rewards: bool = False  # of streaming ones: only adds columns, so it gets only the groups that a batch uses
     asks: str = ""  # the role of language workers that answer the conversations its workers begin, of relaying ones
     builds: bool = False  # `build` of its workers gets the env's spec, and the folder of the policy a run starts from
     saved: bool = False  # checkpoints hold what its workers' `get_state` returns; `set_state` gets it on resuming

@@ -5,8 +5,8 @@ which groups are played, wanted and carried over. With schedule=periodic a group
 to contain it, to the rank with the lowest cost so far, and learners accumulate gradients meanwhile. With
 pipeline.granularity certain groups are sent when they have so many decisions; without schedule=periodic learners then
 update when the batch is complete. Otherwise groups are sent at that time, distributed by cost
-(`placement/balance.py`). Groups may pass through roles on their way (`Relays`), with roles that stream each group as
-soon as all its episodes have ended.
+(`placement/balance.py`). Groups may pass through roles on their way (`Relays`): with roles that stream each group as
+soon as all its episodes have ended, or with roles that only add columns as soon as it is certain.
 
 Learners use a group when all of it was sent: to one learner rank, or a part of it to each. If an episode is lost with
 its sim before that, its group is lost, too.
@@ -130,6 +130,9 @@ class Groups(Collector):
         if self.batch.number == 1:
             self.first = self.rollouts.weight_sync.learned
         self.groups: list[Group] = []  # sent to learners
+        self.is_taken = False  # True: all groups of the batch are known
+        self.ready: list[Group] = []  # certain groups with all columns of roles, to be sent
+        self.adding: dict[tuple[int, ...], Group] = {}  # by their episodes, certain groups that pass roles
         self.units: list[tuple[int, Unit]] = []  # of ranks, without schedule=periodic: to be announced at the end
         self.lost: set[int] = set()  # episodes
         self.loads = np.zeros(len(self.channels))  # by rank, the cost of the groups sent during the rollout
@@ -197,27 +200,34 @@ class Groups(Collector):
         self.pool.add({index: score_of(result, self.algo, longest) for index, result in new.items()}, solved)
 
     def _end(self, results: Iterable[EpisodeResult]) -> None:
-        """Record the outcomes of episodes; with roles that stream, when their groups have passed these."""
-        if not self.relays.streams:
+        """Record the outcomes of episodes; if roles that stream decide, when their groups have passed these."""
+        if not (self.relays.streams and self.relays.deciding):
             self.record(results)
             return
         ended = {result.index: result for result in results if result.index not in self.ended}
         self.ended |= ended
         for number in sorted({episode // self.algo.group_size for episode in ended}):
             if self.ended.keys() >= {*self.whole[number]}:
-                self.relays.begin_group(tuple(self.whole[number]), [*self.whole].index(number))
+                self.relays.decide(tuple(self.whole[number]), [*self.whole].index(number))
 
     def _pass_on(self) -> None:
-        """Record the outcomes of groups that have passed all roles."""
-        for episodes, rewards in self.relays.go_on(self):
-            if rewards:
-                self.record(self.ended[episode]._replace(total_reward=rewards[episode]) for episode in episodes)
+        """Record the outcomes of groups that have passed deciding roles; groups that have passed the others are
+        ready."""
+        for passage, rewards in self.relays.go_on(self):
+            if group := self.adding.pop(passage.episodes, None):
+                if rewards:
+                    self.ready = sorted([*self.ready, group])
+                else:
+                    self._lose_group(group)
+            elif rewards:
+                self.record(self.ended[one]._replace(total_reward=rewards[one]) for one in passage.episodes)
             else:
-                self._leave_out(episodes)
+                self._leave_out(passage.episodes)
 
     def _wait_for_roles(self) -> None:
+        """Wait for the outcomes of all groups."""
         self.go_on()
-        while self.relays.passing:
+        while self.relays.passing(self.relays.deciding):
             self.rollouts.settle(*self.relays.calls(), until=self.due)
             self.go_on()
 
@@ -265,31 +275,48 @@ class Groups(Collector):
     def certain_units(self, wait: bool) -> Iterator[tuple[int, Unit]]:
         """With schedule=periodic: the groups that the batch is certain to contain, when learners have their data."""
         self._pass_on()
-        while self.sends_early:
-            for group, of_ranks in self._arrived():
+        while self.sends_early or self.relays.adds_columns:
+            for group, of_ranks in self._arrived() if self.sends_early else ():
                 if self.early:
                     compared = self.advantages([group])
                     yield from ((rank, with_advantages(unit, compared)) for rank, unit in of_ranks)
                 else:
                     self.units += of_ranks
-            certain = self.pool.certain()
-            if wait or sum(self.dealer.items(group.episodes) for group in certain) >= self.piece:
-                for group in certain:
-                    self.pool.hand_on(group)
+            for group in () if self.is_taken else self.pool.certain():
+                self.pool.hand_on(group)
+                self._complete(group)
+            if self.sends_early and (wait or sum(map(self._items, self.ready)) >= self.piece):
+                groups, self.ready = self.ready, []
+                for group in groups:
                     self._send(group, self._shares(group), keep=not self.early)
-            if not (wait and self.under_way):
+            if not (wait and (self.under_way or self.relays.passing())):
                 return
-            self._settle()
+            self.rollouts.settle(*self._transfers(), *self.relays.calls(), until=self.due)
+            self._pass_on()
+
+    def _items(self, group: Group) -> int:
+        return self.dealer.items(group.episodes)
+
+    def _complete(self, group: Group) -> None:
+        """Let a certain group pass the roles that add columns, if there are any."""
+        if self.relays.adds_columns:
+            self.adding[group.episodes] = group
+            self.relays.add_columns(group.episodes, group.episodes[0] // self.algo.group_size)
+        else:
+            self.ready = sorted([*self.ready, group])
 
     def remaining_units(self) -> Iterator[tuple[int, Unit]]:
         """All groups of the batch, unless they were sent during the rollout. Carried-over episodes stay with their
         keepers, and others are forgotten."""
-        groups, batch = self.pool.take(), self.batch
+        batch, self.is_taken = self.batch, True
+        for group in self.pool.take():
+            self._complete(group)
+        yield from self.certain_units(wait=True)
         finishing = self.relays.finish() if self.relays.streams else []
         if self.prompts is not None:
             self.prompts.forget_all_but(self.pool.open)
         if not self.early:
-            self._send_all(groups)
+            self._send_all(self.ready)
             compared = self.advantages(self.groups)
             for rank, unit in self.units:
                 yield rank, with_advantages(unit, compared)
@@ -419,11 +446,12 @@ class Groups(Collector):
 
     def _take_units(self, padding: bool = False) -> None:
         """Wait for the groups on their way to learners."""
-        self._settle()
+        self.rollouts.settle(*self._transfers())
         self.units += [unit for _, of_ranks in self._arrived(padding) for unit in of_ranks]
 
-    def _settle(self) -> None:
-        self.rollouts.settle(*(call for transfer in self.under_way for call in transfer.handles))
+    def _transfers(self) -> list[Handle]:
+        """The calls for all groups on their way to learners."""
+        return [call for transfer in self.under_way for call in transfer.handles]
 
     def _arrived(self, padding: bool = False) -> Iterator[tuple[Group, Iterator[tuple[int, Unit]]]]:
         """The groups whose transfer has ended, with the units of ranks; lost groups are left out, unless only copies of
@@ -450,7 +478,7 @@ class Groups(Collector):
 
     def save(self) -> dict[str, np.ndarray]:
         """The pool and its kept episodes."""
-        parts = [part for part in self.rollouts.ask(self.keepers[-1].get_kept) if part]
+        parts = [part for part in self.rollouts.ask(self.keepers[self.relays.deciding].get_kept) if part]
         names = parts[0] if parts else ()
         return self._pool_state() | {f"kept.{name}": np.concatenate([part[name] for part in parts]) for name in names}
 
@@ -486,7 +514,7 @@ class Groups(Collector):
         if self.prompts is not None:
             self.prompts.restore({name[6:]: array for name, array in state.items() if name.startswith("pools.")})
         if kept := {name[5:]: array for name, array in state.items() if name.startswith("kept.")}:
-            keepers = self.keepers[-1]
+            keepers = self.keepers[self.relays.deciding]
             self.set_keepers(dict(zip(keepers.workers, self.rollouts.ask(lambda: keepers.set_kept(kept)), strict=True)))
         lost = self.lost_among(self.pool.held)
         self.pool.lose(lost)

@@ -1,9 +1,9 @@
 """Roles between players and learners; docs/workflows.md builds a reward model as an example.
 
 Groups of whole episodes pass through such a role before they are compared and filtered, since its rewards count. A role
-that streams (`Role.streams`), on devices of its own, takes every group as soon as its last episode has ended, and every
-part of a rollout as soon as a sim sends it. Other roles take all groups of a round when the round is over, and all
-rollouts when the batch is complete.
+that streams (`Role.streams`), on devices of its own, takes every group as soon as its last episode has ended, or with
+`Role.keeps_rewards` as soon as the batch certainly contains it, and every part of a rollout as soon as a sim sends it.
+Other roles take all groups of a round when the round is over, and all rollouts when the batch is complete.
 """
 
 from __future__ import annotations

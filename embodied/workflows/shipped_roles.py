@@ -34,9 +34,9 @@ def shipped_roles(config: RunConfig) -> tuple[Role, ...]:
     if wanted.judge:
         roles.append(Role("judge", f"{WORKERS}JudgeWorker", judge_arguments, builds=True))
     if wanted.reference:
-        roles.append(passing("reference", f"{WORKERS}ReferenceWorker", network_arguments))
+        roles.append(passing("reference", f"{WORKERS}ReferenceWorker", network_arguments, keeps_rewards=True))
     if wanted.critic:
-        roles.append(passing("critic", f"{WORKERS}CriticWorker", critic_arguments, saved=True))
+        roles.append(passing("critic", f"{WORKERS}CriticWorker", critic_arguments, keeps_rewards=True, saved=True))
     return tuple(roles)
 
 
