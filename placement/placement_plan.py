@@ -574,8 +574,7 @@ def check_shares(plan: PlacementPlan, stages: int, shared: bool) -> None:
     sims, policies, learners = (plan.count(role) for role in ("sim", "policy", "learner"))
     if not sims:
         return  # a program without simulators
-    envs = plan.num_envs
-    parts = sims * stages
+    envs, parts = plan.num_envs, sims * stages
     if envs % parts:
         what = f"{sims} sim workers" + (f" x pipeline.stages={stages} = {parts} parts" if stages > 1 else "")
         below, above = envs // parts * parts, (envs // parts + 1) * parts
