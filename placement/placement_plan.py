@@ -118,9 +118,9 @@ def choose(
         )
     own = [role for role in more if mode == "disaggregated" or not role.home]
     names = [role.name for role in own if networks == "cpu" or not role.network]
-    cores, kept_cores = split_off(cores, names, "cores", request)
+    cores, kept_cores = cut_last(cores, names, "cores", request)
     names = [role.name for role in own if networks == "gpu" and role.network]
-    gpus, kept_gpus = split_off(gpus, names, "GPUs", request)
+    gpus, kept_gpus = cut_last(gpus, names, "GPUs", request)
     if networks == "gpu" and not gpu_sims:
         sims = num_sims(num_envs, stages, min(len(cores), most_sims or len(cores)), rows)
         groups = beside_gpus(mode, cores[:sims], gpus, num_envs, stages, request, policy_gpus)
@@ -182,9 +182,7 @@ def resolve_auto(mode: str, networks: str, gpu_sims: bool, overlap: str) -> tupl
     return "collocated", f"collocated: {roles} take turns on all {kind}"
 
 
-def split_off(
-    devices: list[Device], names: list[str], kind: str, request: DeviceRequest
-) -> tuple[list[Device], Groups]:
+def cut_last(devices: list[Device], names: list[str], kind: str, request: DeviceRequest) -> tuple[list[Device], Groups]:
     """Splits off the last devices, one for each of these roles."""
     if names:
         what = f"{' and '.join(names)} and the others"
