@@ -45,9 +45,9 @@ class DelayedRun:
                 batch.work_on([self.places[w] for w, at in self.begins.items() if at <= now and w not in self.stops])
                 self.sharing.report_progress(batch.progress)
                 idle = () if batch.has_more() else {*self.places.values()} - batch.busy()
-                self.sharing.rest([worker for worker, device in self.places.items() if device in idle])
+                self.sharing.report_idle([worker for worker, device in self.places.items() if device in idle])
                 time.sleep(min(LOOK_S, batch.next_s() * self.scale))
-            self.sharing.rest(())
+            self.sharing.report_idle(())
         time.sleep(wait_s * self.scale)
         with self.sharing.phase("update"):
             time.sleep(update_s * self.scale)

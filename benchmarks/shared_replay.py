@@ -205,7 +205,7 @@ class _ReplayedRun:
             for worker in self.workers:
                 self._give_back(worker)
             self.resting = set()
-            self.turns.rest(self.work.name, (), now)
+            self.turns.set_idle(self.work.name, (), now)
             self.phase, self.until = "wait", now + self.work.wait_s
             return True
         self._rest()
@@ -233,7 +233,7 @@ class _ReplayedRun:
             resting = {worker.gang for worker in self.workers if not busy.intersection(worker.devices)}
         if resting != self.resting:
             self.resting = resting
-            self.turns.rest(self.work.name, resting, self.coordinator.now)
+            self.turns.set_idle(self.work.name, resting, self.coordinator.now)
 
     def _give_back(self, worker: _Worker) -> None:
         if worker.gang in self.coordinator.waiting:
@@ -255,7 +255,7 @@ class _ReplayedRun:
             return
         self.phase, self.until = "ended", inf
         self.coordinator.leave(self.work.name)
-        self.turns.forgets(self.work.name, "finished", now)
+        self.turns.remove_run(self.work.name, "finished", now)
 
 
 class _Replay:

@@ -209,7 +209,7 @@ class WorkerRequests:
             self.changes.begin(loop)
         loop.rollouts.background.append(self)
 
-    def due(self) -> bool:
+    def is_due(self) -> bool:
         return time.monotonic() >= self.look_at
 
     def go_on(self) -> None:
@@ -350,7 +350,7 @@ def train(
                 evaluate(loop, folder, console, interruption)
             while state["iteration"] < total and not interruption.requested and not loop.exhausted:
                 iterate(loop, state, total, folder, console, clock)
-                if changes.due():
+                if changes.is_due():
                     changes.go_on()
                 last = state["iteration"] == total or bool(loop.exhausted)
                 judge = last or is_due(state["iteration"], config.run.eval_every)

@@ -10,7 +10,7 @@ second answer to the same request is ignored.
     queue.take()       -> {"policy-0": [rows 0 to 31], "policy-1": [rows 32 to 63]}
     queue.workers({"policy-1": inf})   # policy-0 has died: its rows wait again
     queue.take()       -> {"policy-1": [rows 0 to 31]}
-    queue.answered((7, 32))
+    queue.take_answer((7, 32))
 
 `RequestClient` is a player's end of a round: its own queue, the channels of its workers, and the channel of answers.
 """
@@ -75,7 +75,7 @@ class RequestQueue:
             if (request := had.pop(key, None)) is not None:
                 self.waiting.appendleft(request)
 
-    def answered(self, key: Hashable) -> bool:
+    def take_answer(self, key: Hashable) -> bool:
         """Forget an answered request. False if no worker has it: then this is a second answer."""
         return any(had.pop(key, None) is not None for had in self.taken.values())
 
@@ -196,7 +196,7 @@ class PolicyClient(RequestClient):
         parts: list[ActReply] = []
         while sum(len(part.values) for part in parts) < self.rows:
             reply = self.get()
-            if reply is not None and self.queue.answered(reply.key):
+            if reply is not None and self.queue.take_answer(reply.key):
                 parts.append(reply)
         return join_answers(parts)
 

@@ -45,7 +45,7 @@ class Backend(Protocol):
 
     def unpack(self, packed: Any) -> Any: ...
 
-    def where(self, host: str) -> str:
+    def describe_host(self, host: str) -> str:
         """Process, cores and log of a host, for error messages."""
 
     def progress(self, host: str, slot: int) -> Sign:
@@ -164,7 +164,7 @@ class InlineBackend:
     def unpack(self, packed: Any) -> Any:
         return packed
 
-    def where(self, host: str) -> str:
+    def describe_host(self, host: str) -> str:
         return f"pid {os.getpid()}, inline"
 
     def progress(self, host: str, slot: int) -> Sign:

@@ -169,7 +169,7 @@ class End:
             raise
         if not came and self._withdraw(request):
             wanted = f"nothing came under key {key!r}" if key is not None else "nothing came"
-            raise DeadlineExceeded(f"channel {self.name!r}: {wanted} for {seconds:g} s{self._beside()}")
+            raise DeadlineExceeded(f"channel {self.name!r}: {wanted} for {seconds:g} s{self._describe_others()}")
         if request.closed is not None:
             raise ChannelClosed(self.name, *request.closed)
         (item,) = request.answers
@@ -192,7 +192,7 @@ class End:
         """The same; False if the get was served meanwhile."""
         raise NotImplementedError
 
-    def _beside(self) -> str:
+    def _describe_others(self) -> str:
         """What an error says about other items."""
         return ""
 
@@ -338,7 +338,7 @@ class Queue(End):
     def _withdraw(self, request: Request) -> bool:
         return self._cancel(request)
 
-    def _beside(self) -> str:
+    def _describe_others(self) -> str:
         return f" ({len(self._entries)} items wait that do not match)" if self._entries else ""
 
     # Called with the lock held

@@ -1,8 +1,8 @@
 """Starts the hosts of a plan, launches worker groups on them, makes channels, and leaves nothing behind.
 
 Every wait reports the first failure. A failed worker closes its channels, so workers that wait on these notice at once;
-their ChannelClosed is a consequence and never hides the cause. Supervised hosts are an exception: `settle` reports
-their failures and `replace` restarts them.
+their ChannelClosed is a consequence and never hides the cause. Supervised hosts are an exception: `wait_for_calls`
+reports their failures and `replace` restarts them.
 
 A group gets one more worker by `add` and `join`, and loses one by `dismiss`:
 
@@ -78,7 +78,7 @@ class Cluster:
         self._channels_of: dict[str, set[str]] = defaultdict(set)  # worker -> names of the channels it was given
         self._started: list[str] = []  # hosts
         self._dead_hosts: dict[str, Failure] = {}
-        self._losses: dict[str, Failure] = {}  # dead replaceable hosts that `settle` has not reported yet
+        self._losses: dict[str, Failure] = {}  # dead replaceable hosts that `wait_for_calls` has not reported yet
         self._watchdog: Watchdog | None = None
         self._built_s: dict[str, float] = {}  # host -> its longest call before supervision began
         self._clock = AwakeClock()
@@ -217,7 +217,7 @@ class Cluster:
         supervisor = Supervisor(budget, [n for n in names if names[n]], [n for n in names if not names[n]])
         self._watchdog = Watchdog(self._backend, supervisor, self._clock, self._built_s)
 
-    def settle(self, *handles: Handle, until: Callable[[], bool] = lambda: False) -> dict[str, Failure]:
+    def wait_for_calls(self, *handles: Handle, until: Callable[[], bool] = lambda: False) -> dict[str, Failure]:
         """Blocks until the handles are done or `until` is true (returns {}), or until replaceable hosts have died
         (returns host -> failure, each once). Raises other failures. `until` is called whenever a call ends or an item
         arrives in a watched channel."""
@@ -235,7 +235,7 @@ class Cluster:
                 self._wait(handles, started, None, self.interrupt)
 
     def watch(self, channel: Channel, watched: bool = True) -> None:
-        """Makes `settle` react to items in a channel whose home is the driver, or no longer."""
+        """Makes `wait_for_calls` react to items in a channel whose home is the driver, or no longer."""
         channel.end.heard = self.wake if watched else lambda: None  # type: ignore[union-attr]  # a Queue: it is here
 
     def wake(self) -> None:
@@ -244,12 +244,14 @@ class Cluster:
             self._changed.notify_all()
 
     def end(self, host: str, cause: str) -> None:
-        """Kills the process of a host, which `settle` then reports; DeadlineExceeded if it cannot be replaced."""
+        """Kills the process of a host, as `wait_for_calls` then reports; DeadlineExceeded if it cannot be replaced."""
         worker = self._workers_of(host)[0]
         with self._changed:
             if not (self._watchdog and self._watchdog.supervisor.replaces(host)):
-                raise DeadlineExceeded(f"{worker} {cause} [{self._backend.where(host)}]")
-            self._watchdog.condemn(host, Failure(worker, f"{cause}, so it was killed [{self._backend.where(host)}]"))
+                raise DeadlineExceeded(f"{worker} {cause} [{self._backend.describe_host(host)}]")
+            self._watchdog.kill_failed(
+                host, Failure(worker, f"{cause}, so it was killed [{self._backend.describe_host(host)}]")
+            )
 
     def replace(self, host: str) -> list[Handle]:
         """Starts a dead host again with the same plan, and its workers with the same arguments."""
@@ -361,7 +363,9 @@ class Cluster:
             left = allowed - self._silence(handles)
         if left <= 0:
             if timeout_s is not None or not self._end_silent(handles, allowed):
-                raise DeadlineExceeded(self._late(next(handle for handle in handles if handle.running()), allowed))
+                raise DeadlineExceeded(
+                    self._describe_late(next(handle for handle in handles if handle.running()), allowed)
+                )
             left = LOOK_S
         self._changed.wait(min(left, self._watchdog.check_s if self._watchdog else LOOK_S))
         if self._watchdog is not None:
@@ -382,32 +386,32 @@ class Cluster:
             waits = self._backend.progress(host, self._slot(worker)).waits
             if watchdog is not None and watchdog.supervisor.replaces(host) and not waits:
                 cause = f"hung: no answer within {seconds:g} s (faults.timeout_s), so it was killed"
-                watchdog.condemn(host, Failure(worker, f"{cause} [{self._backend.where(host)}]"))
+                watchdog.kill_failed(host, Failure(worker, f"{cause} [{self._backend.describe_host(host)}]"))
                 ended = True
         return ended
 
     def _failure_for(self, handle: Handle) -> Failure | None:
         """Returns the failure that this wait must report. Called with the lock."""
-        if (cause := self._news()) is not None or not handle.failed:
+        if (cause := self._next_failure()) is not None or not handle.failed:
             return cause
         failure = next(iter(handle.failed.values()))
         while failure.follows is not None:
             cause = next((f for f in self._failures if (f.worker, f.cause) == failure.follows), None)
             if cause is None:  # a worker closed the channel and may be about to report why
                 peer = failure.follows[0]
-                if self._watchdog and (ended := self._watchdog.ended(peer)):
+                if self._watchdog and (ended := self._watchdog.end_of(peer)):
                     return ended
-                self._changed.wait_for(partial(self._spoke, peer), self._backend.notice_s)
-                return self._news() or failure
+                self._changed.wait_for(partial(self._has_spoken, peer), self._backend.notice_s)
+                return self._next_failure() or failure
             failure = cause
         return failure
 
-    def _spoke(self, peer: str) -> bool:
+    def _has_spoken(self, peer: str) -> bool:
         """`peer` is a worker, or a role whose ranks work together."""
         working = {name for call in self._calls.values() for name in (call.worker, call.worker.rpartition("-")[0])}
-        return self._news() is not None or peer not in working
+        return self._next_failure() is not None or peer not in working
 
-    def _news(self) -> Failure | None:
+    def _next_failure(self) -> Failure | None:
         """The first failure that no wait has raised yet, or that is final."""
         return next((f for f in self._failures if f.follows is None and (f.fatal or not f.raised)), None)
 
@@ -428,7 +432,7 @@ class Cluster:
             cause, traceback, follows, retry, code = rest
             constructing = handle.what.endswith(".__init__")
             doing = "constructor" if constructing else handle.what.split(".")[1]
-            cause = f"{doing} failed: {cause} [{self._backend.where(call.host)}]"
+            cause = f"{doing} failed: {cause} [{self._backend.describe_host(call.host)}]"
             failure = Failure(worker, cause, traceback, follows, constructing, exit_code=code)
             if call.host in self._given_up:
                 failure.accept()
@@ -436,7 +440,7 @@ class Cluster:
                 return
             if retry and self._watchdog is not None and self._watchdog.replaceable(call.host):
                 self._calls[call_id] = call  # fails with its host
-                self._watchdog.condemn(call.host, failure)
+                self._watchdog.kill_failed(call.host, failure)
                 return
             self._failures.append(failure)  # before anybody sees the end of the call
         self._fail([call], failure, [worker])
@@ -453,7 +457,7 @@ class Cluster:
             doing = f" during {calls[min(calls)].handle.what}" if calls else ""
             guess = f"out of memory? It held {readable(self._backend.pulse(host).resident_bytes)}"
             hint = f" ({guess})" if cause.endswith("SIGKILL") else ""
-            failure = Failure(worker, f"its process {cause}{hint}{doing} [{self._backend.where(host)}]")
+            failure = Failure(worker, f"its process {cause}{hint}{doing} [{self._backend.describe_host(host)}]")
             given_up = host in self._given_up
             if given_up:
                 failure.accept()
@@ -503,7 +507,7 @@ class Cluster:
     def _slot(self, worker: str) -> int:
         return self._makings[worker][0].slot
 
-    def _late(self, handle: Handle, seconds: float) -> str:
+    def _describe_late(self, handle: Handle, seconds: float) -> str:
         lines = [f"{handle.what} did not finish within {seconds:g} s on {', '.join(handle.running())}:"]
         for worker in handle.running():
             host = self._host_of(worker)
@@ -511,5 +515,5 @@ class Cluster:
             seen = f"last sign of life {sign.ago_s:.1f} s ago" if sign.ticks else "no sign of life yet"
             waits = ", waits on a channel" if sign.waits else ""
             where = "; its log says where it is" if self._backend.write_stacks(host) else ""
-            lines.append(f"  {worker} [{self._backend.where(host)}]: {seen}{waits}{where}")
+            lines.append(f"  {worker} [{self._backend.describe_host(host)}]: {seen}{waits}{where}")
         return "\n".join(lines)

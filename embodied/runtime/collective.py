@@ -227,7 +227,7 @@ class GpuRanks:
         self.gpu = torch.device("cuda", torch.cuda.current_device())
         self.connections = 0
         self.memory = AllocatedMemory()
-        self.divided: list[Any] = []  # groups of some of the ranks (`rank_groups.RankGroup`)
+        self.divided: list[Any] = []  # groups of some of the ranks (`RankGroup`)
         self.group: Any = None
         if sharded:  # torch owns this group, so it is never freed
             import torch.distributed as dist

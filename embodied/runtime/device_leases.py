@@ -75,7 +75,7 @@ class Turns:
 
     # Events; `now` in seconds
 
-    def waits(self, gang: str, now: float) -> None:
+    def note_request(self, gang: str, now: float) -> None:
         """A gang requests its devices."""
 
     def begins(self, gang: str, now: float) -> None:
@@ -90,7 +90,7 @@ class Turns:
     def passes(self, now: float) -> None:
         """Advances the time."""
 
-    def knows(self, run: str, devices: Mapping[str, Collection[str]], tiers: Mapping[str, int]) -> None:
+    def set_gangs(self, run: str, devices: Mapping[str, Collection[str]], tiers: Mapping[str, int]) -> None:
         """Sets the gangs of a run, in the order of its workflow; replaces its earlier gangs."""
         raise NotImplementedError("these are the turns of one run")
 
@@ -152,10 +152,10 @@ class Coordinator:
     def clear_progress(self) -> None:
         """Report the end of an iteration."""
 
-    def rest(self, gangs: Collection[str]) -> None:
+    def report_idle(self, gangs: Collection[str]) -> None:
         """Report the gangs that have no work in their phase for now; all other gangs have work."""
 
-    def woke(self, seconds: float) -> None:
+    def report_load_time(self, seconds: float) -> None:
         """Report how long a worker took to load its weights on a device that it joined."""
 
     # Acquire and release
@@ -165,7 +165,7 @@ class Coordinator:
         if gang in self.waiting or gang in self.holding:
             raise LeaseError(f"{gang} asks for devices that it has or waits for already")
         self.waiting.append(gang)
-        self.turns.waits(gang, self.now)
+        self.turns.note_request(gang, self.now)
         return self._go_on()
 
     def release(self, gang: str) -> list[Action]:
@@ -264,7 +264,7 @@ class Coordinator:
         except LeaseError:
             self.leave(run)
             raise
-        self.turns.knows(run, {name: self._devices(name) for name in gangs}, tiers)
+        self.turns.set_gangs(run, {name: self._devices(name) for name in gangs}, tiers)
         self.resident |= dict.fromkeys(resident, self.turn)
         return actions
 

@@ -97,14 +97,14 @@ class DeviceSharing:
         """Report the end of an iteration."""
         self.coordinator.clear_progress()
 
-    def rest(self, workers: Collection[str]) -> None:
+    def report_idle(self, workers: Collection[str]) -> None:
         """Report that these workers of a phase have no work for now: other runs may use their devices."""
         idle = [part for part in self.part_of.values() if all(c.worker in workers for c in self._claims(part))]
-        self.coordinator.rest(idle)
+        self.coordinator.report_idle(idle)
 
-    def woke(self, seconds: float) -> None:
+    def report_load_time(self, seconds: float) -> None:
         """Report how long a worker that joined a phase took to load its weights."""
-        self.coordinator.woke(seconds)
+        self.coordinator.report_load_time(seconds)
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
@@ -159,7 +159,7 @@ class DeviceSharing:
         if call is None:
             self._end(name)
 
-    def due(self) -> bool:
+    def is_due(self) -> bool:
         """True if an ended phase has not released its devices."""
         return any(phase.over() for phase in list(self._phases.values()))
 

@@ -74,7 +74,7 @@ class Progress:
         beats, when, resident = self._words[_WORDS * _PROCESS : _WORDS * _PROCESS + _WORDS]
         return Pulse(_ago_s(beats, when), resident)
 
-    def news(self, seen: dict[int, tuple[int, int]]) -> dict[int, tuple[int, int]]:
+    def changed_slots(self, seen: dict[int, tuple[int, int]]) -> dict[int, tuple[int, int]]:
         """Returns the slots that differ from `seen`: slot -> words for `note`, for a driver that cannot read this
         memory."""
         words = (

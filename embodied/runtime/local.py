@@ -77,7 +77,7 @@ class HostProcess:
     node: str = ""  # of the cluster, if there is one
     ended: threading.Event = field(default_factory=threading.Event, init=False)
 
-    def where(self) -> str:
+    def describe(self) -> str:
         """Process, cores and log, for error messages."""
         parts = [f"node {self.node}"] if self.node else []
         parts.append(f"pid {self.pid}" if self.pid is not None else "starting")
@@ -94,8 +94,8 @@ class HostProcesses:
     def __init__(self) -> None:
         self.processes: dict[str, Any] = {}
 
-    def where(self, host: str) -> str:
-        return self.processes[host].where()
+    def describe_host(self, host: str) -> str:
+        return self.processes[host].describe()
 
     def progress(self, host: str, slot: int) -> Sign:
         return self.processes[host].progress.read(slot)

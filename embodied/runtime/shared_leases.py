@@ -90,7 +90,7 @@ class SharedLeases:
     def begin(self, capacity: Mapping[str, float] | None = None) -> None:
         """Wait for the run's own devices, with this memory limit, to build workers on them."""
         self._ask("begin", capacity=dict(capacity or {}))
-        while not (self._has(self.own) if self.alone else BEGINNING in self.told["granted"]):
+        while not (self._lock_devices(self.own) if self.alone else BEGINNING in self.told["granted"]):
             with self._heard:
                 self._heard.wait(LOOK_S)
 
@@ -113,22 +113,22 @@ class SharedLeases:
         """Report the collected part of the batch, in steps of 2%."""
         if (bucket := int(fraction * BUCKETS)) != self._bucket:
             self._bucket = bucket
-            self._say("progress", fraction=bucket / BUCKETS)
+            self._send("progress", fraction=bucket / BUCKETS)
 
     def clear_progress(self) -> None:
         """Report the end of an iteration."""
         self._bucket = None
-        self._say("progress", fraction=None)
+        self._send("progress", fraction=None)
 
-    def rest(self, gangs: Collection[str]) -> None:
+    def report_idle(self, gangs: Collection[str]) -> None:
         """Report the gangs that have no work in their phase for now; all other gangs have work."""
         if self._resting != {*gangs}:
             self._resting = {*gangs}
-            self._say("rest", gangs=sorted(gangs))
+            self._send("idle", gangs=sorted(gangs))
 
-    def woke(self, seconds: float) -> None:
+    def report_load_time(self, seconds: float) -> None:
         """Report how long a worker took to load its weights on a device that it joined."""
-        self._say("woke", seconds=seconds)
+        self._send("loaded", seconds=seconds)
 
     # As `Coordinator`
 
@@ -139,11 +139,11 @@ class SharedLeases:
 
     @property
     def waiting(self) -> Iterable[str]:
-        return self._now().waiting if self.alone else self.told["waiting"]
+        return self._coordinator_alone().waiting if self.alone else self.told["waiting"]
 
     @property
     def resident(self) -> Iterable[str]:
-        return self._now().resident if self.alone else self.told["resident"]
+        return self._coordinator_alone().resident if self.alone else self.told["resident"]
 
     def acquire(self, gang: str) -> list[Action]:
         return self._do("acquire", gang)
@@ -158,39 +158,39 @@ class SharedLeases:
 
     def done(self, action: Action) -> list[Action]:
         if not self._ask("done", **asdict(action)):
-            return self._now().done(action)
+            return self._coordinator_alone().done(action)
         return []
 
     def revise(self, claims: Iterable[Claim]) -> None:
         claims = list(claims)
-        self._now().revise(claims)  # refuses claims that would not fit even if the run were alone
+        self._coordinator_alone().revise(claims)  # refuses claims that would not fit even if the run were alone
         self._ask("revise", claims=[asdict(claim) for claim in claims])
 
     def granted(self, gang: str) -> bool:
         if not self.alone:
             return gang in self.told["granted"]
         devices = self._devices(gang)
-        return self._now().granted(gang) and not devices & self.lent and self._has(devices)
+        return self._coordinator_alone().granted(gang) and not devices & self.lent and self._lock_devices(devices)
 
     def leaving(self) -> set[str]:
         if not self.alone:
             return {*self.told["leaving"]}
         borrowed = {gang for gang in self._holding() if self._devices(gang) & self.lent & self._locks.held}
-        return self._now().leaving() | borrowed
+        return self._coordinator_alone().leaving() | borrowed
 
     def in_the_way(self, gang: str) -> set[str]:
         if not self.alone:
             return {*self.told["in_the_way"].get(gang, ())}
-        return set() if self._now().granted(gang) else self._now().in_the_way(gang)
+        return set() if self._coordinator_alone().granted(gang) else self._coordinator_alone().in_the_way(gang)
 
     # Inside
 
-    def _now(self) -> Coordinator:
+    def _coordinator_alone(self) -> Coordinator:
         assert self.local is not None, "no gang has joined yet"
         return self.local
 
     def _holding(self) -> set[str]:
-        return {*self._now().holding} if self.alone else {*self.told["holding"]}
+        return {*self._coordinator_alone().holding} if self.alone else {*self.told["holding"]}
 
     def _devices(self, gang: str) -> set[str]:
         """The shared devices of a gang."""
@@ -198,7 +198,7 @@ class SharedLeases:
         devices = {device for claim in claims for device in claim.devices} if gang != BEGINNING else self.own
         return {*devices} & (self.own | self.lent)
 
-    def _has(self, devices: Collection[str]) -> bool:
+    def _lock_devices(self, devices: Collection[str]) -> bool:
         """Locks these devices once the parent is dead; False if another run still holds one."""
         if not (locked := self._locks.lock(devices)) and time.monotonic() > self._until:
             raise EmbodiedError(
@@ -208,9 +208,9 @@ class SharedLeases:
         return locked
 
     def _do(self, verb: str, gang: str) -> list[Action]:
-        return [] if self._ask(verb, gang=gang) else getattr(self._now(), verb)(gang)
+        return [] if self._ask(verb, gang=gang) else getattr(self._coordinator_alone(), verb)(gang)
 
-    def _say(self, verb: str, /, **fields: Any) -> bool:
+    def _send(self, verb: str, /, **fields: Any) -> bool:
         """Say something to the parent, which hears everything in its order; False if it is gone."""
         with self._heard:
             if not self.alone:
@@ -224,7 +224,7 @@ class SharedLeases:
     def _ask(self, verb: str, /, **fields: Any) -> bool:
         """Send a message to the parent and wait for the confirmation; False if the parent is dead."""
         with self._heard:
-            if not self._say(verb, **fields):
+            if not self._send(verb, **fields):
                 return False
             number = self._asked
             if not self._heard.wait_for(lambda: self._answered >= number or self.alone, ANSWER_S):
@@ -240,12 +240,12 @@ class SharedLeases:
         try:
             with self._socket.makefile("rb") as lines:
                 for line in lines:
-                    self._hear(json.loads(line))
+                    self._take_message(json.loads(line))
         except (OSError, ValueError):
             pass
         self._go_on_alone()
 
-    def _hear(self, message: dict[str, Any]) -> None:
+    def _take_message(self, message: dict[str, Any]) -> None:
         with self._heard:
             self._answered = message["n"]
             self._problem = message.get("error") or self._problem

@@ -98,7 +98,7 @@ class Repetitions:
         self._errors: dict[str, list[tuple[str, str]]] = {}  # worker -> (line, message) since its last finished round
         self._working: set[str] = set()
 
-    def raised(self, worker: str, line: str, words: str) -> str:
+    def count_error(self, worker: str, line: str, words: str) -> str:
         """A worker raised an error at `line`; returns why it is not restarted, "" if it is."""
         before = self._errors.setdefault(worker, [])
         before.append((line, words))
@@ -212,13 +212,13 @@ class Watchdog:
         self._advance()
         return self.supervisor.replaces(host) and self.supervisor.at_work(host)
 
-    def condemn(self, host: str, failure: Failure) -> None:
+    def kill_failed(self, host: str, failure: Failure) -> None:
         """Kills the process of a failed worker; the first reason is reported."""
         if host not in self._condemned:
             self._condemned[host] = failure
             self._backend.kill(host)
 
-    def ended(self, peer: str) -> Failure | None:
+    def end_of(self, peer: str) -> Failure | None:
         """Returns why a worker, or a worker of a role, is being killed for good. Consequences of its death may be
         reported first."""
         for host, failure in self._condemned.items():
@@ -243,9 +243,9 @@ class Watchdog:
                 doing = f" during {call.handle.what}" if call else ""
                 cause = (
                     f"hung: no sign of life for {silence:.0f} s{doing} (faults.hang_s={self.hang_s:g}), so it was "
-                    f"killed{where} [{self._backend.where(host)}]"
+                    f"killed{where} [{self._backend.describe_host(host)}]"
                 )
-                self.condemn(host, Failure(call.worker if call else host, cause))
+                self.kill_failed(host, Failure(call.worker if call else host, cause))
 
     def died(self, host: str, failure: Failure) -> tuple[Failure, bool]:
         """Returns the failure to report, and True if the host will be restarted."""

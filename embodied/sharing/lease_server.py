@@ -94,7 +94,7 @@ class LeaseServer:
         for peer in [peer for peer in self.peers if peer.run == run]:
             self._drop(peer)
         self._dispatch(self.coordinator.leave(run))
-        self.turns.forgets(run, how, self.now)
+        self.turns.remove_run(run, how, self.now)
         self._send_states()
 
     def serve(self, seconds: float) -> None:
@@ -269,11 +269,11 @@ class LeaseServer:
     def _do_progress(self, run: str, fraction: float | None) -> None:
         self.turns.reports(run, fraction, self.now)
 
-    def _do_rest(self, run: str, gangs: list[str]) -> None:
-        self.turns.rest(run, {f"{run}/{gang}" for gang in gangs}, self.now)
+    def _do_idle(self, run: str, gangs: list[str]) -> None:
+        self.turns.set_idle(run, {f"{run}/{gang}" for gang in gangs}, self.now)
 
-    def _do_woke(self, run: str, seconds: float) -> None:
-        self.turns.woke(seconds)
+    def _do_loaded(self, run: str, seconds: float) -> None:
+        self.turns.note_load_time(seconds)
 
     # Messages to runs
 

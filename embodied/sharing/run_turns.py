@@ -93,7 +93,7 @@ class RunTurns(Turns):
         self.now, self.runs[run] = now, RunShare(weight, frozenset(own))
         self.record(run=run, joins={"weight": weight, "own": sorted(own)})
 
-    def knows(self, run: str, devices: Mapping[str, Collection[str]], tiers: Mapping[str, int]) -> None:
+    def set_gangs(self, run: str, devices: Mapping[str, Collection[str]], tiers: Mapping[str, int]) -> None:
         self._forget_counts()
         self.gangs = {name: gang for name, gang in self.gangs.items() if gang.run != run}
         self.gangs |= {
@@ -101,10 +101,10 @@ class RunTurns(Turns):
             for place, (name, on) in enumerate(devices.items())
         }
 
-    def forgets(self, run: str, how: str, now: float) -> None:
+    def remove_run(self, run: str, how: str, now: float) -> None:
         """A run has ended; its devices have no owner any more."""
         self.now = now
-        self.knows(run, {}, {})
+        self.set_gangs(run, {}, {})
         del self.runs[run]
         self.record(run=run, ends=how)
 
@@ -122,7 +122,7 @@ class RunTurns(Turns):
     def switch_s(self) -> float:
         return self.drain_s + self.wake_s
 
-    def woke(self, seconds: float) -> None:
+    def note_load_time(self, seconds: float) -> None:
         """A worker that joined on a device took `seconds` to load its weights."""
         self.wake_s = mean(self.wake_s or seconds, seconds)
 
@@ -177,11 +177,11 @@ class RunTurns(Turns):
             return {gang for gang in able.values() if self.gangs[gang].leaves_since is not None}  # one at a time
         for gang in self.order([gang for gang in waiting if self.tier(gang) == GENERATE]):
             donors = {able.get(device, "") for device in self.gangs[gang].devices}
-            if len(donors) == 1 and (donor := next(iter(donors))) and self.better(gang, donor):
+            if len(donors) == 1 and (donor := next(iter(donors))) and self.pays_to_move(gang, donor):
                 return donors
         return set()
 
-    def better(self, gang: str, donor: str) -> bool:
+    def pays_to_move(self, gang: str, donor: str) -> bool:
         """True if moving the devices of generating gang `donor` to `gang` pays."""
         mine, theirs = self.gangs[gang].run, self.gangs[donor].run
         if mine == theirs:
@@ -235,7 +235,7 @@ class RunTurns(Turns):
 
     # What happens
 
-    def waits(self, gang: str, now: float) -> None:
+    def note_request(self, gang: str, now: float) -> None:
         self.now, record = now, self.gangs[gang]
         record.since, record.state = now, "waits"
         self._has_work(record)
@@ -269,7 +269,7 @@ class RunTurns(Turns):
         self._forget_counts()
         self._has_no_work(gang)
 
-    def rest(self, run: str, gangs: Collection[str], now: float) -> None:
+    def set_idle(self, run: str, gangs: Collection[str], now: float) -> None:
         """Marks these gangs of a run as without work in their phase: they give way to all other gangs and are served
         last. The run's other gangs have work."""
         self.now = now

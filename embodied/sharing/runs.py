@@ -326,7 +326,11 @@ class SharedChildren(Children):
         folder = path if path is not None and state_of(path) != MISSING else None
         name, log = f"{self.folder.name}-{run.name}", self.folder / "logs" / f"{run.name}.log"
         place = Place(own=run.own, placement=run.placement)
-        words = [*(word for word in run.words if not word.startswith("run.name=")), f"run.name={name}", *place.words]
+        words = [
+            *(word for word in run.words if not word.startswith("run.name=")),
+            f"run.name={name}",
+            *place.arguments,
+        ]
         child = ChildRun(run, name, log, config.run.dir, folder, config.faults.hang_s)
         self.start(child, [f"resume={folder}"] if folder else words, place, run.weight)
 
@@ -347,8 +351,8 @@ class SharedChildren(Children):
         child.entry = self.shared.change(child.entry.name, folder=relative)
 
     def record_end(self, child: ChildRun, cause: str) -> None:
-        child.entry = self.shared.change(child.entry.name, ended=child.how)
-        self.say(f"{child.entry} {child.how}{cause and f': {cause}'}; {child.folder or child.log}")
+        child.entry = self.shared.change(child.entry.name, ended=child.outcome)
+        self.say(f"{child.entry} {child.outcome}{cause and f': {cause}'}; {child.folder or child.log}")
 
     def run_folders(self) -> dict[str, Path]:
         return {run.name: path for run in self.shared.runs if (path := self.shared.path(run))}

@@ -65,7 +65,7 @@ class Place:
     placement: Mapping[str, Any] | None = None  # of a run that may borrow devices
 
     @property
-    def words(self) -> list[str]:
+    def arguments(self) -> list[str]:
         """The arguments of a run there."""
         return [] if self.placement is None else [f"placement={json.dumps(self.placement)}"]
 
@@ -104,7 +104,7 @@ class ChildRun:
         return self.process.poll() is not None
 
     @property
-    def how(self) -> str:
+    def outcome(self) -> str:
         """How the run ended: finished, ended early, stopped or failed."""
         state = state_of(self.folder) if self.folder else MISSING
         return state if state in OVER else "stopped" if self.process.returncode in STOPPED else "failed"
@@ -211,8 +211,8 @@ class Children:
         self.going.remove(child)
         self.find_folder(child)
         if self.leases:
-            self.leases.end(str(child.entry), child.how)
-        self.record_end(child, "" if child.how == FINISHED else last_words(child))
+            self.leases.end(str(child.entry), child.outcome)
+        self.record_end(child, "" if child.outcome == FINISHED else last_words(child))
 
     def find_folder(self, child: ChildRun) -> None:
         if folder := child.find_folder():
@@ -288,12 +288,12 @@ class GroupChildren(Children):
         path = self.group.path(entry)
         folder = path if path is not None and state_of(path) != MISSING else None
         own = [word for word in self.shared if word.startswith("program=")]
-        words = [*own, f"resume={folder}"] if folder else self.words(entry)
+        words = [*own, f"resume={folder}"] if folder else self.arguments_of(entry)
         child = ChildRun(entry, self.run_name(entry), self.log_of(entry), self.parent, folder, self.hang_s)
         self.taken[str(entry)], place = index, self.places[index]
-        self.start(child, [*words, *place.words], place)
+        self.start(child, [*words, *place.arguments], place)
 
-    def words(self, member: Member) -> list[str]:
+    def arguments_of(self, member: Member) -> list[str]:
         """The arguments of a new run."""
         swept = [f"{key}={write_yaml(value)}" for key, value in member.settings.items()]
         shared = [word for word in self.shared if not word.startswith("run.name=")]  # the group has that name
@@ -319,11 +319,11 @@ class GroupChildren(Children):
         del self.taken[str(child.entry)]
         self.change(child, problem=cause)
         where = f": {child.folder}" if child.folder else ""
-        if child.how == FINISHED:
+        if child.outcome == FINISHED:
             self.say(f"{child.entry} finished after {time.monotonic() - child.begun:.0f} s{where}")
-        elif child.how == "stopped":
+        elif child.outcome == "stopped":
             self.say(f"{child.entry} stopped{where}")
-        elif child.how == ENDED:
+        elif child.outcome == ENDED:
             self.say(f"{child.entry} ended early: {cause}")
         else:
             self.say(f"{child.entry} failed (exit code {child.process.returncode}): {cause}\n  its log: {child.log}")

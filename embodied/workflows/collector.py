@@ -136,7 +136,7 @@ class Collector(BatchSource):
 
     # To the learners
 
-    def due(self) -> bool:
+    def is_due(self) -> bool:
         """During a round: true if reports wait."""
         return self.rollouts.inbox.qsize() > 0
 
@@ -222,7 +222,7 @@ class Relays:
             for worker in range(len(group))
         }
 
-    def _answered(self, group: WorkerGroup) -> AbstractContextManager[None]:
+    def _answering(self, group: WorkerGroup) -> AbstractContextManager[None]:
         """Inside, the requests of a role are answered."""
         return self.asked[group.role].answering() if group.role in self.asked else nullcontext()
 
@@ -260,8 +260,8 @@ class Relays:
                 (batch, *(way[rank :: len(group)] for way in (channels, sources, outlets)))
                 for rank in range(len(group))
             ]
-            with self._answered(group):
-                self.rollouts.settle(passing := group.pass_rollouts.each(shares))
+            with self._answering(group):
+                self.rollouts.finish_calls(passing := group.pass_rollouts.each(shares))
             metrics |= passing.wait()[0]
         return metrics
 
@@ -280,14 +280,14 @@ class Relays:
                 experience.hand_in([episode for episodes in for_rank for episode in episodes], channel, self.passed)
                 for for_rank, channel in zip(dealt, channels, strict=False)
             ]
-            self.rollouts.settle(*(call for calls in sending for call in calls.values()))
+            self.rollouts.finish_calls(*(call for calls in sending for call in calls.values()))
             shares = []
             for rank, calls in enumerate(sending):
                 dealt[rank] = [episodes for episodes in dealt[rank] if not experience.lost_among(episodes)]
                 reached = [source for source, call in calls.items() if call.succeeded() and call.wait()[0]]
                 shares.append((self.passed, channels[rank], reached, dealt[rank]))
-            with self._answered(group):
-                self.rollouts.settle(passing := group.pass_groups.each(shares))
+            with self._answering(group):
+                self.rollouts.finish_calls(passing := group.pass_groups.each(shares))
             rewards, metrics = {}, metrics | passing.wait()[0][1]
             for totals, _ in passing.wait():
                 rewards |= totals
@@ -319,9 +319,9 @@ class Relays:
         """The calls for all groups on their way."""
         return [call for queue in self.queues.values() for call in queue.calls()]
 
-    def due(self) -> bool:
+    def is_due(self) -> bool:
         """True if groups have come to a role, or a role has passed groups on."""
-        return any(queue.due() for queue in self.queues.values())
+        return any(queue.is_due() for queue in self.queues.values())
 
     def go_on(self, experience: Groups) -> Iterator[tuple[Passage, dict[int, float]]]:
         """Groups that have passed their roles, with the total reward of each episode, or that were lost (without
@@ -427,7 +427,7 @@ class RoleQueue:
             *([self.call] if self.call else []),
         ]
 
-    def due(self) -> bool:
+    def is_due(self) -> bool:
         if self.call:
             return self.call.done()
         return bool(self.to_send) or any(transfer.done() for transfer in self.sent)
@@ -475,7 +475,7 @@ class AskedRole:
             yield
         finally:
             self.end()
-        self.rollouts.settle(self.serving)
+        self.rollouts.finish_calls(self.serving)
         self.serving.wait()
 
     def begin(self) -> None:

@@ -163,7 +163,7 @@ class Evaluator:
             recorders=(record_transcripts,) if conversations else (VideoRecorder, EpisodeRecorder),
         )
 
-    def beside(self, kept: PartialEvaluation) -> Evaluation:
+    def missing_of(self, kept: PartialEvaluation) -> Evaluation:
         """The missing episodes of an evaluation, to be played beside a rollout."""
         missing = [spec for spec in self.episodes if spec.index not in kept.finished]
         job = Job((), recording=self.first_recording(kept.folder), rule=rule_of(self.config.eval))
@@ -234,7 +234,7 @@ class EpisodeTable:
         self.begun, alone = set(), frozenset(self.attempts)
         return {sim: replace(self.job, episodes=specs, alone=alone) for sim, specs in self.left.items()}
 
-    def due(self) -> bool:
+    def is_due(self) -> bool:
         """True if reports have arrived, or if the sims should be stopped."""
         return self.rollouts.inbox.qsize() > 0 or (not self.stopping and self.stop())
 

@@ -228,7 +228,7 @@ class Groups(Collector):
         """Wait for the outcomes of all groups."""
         self.go_on()
         while self.relays.passing(self.relays.deciding):
-            self.rollouts.settle(*self.relays.calls(), until=self.due)
+            self.rollouts.finish_calls(*self.relays.calls(), until=self.is_due)
             self.go_on()
 
     def _relayed(self, results: list[EpisodeResult]) -> list[EpisodeResult]:
@@ -268,9 +268,9 @@ class Groups(Collector):
 
     # What is certain
 
-    def due(self) -> bool:
+    def is_due(self) -> bool:
         """During a round: true if reports wait, or groups have come to roles or learners."""
-        return super().due() or self.relays.due() or any(transfer.done() for transfer in self.under_way)
+        return super().is_due() or self.relays.is_due() or any(transfer.done() for transfer in self.under_way)
 
     def certain_units(self, wait: bool) -> Iterator[tuple[int, Unit]]:
         """With schedule=periodic: the groups that the batch is certain to contain, when learners have their data."""
@@ -291,7 +291,7 @@ class Groups(Collector):
                     self._send(group, self._shares(group), keep=not self.early)
             if not (wait and (self.under_way or self.relays.passing())):
                 return
-            self.rollouts.settle(*self._transfers(), *self.relays.calls(), until=self.due)
+            self.rollouts.finish_calls(*self._transfers(), *self.relays.calls(), until=self.is_due)
             self._pass_on()
 
     def _items(self, group: Group) -> int:
@@ -321,14 +321,14 @@ class Groups(Collector):
             for rank, unit in self.units:
                 yield rank, with_advantages(unit, compared)
         held = self.pool.held
-        self.rollouts.settle(*(group.forget_all_but(held) for group in self.keepers))
+        self.rollouts.finish_calls(*(group.forget_all_but(held) for group in self.keepers))
         results = [self.table[episode].result for episode in self.dealt_to_dead if episode not in self.lost]
         saved = tuple(result for result in results if result)  # that sims had ended before they died
         batch.played += [Played(sum(result.length for result in saved), saved)] if saved else []
         batch.finished = sorted(
             (result for part in batch.played for result in part.finished), key=lambda one: one.index
         )
-        self.rollouts.settle(*finishing)
+        self.rollouts.finish_calls(*finishing)
         batch.metrics |= metrics_of(finishing) | self._metrics()
         if self.text:
             batch.metrics |= added(self.rollouts.ask(self.rollouts.policies.engine_numbers))
@@ -446,7 +446,7 @@ class Groups(Collector):
 
     def _take_units(self, padding: bool = False) -> None:
         """Wait for the groups on their way to learners."""
-        self.rollouts.settle(*self._transfers())
+        self.rollouts.finish_calls(*self._transfers())
         self.units += [unit for _, of_ranks in self._arrived(padding) for unit in of_ranks]
 
     def _transfers(self) -> list[Handle]:

@@ -86,7 +86,7 @@ class Horizon(Collector):
         if not self.relays.streams:
             return self.relays.pass_rollouts(self.batch.number, sources, self.channels)
         self.relays.end_rollouts(self.batch.number, sources)
-        self.rollouts.settle(*self.passing)
+        self.rollouts.finish_calls(*self.passing)
         return metrics_of(self.passing)
 
     def lose(self, sim: int) -> int:
@@ -105,7 +105,7 @@ class Horizon(Collector):
         """The number of episodes begun by each row; a resumed run begins the next episodes."""
         self.rollouts.read_reports()
         super().abandon()
-        return self.counter.abandoned()
+        return self.counter.state_of_ended()
 
     def restore(self, state: dict[str, np.ndarray]) -> int:
         check_rows(state, self.num_envs)
@@ -150,7 +150,7 @@ class EpisodeCounter:
         self.settled[rows] = self.begun[rows]
         return lost
 
-    def abandoned(self) -> dict[str, np.ndarray]:
+    def state_of_ended(self) -> dict[str, np.ndarray]:
         """The state of all env rows without their open episodes; no simulator is needed."""
         from embodied.envs.player import EpisodeTracker  # imports a simulator's packages
 

@@ -144,7 +144,7 @@ class EmbodiedLoop:
                 updating = self.lagging.update(batch, iteration, total)
             else:
                 updating = self.begin_update(batch, iteration, total)
-            losses = self.settled(updating)[0] if updating else {}
+            losses = self.learner_results(updating)[0] if updating else {}
         if "time/first_backward_s" in losses:  # on rank 0: seconds since its update began
             losses["time/first_backward_s"] += before_s
         self._end_evaluation()  # of the version that acted in this rollout
@@ -178,7 +178,7 @@ class EmbodiedLoop:
     def evaluate_beside(self, kept: PartialEvaluation, finish: Callable[[], object]) -> None:
         """Let the next rollout, which uses the same weights, also play this evaluation's episodes. `finish` plays the
         remaining episodes before the next weights are published."""
-        self.rollouts.beside, self.beside = self.evaluator.beside(kept), finish
+        self.rollouts.beside, self.beside = self.evaluator.missing_of(kept), finish
 
     def _end_evaluation(self) -> None:
         if self.beside:
@@ -190,7 +190,7 @@ class EmbodiedLoop:
         with self.timers.measure("publish"):
             with self.device_sharing.phase(UPDATE):
                 publishing = self.learners.publish(version)
-                publication = self.settled(publishing)[0]
+                publication = self.learner_results(publishing)[0]
             with self.device_sharing.phase(ROLLOUT):
                 self.deliver(publication)
         self.weight_sync.learned = version
@@ -201,13 +201,13 @@ class EmbodiedLoop:
     def deliver(self, publication: Publication) -> None:
         """Let policies load a published version and only act with it from now on."""
         loading = self.weight_sync.deliver(publication, self.learners[0].send_weights, self.rollouts.ask)
-        self.rollouts.settle(*loading)
+        self.rollouts.finish_calls(*loading)
 
-    def settled(self, handle: Handle) -> list[Any]:
+    def learner_results(self, handle: Handle) -> list[Any]:
         """Wait for the learners' results. Sim and policy workers that die meanwhile are replaced. A stop waits for
         these."""
         with self.workers.cluster.uninterrupted():
-            self.rollouts.settle(handle)
+            self.rollouts.finish_calls(handle)
             return handle.wait()
 
     # The state of a run
@@ -347,7 +347,7 @@ class LaggingVersions:
             self._collect()
             self.updating = False
         if self.copying:
-            self.loop.rollouts.settle(self.copying)
+            self.loop.rollouts.finish_calls(self.copying)
         return updating
 
     def updated(self) -> float:
@@ -370,14 +370,14 @@ class LaggingVersions:
             with self.loop.device_sharing.phase(UPDATE):
                 self._copy(self.weight_sync.learned)
                 if self.copying:
-                    self.loop.rollouts.settle(self.copying)
+                    self.loop.rollouts.finish_calls(self.copying)
                     self.go_on()
             with self.loop.device_sharing.phase(ROLLOUT):
                 self._act_with(self.weight_sync.learned)
 
     # During a rollout
 
-    def due(self) -> bool:
+    def is_due(self) -> bool:
         """True if a copied version is not yet announced to policies."""
         return self.copying is not None and self.copying.done()
 

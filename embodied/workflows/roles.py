@@ -305,7 +305,9 @@ class ScoringWorker(RelayWorker):
     def add(self, parts: list[Trajectory]) -> list[Trajectory]:
         talks = [self.talks(part) for part in parts]
         scores = iter(self.scores([talk for each in talks for talk in each]))
-        results = [self.paid(part, [next(scores) for _ in each]) for part, each in zip(parts, talks, strict=True)]
+        results = [
+            self.with_rewards(part, [next(scores) for _ in each]) for part, each in zip(parts, talks, strict=True)
+        ]
         self.paid_parts += [(int(part.ids[0]), float(part.rewards.sum()), len(part.ids)) for part in results]
         return results
 
@@ -331,7 +333,7 @@ class ScoringWorker(RelayWorker):
             result.append(Talk(episode, self.tokenizer.plain_text(tokens[:last]), answer))
         return result
 
-    def paid(self, trajectory: Trajectory, scores: list[float]) -> Trajectory:
+    def with_rewards(self, trajectory: Trajectory, scores: list[float]) -> Trajectory:
         if odd := [score for score in scores if not np.isfinite(score)]:
             raise ConfigError(f"roles.{self.roles.scorer} gave the reward {odd[0]}; it must be a finite number")
         weight = self.roles.reward_weight
@@ -434,7 +436,7 @@ class JudgeClient(RequestClient):
             batch = self.get()
             tick()
             for completion in batch.completions if batch else ():
-                if self.queue.answered(completion.number):
+                if self.queue.take_answer(completion.number):
                     answers[asked[completion.number]] = completion.text
             self._send()
         return answers

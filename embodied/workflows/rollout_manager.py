@@ -19,7 +19,7 @@ A user may add policy workers, and take the last one away (`run/worker_changes.p
 run, and takes part from the next round on. A worker that is taken away leaves its round like one whose devices the
 learners need; then its process ends.
 
-The runtime notices deaths and decides on restarts (`Cluster.settle`, `supervision.py`); `rl_loop.py` decides how old a
+The runtime notices deaths and decides on restarts (`wait_for_calls`, `supervision.py`); `rl_loop.py` decides how old a
 rollout's weights may be.
 """
 
@@ -51,7 +51,7 @@ if TYPE_CHECKING:
 class BackgroundTask(Protocol):
     """Work of the driver during a round; it may be due when reports of the sims arrive or calls end."""
 
-    def due(self) -> bool:
+    def is_due(self) -> bool:
         """True if it has work now."""
 
     def go_on(self) -> None:
@@ -160,7 +160,7 @@ class RolloutManager:
     ) -> Round:
         """Run a round: sims play these jobs and an `evaluation`, and policy workers serve them, unless an expert acts.
         A `background` task runs meanwhile, and may be due when reports arrive."""
-        self.settle()
+        self.finish_calls()
         self.rounds += 1
         stages, beside = (self.num_stages, evaluation is not None and not self.spec.text) if jobs else (1, False)
         of_sims = {sim: [job] for sim, job in jobs.items()}
@@ -184,10 +184,10 @@ class RolloutManager:
         self.device_sharing.leave(())
         self.let_leave()
         self.read_reports()
-        ended = self._ended(calls, jobs.keys())
+        ended = self._collect_results(calls, jobs.keys())
         return replace(ended, sources={sim: tuple(one.source for one in routes[sim][:stages]) for sim in jobs})
 
-    def _ended(self, calls: dict[int, Handle], training: Collection[int]) -> Round:
+    def _collect_results(self, calls: dict[int, Handle], training: Collection[int]) -> Round:
         """The results of a round's calls; the evaluation hears of its own."""
         done = {sim: call for sim, call in calls.items() if call.succeeded()}
         failures = {sim: next(iter(calls[sim].failed.values())).cause for sim in calls.keys() - done}
@@ -228,7 +228,7 @@ class RolloutManager:
         self._admit()
         self.device_sharing.wait_for_one(self.policies.workers)
         ranks = self.present()
-        self.settle(*self.weight_sync.catch_up(ranks))
+        self.finish_calls(*self.weight_sync.catch_up(ranks))
         return ranks
 
     def present(self) -> list[int]:
@@ -239,24 +239,24 @@ class RolloutManager:
     def _losses(self, calls: Collection[Handle], tasks: list[BackgroundTask]) -> dict[str, Failure]:
         """Hosts that died while these calls ran; {} when the calls are done."""
         while True:
-            losses = self.cluster.settle(*calls, until=lambda: any(one.due() for one in tasks))
-            due = [one for one in tasks if one.due()]
+            losses = self.cluster.wait_for_calls(*calls, until=lambda: any(one.is_due() for one in tasks))
+            due = [one for one in tasks if one.is_due()]
             if losses or not due:
                 return losses
             for one in due:
                 one.go_on()
 
-    def settle(self, *handles: Handle, until: Callable[[], bool] = lambda: False) -> None:
+    def finish_calls(self, *handles: Handle, until: Callable[[], bool] = lambda: False) -> None:
         """Wait for calls, or until something is due. Workers that die meanwhile are replaced, and their calls count as
         failed."""
-        while losses := self.cluster.settle(*handles, until=until):
+        while losses := self.cluster.wait_for_calls(*handles, until=until):
             self._replace(losses)
 
     def ask(self, call: Callable[[], Handle]) -> list[Any]:
         """The results of a call to idle workers; the call is repeated if a worker was replaced meanwhile."""
         while True:
             handle = call()
-            self.settle(handle)
+            self.finish_calls(handle)
             if handle.succeeded():
                 return handle.wait()
 
@@ -321,7 +321,7 @@ class RolloutManager:
     def _refuse_repeated(self, losses: Iterable[Failure]) -> None:
         for failure in losses:
             line = failure.raised_at
-            if line and (reason := self.repetitions.raised(failure.worker, line, failure.exception)):
+            if line and (reason := self.repetitions.count_error(failure.worker, line, failure.exception)):
                 raise failure.final(reason).error()
 
     def _replace(self, losses: dict[str, Failure]) -> list[int]:
@@ -431,14 +431,14 @@ class Broker:
         sources = [source for source, (of, _) in self.sources.items() if of == sim]
         return tuple(replace(self.servers[source], replies=self.replies[source]) for source in sources)
 
-    def due(self) -> bool:
+    def is_due(self) -> bool:
         """True if workers can join, should leave or have left, or if prompts wait for a worker."""
         if self.prompts and (self.prompts.qsize() or monotonic() > self.quiet_until):
             return True
         left = any(one.serving.done() or monotonic() > one.leaves_at for one in self.takers.values() if one.leaves_at)
         last = self.takers.get(len(self.policies) - 1)
         left = left or (self.manager.is_leaving and (last is None or last.leaves_at is None))
-        return left or self.device_sharing.due() or (self.moving and self.device_sharing.changes != self.changes)
+        return left or self.device_sharing.is_due() or (self.moving and self.device_sharing.changes != self.changes)
 
     def go_on(self) -> None:
         """Let policy workers join or leave, and send waiting prompts to engines."""
@@ -448,17 +448,17 @@ class Broker:
             self.device_sharing.report_progress(self.answered / max(1, self.answered + self.queue.unanswered))
         for policy in [policy for policy, taker in self.takers.items() if taker.leaves_at and taker.serving.done()]:
             del self.takers[policy]
-            self.device_sharing.woke(self.manager.weight_sync.load_s(policy))
+            self.device_sharing.report_load_time(self.manager.weight_sync.load_s(policy))
         if len(self.policies) - 1 not in self.takers:
             self.manager.let_leave()
         if self.moving or self.manager.is_leaving:
             self._join_or_leave()
         self._end_late()
         self.device_sharing.leave({self.policies.workers[policy] for policy in self.takers})
-        self._tell()
+        self._announce_policies()
         if self.prompts:
             workers = enumerate(self.policies.workers)
-            self.device_sharing.rest([worker for policy, worker in workers if self._rests(policy)])
+            self.device_sharing.report_idle([worker for policy, worker in workers if self._is_idle(policy)])
 
     def replace_takers(self, replaced: Iterable[int]) -> None:
         """Replace dead policy workers by their successors. If other workers hold a successor's device, it is built and
@@ -471,12 +471,12 @@ class Broker:
             elif self.takers[policy].leaves_at is None:
                 self.takers[policy] = self._taker(policy)
                 self._serve(policy)
-        self._tell()
+        self._announce_policies()
 
     def end(self) -> list[Handle]:
         """End the round: ask all policy workers to stop serving; returns their calls."""
         self.moving = False
-        self.device_sharing.rest(())
+        self.device_sharing.report_idle(())
         for policy in self._staying():
             self.manager.requests[policy].put(None)
         return [taker.serving for taker in self.takers.values()]
@@ -519,7 +519,7 @@ class Broker:
 
     # Requests of robots
 
-    def _tell(self) -> None:
+    def _announce_policies(self) -> None:
         """Tell the playing sources their policy workers, if these have changed."""
         if self.prompts:
             self._hand_out()
@@ -574,13 +574,13 @@ class Broker:
             )
             return
         self.room[item.engine] = item.room
-        self.answered += sum(map(self.queue.answered, item.answered))
+        self.answered += sum(map(self.queue.take_answer, item.answered))
         taken = self.queue.taken.get(item.engine, {})
         for key, written in item.unfinished:
             if had := taken.get(key):
                 taken[key] = replace(had, request=replace(had.request, written=written))
 
-    def _rests(self, policy: int) -> bool:
+    def _is_idle(self, policy: int) -> bool:
         """True if no prompt waits for this engine."""
         busy = policy in self.takers and self.queue.load(self.takers[policy].name)
         return bool(self.answered) and not self.queue.waiting and not busy

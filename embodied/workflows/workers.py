@@ -172,7 +172,7 @@ class Workers:
         with self.device_sharing.phase(ROLLOUT):
             if weights is None:
                 weights = Weights(0, self.rollouts.ask(lambda: self.policies[0].initial_weights(self.spec))[0])
-            self.rollouts.settle(*self.weight_sync.adopt(weights, self.rollouts.ask))
+            self.rollouts.finish_calls(*self.weight_sync.adopt(weights, self.rollouts.ask))
 
 
 def cut_names(arrays: dict[str, np.ndarray], start: str) -> dict[str, np.ndarray]:

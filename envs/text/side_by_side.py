@@ -4,7 +4,7 @@ servers.
 Steps of microseconds stay in the worker's own thread, one after the other: a thread would cost more than they do, and
 the order of everything stays the same. Each conversation has an env of its own, whose calls never overlap.
 
-    steps.begin(conversation, hear)      an answer came; `hear` lets its env step
+    steps.begin(conversation, pass_answer)      an answer came; `pass_answer` lets its env step
     for conversation, over in steps.take_ended(wait=...): ...
 """
 

@@ -378,7 +378,9 @@ class ConversationClient(RequestClient):
                     raise
                 return []
         completions = (
-            [completion for completion in batch.completions if self.queue.answered(completion.number)] if batch else []
+            [completion for completion in batch.completions if self.queue.take_answer(completion.number)]
+            if batch
+            else []
         )
         return [(self.open.pop(completion.number), completion) for completion in completions]
 
@@ -400,7 +402,7 @@ def play_conversations(
         while (talk.busy or steps.busy) and not stop():
             for conversation, completion in talk.answers(LOOK_S if steps.busy else None) if talk.busy else ():
                 with timers.measure("step"):
-                    steps.begin(conversation, partial(hear, conversation, completion))
+                    steps.begin(conversation, partial(pass_answer, conversation, completion))
             with timers.measure("step"):
                 stepped = steps.take_ended(wait_for_one=not talk.busy)
             ended = [conversation for conversation, over in stepped if over]
@@ -413,7 +415,7 @@ def play_conversations(
         steps.give_up()
 
 
-def hear(conversation: Conversation, completion: Completion) -> bool:
+def pass_answer(conversation: Conversation, completion: Completion) -> bool:
     """Pass an answer to the env; returns True if the conversation is over."""
     turn = Turn(dropped=completion.dropped) if completion.dropped else conversation.env.step(completion.text)
     if not isinstance(turn, Turn):

@@ -61,7 +61,7 @@ def test_workers_have_about_as_many_each_and_no_more_than_they_have_room_for(que
     queue.put(*prompts(*range(8)))
     assert taken(queue) == {"a": [0, 1, 2], "b": [3, 4, 5]}
     assert not taken(queue)
-    assert queue.answered(0) and queue.answered(4) and queue.answered(5)
+    assert queue.take_answer(0) and queue.take_answer(4) and queue.take_answer(5)
     assert taken(queue) == {"a": [6], "b": [7]}
     assert (queue.load("a"), queue.load("b")) == (3, 2)
 
@@ -80,10 +80,10 @@ def test_what_a_worker_that_died_had_waits_in_front_and_one_that_leaves_still_an
     taken(queue)
     queue.workers({"c": 9}, others={"b"})
     assert taken(queue) == {"c": [0, 1, 2, 6, 7]}
-    assert queue.answered(3)
+    assert queue.take_answer(3)
     queue.workers({"c": 9})  # b has left without an answer to two
     assert taken(queue) == {"c": [4, 5]}
-    assert queue.answered(4) and not queue.answered(4) and not queue.answered(3)
+    assert queue.take_answer(4) and not queue.take_answer(4) and not queue.take_answer(3)
 
 
 def test_requests_of_players_that_ask_no_more_are_dropped(queue):
@@ -103,11 +103,11 @@ def test_requests_wait_while_nobody_takes_part():
 def test_a_conversation_goes_on_where_its_last_turn_was_written_if_there_is_room(queue):
     queue.put(*prompts(0, 1, 2, 3, goes_on=True))
     assert taken(queue) == {"a": [0, 1], "b": [2, 3]}
-    assert queue.answered(2) and queue.answered(3)
+    assert queue.take_answer(2) and queue.take_answer(3)
     queue.put(*prompts(103, 102))
     assert taken(queue) == {"b": [103, 102]}
     queue.workers({"a": 9}, others={"b"})
-    assert queue.answered(102)
+    assert queue.take_answer(102)
     queue.put(*prompts(202))
     assert taken(queue) == {"a": [202]}
 
@@ -140,7 +140,7 @@ def test_every_row_is_answered_once_whoever_dies_joins_or_leaves(seed):
                 leaving.pop(0)
             elif event == "answer" and (able := [worker for worker, mine in inbox.items() if mine]):
                 part = inbox[draw.choice(able)].pop(0)  # of one that has died, too: it comes late
-                if queue.answered(part.key):
+                if queue.take_answer(part.key):
                     answered += [(part.request.number, row) for row in part.request.which]
             tell()
         assert len(answered) == len({*answered})

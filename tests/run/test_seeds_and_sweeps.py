@@ -336,6 +336,6 @@ def until(true, seconds=60):
 def test_names_of_files_hold_no_odd_signs_and_a_given_name_is_that_of_the_group(children):
     crew = children(4)
     crew.shared = ["recipe=toy", "run.name=mine"]
-    assert crew.words(Member({}, 4)) == ["recipe=toy", "seed=4", "run.name=toy-seed4"]
+    assert crew.arguments_of(Member({}, 4)) == ["recipe=toy", "seed=4", "run.name=toy-seed4"]
     assert slug("policy.hidden=[64, 64], seed 1") == "policy.hidden=_64_64_seed_1"
     assert slug("pointmass_ppo-lr3.0e-05") == "pointmass_ppo-lr3.0e-05"

@@ -404,13 +404,13 @@ def test_the_driver_notices_notes_and_other_calls_while_a_long_one_goes_on(backe
         notes, go_on = cluster.channel("notes", capacity=None), cluster.channel("go on", home=worker)
         cluster.watch(notes)
         long = worker.note_and_wait(notes, go_on)
-        assert cluster.settle(long, until=lambda: notes.qsize() > 0) == {}
+        assert cluster.wait_for_calls(long, until=lambda: notes.qsize() > 0) == {}
         assert notes.get() == "half of it" and not long.done()
         short = worker.answer()
-        assert cluster.settle(long, until=short.done) == {}
+        assert cluster.wait_for_calls(long, until=short.done) == {}
         assert short.wait() == [42] and not long.done()
         go_on.put("the rest")
-        assert cluster.settle(long, until=lambda: notes.qsize() > 0) == {}
+        assert cluster.wait_for_calls(long, until=lambda: notes.qsize() > 0) == {}
         assert long.wait() == ["the rest"]
 
 

@@ -111,7 +111,7 @@ def test_a_program_in_a_session_of_its_own_ends_with_its_host_and_with_no_other(
         a, b = cluster.launch(Stuck, "a"), cluster.launch(Stuck, "b")
         (of_a,), (of_b,) = a.start_daemon().wait(), b.start_daemon().wait()
         cluster.supervise([a, b], Budget(1, 600, 60))
-        assert list(cluster.settle(a.die())) == ["one"]
+        assert list(cluster.wait_for_calls(a.die())) == ["one"]
         assert gone([of_a]) and is_running(of_b)
         assert b.start_daemon().wait() != [of_b]
     assert gone([of_b])

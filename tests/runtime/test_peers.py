@@ -119,7 +119,7 @@ def test_what_has_come_from_a_dead_peer_is_kept_and_its_successor_is_heard(proce
         cluster.supervise([a], Budget(1, 60, 60))
         a.send_all(("b", 0), (None, "last words")).wait()
         b.wait_for_item(("a", 0)).wait()  # news of the death could overtake what is still on its way
-        (host,) = cluster.settle(a.die())
+        (host,) = cluster.wait_for_calls(a.die())
         assert b.recv_all(("a", 0), 1).wait() == [["last words"]]
         peer, cause = b.recv_or_reason(("a", 0)).wait()[0]
         assert peer == "a-0" and "SIGKILL" in cause

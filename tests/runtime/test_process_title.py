@@ -43,7 +43,7 @@ def test_a_host_that_is_started_again_is_told_and_shown_again(tmp_path):
         first = group.ready().wait()[0]
         cluster.supervise([group], Budget(5, 1800.0, 180.0))
         os.kill(first, signal.SIGKILL)
-        assert list(cluster.settle(group.ready())) == ["left"]
+        assert list(cluster.wait_for_calls(group.ready())) == ["left"]
         again = cluster.replace("left")
         cluster.rebuilt_by("left", again)
         second = group.ready().wait()[0]

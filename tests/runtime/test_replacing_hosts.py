@@ -82,14 +82,14 @@ def launch(cluster, max_restarts=3, hang_s=15.0):
 
 def lose(cluster, *handles):
     """The one loss that these handles end in."""
-    (loss,) = cluster.settle(*handles).items()
+    (loss,) = cluster.wait_for_calls(*handles).items()
     return loss
 
 
 def replace(cluster, host):
     handles = cluster.replace(host)
     cluster.rebuilt_by(host, handles)
-    assert cluster.settle(*handles) == {}
+    assert cluster.wait_for_calls(*handles) == {}
 
 
 def test_a_killed_host_is_started_again_with_the_same_arguments(cluster, tmp_path):
@@ -102,7 +102,7 @@ def test_a_killed_host_is_started_again_with_the_same_arguments(cluster, tmp_pat
     assert host == "one" and cluster.restarts("one") == 1
     assert failure.cause.startswith("its process was killed by SIGKILL (out of memory? It held ")
     assert f"during a.sleep [pid {before}" in failure.cause and str(tmp_path / "one.log") in failure.cause
-    assert cluster.settle(busy) == {}, "the others were not disturbed, and a loss is told once"
+    assert cluster.wait_for_calls(busy) == {}, "the others were not disturbed, and a loss is told once"
     with pytest.raises(WorkerFailed, match="a-0: its process was killed by SIGKILL"):
         a.add(1).wait()
     replace(cluster, host)
@@ -130,7 +130,7 @@ def test_an_exception_costs_the_host_too(cluster, error, told):
 def test_a_mistake_of_the_users_is_not_tried_again(cluster):
     a, _, _ = launch(cluster)
     with pytest.raises(WorkerFailed, match="a-0: raise_error failed: no such task"):
-        cluster.settle(a.raise_error(ConfigError("no such task")))
+        cluster.wait_for_calls(a.raise_error(ConfigError("no such task")))
 
 
 def test_leaving_quietly_is_a_death(cluster):
@@ -186,7 +186,7 @@ def test_a_channel_at_home_on_a_dead_host_begins_anew(cluster):
 
 
 def pids(cluster, host):
-    return int(cluster._backend.where(host).split(",")[0].removeprefix("pid "))
+    return int(cluster._backend.describe_host(host).split(",")[0].removeprefix("pid "))
 
 
 def test_what_a_host_has_put_before_it_died_arrives(cluster):
@@ -220,13 +220,13 @@ def test_several_deaths_of_one_host_end_the_run_with_the_last_cause(cluster):
     replace(cluster, lose(cluster, a.leave())[0])
     asleep = c.sleep(1)
     with pytest.raises(WorkerFailed, match=r"a-0: its process exited .*after 1 restarts within 600 s \(faults.max_res"):
-        cluster.settle(a.leave(), asleep)
+        cluster.wait_for_calls(a.leave(), asleep)
 
 
 def test_other_hosts_still_end_the_run(cluster):
     a, _, c = launch(cluster)
     with pytest.raises(WorkerFailed, match="c-0: its process exited with code 0"):
-        cluster.settle(a.sleep(1), c.leave())
+        cluster.wait_for_calls(a.sleep(1), c.leave())
 
 
 def test_a_constructor_that_fails_in_the_second_life_ends_the_run(processes, tmp_path):
@@ -237,7 +237,7 @@ def test_a_constructor_that_fails_in_the_second_life_ends_the_run(processes, tmp
         handles = cluster.replace("one")
         cluster.rebuilt_by("one", handles)
         with pytest.raises(WorkerFailed, match="a-0: constructor failed: RuntimeError: no second life"):
-            cluster.settle(*handles)
+            cluster.wait_for_calls(*handles)
 
 
 @pytest.mark.chaos
@@ -276,7 +276,7 @@ def test_inline_replaces_nothing(tmp_path):
         a = cluster.launch(Pupil, "a")
         cluster.supervise([a], Budget(3, 600, 1))
         with pytest.raises(WorkerFailed, match="bad grip"):
-            cluster.settle(a.raise_error(ValueError("bad grip")))
+            cluster.wait_for_calls(a.raise_error(ValueError("bad grip")))
 
 
 def test_a_host_that_dies_before_the_others_are_there_ends_the_run_with_its_cause(tmp_path):
@@ -297,7 +297,7 @@ def test_a_group_gets_one_more_worker_which_is_replaced_like_others_and_dismisse
     newcomer, made = cluster.add(a, HostPlan("a-5", ("a",)))
     broken, made_too = cluster.add(b, HostPlan("b-5", ("b",)))
     inbox = cluster.channel("inbox", home=newcomer, capacity=1)
-    cluster.settle(made, made_too)
+    cluster.wait_for_calls(made, made_too)
     assert newcomer.add(1).wait() == [11], "made with the same arguments"
     failing = broken.raise_error(RuntimeError("no room"))
     until = time.monotonic() + 60
@@ -324,5 +324,5 @@ def test_a_group_gets_one_more_worker_which_is_replaced_like_others_and_dismisse
         time.sleep(0.01)
     assert not os.path.exists(f"/proc/{gone}")
     late, made = cluster.add(a, HostPlan("a-6", ("a",)))
-    cluster.settle(made)
+    cluster.wait_for_calls(made)
     assert cluster.join(a, late, made.seconds()) and a.add(0).wait() == [13, 10]

@@ -35,7 +35,7 @@ class Building:
     def write_stacks(self, host):
         return False
 
-    def where(self, host):
+    def describe_host(self, host):
         return "pid 7"
 
 
@@ -101,29 +101,29 @@ def test_no_restarts_allowed_means_that_the_first_death_ends_the_run():
 
 def test_the_same_error_twice_of_a_worker_that_never_came_through_a_round_is_the_codes():
     errors = Repetitions()
-    assert errors.raised("sim-0", "paid.py:3", "KeyError: 'x'") == ""
-    assert errors.raised("sim-1", "paid.py:3", "KeyError: 'x'") == "", "another worker has not been started again"
+    assert errors.count_error("sim-0", "paid.py:3", "KeyError: 'x'") == ""
+    assert errors.count_error("sim-1", "paid.py:3", "KeyError: 'x'") == "", "another worker has not been started again"
     errors.came_through(["sim-2"])
-    assert "not tried a third time" in errors.raised("sim-0", "paid.py:3", "KeyError: 'x'")
+    assert "not tried a third time" in errors.count_error("sim-0", "paid.py:3", "KeyError: 'x'")
 
 
 def test_other_errors_of_such_a_worker_are_tried_three_times_at_a_line():
     errors = Repetitions()
-    assert errors.raised("sim-0", "scene.py:7", "NotFinite: row 1") == ""
-    assert errors.raised("sim-0", "paid.py:3", "NotFinite: row 1") == ""
-    assert errors.raised("sim-0", "scene.py:7", "NotFinite: row 5") == ""
-    assert "three times in a row" in errors.raised("sim-0", "scene.py:7", "NotFinite: row 2")
+    assert errors.count_error("sim-0", "scene.py:7", "NotFinite: row 1") == ""
+    assert errors.count_error("sim-0", "paid.py:3", "NotFinite: row 1") == ""
+    assert errors.count_error("sim-0", "scene.py:7", "NotFinite: row 5") == ""
+    assert "three times in a row" in errors.count_error("sim-0", "scene.py:7", "NotFinite: row 2")
 
 
 def test_a_worker_that_has_worked_may_fail_with_the_same_error_twice_in_a_row():
     errors = Repetitions()
     errors.came_through(["sim-0"])
-    told = [errors.raised("sim-0", "scene.py:7", "RuntimeError: contact lost") for _ in range(3)]
+    told = [errors.count_error("sim-0", "scene.py:7", "RuntimeError: contact lost") for _ in range(3)]
     assert told[:2] == ["", ""] and "three times in a row" in told[2]
 
 
 def test_a_round_that_a_worker_came_through_forgets_its_errors():
     errors = Repetitions()
     for _ in range(4):
-        assert errors.raised("sim-0", "scene.py:7", "RuntimeError: contact lost") == ""
+        assert errors.count_error("sim-0", "scene.py:7", "RuntimeError: contact lost") == ""
         errors.came_through(["sim-0"])

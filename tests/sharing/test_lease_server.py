@@ -115,8 +115,8 @@ def test_a_run_that_reports_does_not_wait_until_its_parent_hears_of_it(parent):
     owner = joined(parent, "owner", "fake:0", "fake:1")
     with parent.lock:
         owner.report_progress(0.5)
-        owner.rest(["borrower"])
-        owner.woke(0.5)
+        owner.report_idle(["borrower"])
+        owner.report_load_time(0.5)
         owner.clear_progress()
     owner.acquire("update")
     assert owner.granted("update")

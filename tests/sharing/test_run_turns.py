@@ -88,7 +88,7 @@ class FakeRun:
     def leave(self):
         self.gone, self.end = True, self.coordinator.now
         self.coordinator.leave(self.name)
-        self.coordinator.turns.forgets(self.name, "finished", self.coordinator.now)
+        self.coordinator.turns.remove_run(self.name, "finished", self.coordinator.now)
 
 
 def play(coordinator, runs, most_s=500.0, each=lambda: None):
@@ -201,7 +201,7 @@ def test_by_rlix_rule_a_run_keeps_the_device_on_which_it_writes_its_last_answer(
             coordinator.acquire(gang)
     turns.runs["ends"].batch_s, turns.runs["large"].batch_s = 16.0, 64.0
     turns.reports("ends", 0.98, 1.0)
-    turns.rest("ends", {f"ends/{DEVICES[1]}"} if rests else (), 1.0)
+    turns.set_idle("ends", {f"ends/{DEVICES[1]}"} if rests else (), 1.0)
     coordinator.pass_time(2.0)
     assert len(coordinator.leaving()) == 1 and (not rests or coordinator.leaving() == {f"ends/{DEVICES[1]}"})
 
@@ -209,10 +209,10 @@ def test_by_rlix_rule_a_run_keeps_the_device_on_which_it_writes_its_last_answer(
 def test_a_run_that_waits_longer_than_its_last_iteration_moves_up_a_tier():
     turns = RunTurns()
     turns.joins("a", 1.0, DEVICES, 0.0)
-    turns.knows("a", {"a/rollout": DEVICES, "a/update": DEVICES}, {"a/rollout": GENERATE, "a/update": TRAIN})
+    turns.set_gangs("a", {"a/rollout": DEVICES, "a/update": DEVICES}, {"a/rollout": GENERATE, "a/update": TRAIN})
     turns.reports("a", None, 0.0)
     turns.reports("a", None, 5.0)
-    turns.waits("a/rollout", 10.0)
+    turns.note_request("a/rollout", 10.0)
     assert turns.tier("a/rollout") == GENERATE
     turns.passes(15.1)
     assert turns.tier("a/rollout") == GENERATE - 1
@@ -267,10 +267,10 @@ def test_a_worker_that_has_nothing_to_do_lends_its_device_until_it_has():
         return found
 
     assert not leaving(1.0) and coordinator.granted(owner)
-    turns.rest("a", {owner}, 10.0)
+    turns.set_idle("a", {owner}, 10.0)
     assert not leaving(11.0)  # idle for 1 s, and a change of hands takes 0.5 s
     assert leaving(12.0) == {owner} and coordinator.granted(borrower)
-    turns.rest("a", (), 20.0)
+    turns.set_idle("a", (), 20.0)
     assert leaving(20.0) == {borrower} and coordinator.granted(owner)
-    turns.rest("a", {owner}, 30.0)  # as long as last time
+    turns.set_idle("a", {owner}, 30.0)  # as long as last time
     assert leaving(30.1) == {owner}

@@ -62,7 +62,9 @@ class Run:
 
     def pid(self, worker):
         """Of the process that runs this worker now."""
-        return int(self.cluster._backend.where(self.cluster._host_of(worker)).split(",")[0].removeprefix("pid "))
+        return int(
+            self.cluster._backend.describe_host(self.cluster._host_of(worker)).split(",")[0].removeprefix("pid ")
+        )
 
     def weights(self):
         self.loop.save_learners(self.folder / "saved")

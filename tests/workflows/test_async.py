@@ -64,7 +64,9 @@ def test_staleness_stays_exact_where_a_worker_is_killed(recipe, victim, backend,
         for number in range(ITERATIONS):
             if number == 2:
                 host = run.cluster._host_of(victim)
-                os.kill(int(run.cluster._backend.where(host).split(",")[0].removeprefix("pid ")), signal.SIGKILL)
+                os.kill(
+                    int(run.cluster._backend.describe_host(host).split(",")[0].removeprefix("pid ")), signal.SIGKILL
+                )
             staleness.append(run.loop.iterate(number, ITERATIONS)[1]["train/staleness"])
         assert staleness == [0, 1, 2, 2, 2, 2]
         assert len(run.lines) == 1 and victim in run.lines[0]
@@ -122,7 +124,7 @@ def test_sims_that_die_after_their_batch_was_collected_take_nothing_along(tmp_pa
                         os.kill(run.pid(sim), signal.SIGKILL)
                     until = time.monotonic() + 60
                     while run.loop.rollouts.restarts < 2 and time.monotonic() < until:  # between two rollouts
-                        run.loop.rollouts.settle()
+                        run.loop.rollouts.finish_calls()
                         time.sleep(0.01)
             assert not any(row["faults/lost_episodes"] for row in rows)
             assert run.loop.rollouts.restarts == 2 * killed
@@ -138,9 +140,9 @@ def test_a_rollout_begins_before_the_update_beside_it_has_ended(tmp_path):
             events.append("collect")
             return super().collect()
 
-        def settled(self, handle):
+        def learner_results(self, handle):
             events.append(f"wait for {handle.what}")
-            return super().settled(handle)
+            return super().learner_results(handle)
 
         def __init__(self, *args, **kwargs):
             super().__init__(*args, **kwargs)

@@ -41,7 +41,7 @@ def test_episodes_that_ended_before_their_sim_died_in_the_same_round_are_settled
     episode_counter.begin([0, 1, 2, 4])  # env 0 ends two episodes, and its sim dies while another sim still plays
     assert episode_counter.abandon(range(0, 1)) == 3
     assert episode_counter.finish([result(0), result(2)]) == 2
-    assert episode_counter.abandoned()["rows.started"].tolist() == [3, 1]
+    assert episode_counter.state_of_ended()["rows.started"].tolist() == [3, 1]
     episode_counter.begin([6])
     assert episode_counter.abandon(range(0, 1)) == 1
 

@@ -76,7 +76,7 @@ class Gated(Run):
         return totals["act"].count if "act" in totals else 0
 
     def kill(self, worker):
-        where = self.cluster._backend.where(self.cluster._host_of(worker))
+        where = self.cluster._backend.describe_host(self.cluster._host_of(worker))
         os.kill(int(where.split(",")[0].removeprefix("pid ")), signal.SIGKILL)
 
 

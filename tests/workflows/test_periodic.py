@@ -237,7 +237,7 @@ def test_a_group_of_another_version_is_an_error(tmp_path, monkeypatch):
 
 def kill(run, worker):
     host = run.cluster._host_of(worker)
-    os.kill(int(run.cluster._backend.where(host).split(",")[0].removeprefix("pid ")), signal.SIGKILL)
+    os.kill(int(run.cluster._backend.describe_host(host).split(",")[0].removeprefix("pid ")), signal.SIGKILL)
 
 
 def kill_when(monkeypatch, run, worker, now):

@@ -199,7 +199,7 @@ def test_a_successor_that_dies_or_hangs_while_it_builds_is_another_restart(tmp_p
                 again.append(host)
                 until = time.monotonic() + 60
                 hosts = run.cluster._backend
-                while (hosts.pulse(host).ago_s == float("inf") or "starting" in hosts.where(host)) and (
+                while (hosts.pulse(host).ago_s == float("inf") or "starting" in hosts.describe_host(host)) and (
                     time.monotonic() < until
                 ):
                     time.sleep(0.01)

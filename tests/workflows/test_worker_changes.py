@@ -23,7 +23,7 @@ ONE = {"sim": "cpu:0-1*2", "policy": "cpu:2", "learner": "cpu:3"}
 def added(run, name, *devices):
     """The worker is built, and joins in the next round."""
     newcomer = run.loop.rollouts.add_policy(HostPlan(name, ("policy",), devices=devices))
-    run.cluster.settle(*newcomer.calls)
+    run.cluster.wait_for_calls(*newcomer.calls)
     assert newcomer.is_built(), newcomer.failure()
 
 
@@ -79,7 +79,7 @@ class LeavesInARound:
     def __init__(self, run):
         self.run, self.rounds, self.acted = run, run.loop.rollouts.rounds, None
 
-    def due(self):
+    def is_due(self):
         return self.acted is None and self.run.loop.rollouts.rounds > self.rounds
 
     def go_on(self):
@@ -122,7 +122,7 @@ class Storm:
     def is_over(self):
         return len(self.seen) > 2 and min(self.done[what] for what in ("leave", "kill")) > 1
 
-    def due(self):
+    def is_due(self):
         return time.monotonic() >= self.next_at
 
     def go_on(self):

@@ -177,7 +177,7 @@ class RayBackend(HostProcesses):
         if not self._connection.lost(before.agent.node):
             return before.plan
         cores = [(process.node, core) for process in self.processes.values() for core in process.plan.cores]
-        return move(before.plan, self._connection.others(before.agent.node), Counter(cores))
+        return move(before.plan, self._connection.nodes_without(before.agent.node), Counter(cores))
 
     def _reserve(self, plan: HostPlan) -> None:
         """Reserve the devices of an added host that this run has not reserved yet."""
@@ -288,7 +288,7 @@ class NodeAgent:
         else:
             sys.path[:] = order["path"]
             os.chdir(order["folder"])
-        events = Events(self._on_report, lambda host, pid: self._tell("up", host, pid), self._on_death)
+        events = Events(self._on_report, lambda host, pid: self._send_event("up", host, pid), self._on_death)
         self._hosts = LocalHosts(boot, order["first"], log_dir, events, self._relay)
         if boot["driver"]:
             self._hosts.control.watch(os.pidfd_open(boot["driver"]), lambda: os._exit(1))
@@ -309,7 +309,7 @@ class NodeAgent:
             self._hosts.spawn(plan)
         except Exception as error:
             traceback.print_exc()
-            self._tell("died", plan.name, (f"could not be started: {type(error).__name__}: {error}",))
+            self._send_event("died", plan.name, (f"could not be started: {type(error).__name__}: {error}",))
         with self._changed:
             self._started[plan.name] = self._life_of(plan.name)
             self._changed.notify_all()
@@ -364,7 +364,7 @@ class NodeAgent:
     @_ending_the_process_on_error()
     def _relay(self, host: str, destination: str, message: tuple, payload: Payload | None) -> None:
         if destination == DRIVER:
-            self._tell("channel", host, message, payload)
+            self._send_event("channel", host, message, payload)
             return
         (life, _), (of_life, agent) = self._places[host], self._places[destination]
         sent = agent.deliver.remote(host, life, destination, of_life, pack_message(message), *carried(payload))
@@ -377,7 +377,7 @@ class NodeAgent:
         @_ending_the_process_on_error()
         def tell() -> None:
             self._hosts.channels.drain(self._hosts.processes[host].channels)
-            self._tell("report", host, message, payload)
+            self._send_event("report", host, message, payload)
 
         self._hosts.channels.submit(tell)
 
@@ -388,9 +388,9 @@ class NodeAgent:
             with suppress(OSError):
                 printed = Path(log).read_bytes()
                 os.unlink(log)
-        self._tell("died", host, (cause, printed))
+        self._send_event("died", host, (cause, printed))
 
-    def _tell(self, kind: str, host: str, message: Any, payload: Payload | None = None) -> None:
+    def _send_event(self, kind: str, host: str, message: Any, payload: Payload | None = None) -> None:
         sent = list(self._sent.pop(host, {}).values()) if kind in ("report", "died") else []
         life = self._places[host][0]
         self._outbox.put((sent, (kind, host, life, pack_message(message), *carried(payload))))
@@ -404,9 +404,9 @@ class NodeAgent:
             for host, process in list(self._hosts.processes.items()):
                 known = seen.setdefault(f"{host} {process.pid}", {})
                 with suppress(ValueError):  # released, since the host has been started again
-                    if not process.ended.is_set() and (news := process.progress.news(known)):
+                    if not process.ended.is_set() and (news := process.progress.changed_slots(known)):
                         known |= news
-                        self._tell("progress", host, news)
+                        self._send_event("progress", host, news)
 
 
 def identity(pid: int) -> tuple[str, str]:

@@ -99,7 +99,7 @@ class Connection:
         """True if Ray has noticed that this node is lost."""
         return all(known["NodeID"] != node.id or not known["Alive"] for known in ray.nodes())
 
-    def others(self, lost: RayNode) -> list[RayNode]:
+    def nodes_without(self, lost: RayNode) -> list[RayNode]:
         """All nodes except the lost ones."""
         return [node for node in self._nodes.values() if node.id != lost.id and not self.lost(node)]
 

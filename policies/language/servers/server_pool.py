@@ -234,7 +234,7 @@ class ServerPool:
             elif server.gap.tokens >= JUDGED_TOKENS or not server.calls or most is None:
                 for number, answer in server.unreleased.items():
                     self.failing.pop(number, None)
-                    if self.queue.answered(number):
+                    if self.queue.take_answer(number):
                         released.append((number, answer))
                         server.used.add(len(answer.tokens), version_of(self.wanted))
                 server.unreleased = {}
