@@ -8,7 +8,7 @@ from shlex import quote
 
 import pytest
 
-from embodied import benchmark, plan, serve, share
+from embodied import benchmark, plan, serve, share, workers
 from embodied.config.command_line import COMMANDS, FLAGS
 from embodied.config.recipe import load
 from embodied.config.recipe_files import recipe_names
@@ -94,6 +94,8 @@ def check(command, words, run):
         assert all(load(words) for words in share.read_order(words).runs)
     elif command == "serve":
         assert serve.read(words)
+    elif command == "workers":
+        assert workers.read_words(words)
     elif command == "list":
         assert {*words} <= {*LISTS}
     elif command in ("report", "datasets.quantiles", "policies.openvla.components"):

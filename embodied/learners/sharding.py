@@ -77,9 +77,9 @@ def leave() -> None:
 
 
 def is_sharded(tensor: Tensor) -> bool:
-    """True for a DTensor. Its class is slow to import, so a process without the import has no DTensor."""
-    module = sys.modules.get("torch.distributed.tensor")
-    return module is not None and isinstance(tensor, module.DTensor)
+    """True for a DTensor. Its class is slow to import, so a process that has not imported it has no DTensor."""
+    kind = getattr(sys.modules.get("torch.distributed.tensor"), "DTensor", None)  # None while a thread imports it
+    return kind is not None and isinstance(tensor, kind)
 
 
 def local_weights(policy: nn.Module) -> list[Tensor]:

@@ -1,5 +1,8 @@
 """Options that change how the learner computes, not what it learns."""
 
+import sys
+from types import ModuleType
+
 import pytest
 import torch
 import toy
@@ -11,7 +14,7 @@ from embodied.core.errors import CheckpointError, ConfigError
 from embodied.core.types import BatchEnd
 from embodied.learners.config import LearnerConfig
 from embodied.learners.model import Model, PolicyOptimizer
-from embodied.learners.sharding import join_rows
+from embodied.learners.sharding import is_sharded, join_rows
 from embodied.learners.update import update_policy
 from embodied.learners.worker import LearnerWorker
 from embodied.policies.networks import RandomPolicy
@@ -290,3 +293,8 @@ def test_shards_of_an_optimizer_that_are_not_all_there_are_refused(tmp_path):
     (tmp_path / "optimizer.safetensors").rename(tmp_path / "optimizer-1-of-2.safetensors")
     with pytest.raises(CheckpointError, match="has 1 of the optimizer's 2 files; it is damaged"):
         optimizer.load(tmp_path)
+
+
+def test_while_another_worker_of_the_process_imports_sharded_tensors_there_are_none(monkeypatch):
+    monkeypatch.setitem(sys.modules, "torch.distributed.tensor", ModuleType("half imported"))
+    assert not is_sharded(torch.ones(1))
