@@ -57,9 +57,10 @@ from embodied.profiling.timed_run import Round, TimedRun, typical
 from embodied.records.progress import timestamp
 from embodied.reporting.benchmark_page import describe, warnings, write_report
 from embodied.run import launch
-from embodied.run.devices import divides_requests, draws_on_gpus, machines, reserve
+from embodied.run.devices import divides_requests, draws_on_gpus, host_plans, machines
 from embodied.run.launch import program_of
 from embodied.run.provenance import provenance
+from embodied.runtime.backend import reserved
 from embodied.system.machine import LoadMeter, load_before
 from embodied.workflows.rl_loop import EmbodiedLoop
 from embodied.workflows.shipped_roles import roles_of_run
@@ -214,9 +215,9 @@ def run_all(
     roles = roles_of(roles_of_run(program, config))
     planned = {mode: runnable(config, expected, topology, roles) for mode, expected in result.expected.items()}
     with ExitStack() as stack:
-        stack.callback(
-            reserve(config, {name for _, plan in planned.values() for host in plan.hosts for name in host.held})
-        )
+        if address := config.cluster.joined:  # all modes are alive together, so the devices are reserved once
+            hosts = [host for _, plan in planned.values() for host in host_plans(plan)]
+            stack.callback(reserved(address, hosts))
         timed_runs = {
             mode: stack.enter_context(TimedRun(*each, folder / "logs" / mode, program, reserves=False))
             for mode, each in planned.items()

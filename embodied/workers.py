@@ -8,7 +8,7 @@ usage: python -m embodied.workers RUN [policy=+N | policy=-N] [devices=...] [--h
   devices   where added workers are placed, as in placement=: cpu:3, gpu:0,gpu:1 or node2/gpu:0 [devices that the run
             does not use, or cores that only its learners use, in turns with rollouts]
 
-Neither changes the run's episodes or its noise, and so what it learns (but for rounding where requests are merged).
+Neither changes the run's episodes, its noise or what it learns (but for rounding where requests are merged).
 Simulators and learners stay. run.json and the report name the present workers; a resumed run begins with those of its
 placement.
 """

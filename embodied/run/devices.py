@@ -5,7 +5,7 @@ Modes, `auto`, profiles, benchmarks and the memory check all call `machines`, so
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 from contextlib import suppress
 from dataclasses import replace
 from typing import Any
@@ -19,7 +19,6 @@ from embodied.placement.topology import read_topology
 from embodied.policies.common_config import PolicyOptions
 from embodied.run.memory_check import decisions_of
 from embodied.runtime import HostPlan, nodes_of
-from embodied.runtime.backend import reserved
 from embodied.system.discovery import discover, on_ray_node
 
 SMALL_STEP = 16_000_000  # items times weights: about 4 ms on a core; a second core saves at most 1 ms
@@ -44,19 +43,6 @@ def machines(config: RunConfig) -> Topology:
     return replace(
         topology, nodes=tuple(with_hardware(node, i == 0, cluster.devices) for i, node in enumerate(topology.nodes))
     )
-
-
-def reserve(config: RunConfig, devices: Collection[str]) -> Callable[[], None]:
-    """Reserves these devices for several runs if they are a Ray cluster's, and the cores beside GPUs; returns a
-    function that releases them."""
-    if config.cluster.joined is None:
-        return lambda: None
-    plans = []
-    for node in machines(config).nodes:
-        if of_node := tuple(device for device in devices if device.partition("/")[0] == node.name):
-            cores = tuple(core for core in node.core_numbers if f"{node.name}/cpu:{core}" in of_node)
-            plans.append(HostPlan(node.name, (), cores or node.core_numbers, node=node.name, devices=of_node))
-    return reserved(config.cluster.joined, plans)
 
 
 def with_hardware(node, first: bool, declared: tuple[str, ...]):

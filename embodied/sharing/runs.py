@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from itertools import chain, combinations, islice
 from pathlib import Path
@@ -26,8 +26,10 @@ from embodied.core.files import read_object, reading, replace_text
 from embodied.placement import PlacementError, PlacementPlan, Topology, roles_of
 from embodied.placement.topology import Node
 from embodied.run import launch
-from embodied.run.devices import divides_requests, machines, reserve
+from embodied.run.devices import divides_requests, machines
 from embodied.run.memory_check import CUDA_BYTES, PROCESS_BYTES, needs
+from embodied.runtime import HostPlan
+from embodied.runtime.backend import reserved
 from embodied.sharing.lease_server import RecordedLeases
 from embodied.sharing.page import SHARE
 from embodied.sharing.run_turns import FORMAT
@@ -143,6 +145,19 @@ def with_borrowed(slots: Mapping[str, list[str]], lent: Sequence[str], topology:
         if "policy" in roles:
             roles_by_devices["policy"] = [*on, *(counted.get(device, device) for device in lent)]
     return roles_by_devices
+
+
+def reserve(config: RunConfig, devices: Sequence[str]) -> Callable[[], None]:
+    """Reserves these devices for all runs if they are a Ray cluster's, and the cores beside GPUs; returns a
+    function that releases them."""
+    if config.cluster.joined is None:
+        return lambda: None
+    plans = []
+    for node in machines(config).nodes:
+        if of_node := tuple(device for device in devices if device.partition("/")[0] == node.name):
+            cores = tuple(core for core in node.core_numbers if on_node(node, f"cpu:{core}") in of_node)
+            plans.append(HostPlan(node.name, (), cores or node.core_numbers, node=node.name, devices=of_node))
+    return reserved(config.cluster.joined, plans)
 
 
 # Memory

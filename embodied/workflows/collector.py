@@ -487,7 +487,7 @@ class AskedRole:
         self.asking += 1
 
     def end(self) -> None:
-        """One of those that began has all its answers; after the last one the role queues."""
+        """A call has all its answers; after the last such call the role answers no more."""
         self.asking -= 1
         if not self.asking:
             for requests in self.requests:
