@@ -55,6 +55,17 @@ class TurnedAway(asyncio.Protocol):
         transport.close()
 
 
+async def stop_accepting(server: asyncio.Server) -> None:
+    """Stops listening. Connections that are being accepted are made first: Python 3.11 neither makes nor closes them
+    once their server is closed."""
+    loop = asyncio.get_running_loop()
+    for listener in server.sockets:
+        loop.remove_reader(listener)
+    for _ in range(3):  # turns of the loop: accepted, prepared, made
+        await asyncio.sleep(0)
+    server.close()
+
+
 async def bytes_of(request: web.Request, most: int | None = None) -> bytes:
     """The body of a request with at most `most` bytes (default: the limit for one prompt)."""
     data = bytearray()

@@ -45,7 +45,7 @@ from embodied.runtime.published_weights import BUCKET_BYTES, Blob
 from embodied.serving import openai as openai
 from embodied.serving.config import FOREIGN_HOST, TOKEN, ServeConfig, is_token_shown
 from embodied.serving.generation import ROUND, Generation, Mode, ServedConversation, Written
-from embodied.serving.http_requests import SEND_S, TOKEN_BYTES, Connections, body_of, bytes_of, refusal
+from embodied.serving.http_requests import SEND_S, TOKEN_BYTES, Connections, body_of, bytes_of, refusal, stop_accepting
 from embodied.serving.openai import AnswerChoice, Ask, BadRequest, PictureReader, with_tools
 
 CHANGE_S = 3600.0  # limit for open answers to end and new weights to load
@@ -114,7 +114,7 @@ class LanguageServer:
             await stop.wait()
         finally:
             if server is not None:
-                server.close()
+                await stop_accepting(server)
             await runner.cleanup()
             self.pictures.close()
             await asyncio.to_thread(self.generation.close)

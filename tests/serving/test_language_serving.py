@@ -545,6 +545,27 @@ def ended(connection):
         return True
 
 
+def test_a_connection_that_is_made_while_the_server_ends_is_closed(folder):
+    server = LanguageServer(
+        model_of(folder), ServeConfig(checkpoint="x", port=0), Origin("m", folder, 0), lambda _: None
+    )
+
+    async def serve_and_end(client):
+        loop, stop = asyncio.get_running_loop(), asyncio.Event()
+
+        def end(port):
+            client.connect(("127.0.0.1", port))  # accepted by the loop's turn that ends the server
+            loop.call_soon(stop.set)
+
+        await server.run(lambda port: loop.call_later(0.1, end, port), stop)
+
+    with socket.socket() as client:
+        client.settimeout(5)
+        asyncio.run(serve_and_end(client))
+        with suppress(ConnectionResetError):
+            assert client.recv(1) == b""
+
+
 def test_a_foreign_host_is_refused(open_server):
     for host in ("evil.example", "evil.example:80", "169.254.1.1", "localhost.evil.example", "[::", ""):
         assert ask(open_server, "/healthz", headers={"Host": host}, method="GET")[0] == 403

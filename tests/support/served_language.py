@@ -10,6 +10,7 @@ from aiohttp import web
 from embodied.policies.language.config import LanguageConfig
 from embodied.policies.language.engine import make_engine
 from embodied.serving.config import ServeConfig
+from embodied.serving.http_requests import stop_accepting
 from embodied.serving.language_server import LanguageServer, Origin
 
 SECRET = "a-secret-of-enough-letters"
@@ -46,9 +47,10 @@ def scripted(reply):
         app.router.add_route("*", "/{path:.*}", handle)
         runner = web.AppRunner(app, access_log=None, shutdown_timeout=1.0)
         await runner.setup()
-        await web.TCPSite(runner, "127.0.0.1", 0).start()
-        ready(runner.addresses[0][1])
+        server = await asyncio.get_running_loop().create_server(runner.server, "127.0.0.1", 0)
+        ready(server.sockets[0].getsockname()[1])
         await stop.wait()
+        await stop_accepting(server)
         await runner.cleanup()
 
     with in_a_thread(run) as url:
