@@ -18,7 +18,9 @@ from typing import Any
 from embodied import train
 from embodied.config.recipe import load
 from embodied.run import launch
-from embodied.workflows.rl_loop import EmbodiedLoop
+from embodied.runtime import Handle
+from embodied.workflows import rl_loop
+from embodied.workflows.rl_loop import EmbodiedLoop, LaggingVersions
 
 FOLDER = "STRIKE_GATES"
 HOLD = "hold"
@@ -58,7 +60,17 @@ class GatedLoop(EmbodiedLoop):
         return super().save(checkpoints, state)
 
 
+class GatedVersions(LaggingVersions):
+    """With a lag, a version is published when learners begin to copy it."""
+
+    def _copy(self, version: int) -> Handle | None:
+        if version > self.copied:
+            arrive("driver", "publish")
+        return super()._copy(version)
+
+
 def main() -> int:
+    rl_loop.LaggingVersions = GatedVersions
     return launch.run(lambda argv: train.follow(load(argv), GatedLoop), lost=launch.UNSAVED)
 
 
