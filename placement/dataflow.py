@@ -16,6 +16,7 @@ import heapq
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cache, cached_property
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -166,6 +167,7 @@ class Component:
     splits: bool = False  # in a cycle: workers split their items into stages that send requests separately
     merges: int = 1  # in a cycle: the most items of waiting requests that a worker answers in one call
     streams: bool = False  # begins with partial input
+    units: bool = False  # takes each group, or part of a rollout, as it comes, where only such components are
     ahead: int = 0  # items per iteration that frozen parts encode on arrival, before the calls
 
     def __post_init__(self) -> None:
@@ -311,16 +313,17 @@ def embodied_dataflow(
     env_steps: int,
     ahead: int = 0,
     merges: int = 1,
-    others: Sequence[str] = (),
+    others: Mapping[str, bool] = MappingProxyType({}),
     **more: Any,
 ) -> Dataflow:
     """The graph of `embodied.train`: sims and policies in a cycle, trajectories to the learner, weights to the next
-    iteration. The components `others` process every decision once, between sims and learner."""
+    iteration. The components `others` process every decision once, between sims and learner: all together, or (True)
+    by units."""
     return Dataflow(
         components=(
             Component("sim", decisions, num_envs, even=True, splits=True),
             Component("policy", decisions, num_envs, merges=merges),
-            *(Component(name, 1, decisions * num_envs) for name in others),
+            *(Component(name, 1, decisions * num_envs, units=units) for name, units in others.items()),
             Component("learner", learner_calls, learner_items, ahead=ahead),
         ),
         edges=(

@@ -41,6 +41,7 @@ class PlacedRole:
     phase: str = "rollout"  # or "update": the phase in which its workers work
     network: bool = True  # True: runs where networks run, on GPUs if there are any; False: a simulator
     beside: str | None = None  # the role whose processes it shares in collocated and hybrid plans; "": own devices
+    streams: bool = False  # on devices of its own it takes every unit as it comes
 
     @property
     def home(self) -> str:
@@ -57,12 +58,12 @@ EMBODIED = (
 
 
 def roles_of(declared: Iterable[Any]) -> tuple[PlacedRole, ...]:
-    """Converts a program's declared roles (objects with `name`, `phase` and `beside`, or names) to `PlacedRole`s."""
+    """Converts a program's declared roles (objects with these attributes, or names) to `PlacedRole`s."""
     known = {role.name: role for role in EMBODIED}
     named = [PlacedRole(one) if isinstance(one, str) else one for one in declared]
     return tuple(
         known.get(one.name)
-        or (one if isinstance(one, PlacedRole) else PlacedRole(one.name, one.phase, beside=one.beside))
+        or (one if isinstance(one, PlacedRole) else PlacedRole(one.name, one.phase, True, one.beside, one.streams))
         for one in named
     )
 

@@ -24,6 +24,7 @@ from embodied.placement.layout import DeviceClass, Layer, Layout, Zone
 from embodied.placement.profile import Array, Cost, Profile, Table, make_table, max_of
 
 Note = Callable[["NodeTurn", str, Array, Array], object]  # a step of a node, from start to end
+BOTH_ALONE = ("both", "alone")
 Terms = dict[tuple, Array]
 """The terms of a layer's price: ("alone", node) and ("both", node), seconds of a pass without and with the other side
 at work; ("ahead", node); ("onload", node) and ("offload", node); ("active", zone) and ("idle", zone), bytes while this
@@ -59,6 +60,7 @@ class Pricer:
         self.asker = {node: asker_of(dataflow, node) for node in dataflow.order}
         self.table = cache(self._table)
         self.turns = cache(self._turns_of)
+        self.by_units = cache(self._by_units)
 
     def cost(self, component: str, device_class: str) -> Cost | None:
         return self.profile.cost(component, self.classes[device_class])
@@ -106,9 +108,11 @@ class Pricer:
             terms["alone", turn.node] = self.node_seconds(node, at, stages)
             if self.dataflow[node[0]].ahead:
                 terms["ahead", turn.node] = self.encoding_seconds(node[0], at)
-        if self.dataflow.schedule == "periodic":
+        periodic, by_units = self.dataflow.schedule == "periodic", self.by_units(layer)
+        if periodic or (by_units and self.dataflow.groups):
+            terms["waiting",] = schedule_overlap.waiting_groups(self, at, stages, by_units)
+        if periodic:
             terms["tail",] = tail = schedule_overlap.tail_seconds(self, at, stages)
-            terms["waiting",] = schedule_overlap.waiting_groups(self, at, stages)
             self._without_tail(terms, "alone", tail)
         return terms
 
@@ -146,13 +150,25 @@ class Pricer:
         """Seconds of a layer and of its weight sync; never falls if a term rises."""
         if not schedule_overlap.overlaps(self.dataflow):
             return self.turn_seconds(layer, self.turns(layer), terms, chunks) + terms["weights",]
+        rollout, update = (
+            [self.turn_seconds(layer, side, terms, 1, which) for which in BOTH_ALONE] for side in self.sides(layer)
+        )
+        return schedule_overlap.overlapped(self.dataflow, rollout, update, terms, self.arrivals(layer, terms))
+
+    def sides(self, layer: Layer) -> tuple[list[NodeTurn], list[NodeTurn]]:
+        """The nodes of the rollout, and those of the update."""
         sides: tuple[list[NodeTurn], list[NodeTurn]] = ([], [])
         for turn in self.turns(layer):
             sides[schedule_overlap.is_learner_node(self.dataflow, turn.node)].append(turn)
-        rollout, update = (
-            [self.turn_seconds(layer, side, terms, 1, which) for which in ("both", "alone")] for side in sides
-        )
-        return schedule_overlap.overlapped(self.dataflow, rollout, update, terms)
+        return sides
+
+    def arrivals(self, layer: Layer, terms: Terms) -> list[list[Array]] | None:
+        """The seconds at which each wave of groups has passed the components between sims and learners, while both
+        sides work and alone; None if groups reach periodic learners at the end of a wave, or learners wait for all."""
+        if self.dataflow.schedule != "periodic" or not self.by_units(layer):
+            return None
+        nodes = (self._play(layer, self.sides(layer)[0], terms, 1, which)[1].values() for which in BOTH_ALONE)
+        return [[max_of(*times) for times in zip(*of_nodes, strict=True)] for of_nodes in nodes]
 
     def turn_seconds(
         self,
@@ -165,8 +181,25 @@ class Pricer:
     ) -> Array:
         """Seconds of nodes that run in order, chunk by chunk, each when its zone is free. `note` is called for every
         step of a node: moving memory, or work."""
+        return max_of(*self._play(layer, turns, terms, chunks, which, note)[0])
+
+    def _play(
+        self,
+        layer: Layer,
+        turns: Sequence[NodeTurn],
+        terms: Terms,
+        chunks: int,
+        which: str = "alone",
+        note: Note | None = None,
+    ) -> tuple[list[Array], dict[int, list[Array]]]:
+        """Returns when each zone is free, and when each node has ended each chunk. If components take groups as they
+        come, the chunks are the waves of groups, and these components work for a wave's share of the groups."""
         free: list[Array] = [0.0] * len(layer)
         ready: dict[int, list[Array]] = {}
+        in_waves = self.by_units(layer) and ("waiting",) in terms
+        if in_waves:
+            left = [1.0, *np.moveaxis(terms["waiting",], -1, 0)]
+            chunks = len(left) - 1
         passes = self.dataflow.passes / chunks
         for turn in turns:
             key, steps = (which if (which, turn.node) in terms else "alone", turn.node), []
@@ -180,9 +213,10 @@ class Pricer:
                     time = begin + terms["ahead", turn.node] / chunks
                     steps.append(("work", begin, time))
             ready[turn.node] = []
-            for arrived in inputs if turn.streams else inputs[-1:] * chunks:
+            for chunk, arrived in enumerate(inputs if turn.streams else inputs[-1:] * chunks):
                 begin = max_of(time, *arrived)
-                time = begin + terms[key] * passes
+                waves = in_waves and turn.streams and turn.waits
+                time = begin + terms[key] * (left[chunk] - left[chunk + 1] if waves else passes)
                 ready[turn.node].append(time)
                 steps.append(("work", begin, time))
             begin, time = time, time + terms.get(("offload", turn.node), 0.0)
@@ -191,7 +225,7 @@ class Pricer:
                 free[z] = time
             for step in steps if note else ():
                 note(turn, *step)
-        return max_of(*free)
+        return free, ready
 
     def used_bytes(self, layers: Sequence[Layer], terms: Sequence[Terms], device_class: str) -> Array:
         """Bytes on the fullest device of a class: of the working layer, and kept by other layers."""
@@ -209,14 +243,27 @@ class Pricer:
 
     def _turns_of(self, layer: Layer) -> tuple[NodeTurn, ...]:
         place = {name: z for z, zone in enumerate(layer) for name in zone.components}
-        turns = []
+        turns, by_units = [], self.by_units(layer)
         for i, node in enumerate(self.dataflow.order):
             if node[0] in place:
                 zones = tuple(sorted({place[name] for name in node}))
                 sources = [j for j in sorted(self.dataflow.sources[i]) if self.dataflow.order[j][0] in place]
                 waits = tuple(j for j in sources if all(place[name] not in zones for name in self.dataflow.order[j]))
-                turns.append(NodeTurn(i, zones, waits, all(self.dataflow[name].streams for name in node)))
+                streams = all(self.dataflow[n].streams or (by_units and self.dataflow[n].units) for n in node)
+                turns.append(NodeTurn(i, zones, waits, streams))
         return tuple(turns)
+
+    def _by_units(self, layer: Layer) -> bool:
+        """True if all components between sims and learners take units, and share no device with sims, policies or
+        learners."""
+        between = {node[0] for node in self.dataflow.order if len(node) == 1 and not self.dataflow.is_learner(node[0])}
+        placed = {name for zone in layer for name in zone.components}
+        return (
+            bool(between)
+            and all(self.dataflow[name].units for name in between)
+            and len(placed) == len(self.dataflow.components)
+            and all(between.isdisjoint(zone.components) or between.issuperset(zone.components) for zone in layer)
+        )
 
     def swap_seconds(self, node: Sequence[str], at: Mapping, swapped: frozenset[str], which: str) -> float:
         """Seconds to load memory: zones load in parallel, components of one zone one after the other."""

@@ -362,11 +362,13 @@ def thinned(sizes: np.ndarray) -> np.ndarray:
 
 def chunk_grid(dataflow: Dataflow, profile: Profile) -> tuple[int, ...]:
     """Possible numbers of chunks in which data is handed on: divisors of passes if a component streams, of decisions if
-    frozen parts compute ahead, and 1 if learners work during the rollout anyway."""
-    if overlaps(dataflow):
+    frozen parts compute ahead or components take parts of rollouts, and 1 if groups are handed on or learners work
+    during the rollout anyway."""
+    if overlaps(dataflow) or dataflow.groups:
         return (1,)
     if any(c.streams for c in dataflow.components):
         return tuple(n for n in (1, 2, 4, 8, 16) if dataflow.passes % n == 0)
     encodes = any(c.ahead and any(cost.ahead_s for cost in profile.costs[c.name].values()) for c in dataflow.components)
     most = max((c.calls for c in dataflow.components if c.splits), default=1)
-    return tuple(n for n in (1, 2, 4, 8) if n == 1 or (encodes and n <= most))
+    by_parts = encodes or any(c.units for c in dataflow.components)
+    return tuple(n for n in (1, 2, 4, 8) if n == 1 or (by_parts and n <= most))

@@ -54,13 +54,10 @@ def held_items(dataflow: Dataflow) -> int:
     return (dataflow.level + 1) * batch
 
 
-def num_waves(dataflow: Dataflow, num_envs: int) -> int:
-    """The number of episodes that each env row plays for the groups of an iteration; 1 if components between sims and
-    learners process all groups at once."""
+def waits_for_all(dataflow: Dataflow) -> bool:
+    """True if there are components between sims and learners: by themselves they process all groups at once."""
     learner = next(i for i in range(len(dataflow.order)) if is_learner_node(dataflow, i))
-    if any(len(dataflow.order[i]) == 1 for i in dataflow.sources[learner]):
-        return 1
-    return -(-dataflow.groups * dataflow.group_size // num_envs)
+    return any(len(dataflow.order[i]) == 1 for i in dataflow.sources[learner])
 
 
 def waves_of(dataflow: Dataflow, num_envs: int, sims: int) -> list[dict[int, int]]:
@@ -79,9 +76,10 @@ def waves_of(dataflow: Dataflow, num_envs: int, sims: int) -> list[dict[int, int
 
 
 @cache
-def shares_of_waves(dataflow: Dataflow, num_envs: int) -> np.ndarray:
-    """[num_envs + 1, waves] The share of finished groups at the end of each wave, for 0, 1, 2, ... sims."""
-    most = num_waves(dataflow, num_envs)
+def shares_of_waves(dataflow: Dataflow, num_envs: int, at_once: bool = False) -> np.ndarray:
+    """[num_envs + 1, waves] The share of finished groups at the end of each wave, for 0, 1, 2, ... sims. In a wave each
+    env row plays an episode; with `at_once` there is one wave."""
+    most = 1 if at_once else -(-dataflow.groups * dataflow.group_size // num_envs)
     shares = np.zeros((num_envs + 1, most))
     for sims in range(1, num_envs + 1):
         if num_envs % sims == 0:
@@ -90,12 +88,13 @@ def shares_of_waves(dataflow: Dataflow, num_envs: int) -> np.ndarray:
     return shares
 
 
-def waiting_groups(pricer: Pricer, at: Mapping, stages: int) -> Array:
-    """[..., parts] The share of unfinished groups at the end of each of equally long parts of a rollout."""
-    dataflow = pricer.dataflow
+def waiting_groups(pricer: Pricer, at: Mapping, stages: int, by_units: bool) -> Array:
+    """[..., parts] The share of unfinished groups at the end of each of equally long parts of a rollout. `by_units`:
+    components between sims and learners process every group by itself."""
+    dataflow, at_once = pricer.dataflow, not by_units and waits_for_all(pricer.dataflow)
     asker = next(c for c in dataflow.components if c.splits)
-    if (engine := engine_of(dataflow)) is None:
-        shares = shares_of_waves(dataflow, asker.items)[pricer.count(asker.name, at, stages)]
+    if at_once or (engine := engine_of(dataflow)) is None:
+        shares = shares_of_waves(dataflow, asker.items, at_once)[pricer.count(asker.name, at, stages)]
     else:
         most = pricer.classes[at[engine][0].device_class].count
         shares = shares_by_time(dataflow.lengths, dataflow.groups, dataflow.group_size, most)
@@ -104,23 +103,31 @@ def waiting_groups(pricer: Pricer, at: Mapping, stages: int) -> Array:
 
 
 def engine_of(dataflow: Dataflow) -> str | None:
-    """The component whose answers differ in length, if groups reach the learner with their last answer; else None."""
-    asker = next(c for c in dataflow.components if c.splits)
-    if dataflow.lengths is None or num_waves(dataflow, 1) == 1:
+    """The component whose answers differ in length, so that a group ends with its last answer; else None."""
+    if dataflow.lengths is None or dataflow.groups * dataflow.group_size == 1:
         return None
+    asker = next(c for c in dataflow.components if c.splits)
     return next(name for node in dataflow.order for name in node if asker.name in node and name != asker.name)
 
 
-def overlapped(dataflow: Dataflow, rollout: Sequence[Array], update: Sequence[Array], terms: Terms) -> Array:
+def overlapped(
+    dataflow: Dataflow,
+    rollout: Sequence[Array],
+    update: Sequence[Array],
+    terms: Terms,
+    arrivals: Sequence[Sequence[Array]] | None = None,
+) -> Array:
     """Seconds of rollout and update on separate devices, and of the weight sync. Both are (seconds while both work,
-    seconds alone)."""
+    seconds alone), and so are `arrivals` (`learned_waves`)."""
     possible = np.isfinite(rollout[0]) & np.isfinite(update[0])  # otherwise a zone is too small for a worker
     rollout, update = ([np.where(possible, seconds, 0.0) for seconds in side] for side in (rollout, update))
     if dataflow.schedule == "async":
         circle_s = (rollout[1] + update[1] + terms["weights",]) / (dataflow.level + 1)
         spent = max_of(side_by_side(rollout, update), terms["weights",], circle_s)
     else:
-        waves, end = learned_waves(rollout, update, terms["waiting",])
+        if arrivals:
+            arrivals = [[np.where(possible, seconds, 0.0) for seconds in side] for side in arrivals]
+        waves, end = learned_waves(rollout, update, terms["waiting",], arrivals)
         spent = np.maximum(waves[-1][1], end) + terms["tail",] + terms["weights",]
     return np.where(possible, spent, np.inf)
 
@@ -150,26 +157,30 @@ def side_by_side(first: Sequence[Array], second: Sequence[Array]) -> Array:
 
 
 def learned_waves(
-    rollout: Sequence[Array], update: Sequence[Array], waiting: Array
+    rollout: Sequence[Array],
+    update: Sequence[Array],
+    waiting: Array,
+    arrivals: Sequence[Sequence[Array]] | None = None,
 ) -> tuple[list[tuple[Array, Array]], Array]:
-    """Start and end of the update on the groups of each wave, which begins when the wave ends; and the end of the
-    rollout. `rollout` and `update` are (seconds while both work, seconds alone).
+    """Start and end of the update on the groups of each wave, which begins when they arrive, and the end of the
+    rollout. `rollout` and `update` are (seconds while both work, seconds alone); `arrivals` are the seconds at which
+    each wave's groups arrive, also (while both work, alone). By default these are the ends of equally long waves.
 
     Four waves of 1 s with a quarter of the groups each and an update of 2 s: the last quarter begins at 4 s and takes
     0.5 s. An update of 8 s would begin at 1 s and end at 9 s.
     """
-    both, alone = rollout
     most = waiting.shape[-1]
-    first = (np.argmax(waiting < 1 - ROUNDING, axis=-1) + 1) / most
-    end = first * alone + (1 - first) * both
+    if arrivals is None:
+        arrivals = [[seconds * ((wave + 1) / most) for wave in range(most)] for seconds in rollout]
     now, left, waves = 0.0, 1.0, []
-    for wave in range(most):
+    earlier: Array = 0.0  # from the first groups on both work: the seconds by which that is earlier than in `arrivals`
+    for wave, (both, alone) in enumerate(zip(*arrivals, strict=True)):
+        earlier = np.where(left < 1 - ROUNDING, earlier, both - alone)
         share, left = left - waiting[..., wave], waiting[..., wave]
-        there = first * alone + np.maximum((wave + 1) / most - first, 0.0) * both
-        begin = np.where(share > ROUNDING, np.maximum(now, there), now)
-        now = begin + while_both(share * update[0], share * update[1], end - begin)
+        begin = np.where(share > ROUNDING, np.maximum(now, both - earlier), now)
+        now = begin + while_both(share * update[0], share * update[1], rollout[0] - earlier - begin)
         waves.append((begin, now))
-    return waves, end
+    return waves, rollout[0] - earlier
 
 
 def while_both(both: Array, alone: Array, left: Array) -> Array:

@@ -9,9 +9,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 
-from embodied.placement.iteration_cost import NodeTurn, Pricer, zones_at
+from embodied.placement.iteration_cost import BOTH_ALONE, NodeTurn, Pricer, zones_at
 from embodied.placement.layout import Layer, Layout, Zone
-from embodied.placement.schedule_overlap import is_learner_node, learned_waves, overlaps, while_both
+from embodied.placement.schedule_overlap import learned_waves, overlaps, while_both
 
 MOST_ROUNDS = 200  # of sims and policies in a drawing; of more rounds several are drawn as one
 
@@ -90,17 +90,16 @@ class Drawing:
         turns, weights_s = self.pricer.turns(layer), float(terms["weights",])
         if not overlaps(dataflow):
             return self._add_turns(layer, turns, terms, start), weights_s
-        sides = [[turn for turn in turns if is_learner_node(dataflow, turn.node) == learns] for learns in (False, True)]
+        sides = self.pricer.sides(layer)
         rollout, update = (
-            [float(self.pricer.turn_seconds(layer, side, terms, 1, which)) for which in ("both", "alone")]
-            for side in sides
+            [float(self.pricer.turn_seconds(layer, side, terms, 1, which)) for which in BOTH_ALONE] for side in sides
         )
         whole = start + float(self.pricer.layer_seconds(layer, terms, 1))
         if dataflow.schedule == "async":
             for side, ours, theirs in ((sides[0], rollout, update), (sides[1], update, rollout)):
                 self._add_turns(layer, side, terms, start, float(while_both(*ours, min(ours[0], theirs[0]))))
             return whole, 0.0
-        waves, end = learned_waves(rollout, update, terms["waiting",])
+        waves, end = learned_waves(rollout, update, terms["waiting",], self.pricer.arrivals(layer, terms))
         self._add_turns(layer, sides[0], terms, start, float(end))
         zone, count = self._place(dataflow.order[sides[1][0].node][0], layer)
         for begin, learned in waves:

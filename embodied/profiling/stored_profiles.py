@@ -76,7 +76,7 @@ def dataflow_of(
     encodes_once = not algo.whole_episodes and algo.epochs > 1  # with frozen parts of the policy; as rollouts come
     ahead = items if encodes_once else 0
     calls = algo.epochs * -(-items // minibatch)
-    more = [role.name for role in extra_roles(roles)]
+    more = {role.name: role.streams for role in extra_roles(roles)}
     schedule = config.pipeline.schedule
     fields: dict[str, Any] = {"schedule": "sync" if schedule == "auto" else schedule, "lengths": lengths}
     fields |= {"level": config.pipeline.async_level}

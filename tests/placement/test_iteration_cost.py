@@ -6,7 +6,7 @@ from itertools import pairwise
 
 import pytest
 
-from embodied.placement.dataflow import Component, Dataflow, Edge
+from embodied.placement.dataflow import Component, Dataflow, Edge, embodied_dataflow
 from embodied.placement.iteration_cost import Pricer
 from embodied.placement.layout import DeviceClass, Layout, Zone
 from embodied.placement.profile import Cost, Curve, Profile, Sync, constant
@@ -152,6 +152,37 @@ def test_groups_of_which_no_sim_has_all_rows_are_finished_later():
     assert priced == pytest.approx(100 + 20 + 1)
     _, priced = overlapped("periodic", constant(5), LINE, layers=two, envs=8)  # one wave with all groups
     assert priced == pytest.approx(100 + 80 + 1)
+
+
+OWN = (Zone(("sim", "policy"), "gpu", 1), Zone(("judge",), "gpu", 1), Zone(("learner",), "gpu", 1))
+SHARED = (Zone(("sim", "policy", "judge"), "gpu", 1), Zone(("learner",), "gpu", 1))
+
+
+@pytest.mark.parametrize(
+    ("schedule", "groups", "zones", "chunks", "judged", "seconds"),
+    [
+        # Four groups, one every 5 s, that a judge works 8 s on; then an update of 80 s.
+        ("sync", 4, OWN, 1, 8, 20 + 2 + 80 + 1),
+        ("sync", 4, OWN, 1, 40, 5 + 40 + 80 + 1),  # the judge is slower than the sims
+        ("sync", 4, SHARED, 1, 8, 20 + 8 + 80 + 1),  # where sims work, it waits for their end
+        ("async", 4, OWN, 1, 8, 80),
+        ("periodic", 4, OWN, 1, 8, 5 + 2 + 80 + 1),
+        ("periodic", 4, OWN, 1, 120, 5 + 120 + 20 + 1),  # the last quarter is learned from after the judge
+        ("periodic", 4, SHARED, 1, 8, 20 + 8 + 80 + 1),
+        ("sync", 0, OWN, 4, 8, 20 + 2 + 80 + 1),  # four parts of a rollout of a fixed length
+        ("sync", 0, OWN, 1, 8, 20 + 8 + 80 + 1),
+    ],
+)
+def test_a_role_on_devices_of_its_own_works_while_sims_play(schedule, groups, zones, chunks, judged, seconds):
+    dataflow = embodied_dataflow(
+        2, 20, 1, 40, 40, others={"judge": True}, groups=groups, group_size=2, schedule=schedule
+    )
+    costs = {"sim": constant(1), "policy": constant(0), "judge": constant(judged), "learner": Curve((0, 40), (0, 80))}
+    profile = Profile(dataflow, {name: {"gpu": Cost(cost)} for name, cost in costs.items()}, Sync(0, constant(1)))
+    pricer, layout = Pricer(dataflow, profile, [DeviceClass("gpu", "gpu", 3, 1e12)]), Layout((zones,), 1, chunks)
+    timeline = timeline_of(pricer, layout)
+    assert timeline.seconds == pricer.price(layout).seconds == pytest.approx(seconds)
+    assert sum(busy_s(timeline).values()) == pytest.approx(20 + judged + 80)
 
 
 @pytest.mark.parametrize(("step_s", "seconds"), [(2, 40 + 40 * 0.5), (8, 80 + 80 * 0.5)])

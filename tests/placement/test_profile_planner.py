@@ -41,6 +41,15 @@ def test_the_fastest_layout_of_every_mode_is_that_of_brute_force(schedule):
         check_against_brute_force(*case(seed, schedule))
 
 
+@pytest.mark.parametrize("schedule", ["sync", "periodic", "async"])
+def test_so_it_is_with_roles_that_take_groups_as_they_come(schedule):
+    for seed in range(6):
+        dataflow, profile, classes = case(seed, "periodic", classes=(1,), more=1)
+        parts = tuple(replace(c, units=c.name == "reward") for c in dataflow.components)
+        dataflow = replace(dataflow, components=parts, schedule=schedule)
+        check_against_brute_force(dataflow, replace(profile, dataflow=dataflow), classes)
+
+
 def test_ranges_of_sizes_that_are_dropped_do_not_contain_the_fastest_layout(monkeypatch):
     monkeypatch.setattr(profile_planner, "FEW", 1)  # bounds every range, as on a cluster
     for seed, schedule in product(range(2), ("sync", "periodic", "async")):
