@@ -1,7 +1,7 @@
 """A program's own roles are placed, measured, planned and benchmarked as simulators, policies and learners are."""
 
 import json
-from types import SimpleNamespace
+from dataclasses import replace
 
 import pytest
 from scored_loop import ScoredLoop
@@ -16,6 +16,7 @@ from embodied.placement.profile import read_profile
 from embodied.placement.topology import one_machine, read_topology
 from embodied.profiling import measure
 from embodied.run import launch
+from embodied.workflows.contract import Role
 from embodied.workflows.rl_loop import EmbodiedLoop
 
 PROGRAM = "program=scored_loop:ScoredLoop"
@@ -60,10 +61,11 @@ def test_a_role_that_goes_with_none_has_a_device_of_its_own_in_every_mode():
     assert "gpu:3" not in [host.device for host in gpus.hosts if "reward" not in host.roles]
 
 
-def test_what_a_program_declares_is_known_by_its_name_and_phase():
-    critic = SimpleNamespace(name="critic", phase="update", beside=None)
-    declared = [SimpleNamespace(name="sim", phase="rollout", beside=None), critic, "judge"]
-    assert roles_of(declared) == (EMBODIED[0], PlacedRole("critic", "update"), PlacedRole("judge"))
+def test_of_what_a_program_declares_a_placement_needs_only_a_part():
+    critic = Role("critic", "module:Critic", phase="update")
+    declared = [*EmbodiedLoop.roles[:1], critic, replace(critic, phase="rollout", streams=True), "judge"]
+    placed = PlacedRole("critic", "update"), PlacedRole("critic", streams=True), PlacedRole("judge")
+    assert roles_of(declared) == (EMBODIED[0], *placed)
 
 
 CLIMBERS = (PlacedRole("climber"), PlacedRole("judge"))
