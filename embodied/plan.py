@@ -38,12 +38,11 @@ from embodied.placement import PlacedRole, PlacementError, reasons, roles_of
 from embodied.placement.dataflow import SCHEDULES
 from embodied.placement.deploy import as_placement, granularity
 from embodied.placement.grammar import EMBODIED
-from embodied.placement.layout import DeviceClass
 from embodied.placement.profile import Profile, read_profile
 from embodied.placement.profile_planner import STAGES, Choice, Planner
 from embodied.placement.schedule_overlap import overlaps
 from embodied.placement.timeline import Timeline, timeline_of
-from embodied.placement.topology import Topology, read_topology
+from embodied.placement.topology import DeviceClass, Topology, read_topology
 from embodied.profiling import stored_profiles
 from embodied.reporting.page import Block, Row, Rows, bullets, page, rows_chart, section, short, table, write_page
 from embodied.run import launch

@@ -7,10 +7,10 @@ from typing import Any
 from embodied.placement.dataflow import Dataflow
 from embodied.placement.grammar import text_of
 from embodied.placement.iteration_cost import Pricer
-from embodied.placement.layout import DeviceClass, Layout, Zone
+from embodied.placement.layout import Layout, Zone
 from embodied.placement.placement_errors import PlacementError
 from embodied.placement.placement_plan import with_drawing
-from embodied.placement.topology import Topology
+from embodied.placement.topology import DeviceClass, Topology
 
 
 def as_placement(

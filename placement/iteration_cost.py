@@ -20,8 +20,9 @@ import numpy as np
 
 from embodied.placement import schedule_overlap
 from embodied.placement.dataflow import Dataflow, Edge, asker_of, engine_ratios
-from embodied.placement.layout import DeviceClass, Layer, Layout, Zone
+from embodied.placement.layout import Layer, Layout, Zone
 from embodied.placement.profile import Array, Cost, Profile, Table, make_table, max_of
+from embodied.placement.topology import DeviceClass
 
 Note = Callable[["NodeTurn", str, Array, Array], object]  # a step of a node, from start to end
 BOTH_ALONE = ("both", "alone")

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from itertools import combinations, product
 
 from embodied.placement.dataflow import Dataflow
+from embodied.placement.topology import DeviceClass
 
 LOOP = ("sim", "policy", "learner")
 
@@ -24,26 +25,6 @@ def named(components: Iterable[str]) -> tuple[str, ...]:
     these."""
     every = tuple(components)
     return LOOP if {*LOOP} <= {*every} else every
-
-
-@dataclass(frozen=True)
-class DeviceClass:
-    """Equal devices: GPUs of one model, or CPU cores."""
-
-    name: str
-    kind: str  # gpu, cpu, fake
-    count: int
-    memory_bytes: float
-    num_nodes: int = 1
-    model: str = ""  # of GPUs
-
-    @property
-    def keys(self) -> tuple[str, ...]:
-        """Names of these devices in a profile's costs, most specific first: gpu-H100, gpu."""
-        return tuple(dict.fromkeys([self.name, *([f"{self.kind}-{self.model}"] if self.model else []), self.kind]))
-
-    def __str__(self) -> str:
-        return f"{self.kind}-{self.model}" if self.model not in ("", "GPU") else self.name
 
 
 @dataclass(frozen=True)

@@ -18,8 +18,8 @@ from typing import Any
 import numpy as np
 
 from embodied.placement.dataflow import Component, Dataflow, dataflow_from_json
-from embodied.placement.layout import DeviceClass
 from embodied.placement.placement_errors import PlacementError
+from embodied.placement.topology import DeviceClass
 
 AFFINE_ERROR = 0.05  # a floor and a line within this relative error are preferred to a piecewise linear curve
 

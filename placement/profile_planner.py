@@ -26,9 +26,10 @@ import numpy as np
 
 from embodied.placement.dataflow import Component, Dataflow
 from embodied.placement.iteration_cost import Price, Pricer, Terms, zone_bytes, zones_at
-from embodied.placement.layout import DeviceClass, Layer, Layout, Zone, arrangements, layer_sets
+from embodied.placement.layout import Layer, Layout, Zone, arrangements, layer_sets
 from embodied.placement.profile import Array, Profile
 from embodied.placement.schedule_overlap import has_learner_devices, overlaps
+from embodied.placement.topology import DeviceClass
 
 MODES = ("collocated", "hybrid", "disaggregated", "custom")
 STAGES = (1, 2, 4)

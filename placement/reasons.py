@@ -7,10 +7,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from embodied.placement.iteration_cost import Pricer
-from embodied.placement.layout import LOOP, DeviceClass, Layout, named
+from embodied.placement.layout import LOOP, Layout, named
 from embodied.placement.profile_planner import Choice, Planner
 from embodied.placement.schedule_overlap import overlaps
 from embodied.placement.timeline import timeline_of
+from embodied.placement.topology import DeviceClass
 
 GB = 1e9
 SMALL = 0.01  # share of an iteration; smaller differences are not mentioned

@@ -21,7 +21,6 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from embodied.placement.layout import DeviceClass
 from embodied.placement.placement_errors import PlacementError, number
 
 GB = 1e9
@@ -31,6 +30,26 @@ CORES_PER_GPU = 16
 CORE_GB = 8.0  # memory of a machine, per core
 TEXT = re.compile(r"(?:(?P<nodes>\d+)x)?(?P<count>\d+)x(?P<model>[A-Za-z][\w-]*)")
 CLUSTER_EXAMPLES = "examples: 8xGPU, 64x8xGPU, 8xH100, 16xCPU, 4xFAKE, or a file.yaml"
+
+
+@dataclass(frozen=True)
+class DeviceClass:
+    """Equal devices: GPUs of one model, or CPU cores."""
+
+    name: str
+    kind: str  # gpu, cpu, fake
+    count: int
+    memory_bytes: float
+    num_nodes: int = 1
+    model: str = ""  # of GPUs
+
+    @property
+    def keys(self) -> tuple[str, ...]:
+        """Names of these devices in a profile's costs, most specific first: gpu-H100, gpu."""
+        return tuple(dict.fromkeys([self.name, *([f"{self.kind}-{self.model}"] if self.model else []), self.kind]))
+
+    def __str__(self) -> str:
+        return f"{self.kind}-{self.model}" if self.model not in ("", "GPU") else self.name
 
 
 @dataclass(frozen=True)

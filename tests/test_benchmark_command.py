@@ -14,9 +14,9 @@ from embodied.placement import make_plan
 from embodied.placement.dataflow import traced_edges
 from embodied.placement.grammar import EMBODIED
 from embodied.placement.iteration_cost import Pricer
-from embodied.placement.layout import DeviceClass, Layout, Zone
+from embodied.placement.layout import Layout, Zone
 from embodied.placement.profile import Cost, Curve, Profile, constant
-from embodied.placement.topology import read_topology
+from embodied.placement.topology import DeviceClass, read_topology
 from embodied.profiling import measure, timed_run
 from embodied.profiling.role_probe import ProbeWorker, standalone_worker
 from embodied.profiling.stored_profiles import cost_key, dataflow_of, in_turns, newest_profile, repeated

@@ -31,10 +31,10 @@ from embodied.placement import PlacementPlan, PlannedHost, Topology, roles_of
 from embodied.placement.dataflow import Lengths
 from embodied.placement.deploy import devices_of
 from embodied.placement.grammar import Slot, extra_roles
-from embodied.placement.layout import DeviceClass
 from embodied.placement.placement_plan import hosts_on
 from embodied.placement.profile import NOTHING, Cost, Profile, constant, fit, write_profile
 from embodied.placement.reasons import join_words
+from embodied.placement.topology import DeviceClass
 from embodied.profiling.stored_profiles import (
     check_policy,
     cost_key,

@@ -21,8 +21,9 @@ from embodied.placement.dataflow import Edge, traced_edges
 from embodied.placement.deploy import as_placement
 from embodied.placement.grammar import EMBODIED, extra_roles
 from embodied.placement.iteration_cost import Pricer
-from embodied.placement.layout import DeviceClass, Layout, Zone
+from embodied.placement.layout import Layout, Zone
 from embodied.placement.profile import Cost, Curve, Link, Profile, Sync, constant
+from embodied.placement.topology import DeviceClass
 from embodied.profiling.stored_profiles import dataflow_of, device_kinds
 from embodied.records.timeline import Timeline
 from embodied.run import launch

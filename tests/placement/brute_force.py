@@ -5,9 +5,10 @@ from itertools import chain, combinations, product
 
 from embodied.placement.dataflow import Component, Dataflow, Edge
 from embodied.placement.iteration_cost import Pricer
-from embodied.placement.layout import DeviceClass, Layout, Zone
+from embodied.placement.layout import Layout, Zone
 from embodied.placement.profile import Cost, Curve, Link, Profile, Sync, constant
 from embodied.placement.profile_planner import chunk_grid
+from embodied.placement.topology import DeviceClass
 
 
 def subsets(items):

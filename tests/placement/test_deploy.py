@@ -6,10 +6,10 @@ from embodied.placement import PlacementError, make_plan
 from embodied.placement.dataflow import embodied_dataflow
 from embodied.placement.deploy import as_placement, granularity
 from embodied.placement.iteration_cost import Pricer
-from embodied.placement.layout import DeviceClass, Layout, Zone
+from embodied.placement.layout import Layout, Zone
 from embodied.placement.profile import Cost, Curve, Profile
 from embodied.placement.profile_planner import Planner
-from embodied.placement.topology import read_topology
+from embodied.placement.topology import DeviceClass, read_topology
 
 WORKFLOW = embodied_dataflow(num_envs=8, decisions=4, learner_calls=4, learner_items=8, env_steps=32)
 COST = Cost(Curve((1, 8), (1.0, 8.0)))

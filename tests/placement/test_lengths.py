@@ -19,9 +19,10 @@ from embodied.placement.dataflow import (
     learner_ratios,
 )
 from embodied.placement.iteration_cost import Pricer
-from embodied.placement.layout import DeviceClass, Layout, Zone
+from embodied.placement.layout import Layout, Zone
 from embodied.placement.profile import Cost, Curve, Profile, constant
 from embodied.placement.profile_planner import Planner
+from embodied.placement.topology import DeviceClass
 
 from .brute_force import brute_force, random_case, scheduled
 

@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 
 from embodied.placement import PlacementError
 from embodied.placement.dataflow import Component, Dataflow, Edge, embodied_dataflow, traced_edges
-from embodied.placement.layout import DeviceClass
 from embodied.placement.profile import (
     Cost,
     Curve,
@@ -26,7 +25,7 @@ from embodied.placement.profile import (
     read_profile,
     write_profile,
 )
-from embodied.placement.topology import read_topology
+from embodied.placement.topology import DeviceClass, read_topology
 
 WORKFLOW = embodied_dataflow(num_envs=64, decisions=25, learner_calls=64, learner_items=200, env_steps=1600)
 PROFILE = Profile(

@@ -9,9 +9,10 @@ import pytest
 from embodied.placement import profile_planner
 from embodied.placement.dataflow import Component, Dataflow, Edge
 from embodied.placement.iteration_cost import Pricer
-from embodied.placement.layout import DeviceClass, Layout, Zone
+from embodied.placement.layout import Layout, Zone
 from embodied.placement.profile import Cost, Curve, Profile, Sync, constant
 from embodied.placement.profile_planner import Planner
+from embodied.placement.topology import DeviceClass
 
 from .brute_force import brute_force, random_case, scheduled
 

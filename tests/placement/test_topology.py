@@ -7,8 +7,7 @@ import sys
 import pytest
 
 from embodied.placement import PlacementError
-from embodied.placement.layout import DeviceClass
-from embodied.placement.topology import GB, Gpu, read_topology
+from embodied.placement.topology import GB, DeviceClass, Gpu, read_topology
 from embodied.system import discovery
 
 
