@@ -24,7 +24,7 @@ import threading
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -47,6 +47,7 @@ class _Phase:
 
     thread: int  # the thread in this phase
     call: Handle | None = None  # the call that ends its turn, if any
+    parts: list[str] = field(default_factory=list)  # that hold their devices, or wait for them
 
     def over(self) -> bool:
         return self.call is not None and self.call.done()
@@ -117,11 +118,13 @@ class DeviceSharing:
             except BaseException:
                 self._give_up(name)
                 raise
-            self._phases[name] = _Phase(threading.get_ident())
+            phase = self._phases[name] = _Phase(threading.get_ident())
         try:
             with self._changed:
                 for part in self.parts.get(name, ()):
-                    self._carry_out(self.coordinator.acquire(part))
+                    actions = self.coordinator.acquire(part)
+                    phase.parts.append(part)
+                    self._carry_out(actions)
             yield
             self._grow(name)
         finally:
@@ -236,10 +239,9 @@ class DeviceSharing:
     def _end(self, name: str) -> None:
         """Release all devices of a phase; its workers stop waiting for devices."""
         with self._changed:
-            if self._phases.pop(name, None) is None:
-                return
-            for gang in (*self.parts.get(name, ()), name):
-                self._give_up(gang)
+            if phase := self._phases.pop(name, None):
+                for gang in (*phase.parts, name):
+                    self._give_up(gang)
 
     def _give_up(self, gang: str) -> None:
         """A gang stops waiting for its devices, or releases them."""

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from embodied.core.errors import DeadlineExceeded, StepGivenUp
+from embodied.core.errors import DeadlineExceeded, StepGivenUp, WorkerFailed
 from embodied.runtime import Cluster, HostPlan, Needs, Timers, Worker, share_devices
 from embodied.runtime.device_leases import GB, Action, Claim, Coordinator, LeaseError
 from embodied.runtime.device_sharing import DeviceSharing
@@ -341,6 +341,22 @@ def test_a_stop_does_not_leave_devices_with_a_phase_that_was_about_to_begin():
             pass
         with cluster.uninterrupted(), sharing.phase("in second"):  # in which the learners save
             assert groups["second"].at_work().wait() == [True]
+
+
+class Unable(Accountant):
+    def onload(self):
+        raise RuntimeError("no memory")
+
+
+def test_a_phase_whose_part_cannot_begin_fails_with_the_cause_and_leaves_the_devices_to_others():
+    with Cluster("inline", ONE_EACH) as cluster:
+        groups = [cluster.launch(Unable, "first"), cluster.launch(Accountant, "second")]
+        claims = {"act": [], **{name: [Claim(f"{name}-0", (f"fake:{name}",), 1)] for name in ("first", "second")}}
+        coordinator = Coordinator({"fake:first": 1, "fake:second": 1}, claims, preemptible=("first", "second"))
+        sharing = DeviceSharing(coordinator, groups, Timers(), parts={"act": ("first", "second")})
+        with pytest.raises(WorkerFailed, match="no memory"), sharing.phase("act"):
+            pass
+        assert not coordinator.holding
 
 
 def test_a_phase_waits_for_devices_that_another_thread_gives_back():
