@@ -45,7 +45,7 @@ from embodied.records.results import (
 )
 from embodied.records.success_stats import count_causes, summarize
 from embodied.records.transcripts import TRANSCRIPTS, join_transcripts
-from embodied.records.videos import worth_seeing, write_mosaic
+from embodied.records.videos import remove_drafts, worth_seeing, write_mosaic
 from embodied.reporting.run_page import REPORT, report_or_say_why
 from embodied.reporting.runs import Run
 from embodied.run import launch
@@ -321,6 +321,7 @@ def film_failures(
 
 def add_videos(evaluator: Evaluator, out: Path, new: bool) -> None:
     """Join all videos if `eval.mosaic` asks for it, and rewrite the report if it has changed."""
+    remove_drafts(out)
     if evaluator.config.eval.mosaic:
         write_mosaic(out / "videos")
     if new or evaluator.config.eval.mosaic:

@@ -77,6 +77,16 @@ def test_episodes_that_cannot_be_filmed_count(kind, warning, capsys):
     assert len(re.findall(f"(?m)^warning: no videos: .*{warning}", capsys.readouterr().out)) == 1
 
 
+def test_an_encoder_that_dies_costs_the_films_and_no_episode(tmp_path, monkeypatch, capsys):
+    encoder = tmp_path / "ffmpeg"
+    encoder.write_text('#!/bin/sh\nfor draft; do :; done\ntouch "$draft-of-a-killed-worker"\nexit 9\n')
+    encoder.chmod(0o755)
+    monkeypatch.setenv("IMAGEIO_FFMPEG_EXE", str(encoder))
+    folder, episodes = run("checkpoint=scripted:Fails", *SWITCH, "eval.episodes=6")
+    assert [one.success_once for one in episodes] == [False] * 6 and films(folder) == []
+    assert len(re.findall("(?m)^warning: no videos: ffmpeg ended with code 9", capsys.readouterr().out)) == 1
+
+
 def test_check_says_what_an_env_does_without(capsys):
     assert check.main(["env.name=scripted:Undrawn", "run.dir=runs"]) == 0
     told = " ".join(capsys.readouterr().out.split())

@@ -29,6 +29,7 @@ from embodied.core.files import read_object, reading, replace_text
 from embodied.core.types import EpisodeResult
 from embodied.records.success_stats import compare, figures, of_text, wilson
 from embodied.records.transcripts import remove_transcripts
+from embodied.records.videos import remove_drafts
 from embodied.run.checkpoints import read_json
 from embodied.run.provenance import provenance
 
@@ -422,8 +423,7 @@ class PartialEvaluation:
         self.began_s = self.ended_s = clock()  # `ended_s`: the time of the last end of an episode
         self.told, self.told_s = self.began, self.began_s  # episodes that were over at the last line, and when it came
         self.wait_s = TELL_EVERY_S  # seconds until the next line, if no episode ends
-        for rest in folder.glob("videos/.recording-*"):  # drafts of killed workers
-            rest.unlink()
+        remove_drafts(folder)
         (folder / RESULTS).unlink(missing_ok=True)  # of the same version, evaluated before the run was resumed
         self.write()
 

@@ -15,7 +15,7 @@ import shutil
 import subprocess
 import tempfile
 import uuid
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -40,6 +40,7 @@ BT709 = (
 )
 
 
+DRAFT = ".recording-"  # begins the name of an unfinished video, which has no suffix: nobody takes it for a video
 VIDEO_NAME = re.compile(r"episode-(?P<episode>\d+)_(?P<outcome>[a-z]+)_.*")  # as `video_name` makes it
 
 
@@ -54,11 +55,17 @@ def video_name(episode: int, success: bool | None, task: str, seed: int) -> str:
     return f"episode-{episode:03d}_{outcome}_{task}_seed{seed}.mp4"
 
 
+def remove_drafts(evaluation: Path) -> None:
+    """Delete the unfinished videos of killed workers."""
+    for draft in evaluation.glob(f"videos/{DRAFT}*"):
+        draft.unlink()
+
+
 @dataclass(frozen=True)
 class Coding:
     """The ffmpeg command that turns frames into a file."""
 
-    options: str  # of ffmpeg
+    options: str  # of ffmpeg, with the format: a draft's name does not say it
     suffix: str = ".mp4"
     pad: bool = True  # to even sizes: the most compatible pixel format requires them
 
@@ -70,7 +77,7 @@ class Coding:
         return ["-vf", padding + colours, *coding]
 
 
-FOR_BROWSERS = Coding("-crf 20 -movflags +faststart")
+FOR_BROWSERS = Coding("-crf 20 -movflags +faststart -f mp4")
 # For datasets: a bare stream, so that streams can be concatenated. Every second frame is a key frame, so any frame is
 # found quickly. Sizes stay.
 FOR_DATASETS = Coding("-crf 18 -g 2 -bf 0 -f h264", ".h264", pad=False)
@@ -96,7 +103,7 @@ class VideoWriter:
         self.coding = coding
         self.num_frames = 0
         self._shape: tuple[int, ...] = ()
-        self._draft = self.folder / f".recording-{uuid.uuid4().hex}{coding.suffix}"
+        self._draft = self.folder / f"{DRAFT}{uuid.uuid4().hex}"
         self._encoder: subprocess.Popen | None = None
 
     def add(self, frame: np.ndarray) -> None:
@@ -278,7 +285,7 @@ def write_mosaic(folder: Path) -> Path | None:
     names = {path: match for path in sorted(folder.glob("*.mp4")) if (match := VIDEO_NAME.fullmatch(path.name))}
     if not (videos := list(names)):
         return None
-    draft = folder / f".{MOSAIC}"
+    draft = folder / f"{DRAFT}mosaic"
     sources = [word for video in videos for word in ("-i", str(video))]
     coding = ["-c:v", "libx264", "-preset", "veryfast", "-crf", "23", "-threads", "1", "-movflags", "+faststart"]
     longest_s = max(count_frames_and_secs(str(video))[1] for video in videos)
@@ -363,10 +370,11 @@ class VideoRecorder:
     def on_frame(self, active: np.ndarray) -> None:
         rewards, success = self.env.last_step()
         rows = [row for row in self.open if active[row]]
-        for row in rows:
-            self.open[row].add(self._captioned(row, self.newest[row]))  # another frame follows
-            self.statuses[row].stepped(float(rewards[row]), bool(success[row]))
-        self._add_frames(rows)
+        with self._writing():
+            for row in rows:
+                self.open[row].add(self._captioned(row, self.newest[row]))  # another frame follows
+                self.statuses[row].stepped(float(rewards[row]), bool(success[row]))
+            self._add_frames(rows)
 
     def record_result(self, result: ChunkResult) -> None:
         """Nothing to do: the frames were drawn step by step."""
@@ -379,10 +387,11 @@ class VideoRecorder:
             frame = self.newest.pop(int(row))
             if self.recording.failures_only and outcome.success_once is not False:
                 writer.discard()
-            else:
-                self.statuses[int(row)].over = True
+                continue
+            self.statuses[int(row)].over = True
+            task = Path(outcome.task).stem if outcome.task.endswith(".bddl") else outcome.task
+            with self._writing():
                 writer.add(self._captioned(int(row), frame))
-                task = Path(outcome.task).stem if outcome.task.endswith(".bddl") else outcome.task
                 writer.finish(video_name(outcome.index, outcome.success_once, file_name(task), outcome.seed))
 
     def _captioned(self, row: int, frame: np.ndarray) -> np.ndarray:
@@ -401,6 +410,14 @@ class VideoRecorder:
             self.newest[row] = (
                 side_by_side(frame, [camera[row] for camera in images.values()]) if images else frame.copy()
             )
+
+    @contextlib.contextmanager
+    def _writing(self) -> Iterator[None]:
+        """Inside, an encoder that fails (killed for its memory, the disk is full) ends the videos, not the episodes."""
+        try:
+            yield
+        except (EmbodiedError, OSError) as err:
+            self._give_up(str(err))
 
     def _give_up(self, problem: str) -> None:
         """Record no more videos; the episodes continue and count."""
