@@ -50,11 +50,17 @@ def checksums(folder: Path) -> Iterator[None]:
     """Writes the checksums of all files that are written into a folder meanwhile."""
     path = folder / CHECKSUMS
     path.write_text("{}\n")
-    begun = path.stat().st_mtime_ns  # by the clock of the disk
+
+    def files() -> dict[Path, tuple[int, int, int]]:
+        """Which files are here; no clock is asked, since it may be set meanwhile."""
+        found = {each: each.stat() for each in sorted(folder.rglob("*")) if each.is_file() and each != path}
+        return {each: (stat.st_ino, stat.st_mtime_ns, stat.st_size) for each, stat in found.items()}
+
+    before = files()
     yield
-    written = [each for each in sorted(folder.rglob("*")) if each.is_file() and each.stat().st_mtime_ns >= begun]
-    files = {str(each.relative_to(folder)): digest(each) for each in written if each != path}
-    path.write_text(json.dumps({"files": files}, indent=2) + "\n")
+    written = [each for each, what in files().items() if before.get(each) != what]
+    sums = {str(each.relative_to(folder)): digest(each) for each in written}
+    path.write_text(json.dumps({"files": sums}, indent=2) + "\n")
 
 
 def check_files(folder: Path) -> None:

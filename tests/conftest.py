@@ -183,7 +183,7 @@ NUMBERS = (  # tests marked `numbers`: they compare what other widths, precision
     "test_invariance.py test_train_command.py::test_which_ test_train_command.py::test_acting_ "
     "learners/test_features.py learners/test_update.py policies/test_every_family.py policies/test_lora "
     "policies/test_openvla policies/test_pi0 policies/test_smolvla.py policies/test_request_batching.py "
-    "policies/test_robot_runs.py "
+    "policies/test_robot_runs.py policies/language/test_trust.py policies/language/test_engines.py "
     "policies/language/test_kinds.py policies/language/test_language_policy.py "
     "policies/language/test_shared_prompts.py"
 )

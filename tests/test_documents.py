@@ -181,6 +181,19 @@ def test_make_targets_exist():
         assert re.search(f"^{target}:", makefile, re.M), target
 
 
+def test_continuous_integration_runs_all_tests_and_those_of_numbers_on_two_other_processors():
+    commands = re.findall(r"^(?:exec )?make ([\w-]+)$", (ROOT / ".ci" / "run").read_text(), re.M)
+    assert commands == ["lint", "test", "test-numbers"]
+    (numbers,) = re.findall(r"^test-numbers:.*\n((?:\t.*\n)+)", (ROOT / "Makefile").read_text(), re.M)
+    assert [line.split()[0] for line in numbers.splitlines()] == ["@$(AVX2)", "@$(SSE)"]
+
+
+def test_every_measurement_names_its_commit():
+    tables = re.findall(r"^\|.*\| commit, day \|\n\|[- |]+\|\n((?:\|.*\n)+)", Page("results.md").text, re.M)
+    rows = [row for table in tables for row in table.splitlines()]
+    assert len(tables) > 5 and all(re.search(r"\b[0-9a-f]{8}\b|the same|tested", row.split("|")[-2]) for row in rows)
+
+
 def test_every_page_is_reached_from_the_readme():
     assert {*re.findall(r"docs/(\w+\.md)", Page("README.md").text), *re.findall(r"\((\w+\.md)", ALL)} >= {
         page.name for page in PAGES if page.name != "README.md"

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from embodied.core.errors import EmbodiedError, printable
+from embodied.core.errors import EmbodiedError, in_a_line, printable
 from embodied.train import main as train
 
 ENV = """
@@ -37,6 +37,11 @@ class Odd(PointMassEnv):
 )
 def test_what_cannot_be_printed_is_shown_as_an_escape(text, shown):
     assert printable(text) == shown == str(EmbodiedError(text))
+
+
+def test_an_error_names_no_address_of_an_object_in_memory():
+    assert str(EmbodiedError(f"no reward of {object()}")) == "no reward of <object object>"
+    assert in_a_line(TypeError(repr(printable))) == "TypeError: <function printable>"
 
 
 def test_an_error_of_any_bytes_is_one_restart_and_every_file_and_page_holds_it(tmp_path, monkeypatch, capsys):

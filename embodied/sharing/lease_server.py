@@ -336,19 +336,25 @@ class RecordedLeases(LeaseServer):
         folder.mkdir(parents=True, exist_ok=True)
         self.record = ShareRecord()
         self.table = LiveTable(self.record)
-        self._file = (folder / RECORD).open("a")
+        self._file, self._warned = (folder / RECORD).open("a"), False
         super().__init__(devices, rule, self._note, add)
         started = datetime.now(UTC).isoformat(timespec="seconds")
         self._note({"format": FORMAT, "rule": rule, "devices": list(self.devices), "started": started})
 
     def _note(self, line: dict[str, Any]) -> None:
-        self._file.write(json.dumps(line) + "\n")
-        self._file.flush()
         self.record.add(line)
+        try:  # what cannot be written now is written with the next line
+            self._file.write(json.dumps(line) + "\n")
+            self._file.flush()
+        except OSError as err:
+            if not self._warned:
+                print(f"warning: {self.folder / RECORD} cannot be written ({err}); the runs go on", flush=True)
+            self._warned = True
 
     def close(self) -> None:
         super().close()
-        self._file.close()
+        with suppress(OSError):
+            self._file.close()
         self.free()
 
 

@@ -10,6 +10,7 @@ import pytest
 from embodied.config.recipe import load
 from embodied.config.recipe_files import recipe_names
 from embodied.core.errors import ConfigError
+from embodied.run import launch
 
 BASE = ["recipe=pointmass_ppo"]
 
@@ -349,5 +350,6 @@ def test_settings_that_another_variant_does_not_have_are_named(tmp_path):
     assert loaded.left_out == (
         "left out, since the recipe sets it for policy.name=my_nets:Big: policy.kwargs={width: 64}",
     )
+    assert " ".join(" ".join(launch.notes(loaded)).split()) == f"note {loaded.left_out[0]}"
     assert not load([f"recipe={recipe}"]).left_out and not load(["recipe=pointmass_grpo"]).left_out
     assert not load(["checkpoint=random", f"recipe={recipe}", "policy.name=mlp"], entry="evaluate").left_out

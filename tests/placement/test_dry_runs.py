@@ -46,6 +46,13 @@ def test_the_first_recipe_takes_cores_wherever_it_runs(cluster, monkeypatch):
     assert all(kinds == {"cpu"} for kinds, *_ in places(plan).values()) and not plan.memory
 
 
+def test_the_first_lines_say_which_networks_learner_shard_does_not_split():
+    words = ["recipe=sums_ppo_critic", "run.start_from=null", "learner.shard=true"]
+    config = load([*words, "policy.dtype=float32"]).config
+    assert "role critic: all weights on each device" in " ".join(launch.whole_networks(config))
+    assert not launch.whole_networks(load(words[:2]).config)
+
+
 @pytest.mark.parametrize(("cluster", "gpus", "nodes"), [("1xGPU", 1, 1), ("8xGPU", 8, 1), ("4x8xGPU", 32, 4)])
 def test_the_gpu_recipe_takes_gpus(cluster, gpus, nodes):
     config, plan = planned("maniskill_ppo_gpu", cluster)

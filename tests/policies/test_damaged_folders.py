@@ -1,6 +1,7 @@
 """Folders that are not what they should be: each is refused in a line, none is taken as it is."""
 
 import json
+import os
 
 import pytest
 import torch
@@ -11,7 +12,7 @@ from embodied.core.types import ActionSpec, EnvSpec
 from embodied.policies import load_policy, make_policy
 from embodied.policies.base import check_like
 from embodied.policies.config import MLPConfig
-from embodied.policies.policy_folder import read_blobs
+from embodied.policies.policy_folder import check_files, checksums, read_blobs
 from embodied.policies.vla.statistics import MEAN_STD, Scale, read_figures
 
 
@@ -116,3 +117,16 @@ def test_a_folder_without_config_or_with_weights_of_another_policy_is_refused(tm
     save_file({"other": torch.zeros(1)}, tmp_path / "model.safetensors")
     with pytest.raises(CheckpointError, match="do not belong"):
         load_policy(tmp_path)
+
+
+def test_every_file_that_was_written_has_a_checksum_whatever_the_clock_says(tmp_path):
+    weights, others = tmp_path / "weights", tmp_path / "notes.txt"
+    others.write_text("of the user")
+    with checksums(tmp_path):
+        weights.write_text("1")
+        os.utime(weights, (1, 1))
+    others.write_text("changed")
+    check_files(tmp_path)
+    weights.write_text("2")
+    with pytest.raises(CheckpointError, match="weights does not match its checksum"):
+        check_files(tmp_path)

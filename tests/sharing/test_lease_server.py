@@ -17,7 +17,8 @@ from embodied.runtime.device_leases import GENERATE, TRAIN, Claim, Coordinator, 
 from embodied.runtime.device_sharing import DeviceSharing
 from embodied.runtime.shared_leases import SharedLeases
 from embodied.runtime.timers import Timers
-from embodied.sharing.lease_server import LeaseServer, is_stopped
+from embodied.sharing.lease_server import LeaseServer, RecordedLeases, is_stopped
+from embodied.sharing.run_turns import RECORD
 
 DEADLINE_S = 60
 
@@ -315,3 +316,11 @@ def test_folders_of_killed_parents_are_removed_by_the_next_one(tmp_path_factory,
     first.close()
     second.close()
     assert not [*folder.iterdir()]
+
+
+def test_a_record_that_cannot_be_written_stops_no_run(tmp_path, capsys):
+    (tmp_path / RECORD).symlink_to("/dev/full")
+    leases = RecordedLeases(tmp_path, ["fake:0"], "lend", str)
+    assert leases.record.devices == ["fake:0"]
+    leases.close()
+    assert capsys.readouterr().out.count(f"warning: {tmp_path / RECORD} cannot be written") == 1

@@ -11,6 +11,7 @@ import subprocess
 import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 
 import pytest
 from served_language import SECRET, served, until
@@ -119,7 +120,7 @@ def test_sums_are_learned_through_a_server_as_without_one(begun, tmp_path, capsy
     own = trained(tmp_path / "own", begun)
     policy = max(begun.glob("checkpoints/v*/policy"))
     with served(load_policy(policy), policy) as server:
-        ours = trained(tmp_path / "served", begun, *at(server, tmp_path))
+        ours = trained(tmp_path / "served", begun, *at(server, tmp_path), "policy.verify=1")  # of all answers
         assert server.generation.version == 3
         weights = [read_weights(max(run.glob("checkpoints/v*/policy"))) for run in (own, ours)]
         assert far(*weights) < 1e-5
@@ -131,6 +132,7 @@ def test_sums_are_learned_through_a_server_as_without_one(begun, tmp_path, capsy
         for mine, theirs in zip(*rows, strict=True):
             assert mine["return"] == theirs["return"] and mine["text/tokens"] == theirs["text/tokens"]
         assert rows[0][-1]["train/grad_norm"] > 1e-3
+        assert rows[1][-1]["engine/dropped_servers"] == 0
         assert SECRET not in "".join(file.read_text(errors="replace") for file in ours.rglob("*") if file.is_file())
 
         # The server has version 3 now: evaluated as it is, and refused as another's.
@@ -180,6 +182,20 @@ def test_a_run_is_stopped_and_goes_on_although_its_server_holds_every_request(be
         (run,) = tmp_path.glob("held-*")
         assert train.main([f"resume={run}"]) == 0
         assert generation.version == 4
+
+
+@pytest.mark.slow
+def test_an_honest_server_of_another_processor_is_believed(begun, tmp_path):
+    policy = max(begun.glob("checkpoints/v*/policy"))
+    other = {"MKL_CBWR": "COMPATIBLE", "ONEDNN_MAX_CPU_ISA": "SSE41", "ATEN_CPU_CAPABILITY": "default"}
+    command = [sys.executable, "-m", "embodied.serve", f"checkpoint={policy}", "port=0"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=os.environ | other) as server:
+        try:
+            url = next(line.split()[1] for line in server.stdout if line.startswith("listening"))
+            run = trained(tmp_path, begun, *at(SimpleNamespace(url=url), tmp_path), "policy.verify=1")
+        finally:
+            server.terminate()
+    assert json.loads((run / "metrics.jsonl").read_text().splitlines()[-1])["engine/dropped_servers"] == 0
 
 
 @pytest.mark.slow

@@ -63,6 +63,13 @@ def test_differences_are_relative_for_large_numbers():
     assert np.isnan(larger(worst, np.array([np.nan]), np.zeros(1)))
 
 
+def test_the_size_of_the_images_of_ones_own_task_is_said(folder):
+    task = f"env.task={write(folder, 9)}:Plain9-v1"
+    words = ["recipe=maniskill_ppo", task, "env.cameras=[base_camera]", "policy.name=cnn", "env.image_size=96"]
+    (told,) = [line for line in maniskill_env.ManiSkillEnv.remarks(load(words).config.env, folder) if "image" in line]
+    assert told == "images are 96x96 pixels, whatever size the task gives its cameras (env.image_size)"
+
+
 @pytest.mark.slow  # docs/own_task.md is tested to do the same
 def test_a_task_found_equal_is_simulated_in_a_batch_from_then_on(folder, capsys):
     module = write(folder, 1)
