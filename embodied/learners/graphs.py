@@ -21,9 +21,8 @@ class FixedPass:
 
     def __init__(self, batch: RankBatch, size: int, dtype: torch.dtype) -> None:
         device = batch.mask.device
-        self.size, self.index = size, torch.zeros(size, dtype=torch.int64, device=device)
+        self.index = torch.zeros(size, dtype=torch.int64, device=device)
         self.batch = batch.select(self.index)
-        self.counts = torch.ones(size, dtype=dtype, device=device)
         self.divisor, self.own_weight = (torch.ones((), dtype=dtype, device=device) for _ in range(2))
         self.graph: Any = None
 
@@ -39,9 +38,8 @@ class FixedPass:
         self.index[count:].zero_()
         for name, tensor in tensors_of(batch).items():
             torch.index_select(tensor, 0, self.index, out=buffers[name])
-        self.counts.fill_(1.0)
-        for buffer in (self.counts, *(buffers[name] for name in UNCOUNTED)):
-            buffer[count:].zero_()
+        for name in UNCOUNTED:
+            buffers[name][count:].zero_()
         self.divisor.fill_(divisor)
         self.own_weight.fill_(batch.weight_sum / (batch.num_units or 1))
 

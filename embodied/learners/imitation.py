@@ -16,6 +16,7 @@ import os
 import shutil
 import tempfile
 from collections.abc import Iterable, Iterator, Sequence
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -32,25 +33,14 @@ from embodied.core.errors import ConfigError
 from embodied.core.types import EnvSpec, Observation, env_blocks
 from embodied.datasets import RecordedEpisode, read_dataset
 from embodied.learners.examples import Example, beginning_of, read_examples, solved_examples
-from embodied.learners.model import lr_factor
-from embodied.learners.train_batch import indices_of_owned
+from embodied.learners.model import Pass, lr_factor
 from embodied.learners.update import GradientSteps
 from embodied.learners.worker import LearnerWorker
 from embodied.policies.base import Policy
 
 
-class MeanSteps(GradientSteps):
-    """Gradient steps whose numbers are means over the minibatch's items, in the network's precision."""
-
-    count = 1.0  # divisor of the next step's loss
-
-    def take_step(self, totals: Tensor, norm: Tensor, lr_factor: float | Tensor) -> Tensor:
-        return super().take_step(totals / self.count, norm, lr_factor)
-
-
 class ImitationLearner(LearnerWorker):
     demos: Any = None  # the Demonstrations, or an object with their methods
-    blocks: list[np.ndarray] = []  # noqa: RUF012  items of all ranks
 
     def new_policy(self, spec: EnvSpec, start: Path | None) -> Policy:
         policy = super().new_policy(spec, start)
@@ -73,45 +63,36 @@ class ImitationLearner(LearnerWorker):
         moments = [policy.observation_moments(map_obs(lambda array: array[:, None], obs)) for obs in seen]
         if moments[0] is not None and not self.started:
             policy.merge_observation_moments(np.concatenate(self.collective.gather(np.concatenate(moments))))
-        self.blocks = self.blocks_of_ranks()
         return self.demos.total
-
-    def blocks_of_ranks(self) -> list[np.ndarray]:
-        """The numbers of every rank's items."""
-        rows = self.collective.gather(np.array([[self.demos.first, len(self.demos)]]))
-        return [np.arange(first, first + count) for ((first, count),) in (row.tolist() for row in rows)]
 
     def imitate(self, iteration: int, total: int) -> dict[str, float]:
         """A pass over all demonstrations, or an iteration's part of one."""
         self._restore_gpus()
         demos, config = self.demos, self.algo
-        steps = MeanSteps(self.model, self.optimizer, self._losses)
+        steps = GradientSteps(self.model, self.optimizer, self._losses)
         epoch, minibatches = config.minibatches(demos.total, iteration)
         parts = rng.minibatches(rng.permutation(self.seed, epoch, 0, demos.total), config.minibatch_size)
         every = total * config.epochs // config.iterations(demos.total) * len(parts)
         with self.store.updating(), self.computing.measured():
             for at in minibatches:
                 minibatch, factor = parts[at], sft_factor(config, epoch * len(parts) + at, len(parts), every)
-                items = torch.from_numpy(indices_of_owned(minibatch, self.blocks[self.rank]))
-                steps.count = self._count(minibatch)
-                self.add(steps, items, self._passes(minibatch), epoch)
+                items = minibatch - demos.first
+                items = torch.from_numpy(items[(items >= 0) & (items < len(demos))])
+                passes = self.model.passes(self._micro_batches(items), torch.zeros(1, dtype=torch.int64))
+                steps.add_passes(passes, partial(self.loss_of, epoch, self._count(minibatch)), 1.0)
                 steps.step(factor, 0, len(minibatch), 1.0)
             rows, _ = steps.finished(iteration)
         means = {f"train/{name}": float(np.mean([row[name] for row in rows])) for name in rows[0]}
         return means | {"train/lr": config.lr * factor}
 
-    def add(self, steps: MeanSteps, items: Tensor, passes: int, epoch: int) -> None:
-        """Add the gradient of this rank's items, in at least so many passes."""
-        demos = self.demos
-        micro_batches = [(items[part], True) for part in self._micro_batches(items.numpy() + demos.first)]
-        micro_batches += [(torch.zeros(1, dtype=torch.int64), False)] * (passes - len(micro_batches))  # padding
-        for number, (part, counts) in enumerate(micro_batches, 1):
-            inputs = demos.batch(part)
-            inputs |= {name: inputs[name].to(self.device) for name in ("actions", "mask")}
-            losses, beside = self.model.imitate(inputs, self._noise(part.numpy() + demos.first, epoch))
-            parts = [self._loss_sum(losses, inputs["mask"]), *([] if beside is None else [beside.sum()])]
-            values = torch.stack(parts) * float(counts)
-            steps.backward(values.sum() / steps.count, values.detach(), last=number == len(micro_batches))
+    def loss_of(self, epoch: int, count: float, micro_batch: Pass) -> tuple[Tensor, Tensor]:
+        """The sum of the losses of these items, and each loss; `count` divides them."""
+        inputs = self.demos.batch(micro_batch.items)
+        inputs |= {name: inputs[name].to(self.device) for name in ("actions", "mask")}
+        losses, beside = self.model.imitate(inputs, self._noise(micro_batch.items.numpy() + self.demos.first, epoch))
+        sums = [self._loss_sum(losses, inputs["mask"]), *([] if beside is None else [beside.sum()])]
+        means = torch.stack(sums) * float(micro_batch.counts) / count
+        return means.sum(), means.detach()
 
     @property
     def _losses(self) -> list[str]:
@@ -132,7 +113,7 @@ class ImitationLearner(LearnerWorker):
             self.demos.close()
         super().close()
 
-    # The divisor of a minibatch's loss, and a rank's passes
+    # The divisor of a minibatch's loss, and a rank's micro-batches
 
     def _count(self, minibatch: np.ndarray) -> float:
         """The divisor of the loss of a minibatch, over all ranks."""
@@ -142,16 +123,9 @@ class ImitationLearner(LearnerWorker):
         """The sum to be divided by this count."""
         return mean_of_items(losses, mask)
 
-    def _passes(self, minibatch: np.ndarray) -> int:
-        """The number of times that all ranks must run a sharded network."""
-        if not self.optimizer.sharded:
-            return 0
-        return max(len(self._micro_batches(block[indices_of_owned(minibatch, block)])) for block in self.blocks)
-
-    def _micro_batches(self, items: np.ndarray) -> list[slice]:
-        """The micro-batches of these items of one rank."""
-        size = self.config.micro_batch_size or max(len(items), 1)
-        return [slice(at, at + size) for at in range(0, len(items), size)]
+    def _micro_batches(self, items: Tensor) -> Sequence[Tensor]:
+        """These items of this rank in micro-batches."""
+        return items.split(self.config.micro_batch_size or len(items)) if len(items) else ()
 
 
 def mean_of_items(losses: Tensor, mask: Tensor) -> Tensor:
@@ -313,7 +287,6 @@ class TextImitationLearner(ImitationLearner):
         examples = solved_examples(self.env, self.seed, block) if given is None else given[block.start : block.stop]
         self.demos = ExampleTokens(self.policy, examples, block.start, total)
         self.sizes = np.concatenate(self.collective.gather(self.demos.sizes))  # sizes of all ranks' conversations
-        self.blocks = self.blocks_of_ranks()
         return total
 
     def _count(self, minibatch: np.ndarray) -> float:
@@ -322,8 +295,9 @@ class TextImitationLearner(ImitationLearner):
     def _loss_sum(self, losses: Tensor, mask: Tensor) -> Tensor:
         return torch.where(mask[:, :, None], losses, 0.0).sum()
 
-    def _micro_batches(self, items: np.ndarray) -> list[slice]:
-        return into_packs(self.sizes[items, 0].tolist(), self.config.pack_tokens)
+    def _micro_batches(self, items: Tensor) -> Sequence[Tensor]:
+        packs = into_packs(self.demos.sizes[items.numpy(), 0].tolist(), self.config.pack_tokens)
+        return [items[pack] for pack in packs]
 
 
 def into_packs(lengths: list[int], most: int) -> list[slice]:

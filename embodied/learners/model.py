@@ -129,6 +129,12 @@ class Model:
         actions, beside = losses if isinstance(losses, tuple) else (losses, None)
         return actions.to(self.dtype), None if beside is None else beside.to(self.dtype)
 
+    def passes(self, micro_batches: Sequence[Tensor], padding: Tensor) -> list[Pass]:
+        """A pass for each micro-batch of items. If all ranks must run the network equally often, a rank with fewer
+        passes adds passes of `padding`."""
+        missing = self.most_passes(len(micro_batches)) - len(micro_batches)
+        return [Pass(items) for items in micro_batches] + [Pass(padding, counts=False)] * missing
+
     def most_passes(self, passes: int) -> int:
         """The largest number of passes over the ranks, if all must run the network equally often."""
         if not self.config.shard:

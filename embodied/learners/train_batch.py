@@ -86,6 +86,11 @@ class RankBatch:
     def __len__(self) -> int:
         return len(self.mask)
 
+    def with_targets(self, targets: Mapping[str, np.ndarray], model: Model) -> RankBatch:
+        """The same batch with these targets of its items, as tensors."""
+        tensors = to_device(targets, model.device)
+        return replace(self, **{name: tensor.to(model.dtype) for name, tensor in tensors.items()})
+
     def select_loss_arrays(self, items: Tensor) -> RankBatch:
         """These items with the arrays of the loss, without the network's inputs."""
         index = items.to(self.mask.device, non_blocking=True)
@@ -149,18 +154,16 @@ class RankBatch:
         return text_lists(map_obs(lambda part: take(part, items), self.obs))
 
     def passes(self, model: Model, units: Tensor, size: int | None = None) -> list[Pass]:
-        """The micro-batches of these units. If all ranks must run the network equally often, a rank with fewer passes
-        adds padding. `size`: the micro-batch size if no option sets it. If ranks divide sequences, some passes help
-        with sequences of other ranks."""
+        """The micro-batches of these units, and padding (`Model.passes`). `size`: the micro-batch size if no option
+        sets it. If ranks divide sequences, some passes help with sequences of other ranks."""
         if self.groups is None:
-            parts = list(units.split(model.config.micro_batch_size or size or len(units))) if len(units) else []
-            padding = torch.zeros(1, dtype=torch.int64)
+            size = model.config.micro_batch_size or size or len(units)
+            micro_batches, padding = units.split(size) if len(units) else (), torch.zeros(1, dtype=torch.int64)
         else:
-            parts, padding = self._packs(model, units), torch.nonzero(self.of.cpu() == 0)[:, 0]
+            micro_batches, padding = self._packs(model, units), torch.nonzero(self.of.cpu() == 0)[:, 0]
         if model.table is not None:
-            return model.table.passes(parts, self.inputs, padding if model.config.shard else None)
-        missing = model.most_passes(len(parts)) - len(parts)
-        return [Pass(part) for part in parts] + [Pass(padding, counts=False)] * missing
+            return model.table.passes(micro_batches, self.inputs, padding if model.config.shard else None)
+        return model.passes(micro_batches, padding)
 
     def _packs(self, model: Model, units: Tensor) -> list[Tensor]:
         """The tokens of these conversations in packs, in the order of conversations."""
@@ -299,8 +302,7 @@ def build_batch(
     worth["weights"] = trained / np.maximum(sizes, 1)[of] if by_episode else trained
     if isinstance(config, PPOConfig) and not speaks:
         more["train/explained_variance"] = explained_variance(worth["returns"], worth["values"], model.dtype)
-    tensors = {name: tensor.to(model.dtype) for name, tensor in to_device(worth, model.device).items()}
-    return replace(batch, reference=compared, metrics=metrics | more, **tensors)
+    return replace(batch.with_targets(worth, model), reference=compared, metrics=metrics | more)
 
 
 def items_of(

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -23,13 +24,14 @@ from embodied.core.errors import ConfigError, Diverged, EmbodiedError, WrongShap
 from embodied.core.rng import minibatches
 from embodied.core.types import BatchEnd, Trajectory
 from embodied.learners.graphs import FixedPass, moved, padded_size, tensors_of
-from embodied.learners.model import KEPT_BYTES, Model, PolicyOptimizer, lr_factor
+from embodied.learners.model import KEPT_BYTES, Model, Pass, PolicyOptimizer, lr_factor
 from embodied.learners.train_batch import RankBatch, step_items
 from embodied.policies.base import Scores
 from embodied.runtime.collective import Collective
 from embodied.runtime.device_graphs import record
 
 SMALL = 10_000_000  # largest number of weights of a policy with recorded steps
+LossOf = Callable[[Pass], tuple[Tensor, Tensor]]  # the loss of a pass, a sum, and numbers for the log
 MISMATCH = ("mismatch_k3", "mismatch_error")  # log-probs compared with act time, in the first step
 
 
@@ -53,9 +55,7 @@ class StepSums:
 class GradientSteps:
     """The gradient steps of one update, for any loss:
 
-    for inputs in passes:
-        loss, numbers = ...
-        steps.backward(loss / count, numbers, last)  # accumulates the gradient, and numbers for the log
+    steps.add_passes(passes, loss_of, count)  # accumulates the gradient, and numbers for the log
     steps.step(lr_factor, epoch, units, count)  # sums both over all ranks, and changes the weights
     rows, _ = steps.read(steps.steps)  # the numbers of each step, divided by its count
     """
@@ -66,6 +66,12 @@ class GradientSteps:
         self.sums = torch.zeros(len(self.names), dtype=model.dtype, device=model.device)
         self.broken = torch.zeros((), device=model.device)  # 1 from the first step with non-finite numbers on
         self.steps: list[StepSums] = []
+
+    def add_passes(self, passes: Sequence[Pass], loss_of: LossOf, divisor: float) -> None:
+        """Accumulate the gradient of these passes' loss, divided by `divisor`, and their numbers."""
+        for number, micro_batch in enumerate(passes, 1):
+            loss, numbers = loss_of(micro_batch)
+            self.backward(loss / divisor, numbers, last=number == len(passes))
 
     def backward(self, loss: Tensor, numbers: Tensor, last: bool) -> None:
         """Accumulate the gradient of a pass, and its first numbers. `last`: no other pass of this step follows."""
@@ -121,43 +127,36 @@ class PolicySteps(GradientSteps):
     def add(self, batch: RankBatch, units: Tensor, divisor: float = 1.0) -> None:
         """Add the gradient of these units' loss, divided by `divisor`. Before the first step, log-probs are compared
         with the log-probs at act time."""
-        model = self.model
-        passes = batch.passes(model, batch.teaching(units))
-        for number, each in enumerate(passes, 1):
-            scores, last = model.score(each.inputs(batch)), number == len(passes)
-            if not each.is_own:  # the owner's gradient arrives through the exchange
-                model.backward(0.0 * scores.logprobs.sum(), last)
-                continue
-            weight = float(each.counts)
-            own_weight = weight * batch.weight_sum / (batch.num_units or 1)
-            self.learn_from(scores, batch.select_loss_arrays(each.items), weight, own_weight, divisor, last)
+        passes = batch.passes(self.model, batch.teaching(units))
+        self.add_passes(passes, partial(self.loss_of, batch), divisor)
 
-    def learn_from(
-        self,
-        scores: Scores,
-        part: RankBatch,
-        weight: float,
-        own_weight: float | Tensor,
-        divisor: float | Tensor,
-        last: bool = True,
-        counts: Tensor | None = None,
-    ) -> None:
-        """Add the gradient and the statistics of a pass. `weight` 0: padding; `counts` [b]: 0 for padding items."""
-        check_scores(scores, part.logprobs)
-        loss, stats = part.loss_sum(scores, weight, self.config)
-        parts = [stats[name] for name in loss_terms(self.config)]
+    def loss_of(self, batch: RankBatch, micro_batch: Pass) -> tuple[Tensor, Tensor]:
+        scores = self.model.score(micro_batch.inputs(batch))
+        if not micro_batch.is_own:  # the owner's gradient arrives through the exchange
+            return 0.0 * scores.logprobs.sum(), self.sums[:0]
+        weight = float(micro_batch.counts)
+        own_weight = weight * batch.weight_sum / (batch.num_units or 1)
+        return self.loss_of_scores(scores, batch.select_loss_arrays(micro_batch.items), weight, own_weight)
+
+    def loss_of_scores(
+        self, scores: Scores, items: RankBatch, weight: float, own_weight: float | Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """The loss of these items, and its statistics. `weight` 0: all are padding; padding items have weight 0."""
+        check_scores(scores, items.logprobs)
+        loss, stats = items.loss_sum(scores, weight, self.config)
+        numbers = [stats[name] for name in loss_terms(self.config)]
         if scores.own_loss is not None:
-            own = (scores.own_loss if counts is None else scores.own_loss * counts).sum() * own_weight
-            loss = loss + own
-            parts.append(own.detach())
+            own_loss = (scores.own_loss * (items.weights > 0)).sum() * own_weight
+            loss = loss + own_loss
+            numbers.append(own_loss.detach())
         if not self.steps:
-            k3, gap, error = mismatch_of(part, scores.logprobs.detach())
-            weights = weight * part.weights
-            parts += [(weights * k3).sum(), (weights * error).sum()]
+            k3, gap, error = mismatch_of(items, scores.logprobs.detach())
+            weights = weight * items.weights
+            numbers += [(weights * k3).sum(), (weights * error).sum()]
             if weight:
-                largest = torch.stack([gap.max(), k3.max(), sequence_errors(part, error).max()])
+                largest = torch.stack([gap.max(), k3.max(), sequence_errors(items, error).max()])
                 torch.maximum(self.largest, largest, out=self.largest)
-        self.backward(loss / divisor, torch.stack(parts), last)
+        return loss, torch.stack(numbers)
 
     def add_all(self, batch: RankBatch) -> None:
         """Add one of several batches; the divisors are summed, too."""
@@ -258,8 +257,8 @@ class GraphedSteps(PolicySteps):
         return self.passes[key]
 
     def _learn_from(self, fixed: FixedPass) -> None:
-        scores = self.model.score(fixed.inputs)
-        self.learn_from(scores, fixed.batch, 1.0, fixed.own_weight, fixed.divisor, counts=fixed.counts)
+        loss, numbers = self.loss_of_scores(self.model.score(fixed.inputs), fixed.batch, 1.0, fixed.own_weight)
+        self.backward(loss / fixed.divisor, numbers, last=True)
 
     def _recorded(self, work: Callable[[], None]) -> Any:
         """The graph of this work. Recording changes no weights, since the update counts as broken meanwhile."""

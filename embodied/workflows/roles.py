@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -35,7 +36,7 @@ from embodied.core.request_queue import RequestClient, Waiting
 from embodied.core.types import EnvSpec, EpisodeResult, Servers, Trajectory, choose, join
 from embodied.envs import import_class
 from embodied.learners.config import LearnerConfig
-from embodied.learners.model import Model, PolicyOptimizer
+from embodied.learners.model import Model, Pass, PolicyOptimizer
 from embodied.learners.train_batch import (
     REFERENCE,
     RankBatch,
@@ -44,7 +45,6 @@ from embodied.learners.train_batch import (
     items_of,
     logprobs_of,
     scores_of,
-    take,
     trained_items,
 )
 from embodied.learners.update import GradientSteps
@@ -193,13 +193,14 @@ class CriticWorker(NetworkWorker):
         size = algo.minibatch_size or max(total, 1)
         steps = max(1, round(total / size))
         steps_taken, self.updates = GradientSteps(self.model, self.optimizer, ["value_loss"]), self.updates + 1
-        known = [
-            torch.as_tensor(each, device=self.device, dtype=self.model.dtype) for each in (values, returns, trained)
-        ]
+        if batch is not None:
+            batch = batch.with_targets({"values": values, "returns": returns, "weights": trained}, self.model)
         for epoch in range(algo.epochs):
             order = rng.permutation(self.seed, self.updates, epoch, count)
             for units in np.array_split(order, steps):
-                self.add_gradient(steps_taken, batch, torch.from_numpy(np.sort(units)), known, tokens / steps)
+                if batch is not None:
+                    passes = batch.passes(self.model, torch.from_numpy(np.sort(units)))
+                    steps_taken.add_passes(passes, partial(self.value_loss, batch), tokens / steps)
                 steps_taken.step(1.0, epoch, len(units), tokens / steps)
         losses = [row["value_loss"] for row in steps_taken.read(steps_taken.steps)[0]]
         if not np.isfinite(losses).all():
@@ -210,18 +211,11 @@ class CriticWorker(NetworkWorker):
         explained = 1 - sums[0] / spread if spread > 0 else 0.0
         return {"critic/value_loss": float(np.mean(losses)), "critic/explained_variance": float(explained)}
 
-    def add_gradient(
-        self, steps: GradientSteps, batch: RankBatch | None, units: Tensor, known: list[Tensor], count: float
-    ) -> None:
-        """Add the gradient of these conversations' value loss, divided by `count`."""
-        passes = batch.passes(self.model, units) if batch is not None and len(units) else []
-        for number, each in enumerate(passes, 1):
-            assert batch is not None
-            scores = self.model.score(each.inputs(batch))
-            old, returns, weights = (take(part, each.items) for part in known)
-            bounds = {"value_clip": self.algo.value_clip, "huber_delta": self.algo.huber_delta}
-            loss, _ = value_loss_sum(scores.values, old, returns, weights, **bounds)
-            steps.backward(loss / count, loss.detach().view(1), last=number == len(passes))
+    def value_loss(self, batch: RankBatch, micro_batch: Pass) -> tuple[Tensor, Tensor]:
+        scores, items = self.model.score(micro_batch.inputs(batch)), batch.select_loss_arrays(micro_batch.items)
+        bounds = {"value_clip": self.algo.value_clip, "huber_delta": self.algo.huber_delta}
+        loss, _ = value_loss_sum(scores.values, items.values, items.returns, items.weights, **bounds)
+        return loss, loss.detach().view(1)
 
     def summed(self, numbers: np.ndarray) -> np.ndarray:
         return self.all_reduce(numbers) if self.world_size > 1 else numbers

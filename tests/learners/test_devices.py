@@ -1,5 +1,6 @@
 """What losses are made of lies where the learner computes. The meta device stands for a GPU: it mixes with no other."""
 
+from functools import partial
 from types import SimpleNamespace
 
 import numpy as np
@@ -9,9 +10,10 @@ import torch
 from embodied.algorithms.config import GRPOConfig
 from embodied.core.types import ActionSpec, EnvSpec, Trajectory, Unit
 from embodied.datasets import RecordedEpisode
-from embodied.learners.imitation import Demonstrations, ImitationLearner, MeanSteps
+from embodied.learners.imitation import Demonstrations, ImitationLearner
+from embodied.learners.model import Pass
 from embodied.learners.train_batch import build_batch
-from embodied.learners.update import mismatch_of
+from embodied.learners.update import GradientSteps, mismatch_of
 from embodied.runtime.collective import Alone
 
 PLAYED = Trajectory(
@@ -34,8 +36,8 @@ def scored_alike(scores):
     """A model with the same scores for everything."""
     config = SimpleNamespace(micro_batch_size=None)
     policy, about = SimpleNamespace(speaks=False), {"device": "meta", "dtype": torch.float32, "table": None}
-    score, most = (lambda inputs: scores), (lambda passes: 0)
-    return SimpleNamespace(config=config, policy=policy, score=score, most_passes=most, **about)
+    score, passes = (lambda inputs: scores), (lambda micro_batches, padding: [*map(Pass, micro_batches)])
+    return SimpleNamespace(config=config, policy=policy, score=score, passes=passes, **about)
 
 
 @pytest.mark.parametrize("kl_coef", [0.0, 0.1])
@@ -65,7 +67,6 @@ def test_losses_of_imitation_are_summed_where_the_gradients_are():
     weight = torch.zeros(2, device="meta", requires_grad=True)
     learner = object.__new__(ImitationLearner)
     learner.device, learner._noise = "meta", lambda items, iteration: None
-    learner.config = SimpleNamespace(micro_batch_size=None)
     learner.policy = SimpleNamespace(auxiliary_loss="keyframe_loss")
     learner.demos = Demonstrations(EnvSpec(ActionSpec(2)), 1, 0, 3)
     episode = RecordedEpisode(0, "go", None, {"instruction": ["go"] * 3}, np.zeros((3, 2), np.float32), {})
@@ -76,6 +77,6 @@ def test_losses_of_imitation_are_summed_where_the_gradients_are():
         imitate=lambda inputs, noise: (inputs["actions"] * weight, weight.sum().expand(3)),
         backward=lambda loss, last: loss.backward(),
     )
-    steps = MeanSteps(learner.model, None, learner._losses)
-    learner.add(steps, torch.arange(3), 1, 0)
+    steps = GradientSteps(learner.model, None, learner._losses)
+    steps.add_passes([Pass(torch.arange(3))], partial(learner.loss_of, 0, 1.0), 1.0)
     assert weight.grad.device.type == steps.sums.device.type == "meta" and steps.sums.shape == (2,)

@@ -4,6 +4,7 @@ that is not (`fake_cuda.py`)."""
 import sys
 from contextlib import nullcontext
 from dataclasses import replace
+from functools import partial
 from unittest.mock import patch
 
 import numpy as np
@@ -18,10 +19,10 @@ from embodied.core.arrays import map_obs, text_arrays
 from embodied.core.types import ActionSpec, BatchEnd, EnvSpec, Trajectory, Unit
 from embodied.datasets.reader import RecordedEpisode
 from embodied.learners.config import LearnerConfig
-from embodied.learners.imitation import Demonstrations, ImitationLearner, MeanSteps
-from embodied.learners.model import Model, PolicyOptimizer
+from embodied.learners.imitation import Demonstrations, ImitationLearner
+from embodied.learners.model import Model, Pass, PolicyOptimizer
 from embodied.learners.train_batch import build_batch, frozen_features
-from embodied.learners.update import update_policy
+from embodied.learners.update import GradientSteps, update_policy
 from embodied.policies import make_policy
 from embodied.policies.config import CNNConfig, MLPConfig
 from embodied.policies.openvla.config import OpenVLAConfig, OpenVLAOFTConfig
@@ -146,8 +147,8 @@ def imitate(policy):
     episode = RecordedEpisode(0, "push the red cube", None, obs, actions, {})
     list(learner.demos.read([episode], ROWS, None))
     try:
-        steps = MeanSteps(learner.model, None, learner._losses)
-        learner.add(steps, torch.arange(ROWS), 1, 0)
+        steps = GradientSteps(learner.model, None, learner._losses)
+        steps.add_passes([Pass(torch.arange(ROWS))], partial(learner.loss_of, 0, 1.0), 1.0)
         return steps.sums
     finally:
         learner.demos.close()

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from relays import Unchanged
 from stepped import GRPO, ONE_STEP, Run
 from talking_runs import TALK, far
 
@@ -22,26 +23,7 @@ PLACES = {"sim": "fake:0-1", "policy": "fake:2", "learner": "fake:3-4", "judge":
 STRAIGHT = {role: devices for role, devices in PLACES.items() if role != "judge"}
 
 
-class Unchanged(RelayWorker):
-    def relay(self, parts):
-        return parts, {"judge/parts": float(len(parts))}
-
-
-class OneByOne(RelayWorker):
-    """Takes each group by itself."""
-
-    count = 0
-
-    def add(self, parts):
-        self.count += len(parts)
-        return parts
-
-    def finish(self):
-        count, self.count = self.count, 0
-        return {"judge/parts": float(count)}
-
-
-class DiesOnce(OneByOne):
+class DiesOnce(Unchanged):
     """The first worker dies in the middle of the second batch."""
 
     batches = 0
@@ -74,8 +56,8 @@ def judged(*workers, **how):
 
 
 ONE_JUDGE = judged(("judge", "Unchanged"))
-STREAMING = judged(("judge", "OneByOne"), streams=True)
-COLUMNS = judged(("judge", "OneByOne"), streams=True, keeps_rewards=True)
+STREAMING = judged(("judge", "Unchanged"), streams=True)
+COLUMNS = judged(("judge", "Unchanged"), streams=True, keeps_rewards=True)
 
 
 def played(folder, kind, *arguments, placement=PLACES, count=3):
@@ -96,7 +78,7 @@ def test_groups_that_pass_through_unchanged_are_learned_from_as_if_they_had_come
     rows, passed = played(tmp_path / "passed", kind, *words)
     assert far(passed, weights) < (1e-9 if schedule == "periodic" else 1e-12)
     assert [row["groups/used"] for _, row in rows] == [row["groups/used"] for _, row in straight]
-    assert all(row["judge/parts"] in (2, 3) and row["train/grad_norm"] > 1e-4 for _, row in rows)
+    assert all(row["relay/parts_of_first"] in (2, 3) and row["train/grad_norm"] > 1e-4 for _, row in rows)
 
 
 def test_groups_are_compared_and_filtered_by_the_rewards_of_the_last_role(tmp_path):
@@ -118,7 +100,7 @@ def test_a_role_that_keeps_rewards_gets_the_groups_that_the_batch_uses_alone(sch
     _, weights = played(tmp_path / "straight", EmbodiedLoop, *words, placement=STRAIGHT, count=4)
     rows, passed = played(tmp_path / "passed", COLUMNS, *words, placement={**PLACES, "judge": "fake:5"}, count=4)
     assert far(passed, weights) < 1e-10
-    assert all(row["judge/parts"] == row["groups/used"] == 3 for _, row in rows)
+    assert all(row["relay/parts_of_first"] == row["groups/used"] == 3 for _, row in rows)
     assert sum(row["groups/dropped_out_of_bounds"] for _, row in rows) > 3
 
 

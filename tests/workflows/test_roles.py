@@ -15,7 +15,6 @@ from embodied.policies.worker import PolicyWorker
 from embodied.run import launch
 from embodied.workflows.contract import Role, check_roles
 from embodied.workflows.imitation import ImitationLoop
-from embodied.workflows.relay import RelayWorker
 from embodied.workflows.rl_loop import LEARNER, POLICY, SIM, EmbodiedLoop
 
 ARGUMENTS = (
@@ -25,34 +24,15 @@ ARGUMENTS = (
 ).split()
 
 
-class Unchanged(RelayWorker):
-    def relay(self, parts):
-        return parts, {"reward/parts": float(len(parts))}
-
-
-class OneByOne(RelayWorker):
-    """Takes each part of a rollout by itself."""
-
-    count = 0
-
-    def add(self, parts):
-        self.count += len(parts)
-        return parts
-
-    def finish(self):
-        count, self.count = self.count, 0
-        return {"reward/parts": float(self.all_reduce(np.array(count)))}
-
-
 class RelayingLoop(EmbodiedLoop):
-    roles = (*EmbodiedLoop.roles, Role("reward", f"{__name__}:Unchanged", relays=True))
+    roles = (*EmbodiedLoop.roles, Role("reward", "relays:Unchanged", relays=True))
 
 
 class StreamingLoop(EmbodiedLoop):
     roles = (
         *EmbodiedLoop.roles,
-        Role("reward", f"{__name__}:OneByOne", relays=True, streams=True),
-        Role("second", f"{__name__}:OneByOne", relays=True, streams=True),
+        Role("reward", "relays:Unchanged", relays=True, streams=True),
+        Role("second", "relays:Unchanged", relays=True, streams=True),
     )
 
 
@@ -86,7 +66,7 @@ def test_parts_of_rollouts_stream_through_roles_and_are_learned_from_as_if_they_
     words = [f"pipeline.granularity={pieces}"]
     streamed, *_, numbers = learned(tmp_path / "streamed", StreamingLoop, *words, places=SEVERAL)
     assert all(np.array_equal(plain[name], streamed[name]) for name in plain)
-    assert numbers["reward/parts"] == parts
+    assert numbers["relay/parts"] == parts
 
 
 def test_parts_of_a_sim_that_died_stay_out_of_the_rollouts_that_stream(tmp_path):
@@ -96,9 +76,9 @@ def test_parts_of_a_sim_that_died_stay_out_of_the_rollouts_that_stream(tmp_path)
         stepped.strike(run, "rollout", "sim-0")
         _, row = run.iterate(1)
         _, after = run.iterate(2)
-    assert row["faults/restarts"] == 1 and row["reward/parts"] >= 16
+    assert row["faults/restarts"] == 1 and row["relay/parts"] >= 16
     assert [each["faults/lost_decisions"] for each in (row, after)] == [0, 0], "half of a rollout is collected again"
-    assert after["reward/parts"] == 16 and after["faults/restarts"] == 0
+    assert after["relay/parts"] == 16 and after["faults/restarts"] == 0
 
 
 def test_what_passes_through_a_role_unchanged_is_learned_from_as_if_it_had_come_straight(tmp_path):
