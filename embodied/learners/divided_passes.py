@@ -74,11 +74,11 @@ class PassTable:
     def passes(self, items: Sequence[Tensor], inputs: Callable[[Tensor], dict], padding: Tensor | None) -> list[Pass]:
         """This rank's passes for its sequences, each given by its items. All ranks take part. `padding`: items for
         passes that do not count, if all ranks must run equally many."""
-        arrays = [arrays_to_send(inputs(each)) for each in items]
-        rows = np.array([self._row(*each) for each in arrays]).reshape(-1, 5)
+        arrays = [arrays_to_send(inputs(sequence)) for sequence in items]
+        rows = np.array([self._row(*of_sequence) for of_sequence in arrays]).reshape(-1, 5)
         of_ranks = self.collective.gather(rows)
         first = sum(map(len, of_ranks[: self.rank]))
-        own = dict(enumerate(zip(items, arrays, strict=True), first))
+        owned = dict(enumerate(zip(items, arrays, strict=True), first))
         sequences = [
             SequenceLoad(int(tokens), cost, owner) for owner, rows in enumerate(of_ranks) for tokens, cost, *_ in rows
         ]
@@ -88,15 +88,15 @@ class PassTable:
         mine = [number for number in table if self.rank in ranks[number]]
         order = deque(number for number in mine if len(ranks[number]) > 1)
         shared = {
-            number: self._share(number, ranks[number], sequences[number].owner, sizes[number], order, own.get(number))
+            number: self._share(number, ranks[number], sequences[number].owner, sizes[number], order, owned.get(number))
             for number in order
         }
         nothing = torch.zeros(0, dtype=torch.int64)
-        own_passes = [Pass(own[n][0] if n in own else nothing, shared=shared.get(n)) for n in mine]
+        passes = [Pass(owned[n][0] if n in owned else nothing, shared=shared.get(n)) for n in mine]
         if padding is None:
-            return own_passes
+            return passes
         most = max(sum(rank in group for group in ranks) for rank in range(len(of_ranks)))
-        return own_passes + [Pass(padding, counts=False)] * (most - len(own_passes))
+        return passes + [Pass(padding, counts=False)] * (most - len(passes))
 
     def _row(
         self, tokens: np.ndarray, mask: np.ndarray, lengths: np.ndarray, groups: np.ndarray, names: np.ndarray

@@ -46,9 +46,9 @@ class FixedPass:
 
 def tensors_of(batch: RankBatch) -> dict[str, Tensor]:
     """All tensors of a batch with a row per item, by name."""
-    known = {"obs": batch.obs, "replay": batch.replay, "actions": batch.actions}
-    known |= {name: getattr(batch, name) for name in OF_ITEMS}
-    return {name: tensor for name, tensor in flat_dict(known).items() if tensor is not None}
+    columns = {"obs": batch.obs, "replay": batch.replay, "actions": batch.actions}
+    columns |= {name: getattr(batch, name) for name in OF_ITEMS}
+    return {name: tensor for name, tensor in flat_dict(columns).items() if tensor is not None}
 
 
 def moved(batch: RankBatch, device: str) -> RankBatch:

@@ -58,8 +58,8 @@ class ImitationLearner(LearnerWorker):
         lengths = [entry["length"] for entry in dataset.entries[:count]]
         block = env_blocks(count, self.world_size)[self.rank]
         self.demos = Demonstrations(policy.spec, policy.horizon, sum(lengths[: block.start]), sum(lengths))
-        own = sum(lengths[block.start : block.stop])
-        seen = self.demos.read((dataset[number] for number in block), own, self.algo.cache)
+        num_items = sum(lengths[block.start : block.stop])
+        seen = self.demos.read((dataset[number] for number in block), num_items, self.algo.cache)
         moments = [policy.observation_moments(map_obs(lambda array: array[:, None], obs)) for obs in seen]
         if moments[0] is not None and not self.started:
             policy.merge_observation_moments(np.concatenate(self.collective.gather(np.concatenate(moments))))
@@ -70,12 +70,13 @@ class ImitationLearner(LearnerWorker):
         self._restore_gpus()
         demos, config = self.demos, self.algo
         steps = GradientSteps(self.model, self.optimizer, self._losses)
-        epoch, minibatches = config.minibatches(demos.total, iteration)
-        parts = rng.minibatches(rng.permutation(self.seed, epoch, 0, demos.total), config.minibatch_size)
-        every = total * config.epochs // config.iterations(demos.total) * len(parts)
+        epoch, numbers = config.minibatches(demos.total, iteration)
+        minibatches = rng.minibatches(rng.permutation(self.seed, epoch, 0, demos.total), config.minibatch_size)
+        steps_in_all = total * config.epochs // config.iterations(demos.total) * len(minibatches)
         with self.store.updating(), self.computing.measured():
-            for at in minibatches:
-                minibatch, factor = parts[at], sft_factor(config, epoch * len(parts) + at, len(parts), every)
+            for number in numbers:
+                minibatch, step = minibatches[number], epoch * len(minibatches) + number
+                factor = sft_factor(config, step, len(minibatches), steps_in_all)
                 items = minibatch - demos.first
                 items = torch.from_numpy(items[(items >= 0) & (items < len(demos))])
                 passes = self.model.passes(self._micro_batches(items), torch.zeros(1, dtype=torch.int64))
@@ -165,7 +166,7 @@ class Demonstrations:
             actions.append(episode.actions)
             yield {"state": states[-1]} if self.spec.state_dim else {}
         self._states, self._actions = np.concatenate(states), np.concatenate(actions)
-        lengths = np.array([len(part) for part in actions])
+        lengths = np.array([len(of_episode) for of_episode in actions])
         self._ends = np.cumsum(lengths)
         self._keyframes = np.concatenate(keyframes) + np.repeat(self._ends - lengths, lengths)
 
@@ -228,8 +229,8 @@ class DemoImages:
 
     def add(self, images: dict[str, np.ndarray]) -> None:
         """Append the images of the next items."""
-        parts = [images[camera].reshape(len(images[camera]), -1) for camera in self.shapes]
-        rest = memoryview(np.concatenate(parts, axis=1)).cast("B")
+        rows = [images[camera].reshape(len(images[camera]), -1) for camera in self.shapes]
+        rest = memoryview(np.concatenate(rows, axis=1)).cast("B")
         while len(rest):
             rest = rest[os.write(self._file, rest) :]
 
@@ -362,8 +363,8 @@ def written(tokenizer: Any, example: Example) -> tuple[np.ndarray, np.ndarray]:
     """
     tokens: list[int] = []
     mask: list[bool] = []
-    own = getattr(getattr(tokenizer, "base", None), "eos_token_id", None)
-    stop = own if own in tokenizer.stops else min(tokenizer.stops)
+    end_token = getattr(getattr(tokenizer, "base", None), "eos_token_id", None)
+    stop = end_token if end_token in tokenizer.stops else min(tokenizer.stops)
     for turn, (said, answer) in enumerate(example):
         prompt = list(tokenizer.encode(said, first=not turn))
         reply = [*tokenizer.encode(answer, first=False), stop]

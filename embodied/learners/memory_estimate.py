@@ -166,11 +166,11 @@ def kept_by_pass(policy: Policy, inputs: dict[str, Any], places: int) -> tuple[i
         return sum(tensor.untyped_storage().nbytes() for tensor in seen.values())
 
     def counting(block: torch.nn.Module, forward: Callable[..., Any]) -> Callable[..., Any]:
-        parts = type(block), *(properties_of(p) for p in block.parameters())
+        kind = type(block), *(properties_of(p) for p in block.parameters())
 
         def run(*args: Any, **named: Any) -> Any:
             nonlocal skipped
-            alike = passed.setdefault((parts, *map(properties_of, (*args, *named.values()))), [])
+            alike = passed.setdefault((kind, *map(properties_of, (*args, *named.values()))), [])
             if len(alike) == 2:
                 skipped += alike[1][0]
                 return tree_map_only(Tensor, Tensor.clone, alike[1][1])

@@ -96,8 +96,8 @@ class Model:
         self.tick()
         with self.cast():
             scores = self.policy(inputs)
-        parts = (scores.logprobs, scores.entropy, scores.values, scores.own_loss)
-        return Scores(*(None if part is None else part.to(self.dtype) for part in parts))
+        tensors = (scores.logprobs, scores.entropy, scores.values, scores.own_loss)
+        return Scores(*(None if tensor is None else tensor.to(self.dtype) for tensor in tensors))
 
     def cast(self) -> AbstractContextManager:
         """Inside, matrix products have learner.precision."""
@@ -157,8 +157,8 @@ class FrozenFeatures:
             return
         features = self.model.features(obs)
         if not self.kept:
-            each = sum(tensor[0].nbytes for tensor in features.values())
-            self.wanted = 0 < each * self.num_items <= KEPT_BYTES
+            item_bytes = sum(tensor[0].nbytes for tensor in features.values())
+            self.wanted = 0 < item_bytes * self.num_items <= KEPT_BYTES
             if not self.wanted:
                 return
             self.kept = {name: tensor.new_empty(self.num_items, *tensor.shape[1:]) for name, tensor in features.items()}
@@ -219,18 +219,18 @@ class PolicyOptimizer:
     def exchange(self, stats: Tensor, count: float | None = None) -> tuple[Tensor, Tensor]:
         """Sum the gradients and these numbers over all ranks, and clear the gradients. Returns the sums of the numbers,
         and the norm of the whole gradient after its division by `count`, if given. Both stay on the device."""
-        parts = [self._gradient(p, m).view(-1) for p, m in zip(self.params, self.masters, strict=True)]
+        tensors = [self._gradient(p, m).view(-1) for p, m in zip(self.params, self.masters, strict=True)]
         if self.sharded:
-            self.flat = torch.cat(parts)
+            self.flat = torch.cat(tensors)
             if count is not None:
                 self.flat /= count
             squares = norm_of(self.flat).square().view(1)
             totals = self.collective.sum(torch.cat([stats.double(), squares]))
             return totals[:-1], totals[-1].sqrt()
-        parts.append(stats.to(parts[0].dtype))
+        tensors.append(stats.to(tensors[0].dtype))
         if self.summed is None or len(self.summed) != sum(self.sizes) + len(stats):
-            self.summed = parts[0].new_empty(sum(self.sizes) + len(stats))
-        return self.split(self.collective.sum(torch.cat(parts, out=self.summed)), count)
+            self.summed = tensors[0].new_empty(sum(self.sizes) + len(stats))
+        return self.split(self.collective.sum(torch.cat(tensors, out=self.summed)), count)
 
     def split(self, flat: Tensor, count: float | None = None) -> tuple[Tensor, Tensor]:
         """Split the exchanged vector: returns the sums of numbers at its end, and the norm of the gradient before
@@ -246,11 +246,11 @@ class PolicyOptimizer:
         numbers. `forget_gradients` undoes this."""
         self.forget_gradients()
         self.fixed, self.summed = True, self.masters[0].new_zeros(sum(self.sizes) + num_stats)
-        for p, master, part in zip(
+        for p, master, gradient in zip(
             self.params, self.masters, self.summed.split([*self.sizes, num_stats]), strict=False
         ):
             self.adam.state_of(master)
-            (master if p.dtype in HALVES else p).grad = part.view_as(p)
+            (master if p.dtype in HALVES else p).grad = gradient.view_as(p)
         return self.summed[-num_stats:]
 
     def step(self, norm: Tensor, lr_factor: float | Tensor, skipped: Tensor | None = None) -> None:
@@ -258,8 +258,8 @@ class PolicyOptimizer:
         changes."""
         if self.max_grad_norm is not None:
             self.flat *= (torch.full_like(norm, self.max_grad_norm) / (norm + 1e-6)).clamp(max=1.0)
-        for master, part in zip(self.masters, self.flat.split(self.sizes), strict=True):
-            master.grad = part.view_as(master)
+        for master, gradient in zip(self.masters, self.flat.split(self.sizes), strict=True):
+            master.grad = gradient.view_as(master)
         self.adam.step([lr * lr_factor for lr in self.base_lrs], skipped)
         if not self.fixed:
             self.adam.forget_gradients()
@@ -437,10 +437,10 @@ def norm_of(flat: Tensor) -> Tensor:
 
 def master_of(p: Tensor) -> Tensor:
     """The tensor that Adam changes: the parameter itself, or a float32 copy that also accumulates gradients."""
-    own = local(p).detach()
+    rows = local(p).detach()
     if p.dtype not in HALVES:
-        return own
-    master = own.float()
+        return rows
+    master = rows.float()
 
     def collect(p: Tensor) -> None:
         grad = p.grad.float()

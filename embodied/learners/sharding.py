@@ -51,17 +51,17 @@ def shard(policy: nn.Module) -> None:
 
     mesh = init_device_mesh(next(policy.parameters()).device.type, (dist.get_world_size(),))
     half = next((p.dtype for p in policy.parameters() if p.dtype in HALVES), None)
-    dtypes = [(part, {p.dtype for p in part.parameters()}) for part in policy.children()]
+    dtypes = [(module, {p.dtype for p in module.parameters()}) for module in policy.children()]
     trained = any(p.requires_grad for p in policy.parameters())
-    exact = [part for part, kinds in dtypes if half and kinds and not kinds & {*HALVES}]
+    exact = [module for module, kinds in dtypes if half and kinds and not kinds & {*HALVES}]
     for p in policy.parameters():
         if p.requires_grad and p.dtype in HALVES:
             p.data = p.data.float()
     precision = MixedPrecisionPolicy(half, torch.float32 if half else None, cast_forward_inputs=False)
-    for part in exact:
-        fully_shard(part, mesh=mesh, mp_policy=MixedPrecisionPolicy(cast_forward_inputs=False))
-    for part in [*policy.blocks(), policy]:
-        fully_shard(part, mesh=mesh, mp_policy=precision, reshard_after_forward=None if trained else True)
+    for module in exact:
+        fully_shard(module, mesh=mesh, mp_policy=MixedPrecisionPolicy(cast_forward_inputs=False))
+    for module in [*policy.blocks(), policy]:
+        fully_shard(module, mesh=mesh, mp_policy=precision, reshard_after_forward=None if trained else True)
     register_fsdp_forward_method(policy, "imitate")
     for module in policy.modules():
         if isinstance(module, FSDPModule):
@@ -96,9 +96,9 @@ def rows_of(tensor: Tensor) -> slice:
     """The rows that this rank holds of a tensor."""
     if not is_sharded(tensor):
         return slice(None)
-    each = -(-len(tensor) // tensor.device_mesh.size())
-    first = min(tensor.device_mesh.get_local_rank() * each, len(tensor))
-    return slice(first, min(first + each, len(tensor)))
+    count = -(-len(tensor) // tensor.device_mesh.size())
+    first = min(tensor.device_mesh.get_local_rank() * count, len(tensor))
+    return slice(first, min(first + count, len(tensor)))
 
 
 def join_rows(shards: Sequence[Blob], rows: slice) -> Tensor:

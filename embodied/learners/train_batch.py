@@ -94,8 +94,8 @@ class RankBatch:
     def select_loss_arrays(self, items: Tensor) -> RankBatch:
         """These items with the arrays of the loss, without the network's inputs."""
         index = items.to(self.mask.device, non_blocking=True)
-        known = {name: getattr(self, name) for name in OF_ITEMS}
-        tensors = {name: take(tensor, index) for name, tensor in known.items() if tensor is not None}
+        columns = {name: getattr(self, name) for name in OF_ITEMS}
+        tensors = {name: take(tensor, index) for name, tensor in columns.items() if tensor is not None}
         return replace(self, obs={}, replay={}, **tensors)
 
     def select(self, items: Tensor) -> RankBatch:
@@ -121,9 +121,9 @@ class RankBatch:
         owned = [indices_of_owned(minibatch, self.numbers) for minibatch in minibatches]
         units = torch.from_numpy(np.concatenate(owned))
         device = self.mask.device
-        if self.groups is None and all(is_tensor(each) and each.device == device for each in leaves(self.obs)):
+        if self.groups is None and all(is_tensor(array) and array.device == device for array in leaves(self.obs)):
             units = units.to(self.mask.device, non_blocking=True)
-        return units.split([len(part) for part in owned])
+        return units.split([len(of_minibatch) for of_minibatch in owned])
 
     def divisor(self, units: int) -> float:
         """The divisor of the loss of a minibatch of `units` units. The minibatches' gradients sum to the gradient of
@@ -142,7 +142,7 @@ class RankBatch:
         if self.groups is None:
             replay = {name: take(tensor, items) for name, tensor in self.replay.items()}
             return {"obs": self.observed(items), "actions": actions} | replay
-        units, lengths = (part.cpu() for part in torch.unique_consecutive(take(self.of, items), return_counts=True))
+        units, lengths = (array.cpu() for array in torch.unique_consecutive(take(self.of, items), return_counts=True))
         groups = torch.from_numpy(self.groups)[units]
         inputs = {"actions": actions, "mask": take(self.mask, items), "lengths": lengths, "groups": groups}
         if "picture" not in self.obs:
@@ -151,7 +151,7 @@ class RankBatch:
 
     def observed(self, items: Tensor) -> Observation:
         """The observations of these items, in the form for policies."""
-        return text_lists(map_obs(lambda part: take(part, items), self.obs))
+        return text_lists(map_obs(lambda array: take(array, items), self.obs))
 
     def passes(self, model: Model, units: Tensor, size: int | None = None) -> list[Pass]:
         """The micro-batches of these units, and padding (`Model.passes`). `size`: the micro-batch size if no option
@@ -242,8 +242,8 @@ class AllRanks:
         """Moments over all sequences of the numbers [K] where `exists` (bool [K]). `lengths` are the lengths of this
         rank's sequences."""
         cuts = np.cumsum(lengths)[:-1]
-        parts = zip(np.split(numbers, cuts), np.split(exists.astype(numbers.dtype), cuts), strict=True)
-        return merge_moments(self.gather(np.array([moments(*part) for part in parts])))
+        sequences = zip(np.split(numbers, cuts), np.split(exists.astype(numbers.dtype), cuts), strict=True)
+        return merge_moments(self.gather(np.array([moments(*sequence) for sequence in sequences])))
 
 
 # From trajectories to a rank's batch
@@ -396,7 +396,7 @@ def estimate_advantages(
         metrics["train/reference_kl"] = all_ranks.moments(divergence, lengths, trained).mean
     if speaks:
         advantages, returns = token_gae(rewards[:, 0], values, trained, lengths, config.gamma, config.gae_lambda)
-        spread, error = (all_ranks.moments(each, lengths, trained).m2 for each in (returns, returns - values))
+        spread, error = (all_ranks.moments(array, lengths, trained).m2 for array in (returns, returns - values))
         metrics["train/explained_variance"] = 1.0 - error / spread if spread else 0.0
     else:
         advantages, returns = gae_of(trajectory, rewards, config)
@@ -462,8 +462,8 @@ def compared_in_groups(
 
 def explained_variance(returns: np.ndarray, values: np.ndarray, dtype: torch.dtype) -> float:
     """The share of the returns' variance that the value function predicted at act time (this rank's items)."""
-    exact, predicted = (contiguous_tensor(each).to(dtype) for each in (returns, values))
-    variance, error = (float(each.var(unbiased=False)) for each in (exact, exact - predicted))
+    exact, predicted = (contiguous_tensor(array).to(dtype) for array in (returns, values))
+    variance, error = (float(tensor.var(unbiased=False)) for tensor in (exact, exact - predicted))
     return 1.0 - error / variance if variance > 0 else 0.0
 
 
@@ -485,9 +485,10 @@ def scores_of(model: Model, batch: RankBatch, size: int, which: Callable[[Scores
     """One of the scores of all items under a policy, without gradient."""
     with torch.no_grad():
         passes = batch.passes(model, torch.arange(len(batch.numbers)), size)
-        found = [(each, which(model.score(each.inputs(batch)))) for each in passes]
-    parts, scores = zip(*((each.items, found) for each, found in found if each.counts and each.is_own), strict=True)
-    return take(torch.cat(scores), torch.argsort(torch.cat(parts)))
+        scored = [(one_pass, which(model.score(one_pass.inputs(batch)))) for one_pass in passes]
+    counted = [(one_pass.items, scores) for one_pass, scores in scored if one_pass.counts and one_pass.is_own]
+    items, scores = map(torch.cat, zip(*counted, strict=True))
+    return take(scores, torch.argsort(items))
 
 
 def frozen_features(model: Model, batch: RankBatch, size: int) -> dict[str, Tensor]:
@@ -556,9 +557,9 @@ class RolloutBuffer:
 
     def take(self, sources: Iterable[str]) -> Trajectory:
         """Remove and return the joined trajectories of these sources, with the columns of `replay` that all have."""
-        parts = [self.whole.pop(source) for source in sources]
-        names = {*parts[0].replay}.intersection(*(part.replay for part in parts))
-        return join([replace(part, replay={name: part.replay[name] for name in names}) for part in parts])
+        rollouts = [self.whole.pop(source) for source in sources]
+        names = {*rollouts[0].replay}.intersection(*(rollout.replay for rollout in rollouts))
+        return join([replace(rollout, replay={name: rollout.replay[name] for name in names}) for rollout in rollouts])
 
     def units(
         self, channel: Channel, batch: int, timers: Timers, piece_came: Callable[[str], None] = lambda source: None
@@ -591,13 +592,13 @@ class RolloutBuffer:
                 self.rows, self.features = rows, FrozenFeatures(model, len(rows) * horizon)
             size = max(1, self.batch_size // len(whole.ids))
             while self.features.wanted and self.seen[source] < horizon:
-                part = range(self.seen[source], min(self.seen[source] + size, horizon))
-                if part.stop > self.have[source]:
+                decisions = range(self.seen[source], min(self.seen[source] + size, horizon))
+                if decisions.stop > self.have[source]:
                     break
-                obs = take_rows(whole.obs, item_numbers(range(len(whole.ids)), part, horizon))
-                items = item_numbers(np.searchsorted(self.rows, whole.ids), part, horizon)
+                obs = take_rows(whole.obs, item_numbers(range(len(whole.ids)), decisions, horizon))
+                items = item_numbers(np.searchsorted(self.rows, whole.ids), decisions, horizon)
                 self.features.add(text_lists(map_obs(contiguous_tensor, obs)), torch.from_numpy(items))
-                self.seen[source] = part.stop
+                self.seen[source] = decisions.stop
 
     def encoded(self, ids: np.ndarray) -> dict[str, Tensor]:
         """Frozen features of these rows; rows of a dead sim worker are missing."""
@@ -636,9 +637,9 @@ def to_device(arrays: Mapping[str, Array], device: str) -> dict[str, Tensor]:
     small = {name: tensor for name, tensor in tensors.items() if tensor.device.type == "cpu"}
     if device != "cpu" and small:
         together = torch.cat([tensor.reshape(-1).double() for tensor in small.values()]).to(device)
-        parts = together.split([tensor.numel() for tensor in small.values()])
-        for (name, tensor), part in zip(small.items(), parts, strict=True):
-            tensors[name] = part.view(tensor.shape).to(tensor.dtype)
+        sent = together.split([tensor.numel() for tensor in small.values()])
+        for (name, tensor), numbers in zip(small.items(), sent, strict=True):
+            tensors[name] = numbers.view(tensor.shape).to(tensor.dtype)
     return {name: tensor.to(device) for name, tensor in tensors.items()}
 
 

@@ -101,17 +101,17 @@ class GradientSteps:
     def read(self, steps: list[StepSums], *more: Tensor) -> tuple[list[dict[str, float]], list[float]]:
         """The statistics of these steps, and further numbers from the device, read in one transfer."""
         width = len(self.names) + 1
-        read = torch.cat([*(step.sums for step in steps), *(each.double() for each in more)]).tolist()
+        read = torch.cat([*(step.sums for step in steps), *(tensor.double() for tensor in more)]).tolist()
         rows = [read[i * width : (i + 1) * width] for i in range(len(steps))]
         return [s.numbers(self.names, row) for s, row in zip(steps, rows, strict=True)], read[width * len(rows) :]
 
     def finished(self, iteration: int, *more: Tensor) -> tuple[list[dict[str, float]], np.ndarray]:
         """The statistics of all steps, and further numbers of all ranks, a row each. Raises Diverged if numbers or
         weights are not finite."""
-        history, own = self.read(self.steps, self.optimizer.broken().view(1), *more)
+        history, of_rank = self.read(self.steps, self.optimizer.broken().view(1), *more)
         for numbers, step in zip(history, self.steps, strict=True):
             check_finite(numbers, iteration, step.epoch)
-        return history, check_weights(self.optimizer.collective, iteration, *own)
+        return history, check_weights(self.optimizer.collective, iteration, *of_rank)
 
 
 class PolicySteps(GradientSteps):
@@ -248,7 +248,7 @@ class GraphedSteps(PolicySteps):
         return self.model.config.micro_batch_size or step_items(self.config, batch.num_units)
 
     def _pass_for(self, batch: RankBatch, size: int) -> FixedPass:
-        shapes = [(name, each.dtype, each.shape[1:]) for name, each in tensors_of(batch).items()]
+        shapes = [(name, tensor.dtype, tensor.shape[1:]) for name, tensor in tensors_of(batch).items()]
         key = (size, bool(self.steps), *shapes)
         if key not in self.passes:
             fixed = FixedPass(batch, size, self.model.dtype)
@@ -330,10 +330,11 @@ def update_policy(
         batch = batch.corrected(model, config)
     steps, batch = steps_of(model, optimizer, config, batch)
     for epoch in range(config.epochs):
-        parts = minibatches(batch.order(seed, end.iteration, epoch), step_items(config, batch.num_units))
-        for part, owned in zip(parts, batch.split_own_units(parts), strict=True):
-            steps.add(batch, owned, batch.divisor(len(part)))
-            steps.step(steps.lr_factor(end), epoch, len(part), batch.stats_divisor(len(part)))
+        of_epoch = minibatches(batch.order(seed, end.iteration, epoch), step_items(config, batch.num_units))
+        for minibatch, owned in zip(of_epoch, batch.split_own_units(of_epoch), strict=True):
+            units = len(minibatch)
+            steps.add(batch, owned, batch.divisor(units))
+            steps.step(steps.lr_factor(end), epoch, units, batch.stats_divisor(units))
         # The mean KL over all ranks, measured before each gradient step.
         if config.target_kl is not None and steps.epoch_kl(epoch) / batch.num_units > config.target_kl:
             break
@@ -342,10 +343,10 @@ def update_policy(
 
 def check_divisor(model: Model, config: AlgoConfig) -> None:
     """Refuse losses whose divisor is not a count over the whole batch."""
-    if (own := model.policy.own_losses) and config.weighting == "episode":
+    if (own_losses := model.policy.own_losses) and config.weighting == "episode":
         raise ConfigError(
             f"pipeline.schedule=periodic divides all losses by one count, with algo.weighting=episode that of the "
-            f"episodes, but {', '.join(own)} counts decisions; try algo.weighting=decision"
+            f"episodes, but {', '.join(own_losses)} counts decisions; try algo.weighting=decision"
         )
 
 
@@ -395,7 +396,8 @@ def mismatch_numbers(k3: float, error: float, largest: np.ndarray) -> dict[str, 
 
 def check_scores(scores: Scores, acted: Tensor) -> None:
     """Refuse scores with another shape than the log-probs stored at act time, since they would broadcast."""
-    wanted, shapes = list(acted.shape), [list(each.shape) for each in (scores.logprobs, scores.entropy, scores.values)]
+    wanted = list(acted.shape)
+    shapes = [list(tensor.shape) for tensor in (scores.logprobs, scores.entropy, scores.values)]
     if shapes != [wanted, wanted, wanted[:1]]:
         raise WrongShape(
             f"the policy's forward returned logprobs {shapes[0]}, entropy {shapes[1]}, values {shapes[2]}; "

@@ -233,10 +233,10 @@ class LearnerWorker(Worker):
             return share
         with self.timers.measure("look"):
             if buffer.features:
-                known = buffer.encoded(played.ids)
+                features = buffer.encoded(played.ids)
             else:
-                known = frozen_features(self.model, share, step_items(self.algo, len(share)))
-        return replace(share, replay=share.replay | known)
+                features = frozen_features(self.model, share, step_items(self.algo, len(share)))
+        return replace(share, replay=share.replay | features)
 
     def _encodes_once(self) -> bool:
         """True if frozen features are kept for all epochs."""
