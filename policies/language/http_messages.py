@@ -244,9 +244,15 @@ class WeightFolder:
         """Write these tensors, by their published names. Servers load them after `use`."""
         if name != self.current:
             aside = self.path / "new"
-            aside.mkdir(parents=True, exist_ok=True)
-            write_tensors(aside / WEIGHTS, tensors)
-            aside.rename(self.path / name)
+            try:
+                aside.mkdir(parents=True, exist_ok=True)
+                write_tensors(aside / WEIGHTS, tensors)
+                aside.rename(self.path / name)
+            except OSError as err:
+                why = err.strerror or err
+                raise EmbodiedError(
+                    f"new weights cannot be written to policy.weights={self.path.parent}: {why}"
+                ) from None
 
     def use(self, name: str) -> None:
         """Make a written version the current one."""

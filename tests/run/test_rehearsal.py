@@ -71,6 +71,11 @@ class Crash(VectorEnv):
         os.kill(os.getpid(), signal.SIGSEGV)
 
 
+class Stuck(Crash):
+    def _step(self, actions, active):
+        raise RuntimeError("an arm is stuck")
+
+
 class Muddled(TextEnv):
     def reset(self, spec):
         raise KeyError("question")
@@ -102,7 +107,9 @@ class Killer(Speck):
 
     def step(self, action):
         self.strike("step")
-        return super().step(action)
+        if self.at == "raises":
+            raise ValueError("a motor is off")
+        return super().step(action)[: 4 if self.at == "old" else 5]
 
 
 gymnasium.register("Killer-v0", Killer, max_episode_steps=9)
@@ -148,6 +155,9 @@ REFUSED = {
     **{f"recipe=pointmass_ppo {KILLER}{at}": KILLED for at in ("make", "reset", "step")},
     f"check {KILLER}step": KILLED,
     "check env.name=my_former:Crash": KILLED,
+    "check env.name=my_former:Stuck": r"RuntimeError: an arm is stuck \(.*my_former.py, line",
+    f"check {KILLER}raises": r"ValueError: a motor is off \(.*my_former.py, line",
+    f"check {KILLER}old": "step returned 4 values, it must return observation, reward, terminated, truncated, info",
     "recipe=pointmass_ppo policy.name=cnn": "policy.name=cnn needs images, .*set env.cameras",
     "recipe=pointmass_ppo policy.name=cnn env.cameras=[top]": "images of 36x36 .*'top' are 32x32; .*env.image_size=36",
     f"{SPECK} policy.name=cnn": "images of 36x36 pixels or more, .* 16x24",

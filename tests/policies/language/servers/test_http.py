@@ -2,7 +2,9 @@
 
 import asyncio
 import contextlib
+import errno
 import json
+import os
 import time
 
 import numpy as np
@@ -16,6 +18,7 @@ from tiny_language import build, publish
 from embodied.config.recipe import load
 from embodied.core.conversations import SamplingRule
 from embodied.core.errors import ConfigError, EmbodiedError
+from embodied.policies.language import http_messages
 from embodied.policies.language.engine import Request, make_engine
 from embodied.policies.language.folder import as_published
 from embodied.policies.language.servers import server_pool
@@ -213,6 +216,16 @@ def test_weights_that_a_killed_worker_left_are_removed_and_those_of_others_stay(
         with pytest.raises(ConfigError, match=r"policy.weights=.*file/weights cannot be written"):
             with engine_at(server.url, policy, tmp_path / "file"):
                 pass
+
+
+def test_weights_for_which_there_is_no_room_are_an_error_that_names_their_folder(policy, tmp_path, monkeypatch):
+    def full(*_):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with served(build(dtype="float64", **SIZES), tmp_path) as server, engine_at(server.url, policy, tmp_path) as engine:
+        monkeypatch.setattr(http_messages, "write_tensors", full)
+        with pytest.raises(EmbodiedError, match=rf"policy.weights={tmp_path}/weights.*No space left"):
+            engine.load(policy.state_dict(), 1)
 
 
 MODELS = {"data": [{"id": "m", "owned_by": "someone"}]}
