@@ -13,7 +13,8 @@ from collections.abc import Iterable
 # Control characters except tab and newline, and half surrogate pairs, which stand for bytes that are no UTF-8.
 _UNPRINTABLE = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff]")
 
-_ADDRESS = re.compile(" at 0x[0-9a-f]+(?=[>,])")  # of an object in memory, in its repr
+# The address of an object in memory, in its repr; and torch's C++ stack, behind its message.
+_INTERNAL = re.compile(r" at 0x[0-9a-f]+(?=[>,])|\s*Exception raised from \S+ at .*", re.DOTALL)
 
 
 def printable(text: str) -> str:
@@ -22,8 +23,8 @@ def printable(text: str) -> str:
 
 
 def printable_error(text: str) -> str:
-    """The text of an error in printable form, without the addresses of objects."""
-    return printable(_ADDRESS.sub("", text))
+    """The text of an error in printable form, without the addresses of objects and code."""
+    return printable(_INTERNAL.sub("", text))
 
 
 class EmbodiedError(Exception):

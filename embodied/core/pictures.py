@@ -72,6 +72,8 @@ def opened_picture(name: str) -> Iterator[Image]:
             if image.width * image.height > MOST_PIXELS:
                 size = f"{image.width} x {image.height} pixels"
                 raise PictureError(f"the picture {short_name(name)} has {size}; at most {MOST_PIXELS:,} are read")
+            if any(part[0] == "bmp_rle" for part in image.tile):  # decoded byte by byte in Python
+                raise PictureError(f"the picture {short_name(name)} is a compressed BMP; send a PNG")
             yield image
     except Image.UnidentifiedImageError:
         raise PictureError(f"the picture {short_name(name)} is no {', '.join(FORMATS)}, or damaged") from None

@@ -21,6 +21,7 @@ from embodied.runtime.channel import Channel
 
 ALIGNMENT = 64
 MOST_AXES, MOST_NUMBERS = 32, 2**48  # of a stored tensor
+MOST_HEAD_BYTES = 100_000_000  # the limit of the safetensors library
 ROW = 4096  # words per row; the checksum does not notice swaps within a row
 
 ITEM_BYTES = {
@@ -149,6 +150,8 @@ def read_safetensors(path: Path) -> dict[str, Blob]:
         head = int.from_bytes(file.read(0, min(8, size)).tobytes(), "little")
         if not 0 < head <= size - 8:
             raise ValueError(f"its head of {head} bytes is longer than the file")
+        if head > MOST_HEAD_BYTES:
+            raise ValueError(f"its head has {head} bytes, and at most {MOST_HEAD_BYTES:,} are read")
         entries = json.loads(file.read(8, 8 + head).tobytes())
         if not isinstance(entries, dict):
             raise ValueError("its head holds no mapping")
@@ -156,8 +159,12 @@ def read_safetensors(path: Path) -> dict[str, Blob]:
         blobs: dict[str, Blob] = {}
         for name, entry in entries.items():
             spec, (begin, end) = Spec(SAFETENSORS[entry["dtype"]], tuple(entry["shape"])), entry["data_offsets"]
+            if not name.isprintable():
+                raise ValueError(f"a tensor has the name {name!r:.60}")
             if not is_shape(spec.shape):
-                raise ValueError(f"{name} has the shape {entry['shape']!s:.60}")
+                raise ValueError(f"{name} has the shape {entry['shape']!r:.60}")
+            if type(begin) is not int or type(end) is not int:
+                raise ValueError(f"{name} lies at {entry['data_offsets']!r:.60}")
             num_bytes = max(min(end, size - 8 - head) - begin, 0)
             if min(begin, end) < 0 or end - begin != spec.size_bytes or num_bytes != spec.size_bytes:
                 raise ValueError(f"{name} has {num_bytes} bytes instead of {spec.size_bytes}")

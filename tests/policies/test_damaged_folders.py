@@ -72,10 +72,19 @@ def with_policy(**options):
     return damage
 
 
-def with_env(folder):
-    content = json.loads((folder / "config.json").read_text())
-    content["env_spec"]["action"] |= {"dim": "two"}
-    (folder / "config.json").write_text(json.dumps(content))
+def with_long_head(folder):
+    with (folder / "model.safetensors").open("wb") as file:
+        file.write((10**8 + 1).to_bytes(8, "little"))
+        file.truncate(10**8 + 99)  # takes no place on the disk
+
+
+def with_dim(dim):
+    def damage(folder):
+        content = json.loads((folder / "config.json").read_text())
+        content["env_spec"]["action"] |= {"dim": dim}
+        (folder / "config.json").write_text(json.dumps(content))
+
+    return damage
 
 
 @pytest.mark.parametrize(
@@ -83,6 +92,11 @@ def with_env(folder):
     [
         (with_head(lambda _: b"[" * 100_000), r"model\.safetensors is damaged: maximum recursion depth"),
         (with_head(lambda _: b"[1]"), r"model\.safetensors is damaged: its head holds no mapping"),
+        (with_long_head, r"model\.safetensors is damaged: its head has 100000001 bytes, and at most 100,000,000 are"),
+        (with_head(lambda head: head | {"a\nb": head["log_std"]}), r"model\.safetensors is damaged: .* name 'a\\nb'"),
+        (with_shape([2.0], 8.0), r"model\.safetensors is damaged: log_std has the shape \[2\.0\]"),
+        (with_shape([2], 8.0), r"model\.safetensors is damaged: log_std lies at \[0, 8\.0\]"),
+        (with_shape("a\nb"), r"model\.safetensors is damaged: log_std has the shape 'a\\nb'"),
         (with_shape([2**70, 0], 0), r"model\.safetensors is damaged: log_std has the shape \[1180591"),
         (with_shape([2**40, 2**40, 0], 0), r"model\.safetensors is damaged: log_std has the shape"),
         (with_shape([-1, -2]), r"model\.safetensors is damaged: log_std has the shape \[-1, -2\]"),
@@ -97,7 +111,8 @@ def with_env(folder):
             with_policy(name="nets:Mine"),
             r"config\.json cannot be read: .*policy\.name=nets:Mine: policy\.\w+ is unknown",
         ),
-        (with_env, r"config\.json cannot be read: env_spec\.action\.dim='two': should be a valid integer"),
+        (with_dim("two"), r"config\.json cannot be read: env_spec\.action\.dim='two': should be a valid integer"),
+        (with_dim(10**30), r"config\.json: no policy can be built from it: TypeError: .*Overflow"),
     ],
 )
 def test_a_folder_of_ours_that_cannot_be_is_refused_in_a_line_of_ours(damage, reason, tmp_path):

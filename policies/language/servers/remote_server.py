@@ -130,7 +130,7 @@ class RemoteServer:
         listing = await self.call("GET", "/v1/models", limit_s=limit_s)
         try:
             model = listing["data"][0]
-            self.model, self.owner = (str(each)[:LONGEST_NAME] for each in (model["id"], model.get("owned_by")))
+            self.model, self.owner = (str(each)[:LONGEST_NAME] for each in (model["id"], model.get("owned_by") or ""))
             settings = model.get("settings") or {}
         except (KeyError, IndexError, TypeError, AttributeError):
             raise ConfigError(f"{self.name}/v1/models names no model: is it a server of OpenAI's kind?") from None

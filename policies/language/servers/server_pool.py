@@ -141,7 +141,9 @@ class PooledServer:
     is_refused: bool = False  # True: until the next version
     is_paused: bool = False  # True: by its owner, and the user was told
     away_since: float | None = None  # time of the first of the current failures; None: it can be reached
-    is_failing: bool = False  # True: since its last good answer it has failed, and the user was told
+    is_failing: bool = (
+        False  # True: it has failed since it last answered well while it could be reached; the user knows
+    )
     pause: float = SHORTEST_S  # pause before the next attempt
     loads: int = 0  # number of loads of the current weights
     doubt: asyncio.Event = field(default_factory=asyncio.Event)  # set if its weights must be checked
@@ -481,7 +483,8 @@ class ServerPool:
             if why:
                 return self.fail(server, number, ServerUnavailable(why), began)
             check_tokens(parsed, request.body, self.settings["vocab_size"])
-        server.pause, server.is_failing = SHORTEST_S, False
+        if server.away_since is None:  # otherwise other requests of its calls have failed since it was checked
+            server.pause, server.is_failing = SHORTEST_S, False
         server.answered_at = time.monotonic()
         server.longest_s = max(server.longest_s, server.answered_at - began)
         self.totals["unusable"] += bool(parsed.dropped)

@@ -1,6 +1,7 @@
 """Models that see: pictures named in a conversation are read by our engine and learner as transformers reads them."""
 
 import copy
+import struct
 from base64 import b64encode
 
 import numpy as np
@@ -171,6 +172,12 @@ def test_a_picture_has_as_many_tokens_as_its_size_says_and_its_own_colours(shape
 
 
 EPS = b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 9 9\n%%EndComments\nshowpage\n"
+RLE = (
+    b"BM"
+    + struct.pack("<IIIIiiHHIIIIII", 1082, 0, 1078, 40, 4, 4, 1, 8, 1, 4, 0, 0, 256, 0)
+    + bytes(1024)
+    + b"\4\1\0\1"
+)
 REFUSED = {
     "text": (lambda p, t: build(SEES, preset="tiny"), "reads only text"),
     "message": (lambda p, t: build().tokenizer.encode(said(ONE), first=True), "reads only text"),
@@ -179,6 +186,10 @@ REFUSED = {
     "damaged": (lambda p, t: p.sight.read("data:image/png;base64,aGFsbG8="), "is no PNG.*or damaged"),
     "cut": (lambda p, t: p.sight.read(data_url(load_picture(WIDE))[:122]), "cannot be read: .*truncated"),
     "a program": (lambda p, t: p.sight.read(f"data:image/x-eps;base64,{b64encode(EPS).decode()}"), "is no PNG"),
+    "compressed": (
+        lambda p, t: p.sight.read(f"data:image/bmp;base64,{b64encode(RLE).decode()}"),
+        "is a compressed BMP",
+    ),
     "room": (lambda p, t: p.sight.check_room([ONE, WIDE], 18), "the pictures have 25 tokens, .*conversation has 18"),
     "thin": (lambda p, t: p.sight.check_room([data_url(np.zeros((1, 300, 3), np.uint8))], 99), "cannot be processed"),
     "not base64": (lambda p, t: p.sight.read("data:image/png;base64,!"), "not base64"),

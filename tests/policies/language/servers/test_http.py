@@ -309,6 +309,26 @@ def test_of_many_requests_in_one_call_what_failed_is_asked_again_alone(policy):
         assert sorted(prompt for call in asked[1:] for prompt in call) == [[11], [13]]
 
 
+def test_a_server_that_aborts_some_answers_of_a_call_is_named_once_for_the_call(policy, capsys):
+    calls = []
+
+    def many(body):
+        calls.append(body["requests"])
+        odd = [number for number, _ in enumerate(body["requests"]) if number % 2 and len(calls) == 1]
+        told = [answer_of(one, **({"finish": "abort"} if n in odd else {})) for n, one in enumerate(body["requests"])]
+        return web.Response(text="".join(f"{json.dumps(line_of_many(n, each))}\n" for n, each in enumerate(told)))
+
+    with scripted(as_ours(lambda: engine.name, many)) as url, engine_at(url, policy, None, gap_limit=None) as engine:
+        engine.load(policy.state_dict(), 1)
+        found = answers(engine, [Request(n, [n], 3, n) for n in range(10, 18)])
+        assert len(found) == 8 and counts_of(engine) == (4, 0)
+    assert capsys.readouterr().out.count("its answers are aborted") == 1
+
+
+def line_of_many(number, body):
+    return {"number": number, "status": 200, "body": body}
+
+
 def test_an_engine_closes_while_a_server_leaves_its_response_open(policy):
     async def lines(body):
         for number, one in enumerate(body["requests"]):
@@ -504,6 +524,8 @@ def test_vllms_server_takes_weights_from_a_folder_or_in_buckets(sees, policy, tm
 
 
 def test_a_server_that_has_no_way_to_take_weights_says_so(policy, tmp_path):
-    with scripted(lambda request, body: MODELS) as url, engine_at(url, policy, tmp_path) as engine:
-        with pytest.raises(ConfigError, match="no way to take weights that is known here"):
-            engine.load(policy.state_dict(), 1)
+    for owner, who in (("someone", "a server of someone"), (None, "a server of another kind")):
+        models = {"data": [{"id": "m", "owned_by": owner}]}
+        with scripted(lambda request, body, models=models: models) as url, engine_at(url, policy, tmp_path) as engine:
+            with pytest.raises(ConfigError, match=f"{who}, which has no way to take weights that is known here"):
+                engine.load(policy.state_dict(), 1)
