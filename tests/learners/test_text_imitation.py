@@ -179,6 +179,17 @@ def test_small_passes_add_up_to_the_same_steps(pack_tokens):
     assert whole[0][1]["train/loss"] == pytest.approx(one[0][1]["train/loss"], abs=1e-10)
 
 
+def test_passes_that_make_up_for_passes_of_other_ranks_count_nothing():
+    (_, numbers), weights = trained(sft())
+    padded = learner(sft())
+    padded.open_data()
+    padded.model.most_passes = lambda passes: passes + 2
+    rows = [padded.imitate(iteration, 2) for iteration in range(2)]
+    equal(weights, padded.policy.state_dict())
+    assert rows[1]["train/loss"] == pytest.approx(numbers["train/loss"], abs=1e-10)
+    padded.close()
+
+
 def test_two_learners_take_the_steps_of_one():
     config, room = sft(warmup_steps=3, weight_decay=0.1), InProcessRendezvous(2, 30.0)
     alone = trained(config)
