@@ -287,7 +287,9 @@ def reason(error: ErrorDetails, path: str, root: Section, tree: Tree) -> str:
     if kind == "string_type":
         return f"should be text; write {path}='\"{value}\"'" if value is not None else "should be text, not empty"
     if kind == "tuple_type":
-        return f"should be a list; write {path}=[{shorten(value)}]"
+        return f"should be a list; write {path}='[{value if isinstance(value, str) else shorten(value)}]'"
+    if kind == "path_type":
+        return "should be a path"
     text = error["msg"].removeprefix("Input ")
     return text[0].lower() + text[1:]
 

@@ -140,7 +140,7 @@ def parse(
         elif key in values:
             problems.append(f"{key} is given twice on the command line: {write_yaml(values[key])} and {text}")
         elif not text.strip():
-            problems.append(f"{key}= has no value; to set it to nothing write {key}=null")
+            problems.append(f"{key}= has no value; if this key may have none, write {key}=null")
         else:
             try:
                 values[key] = read_yaml(text)

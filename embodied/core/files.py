@@ -186,7 +186,7 @@ def read_rows(path: Path) -> Generator[Row]:
                     if line.strip():
                         yield row_of(line, f"{path}, line {number}")
     except OSError as err:
-        raise ConfigError(f"{path}: {err.strerror or err}") from None
+        raise ConfigError(f"{path}: {in_words(err)}") from None
 
 
 def files_of(folder: Path) -> list[Path]:
@@ -199,6 +199,8 @@ def files_of(folder: Path) -> list[Path]:
 def row_of(line: bytes, where: str) -> Row:
     try:
         row = json.loads(line)
+        if b"\\u" in line:
+            json.dumps(row, ensure_ascii=False).encode()  # refuses half surrogate pairs, which tokenizers do not take
     except ValueError as err:
         raise ConfigError(f"{where}: not JSON: {err}") from None
     if not isinstance(row, dict):

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from embodied.config.recipe import RunConfig
 from embodied.core.errors import MissingAsset
+from embodied.core.plugins import ENGINE_CLASSES, PACKAGE
 from embodied.envs import env_class, make_env
 from embodied.policies import policy_class
 from embodied.run.own_objects import names_own_objects, try_own_objects
@@ -53,11 +54,14 @@ def check_all_fit(sources: list[PolicySource], env: Any) -> None:
 
 
 def rehearse_policy(policy: Any) -> None:
-    """Refuse a class that cannot be imported, and a folder without a model of the policy's family."""
+    """Refuse a class or another package's engine that cannot be imported, and a folder without a model of the policy's
+    family."""
     if ":" in policy.name:
         policy_class(policy.name)
     elif policy.published and not policy.speaks and policy.pretrained and Path(policy.pretrained).is_dir():
         policy_class(policy.name).check_folder(policy)
+    elif policy.speaks and ENGINE_CLASSES.entry(policy.engine).package != PACKAGE:
+        ENGINE_CLASSES[policy.engine]
 
 
 def built_spec(env: Any) -> EnvSpec:

@@ -102,6 +102,7 @@ mlp = arm_kit.config:LinearConfig
 nowhere = arm_kit.nowhere:Nothing
 [embodied.engines]
 counting = arm_kit.engine:CountingEngine
+nowhere = arm_kit.nowhere:Nothing
 [embodied.loggers]
 lines = arm_kit.logger:LineLogger
 """
@@ -206,6 +207,12 @@ def test_names_are_listed_without_an_import_and_a_run_imports_what_it_names(inst
 def test_mistakes_with_the_names_of_other_packages_are_explained(installed, option, answer):
     done = run(installed, "-m", "embodied.train", "recipe=pointmass_ppo", option, "--cfg")
     assert done.returncode == 2 and answer in done.stderr and "Traceback" not in done.stderr
+
+
+def test_a_dry_run_imports_the_engine_of_another_package(installed):
+    done = run(installed, "-m", "embodied.train", "recipe=sums_grpo", "policy.engine=nowhere", "--dry-run")
+    assert done.returncode == 2
+    assert "policy.engine=nowhere: importing arm_kit.nowhere:Nothing of the package arm-kit failed: " in done.stderr
 
 
 @pytest.mark.parametrize("content", [b"\xff", b"[embodied.families]\n\xff = a:b"])

@@ -137,6 +137,7 @@ def test_a_comparison_that_takes_too_long_is_a_wrong_answer(tmp_path):
     ("line", "message"),
     [
         ("{", "line 2: not JSON"),
+        (r'{"prompt": "\ud800", "answer": "1"}', "line 2: not JSON: .*surrogates not allowed"),
         ("[1]", "line 2: list, it must be an object"),
         ({"question": "1+1?"}, "line 2: one of answer, solutions is needed, and it has none"),
         ({"question": "1+1?", "answer": ""}, "it has none"),
@@ -182,6 +183,12 @@ def test_questions_lie_in_parquet_or_in_a_folder_of_datasets_too_and_are_chosen_
     (tmp_path / "bad.parquet").write_bytes(b"PAR1 and more")
     with pytest.raises(ConfigError, match=r"bad\.parquet is damaged"):
         questions(config(tmp_path / "bad.parquet"))
+    damaged = bytearray((tmp_path / "a.parquet").read_bytes())
+    damaged[4] ^= 255  # in the head of the first page
+    (tmp_path / "bad.parquet").write_bytes(damaged)
+    with pytest.raises(ConfigError, match=r"bad\.parquet: [^\n]+$") as told:
+        questions(config(tmp_path / "bad.parquet"))
+    assert "\n" not in str(told.value)
 
 
 def many(count):
