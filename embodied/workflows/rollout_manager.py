@@ -58,6 +58,22 @@ class BackgroundTask(Protocol):
         """Do the work, without waiting."""
 
 
+@dataclass(frozen=True)
+class Remarks:
+    """Sentences of language engines for the user."""
+
+    channel: Channel
+    show: Callable[[str], None]
+
+    def is_due(self) -> bool:
+        return bool(self.channel.qsize())
+
+    def go_on(self) -> None:
+        with suppress(ChannelClosed):  # by a failed worker
+            while self.channel.qsize():
+                self.show(self.channel.get())
+
+
 class Training(Protocol):
     """The record of training's episodes, which hears of their fates."""
 
@@ -136,6 +152,10 @@ class RolloutManager:
         self.is_leaving = False  # True: the last policy worker is to leave for good
         self.prompts: Channel | None = None
         self._share_prompts()
+        self.remarks: Remarks | None = None
+        if text and workers.config.cluster.backend != "inline":  # inline workers print on the user's terminal
+            self.remarks = Remarks(channel("remarks", **options), self.warn)
+            self.cluster.watch(self.remarks.channel)
         if text:  # replies are taken in the order of their arrival
             self.replies = [[channel(f"replies-sim-{s}", home=self.sims[s], **options)] * self.num_stages for s in sims]
         else:
@@ -173,7 +193,7 @@ class RolloutManager:
         broker.calls = calls = {sim: self.sims[sim].play(of_sims[sim], routes[sim]) for sim in of_sims}
         if self.training:  # now, since a sim that died before was replaced, and its successor plays the job
             self.training.begin_round(jobs)
-        tasks = [task for task in (broker, background, *self.background) if task]
+        tasks = [task for task in (broker, background, self.remarks, *self.background) if task]
         while losses := self._losses(calls.values(), tasks):
             if jobs:  # in an evaluation a failing episode loses only itself
                 self._refuse_repeated(losses.values())
@@ -184,6 +204,8 @@ class RolloutManager:
         self.device_sharing.leave(())
         self.let_leave()
         self.read_reports()
+        if self.remarks:
+            self.remarks.go_on()
         ended = self._collect_results(calls, jobs.keys())
         return replace(ended, sources={sim: tuple(one.source for one in routes[sim][:stages]) for sim in jobs})
 
@@ -493,8 +515,9 @@ class Broker:
         """Start serving. A worker knows every source of the round, since any source may ask it later."""
         name, requests = self.takers[policy].name, self.manager.requests[policy]
         sources = [source for source, servers in self.servers.items() if name in servers.channels]
-        shared = (name, self.prompts) if self.prompts else ()
-        serving = self.policies[policy].serve(requests, dict(self.replies), *self.how, sources, *shared)
+        more = {"name": name, "vacancies": self.prompts} if self.prompts else {}
+        more |= {"remarks": remarks.channel} if (remarks := self.manager.remarks) else {}
+        serving = self.policies[policy].serve(requests, dict(self.replies), *self.how, sources, **more)
         self.takers[policy].serving = serving
 
     def _join_or_leave(self) -> None:

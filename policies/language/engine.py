@@ -170,6 +170,10 @@ class Engine:
         totals, self.totals = self.totals, dict.fromkeys(self.totals, 0)
         return {name: float(count) for name, count in totals.items()}
 
+    def take_remarks(self) -> list[str]:
+        """Sentences for the user since the last call."""
+        return []
+
     def close(self) -> None:
         """End its processes."""
 

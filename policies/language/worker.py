@@ -97,10 +97,12 @@ class LanguageWorker(PolicyWorker):
         mine: Collection[str] | None = None,
         name: str = "",
         vacancies: Channel | None = None,
+        remarks: Channel | None = None,
     ) -> int:
         """Continue these sources' conversations with this version until the round is over; returns the number of
         tokens. Prompts of other sources belong to an earlier round. If several engines share the prompts, `vacancies`
-        receives, under this `name`, the free room and the answered prompts."""
+        receives, under this `name`, the free room and the answered prompts. `remarks` receives the engine's sentences
+        for the user."""
         waiting: deque[tuple[str, Prompt]] = deque()
         before, heard = self.tokens, dict.fromkeys(replies, time.monotonic())
         show = rule.stream == "eval"
@@ -111,6 +113,9 @@ class LanguageWorker(PolicyWorker):
                 vacancies.put(Vacancy(name, room))
             while self._take(requests, replies, waiting):
                 finished = self.go_on(waiting, version, show)
+                if remarks:
+                    for sentence in self.engine.take_remarks():
+                        remarks.put(sentence)
                 now = time.monotonic()
                 quiet = [source for source, when in heard.items() if now - when > SIGN_OF_LIFE_S]
                 for source, completions in {**dict.fromkeys(quiet, ()), **finished}.items():

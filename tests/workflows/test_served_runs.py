@@ -53,6 +53,20 @@ def test_a_run_through_a_server_takes_the_same_steps(schedule, tmp_path):
         assert row.get("train/logprob_gap", 0.0) < 1e-6 and row["engine/asked_again"] == row["engine/unusable"] == 0
 
 
+def test_a_run_of_several_processes_shows_what_becomes_of_its_servers(tmp_path):
+    model = build(preset="tiny_gpt2", dtype="float64", max_running=8, seed=7)
+    with served(model, tmp_path) as server:
+        words = [*at(server, tmp_path), "policy.away_s=60"]
+        with Talk(tmp_path / "served", *words, placement=ONE_OF_EACH, backend="local") as run:
+            server.generation.pause("keep").result(60)
+            waiting = threading.Thread(target=lambda: (until(lambda: run.lines), server.generation.resume()))
+            waiting.start()
+            run.some(1)
+            waiting.join(60)
+    what = "is paused (POST /pause); its requests wait until POST /resume"
+    assert run.lines == [f"warning: policy.url={server.url} {what}"]
+
+
 async def many_clients(openai, url, stop, answers):
     """50 of OpenAI's clients: some read their answers, some leave in the middle of a stream, some while they wait."""
 

@@ -130,6 +130,9 @@ class HTTPEngine(Engine):
         self.name = name
         self.wait(self.pool.require_weights(name))
 
+    def take_remarks(self) -> list[str]:
+        return [self.pool.remarks.get() for _ in range(self.pool.remarks.qsize())]
+
     def metrics(self) -> dict[str, float]:
         return self.call(self.pool.metrics)
 

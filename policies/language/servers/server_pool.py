@@ -55,6 +55,7 @@ if TYPE_CHECKING:
 
 LONGEST_S = 5.0  # longest pause between two attempts
 WATCH_S = 5.0  # interval for checking a server's weights
+QUIET_S = 60.0  # a longer silence of a server with requests is reported
 PATIENCE = 4.0  # a request may take this multiple of the longest answer while other servers are idle
 CHANGES = 5  # limit of foreign changes of a server's weights during one of our versions
 TRIES = 10  # limit of tries of a request that a server fails slowly
@@ -140,6 +141,7 @@ class PooledServer:
     is_dropped: bool = False  # True: for the rest of the run
     is_refused: bool = False  # True: until the next version
     is_paused: bool = False  # True: by its owner, and the user was told
+    is_silent: bool = False  # True: it has sent no answer for a while, and the user was told
     away_since: float | None = None  # time of the first of the current failures; None: it can be reached
     is_failing: bool = (
         False  # True: it has failed since it last answered well while it could be reached; the user knows
@@ -174,6 +176,7 @@ class ServerPool:
         self.named, self.joined = asyncio.Event(), asyncio.Event()
         self.tasks: set[asyncio.Task] = set()  # of all servers, also calls with cancelled requests
         self.totals = dict.fromkeys(COUNTED, 0)
+        self.remarks: SimpleQueue[str] = SimpleQueue()  # sentences for the user
 
     # Called by the engine
 
@@ -328,6 +331,7 @@ class ServerPool:
             except TimeoutError:
                 self.move_stragglers(server)
                 await self.report_pause(server)
+                self.report_silence(server)
                 has = await server.remote.weights(self.away_s)
                 if not has:
                     await server.remote.look(self.away_s)
@@ -339,7 +343,16 @@ class ServerPool:
         was_paused = server.is_paused
         server.is_paused = bool(server.calls) and await server.remote.is_paused(self.away_s)
         if server.is_paused and not was_paused:
-            print(f"{server.name} is paused (POST /pause); its requests wait until POST /resume", flush=True)
+            self.say(f"{server.name} is paused (POST /pause); its requests wait until POST /resume")
+
+    def report_silence(self, server: PooledServer) -> None:
+        """Tell the user if a server has requests of this run and sends no answers."""
+        begun = min((began for _, began in server.calls.values()), default=inf)
+        was_silent, since = server.is_silent, max(begun, server.answered_at)
+        server.is_silent = time.monotonic() - since > QUIET_S and not server.is_paused
+        if server.is_silent and not was_silent:
+            waits = f"a request waits for at most {self.config.answer_s:g} s (policy.answer_s)"
+            self.say(f"{server.name} has requests of this run, and has sent no answer for {QUIET_S:g} s; {waits}")
 
     def move_stragglers(self, server: PooledServer) -> None:
         """If other servers are idle, requeue requests that take this server much longer than any answer so far."""
@@ -383,7 +396,7 @@ class ServerPool:
         rest = (
             f"trying again for {self.away_s:.3g} s" if len(self.servers) == 1 else "the other servers answer meanwhile"
         )
-        print(f"{server.name}: {err}; {rest}", flush=True)
+        self.say(f"{server.name}: {err}; {rest}")
 
     def refuse(self, server: PooledServer, cause: BaseException) -> None:
         """Exclude a server until the next version, or for good."""
@@ -395,7 +408,7 @@ class ServerPool:
         if not (was_refused or self.left):
             return self.stop(err)
         if not was_refused:
-            print(f"{err}; the other servers answer without it", flush=True)
+            self.say(f"{err}; the other servers answer without it")
         self.hand_out()
 
     def drop(self, server: PooledServer, evidence: str) -> None:
@@ -416,6 +429,11 @@ class ServerPool:
             call.cancel()
         for number in [*self.queue.taken.get(server.name, ())]:
             self.queue.give_back(number)
+
+    def say(self, sentence: str) -> None:
+        """Tell the user, in the worker's log and by the engine's remarks."""
+        print(sentence, flush=True)
+        self.remarks.put(sentence)
 
     def stop(self, err: Exception) -> None:
         """No server can answer: the engine raises this error."""

@@ -5,7 +5,9 @@ import contextlib
 import errno
 import json
 import os
+import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -327,6 +329,36 @@ def test_a_server_that_aborts_some_answers_of_a_call_is_named_once_for_the_call(
 
 def line_of_many(number, body):
     return {"number": number, "status": 200, "body": body}
+
+
+def test_a_server_that_sends_no_answer_is_named_while_it_is_waited_for(policy, monkeypatch):
+    monkeypatch.setattr(server_pool, "WATCH_S", 0.02)
+    monkeypatch.setattr(server_pool, "QUIET_S", 0.2)
+    goes_on = threading.Event()
+
+    async def lines(body):
+        while not goes_on.is_set():
+            await asyncio.sleep(0.01)
+        for number, one in enumerate(body["requests"]):
+            yield json.dumps(line_of_many(number, answer_of(one))).encode() + b"\n"
+
+    def let_go():
+        remarks = []
+        until(lambda: remarks.extend(engine.take_remarks()) or remarks)
+        goes_on.set()
+        return remarks
+
+    served_by = as_ours(lambda: engine.name, lambda body: web.Response(body=lines(body)) if body else {})
+    with (
+        scripted(served_by) as url,
+        engine_at(url, policy, None, gap_limit=None) as engine,
+        ThreadPoolExecutor() as pool,
+    ):
+        engine.load(policy.state_dict(), 1)
+        told = pool.submit(let_go)
+        assert len(answers(engine, [Request(n, [n], 3, n) for n in range(4)])) == 4
+        silence = f"policy.url={url} has requests of this run, and has sent no answer for 0.2 s; a request waits"
+        assert [sentence.partition(" for at most")[0] for sentence in told.result(60)] == [silence]
 
 
 def test_an_engine_closes_while_a_server_leaves_its_response_open(policy):
