@@ -1,5 +1,5 @@
 """Makes each object of the user's own once, in a child process, to find their mistakes in a dry run: env, reward, text
-env, policy. A crash or an endless loop there ends the child alone.
+env, verifier, policy. A crash or an endless loop there ends the child alone.
 
 `try_own_objects` starts `python -m embodied.run.own_objects FILE` with the options as JSON. The child writes into FILE
 what it is doing, and last the mistake.
@@ -21,9 +21,10 @@ import numpy as np
 from pydantic import TypeAdapter
 
 from embodied.config.recipe import RunConfig
+from embodied.core.conversations import in_words
 from embodied.core.errors import ConfigError, EmbodiedError
 from embodied.core.types import EpisodeSpec
-from embodied.envs import env_class, make_env
+from embodied.envs import env_class, import_class, make_env
 from embodied.envs.config import EnvConfig
 from embodied.envs.own_modules import explain_errors, names_a_class, own_modules, try_out
 from embodied.policies import make_policy
@@ -34,8 +35,10 @@ MISTAKE = "error: "  # begins the last line of the child's file
 
 
 def names_own_objects(config: RunConfig, policies: Sequence[Any]) -> bool:
-    """True if code that is not ours makes the env or a policy: the user's, or of any registered Gymnasium env."""
-    return bool(config.env.name.startswith(GYM) or own_modules(config.env) or own_policies(policies))
+    """True if code that is not ours makes the env or a policy, or scores: the user's, or of a registered Gymnasium
+    env."""
+    own_env = config.env.name.startswith(GYM) or own_modules(config.env)
+    return bool(own_env or config.roles.verifier or own_policies(policies))
 
 
 def own_policies(policies: Sequence[Any]) -> list[Any]:
@@ -51,6 +54,7 @@ def try_own_objects(config: RunConfig, env: Any, policies: Sequence[Any]) -> Non
     else:
         made = own_policies(policies)
     asked = {"env": env.model_dump(mode="json"), "policies": [policy.model_dump(mode="json") for policy in made]}
+    asked["verifier"] = config.roles.verifier
     with TemporaryDirectory() as folder:
         answer = Path(folder) / "told"
         answer.write_text("importing your modules")
@@ -86,7 +90,11 @@ def main(answer: Path) -> None:
         kind = env_class(env)
         task = kind.tasks(env)[0]
         answer.write_text(f"building and stepping env.name={env.name} env.task={task}")
-        (converse if kind.speaks else play)(kind, env.model_copy(update={"task": task}), policies, answer)
+        env = env.model_copy(update={"task": task})
+        if kind.speaks:
+            converse(kind, env, policies, answer, asked["verifier"])
+        else:
+            play(kind, env, policies, answer)
     except EmbodiedError as err:
         answer.write_text(f"{MISTAKE}{err}")
 
@@ -103,8 +111,8 @@ def play(kind: Any, env: Any, policies: Sequence[Any], answer: Path) -> None:
     made.close()
 
 
-def converse(kind: Any, env: Any, policies: Sequence[Any], answer: Path) -> None:
-    """Begin a held-out conversation, and answer once."""
+def converse(kind: Any, env: Any, policies: Sequence[Any], answer: Path, verifier: str | None) -> None:
+    """Begin a held-out conversation, answer once, and let the verifier score that."""
     from embodied.envs.text.text_env import checked_said
 
     with kind.explain_errors(env):
@@ -116,6 +124,11 @@ def converse(kind: Any, env: Any, policies: Sequence[Any], answer: Path) -> None
             conversation.step("")
         finally:
             kind.unload(shared)
+    if verifier:
+        answer.write_text(f"calling roles.verifier={verifier}")
+        with explain_errors(f"roles.verifier={verifier}", "score an answer"):
+            asked = said if isinstance(said, str) else "".join(map(in_words, said))
+            float(import_class(verifier, "roles.verifier")(asked, ""))
     for policy in policies:
         answer.write_text(f"making policy.name={policy.name}")
         with explain_errors(f"policy.name={policy.name}", "be made"):

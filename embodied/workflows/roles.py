@@ -35,6 +35,7 @@ from embodied.core.files import as_path
 from embodied.core.request_queue import RequestClient, Waiting
 from embodied.core.types import EnvSpec, EpisodeResult, Servers, Trajectory, choose, join
 from embodied.envs import import_class
+from embodied.envs.own_modules import explain_errors
 from embodied.learners.config import LearnerConfig
 from embodied.learners.model import Model, Pass, PolicyOptimizer
 from embodied.learners.train_batch import (
@@ -342,7 +343,8 @@ class VerifierWorker(ScoringWorker):
         self.verify = import_class(self.roles.verifier, "roles.verifier")
 
     def scores(self, talks: Sequence[Talk]) -> list[float]:
-        return [float(self.verify(talk.asked, talk.answer)) for talk in talks]
+        with explain_errors(f"roles.verifier={self.roles.verifier}", "score an answer"):
+            return [float(self.verify(talk.asked, talk.answer)) for talk in talks]
 
 
 class ClassifierWorker(ScoringWorker):

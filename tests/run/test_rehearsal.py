@@ -58,6 +58,10 @@ def broken(env, actions, step):
     return step.rewards[99]
 
 
+def praise(asked, answer):
+    return float("good" if asked else answer)
+
+
 class Crash(VectorEnv):
     def __init__(self, config, num_envs):
         super().__init__(config, num_envs, EnvSpec(ActionSpec(1), state_dim=1, max_episode_steps=9))
@@ -151,6 +155,9 @@ REFUSED = {
     "recipe=pointmass_ppo policy.name=my_former:Crooked": r"Crooked cannot .*actions are \[1, 1, 3\], this env takes",
     "recipe=pointmass_ppo env.reward=my_former:broken": r"cannot be called: IndexError: .*my_former.py, line",
     "recipe=sums_grpo env.name=my_former:Muddled run.start_from=null": r"KeyError: 'question' \(.*my_former.py, line",
+    "recipe=sums_grpo run.start_from=null roles.verifier=my_former:praise": (
+        r"roles.verifier=my_former:praise cannot score an answer: ValueError: .*'good' \(.*my_former.py, line"
+    ),
     "recipe=pointmass_ppo env.name=my_former:Crash": KILLED,
     **{f"recipe=pointmass_ppo {KILLER}{at}": KILLED for at in ("make", "reset", "step")},
     f"check {KILLER}step": KILLED,
