@@ -23,6 +23,7 @@ class FixedPass:
         device = batch.mask.device
         self.index = torch.zeros(size, dtype=torch.int64, device=device)
         self.batch = batch.select(self.index)
+        self.counts = torch.ones(size, dtype=dtype, device=device)  # 0 for padding items
         self.divisor, self.own_weight = (torch.ones((), dtype=dtype, device=device) for _ in range(2))
         self.graph: Any = None
 
@@ -38,8 +39,9 @@ class FixedPass:
         self.index[count:].zero_()
         for name, tensor in tensors_of(batch).items():
             torch.index_select(tensor, 0, self.index, out=buffers[name])
-        for name in UNCOUNTED:
-            buffers[name][count:].zero_()
+        self.counts.fill_(1.0)
+        for buffer in (self.counts, *(buffers[name] for name in UNCOUNTED)):
+            buffer[count:].zero_()
         self.divisor.fill_(divisor)
         self.own_weight.fill_(batch.weight_sum / (batch.num_units or 1))
 

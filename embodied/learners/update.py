@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -141,12 +141,12 @@ class PolicySteps(GradientSteps):
     def loss_of_scores(
         self, scores: Scores, items: RankBatch, weight: float, own_weight: float | Tensor
     ) -> tuple[Tensor, Tensor]:
-        """The loss of these items, and its statistics. `weight` 0: all are padding; padding items have weight 0."""
+        """The loss of these items, and its statistics. `weight` 0: all are padding."""
         check_scores(scores, items.logprobs)
         loss, stats = items.loss_sum(scores, weight, self.config)
         numbers = [stats[name] for name in loss_terms(self.config)]
         if scores.own_loss is not None:
-            own_loss = (scores.own_loss * (items.weights > 0)).sum() * own_weight
+            own_loss = scores.own_loss.sum() * own_weight
             loss = loss + own_loss
             numbers.append(own_loss.detach())
         if not self.steps:
@@ -257,7 +257,10 @@ class GraphedSteps(PolicySteps):
         return self.passes[key]
 
     def _learn_from(self, fixed: FixedPass) -> None:
-        loss, numbers = self.loss_of_scores(self.model.score(fixed.inputs), fixed.batch, 1.0, fixed.own_weight)
+        scores = self.model.score(fixed.inputs)
+        if scores.own_loss is not None:
+            scores = replace(scores, own_loss=scores.own_loss * fixed.counts)
+        loss, numbers = self.loss_of_scores(scores, fixed.batch, 1.0, fixed.own_weight)
         self.backward(loss / fixed.divisor, numbers, last=True)
 
     def _recorded(self, work: Callable[[], None]) -> Any:
