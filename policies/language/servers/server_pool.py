@@ -129,7 +129,8 @@ class UsedAnswers:
         if not self.answers:
             return "none of its answers was used before"
         of = " to ".join(f"{version}" for version in dict.fromkeys(self.versions))
-        return f"{self.answers} of its answers, of {self.tokens} tokens, were used before (versions of weights: {of})"
+        used = f"{self.answers} of its answers to this worker, of {self.tokens} tokens, were used before"
+        return f"{used} (versions of weights: {of})"
 
 
 @dataclass(eq=False)

@@ -110,7 +110,7 @@ def test_a_server_that_lies_is_named_within_32_tokens(policy, tmp_path, capsys):
         assert servers[1].url in said and int(said.partition("answers of ")[2].split()[0]) < 32 + 12
         numbers = engine.metrics()
         count, tokens = (int(numbers[f"suspect_{what}"]) for what in ("answers", "tokens"))
-        used = f"{count} of its answers, of {tokens} tokens, were used before (versions of weights: 1)"
+        used = f"{count} of its answers to this worker, of {tokens} tokens, were used before (versions of weights: 1)"
         assert count > 0 and used in said
         falsify(servers[0])
         with pytest.raises(EmbodiedError, match=f"{servers[0].url}: the log-probs of its answers differ"):
