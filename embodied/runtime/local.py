@@ -259,6 +259,13 @@ class LocalHosts(HostProcesses):
     def _on_report(self, process: LocalProcess, message: tuple, payload: Payload | None) -> None:
         if message[0] == "stopped":
             process.stopped.set()
+        elif message[0] == "failed":  # what the call has put into channels is read first
+
+            def tell() -> None:
+                self.channels.drain(process.channels)
+                self._events.on_report(process.plan.name, message, payload)
+
+            self.channels.submit(tell)
         else:
             self._events.on_report(process.plan.name, message, payload)
 

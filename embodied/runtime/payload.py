@@ -415,7 +415,7 @@ class Loop:
         self.submit(lambda: self._selector.register(fd, selectors.EVENT_READ, (fd, on_ready)))
 
     def drain(self, peer: MessageSocket) -> None:
-        """Serves the remaining messages of an ended peer; call it in the loop's thread."""
+        """Serves the messages that a peer has sent before it ended or failed; call it in the loop's thread."""
         misses = 0  # a reset connection counts as a miss; if a grandchild keeps the socket open, the end never comes
         while peer in self._sockets and misses < 2:
             misses += not self._serve(*self._selector.get_key(peer).data, selectors.EVENT_READ)
