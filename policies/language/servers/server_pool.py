@@ -144,9 +144,7 @@ class PooledServer:
     is_paused: bool = False  # True: by its owner, and the user was told
     is_silent: bool = False  # True: it has sent no answer for a while, and the user was told
     away_since: float | None = None  # time of the first of the current failures; None: it can be reached
-    is_failing: bool = (
-        False  # True: it has failed since it last answered well while it could be reached; the user knows
-    )
+    is_failing: bool = False  # True: it has failed since its last good answer while in reach, and the user was told
     pause: float = SHORTEST_S  # pause before the next attempt
     loads: int = 0  # number of loads of the current weights
     doubt: asyncio.Event = field(default_factory=asyncio.Event)  # set if its weights must be checked
