@@ -235,6 +235,7 @@ def plan(
             f"the profile has costs on {known} for {', '.join(homeless)}, this cluster has {have}; measure them on "
             f"such a machine: {stored_profiles.command_of_profile(profile)}"
         )
+    profile.check_speed(classes)
     stages = profile.made.get("stages") or STAGES
     started = time.perf_counter()
     planner = Planner(profile.dataflow, profile, classes, stages)

@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from math import inf
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -180,6 +181,7 @@ class Cost:
     split_bytes: float = 0.0  # of `bytes`, the part that shards divide; `bytes` is for one worker
     kept_bytes: float = 0.0  # stays on the device after offloading
     item_bytes: float = 0.0  # of an item in a batch that waits for its update
+    item_flop: float = 0.0  # operations for an item of a call, as few as its network allows; 0: unknown
 
 
 @dataclass(frozen=True)
@@ -221,6 +223,22 @@ class Profile:
         """The cost of a component on devices of this class; None where it does not run."""
         known = self.costs[component]
         return next((known[key] for key in on.keys if key in known), None)
+
+    def check_speed(self, classes: Sequence[DeviceClass]) -> None:
+        """Refuse costs in which a device does more operations a second than its data sheet allows."""
+        for name in self.costs:
+            for on in classes:
+                cost = self.cost(name, on)
+                if cost is None or not cost.item_flop or on.peak_flops == inf:
+                    continue
+                sizes = [size for size in cost.seconds.sizes if size]
+                rate, size = max((cost.item_flop * size / max(cost.seconds.at(size), 1e-9), size) for size in sizes)
+                if rate > on.peak_flops:
+                    raise PlacementError(
+                        f"the profile's {name} takes {cost.seconds.at(size):.3g} s for {size:g} items of "
+                        f"{cost.item_flop / 1e12:.3g} TFLOP, {rate / 1e12:.0f} TFLOP/s, and {on} does at most "
+                        f"{on.peak_flops / 1e12:.0f}; measure again, or mend costs.{name}"
+                    )
 
     def knows(self, on: DeviceClass) -> bool:
         return any(self.cost(name, on) for name in self.costs)

@@ -16,6 +16,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
+from math import inf
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,16 @@ from embodied.placement.placement_errors import PlacementError, number
 
 GB = 1e9
 GPU_GB = {"GPU": 80.0, "H200": 141.0, "H100": 80.0, "A100": 80.0, "L40S": 48.0, "A10": 24.0, "L4": 24.0, "T4": 16.0}
+PEAK_FLOPS = {  # of dense products in bfloat16 (fp16 on a T4), by the data sheets
+    "B200": 2250e12,
+    "H200": 989e12,
+    "H100": 989e12,
+    "A100": 312e12,
+    "L40S": 362e12,
+    "A10": 125e12,
+    "L4": 121e12,
+    "T4": 65e12,
+}
 MOST = 9999  # devices of a kind on a node
 CORES_PER_GPU = 16
 CORE_GB = 8.0  # memory of a machine, per core
@@ -47,6 +58,11 @@ class DeviceClass:
     def keys(self) -> tuple[str, ...]:
         """Names of these devices in a profile's costs, most specific first: gpu-H100, gpu."""
         return tuple(dict.fromkeys([self.name, *([f"{self.kind}-{self.model}"] if self.model else []), self.kind]))
+
+    @property
+    def peak_flops(self) -> float:
+        """Operations a second that no program exceeds on one of these devices; infinite where that is unknown."""
+        return PEAK_FLOPS.get(self.model, max(PEAK_FLOPS.values())) if self.kind == "gpu" else inf
 
     def __str__(self) -> str:
         return f"{self.kind}-{self.model}" if self.model not in ("", "GPU") else self.name

@@ -53,11 +53,30 @@ def test_simulators_on_cores_beside_gpus_are_a_worker_per_core_that_steps_its_ro
     assert {len(host.cores) for host in run.hosts if host.roles == ("sim",)} == {1}
 
 
+@pytest.mark.parametrize("profile", ["published_maniskill_openvla", "published_libero_openvla_oft"])
+def test_published_learners_use_a_stated_share_of_an_h100(profile):
+    cost = plan.read_profile(plan.packaged(profile)).costs["learner"]["gpu"]
+    (h100,) = (c for c in plan.read_topology("8xH100").classes() if c.kind == "gpu")
+    items, seconds = cost.seconds.sizes[-1], cost.seconds.values[-1]
+    assert cost.item_flop * items / seconds == pytest.approx(0.4 * h100.peak_flops, rel=0.01)
+
+
+@pytest.mark.parametrize(("cluster", "most"), [("8xH100", 989), ("8xGPU", 2250)])
+def test_a_profile_that_is_faster_than_the_card_is_refused(capsys, tmp_path, cluster, most):
+    content = json.loads(plan.packaged("published_maniskill_openvla").read_text())
+    content["costs"]["learner"]["gpu"]["seconds"]["values"] = [0.0, 0.338]
+    (path := tmp_path / "too_fast.json").write_text(json.dumps(content))
+    code, _, err = run(capsys, f"profile={path}", f"cluster={cluster}", f"out={tmp_path}")
+    assert code == 2
+    assert "the profile's learner takes 0.338 s for 80 items of 12.3 TFLOP, 2911 TFLOP/s" in err
+    assert f"does at most {most}; measure again, or mend costs.learner" in err
+
+
 def test_a_plan_is_printed_written_and_drawn(capsys, tmp_path):
-    code, out, _ = run(capsys, "profile=published_maniskill_openvla", "cluster=8xGPU", f"out={tmp_path}")
+    code, out, _ = run(capsys, "profile=published_maniskill_openvla", "cluster=2x8xGPU", f"out={tmp_path}")
     assert code == 0
     assert "hybrid wins" in out
-    assert "faster than collocated: rollout" in out
+    assert "faster than collocated: swap 0 s instead of" in out
     written = json.loads((tmp_path / "plan.json").read_text())
     assert written["winner"] == "hybrid"
     assert set(written["modes"]) == {"collocated", "hybrid", "disaggregated", "custom"}
@@ -81,10 +100,13 @@ def test_modes_that_do_not_fit_are_told_with_the_arithmetic(capsys, tmp_path):
     profile = "profile=published_maniskill_openvla"
     _, out, _ = run(capsys, profile, "cluster=2xH100", f"out={tmp_path}")
     assert "does not fit: sim, policy, learner need 3 devices of their own, and there are 2" in out
-    code, _, err = run(capsys, profile, "cluster=8xL4", f"out={tmp_path}")
+    (small := tmp_path / "small.yaml").write_text("nodes: [{name: small, gpus: 8, gpu_memory_gb: 24}]")
+    code, _, err = run(capsys, profile, f"cluster={small}", f"out={tmp_path}")
     assert code == 2
     assert "nothing fits on this cluster" in err
     assert "GB on each gpu, which has 24 GB" in err
+    _, _, err = run(capsys, profile, "cluster=8xL4", f"out={tmp_path}")
+    assert "the profile's policy takes 2.89 s" in err and "gpu-L4 does at most 121" in err
 
 
 @pytest.mark.parametrize(
