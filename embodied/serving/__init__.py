@@ -1,7 +1,4 @@
-"""Servers that answer with a policy.
+"""Servers that answer with a policy: `robot_server` over openpi's websocket protocol for robot policies,
+`language_server` over OpenAI's HTTP API for language models."""
 
-`robot_server` and `robot_protocol` speak openpi's websocket protocol for robot policies; `language_server`, `openai`
-and `generation` speak OpenAI's HTTP API for language models. `http_requests` has their requests, `config` the options.
-"""
-
-__all__ = ["config", "language_server", "robot_protocol", "robot_server"]
+__all__ = ["config", "language_server", "robot_server"]

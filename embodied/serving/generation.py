@@ -1,7 +1,7 @@
 """Continues the conversations of many clients side by side, by our own engine in a separate thread.
 
-Clients share the engine's rows: the first waiting conversation gets the next free row, at any token. Weights change
-only while no answer is open, so every answer has one version.
+Conversations wait in the queue of `core/request_queue.py`, from which the engine takes as many as it has room for, at
+any token. Weights change only while no answer is open, so every answer has one version.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ import torch
 
 from embodied.core.conversations import SamplingRule
 from embodied.core.errors import CheckpointError, EmbodiedError
+from embodied.core.request_queue import RequestQueue, Waiting
 from embodied.policies.base import check_like
 from embodied.policies.language.engine import Answer, Request, Sampling, empty_answer
 from embodied.policies.language.http_messages import fingerprint
@@ -36,6 +37,7 @@ FAILS = "the engine fails at this request; the server's log says why"
 FAILED = "the engine has failed; the server's log says why"
 GATHER_S = 0.01  # wait for further prompts while answers are open: one pass reads several prompts
 ROUND = "serve"  # the noise stream of requests without one
+ENGINE = "engine"  # the only worker of the queue
 Mode = Literal["wait", "abort", "keep"]
 
 
@@ -82,8 +84,7 @@ class Generation:
         self.engine = SlotEngine(policy.config, policy)
         self.begin()
         self.orders: queue.SimpleQueue[tuple[Callable[[Future], None], Future] | None] = queue.SimpleQueue()
-        self.waiting: deque[ServedConversation] = deque()
-        self.writing: set[ServedConversation] = set()
+        self.queue = RequestQueue()
         self.answers = self.tokens = 0  # totals so far
         self.changes: deque[tuple[Callable[[], Any], Future[Any]]] = deque()  # waiting changes
         self.paused = self.kept = False
@@ -96,8 +97,17 @@ class Generation:
         prompts."""
         for done in [each.written for each in conversations] if self.failed else []:
             resolve_future(done, error=EmbodiedError(FAILED))
-        self.orders.put((lambda _: self.waiting.extend(conversations), Future()))
+        self.orders.put((lambda _: self.queue.put(*(Waiting(each, each) for each in conversations)), Future()))
         return [each.written for each in conversations]
+
+    @property
+    def writing(self) -> list[ServedConversation]:
+        """The conversations with open answers."""
+        return [taken.request for taken in [*self.queue.taken.get(ENGINE, {}).values()]]
+
+    @property
+    def waiting(self) -> list[ServedConversation]:
+        return [waiting.request for waiting in [*self.queue.waiting]]
 
     def pause(self, mode: Mode) -> Future[None]:
         """Begin no conversation until `resume`. Open conversations are finished first, aborted with their partial
@@ -143,7 +153,7 @@ class Generation:
             unwanted = [one for one in (*self.writing, *self.waiting) if names is None or {*one.names} & {*names}]
             for one in unwanted:
                 self.finish(one, self.engine.cancel(one) or empty_answer(one.request()), "abort")
-            self.waiting = deque(one for one in self.waiting if one not in unwanted)
+            self.queue.drop(lambda waiting: waiting.request in unwanted)
             resolve_future(done, len(unwanted))
 
         return self.order(abort)
@@ -155,7 +165,7 @@ class Generation:
             "generated_tokens_total": self.tokens,
             "prefilled_tokens_total": self.engine.totals["prefilled"],
             "running": len(self.writing),
-            "waiting": len(self.waiting),
+            "waiting": len(self.queue.waiting),
             "slots": self.engine.slots,
             "paused": float(self.paused),
             "policy_version": self.version,
@@ -195,7 +205,7 @@ class Generation:
         while True:
             at_work = bool(self.writing) and not self.kept
             at_work |= bool(self.changes) and not self.writing
-            at_work |= bool(self.waiting) and not (self.paused or self.changes)
+            at_work |= bool(self.queue.waiting) and not (self.paused or self.changes)
             try:
                 order = self.orders.get(block=not at_work)
             except queue.Empty:
@@ -206,7 +216,7 @@ class Generation:
             do(done)
 
     def go_on(self) -> None:
-        """If no answer is open, make pending changes; else begin waiting conversations, and generate a token of
+        """If no answer is open, make a pending change; else begin waiting conversations, and generate a token of
         each."""
         self.forget_who_left()
         if self.changes and not self.writing:
@@ -216,17 +226,9 @@ class Generation:
             except Exception as err:  # sent to the client
                 resolve_future(done, error=err)
             return
-        gathered = self.waiting and (not self.writing or time.monotonic() - self.waiting[0].since >= GATHER_S)
-        while gathered and self.waiting and self.engine.room > 0 and not self.holds():
-            one = self.waiting.popleft()
-            try:
-                one.scored = () if one.scores is None else self.score(one.tokens, one.scores)
-            except Exception:  # any kind, such as out of memory for a long prompt
-                print(traceback.format_exc(), file=sys.stderr, flush=True)
-                resolve_future(one.written, error=EmbodiedError(FAILS))
-                continue
-            self.writing.add(one)
-            self.engine.add(one.request())
+        self.queue.workers({ENGINE: self.room()})
+        for taken in self.queue.take().get(ENGINE, ()):
+            self.begin_answer(taken.request)
         if self.writing and not self.kept:
             try:
                 for answer in self.engine.step():
@@ -235,26 +237,44 @@ class Generation:
             except Exception:
                 self.find_culprit(traceback.format_exc())
 
-    def holds(self) -> bool:
-        """True while no conversation may begin: after /pause, before a change of weights, and around a conversation
-        that must run alone."""
-        alone = bool(self.writing) and (self.waiting[0].alone or any(one.alone for one in self.writing))
-        return alone or self.paused or bool(self.changes)
+    def room(self) -> int:
+        """The most conversations that may be open now: none more after /pause, before a change of weights, and while
+        further prompts are gathered; one if it must run alone."""
+        writing, waiting = self.writing, self.queue.waiting
+        if not waiting or self.paused or self.changes:
+            return 0
+        first = waiting[0].request
+        if writing and time.monotonic() - first.since < GATHER_S:
+            return 0
+        return 1 if first.alone or any(one.alone for one in writing) else self.engine.slots
+
+    def begin_answer(self, conversation: ServedConversation) -> None:
+        try:
+            if conversation.scores is not None:
+                conversation.scored = self.score(conversation.tokens, conversation.scores)
+        except Exception:  # any kind, such as out of memory for a long prompt
+            print(traceback.format_exc(), file=sys.stderr, flush=True)
+            self.give_up(conversation)
+        else:
+            self.engine.add(conversation.request())
+
+    def give_up(self, conversation: ServedConversation) -> None:
+        self.queue.take_answer(conversation)
+        resolve_future(conversation.written, error=EmbodiedError(FAILS))
 
     def find_culprit(self, why: str) -> None:
         """After a failure of the engine: a conversation that ran alone is the cause, and its client gets the error,
         unless the engine also fails at a test conversation. Several conversations are retried, each alone."""
         print(why, file=sys.stderr, flush=True)
         self.engine.abort()
-        conversations = [*self.writing]
-        self.writing.clear()
+        conversations = self.writing
         if len(conversations) > 1:
             for one in conversations:
                 one.alone = True
-            self.waiting.extendleft(conversations)
+            self.queue.workers({})  # all wait again
             return
         for one in conversations:
-            resolve_future(one.written, error=EmbodiedError(FAILS))
+            self.give_up(one)
         own = Sampling(0, ROUND, SamplingRule(), frozenset())
         self.engine.add(Request(None, [min(self.policy.tokenizer.stops)], 1, 0, own))
         while self.engine.running:
@@ -279,7 +299,7 @@ class Generation:
         return any(text in end for text in conversation.stop)
 
     def finish(self, conversation: ServedConversation, answer: Answer, finish: str) -> None:
-        self.writing.discard(conversation)
+        self.queue.take_answer(conversation)
         self.answers += 1
         self.tokens += len(answer.tokens)
         written = Written(answer, finish, self.version, self.fingerprint, conversation.scored)
@@ -308,11 +328,10 @@ class Generation:
 
     def forget_who_left(self) -> None:
         """Abandon conversations of disconnected clients."""
-        if any(each.written.cancelled() for each in self.waiting):
-            self.waiting = deque(each for each in self.waiting if not each.written.cancelled())
+        self.queue.drop(lambda waiting: waiting.request.written.cancelled())
         for conversation in [each for each in self.writing if each.written.cancelled()]:
             self.engine.cancel(conversation)
-            self.writing.discard(conversation)
+            self.queue.take_answer(conversation)
 
     def load(self, source: Path | dict[str, Blob], version: int, known: str | None) -> str:
         """Replace all weights by a folder's or by these; on an error none is replaced."""

@@ -77,21 +77,18 @@ class Engine:
         self.policy, self.slots = policy, slots
         self.max_length, self.stops = policy.max_length, frozenset(policy.tokenizer.stops)
         self.round = Sampling(0, "", SamplingRule(), self.stops)
+        self.added: list[Request] = []  # since the last step
         self.ended: list[Answer] = []  # answers to conversations without room
 
     @property
     def running(self) -> int:
         """The number of running conversations."""
-        return self.num_open() + len(self.ended)
+        return self.num_open() + len(self.added) + len(self.ended)
 
     @property
     def room(self) -> int:
         """The number of prompts that it can take now."""
         return self.slots - self.running
-
-    def longest_answer(self, request: Request) -> int:
-        """The most tokens of an answer; 0 or less if the conversation has no room."""
-        return min(request.max_tokens, self.max_length - len(request.tokens))
 
     def begin(self, version: int, seed: int, stream: str, rule: SamplingRule) -> None:
         """Start a round of answers with these weights. No conversation may be running."""
@@ -103,20 +100,23 @@ class Engine:
         assert self.room > 0, "no room for another conversation"
         if not len(request.tokens):
             raise ValueError(f"conversation {request.key} is empty: there is nothing to continue")
-        if self.longest_answer(request) <= 0:
+        most = min(request.max_tokens, self.max_length - len(request.tokens))
+        if most <= 0:
             self.ended.append(empty_answer(request))
         else:
-            self.open(request if request.sampling else replace(request, sampling=self.round))
+            self.added.append(replace(request, max_tokens=most, sampling=request.sampling or self.round))
 
     def step(self) -> list[Answer]:
         """Generate a token for every running conversation; return the answers that ended."""
-        answers, self.ended = self.ended, []
+        answers, added, self.ended, self.added = self.ended, self.added, [], []
+        if added:
+            self.open(added)
         return answers + self.write() if self.num_open() else answers
 
     def abort(self) -> list[Answer]:
         """Abort all running conversations; return their answers so far."""
-        answers, self.ended = self.ended, []
-        return answers + self.give_up()
+        answers, added, self.ended, self.added = self.ended, self.added, [], []
+        return [*answers, *self.give_up(), *map(empty_answer, added)]
 
     # What engines implement
 
@@ -124,8 +124,8 @@ class Engine:
         """The number of conversations that were opened and have not ended."""
         raise NotImplementedError
 
-    def open(self, request: Request) -> None:
-        """Begin a conversation that has room, and a `sampling`."""
+    def open(self, requests: list[Request]) -> None:
+        """Begin these conversations. They have room for `max_tokens`, and a `sampling`."""
         raise NotImplementedError
 
     def write(self) -> list[Answer]:

@@ -53,13 +53,14 @@ class ParsedAnswer:
     proof: Sequence[Any] = ()  # its blocks as text
 
 
-def body_of(request: Request, most: int, proves: bool = False) -> dict[str, Any]:
-    """The JSON for /v1/completions to continue a conversation by at most `most` tokens, without `model`."""
+def body_of(request: Request, model: str, proves: bool = False) -> dict[str, Any]:
+    """The JSON for /v1/completions to continue a conversation."""
     how, rule = request.sampling, request.sampling.rule
     stream = how.stream.removeprefix("act/")
     return ({"proof": True} if proves else {}) | {
+        "model": model,
         "prompt": [int(token) for token in request.tokens],
-        "max_tokens": most,
+        "max_tokens": request.max_tokens,
         "temperature": rule.temperature,
         "seed": seed_of(request),
         "noise": {"seed": how.seed, "stream": stream, "episode": int(request.episode)},

@@ -106,7 +106,6 @@ class SlotEngine(Engine):
         super().__init__(policy, min(fit, config.max_running))
         self.cache = KeyValues(self.slots, self.max_length)
         self.rows: list[Request] = []  # running requests, by row
-        self.waiting: list[Request] = []  # added since the last step
         # Free row -> tokens of a conversation whose keys and values stay there until its next turn, oldest first.
         self.between_turns: dict[int, np.ndarray] = {}
         self.lengths = np.zeros(self.slots, np.int64)  # tokens in the cache
@@ -131,7 +130,7 @@ class SlotEngine(Engine):
         return decoder_of(self.model)
 
     def num_open(self) -> int:
-        return len(self.rows) + len(self.waiting)
+        return len(self.rows)
 
     def begin(self, version: int, seed: int, stream: str, rule: SamplingRule) -> None:
         super().begin(version, seed, stream, rule)
@@ -143,14 +142,9 @@ class SlotEngine(Engine):
         with torch.inference_mode(False), torch.no_grad():
             self.fast = fast_step(self.model, self.max_length)
 
-    def open(self, request: Request) -> None:
-        self.waiting.append(request)
-
     def write(self) -> list[Answer]:
         # Inference mode is not used: caches made in it could not be written outside.
         with torch.inference_mode(False), torch.no_grad():
-            if self.waiting:
-                self.admit()
             return self.keep(*self.next_tokens())
 
     def so_far(self) -> list[Answer]:
@@ -165,13 +159,12 @@ class SlotEngine(Engine):
                 with torch.inference_mode(False), torch.no_grad():
                     self.take_out(row, clear=False)
                 return answer
-        given_up = next((request for request in self.waiting if request.key == key), None)
-        self.waiting = [request for request in self.waiting if request is not given_up]
+        given_up = next((request for request in self.added if request.key == key), None)
+        self.added = [request for request in self.added if request is not given_up]
         return empty_answer(given_up) if given_up else None
 
     def give_up(self) -> list[Answer]:
-        answers = [*self.so_far(), *(empty_answer(request) for request in self.waiting)]
-        self.rows, self.waiting = [], []
+        answers, self.rows = self.so_far(), []
         return answers
 
     def cache_tensors(self) -> list[Tensor]:
@@ -179,17 +172,19 @@ class SlotEngine(Engine):
 
     # New conversations
 
-    def admit(self) -> None:
-        """Give each added conversation a row with its keys and values."""
+    @torch.inference_mode(False)
+    @torch.no_grad()
+    def open(self, requests: list[Request]) -> None:
+        """Give each conversation a row with its keys and values."""
         first, known = len(self.rows), {prefix(r): row for row, r in reversed([*enumerate(self.rows)])}
-        had, self.waiting = self.move_in(self.waiting), []
+        had = self.move_in(requests)
         fresh, copies = [], []  # rows that compute their prefix, or copy it from another row
         for row in range(first, len(self.rows)):
             request = self.rows[row]
             self.lengths[row], self.pending[row] = len(request.tokens) - 1, request.tokens[-1]
             if self.sight:
                 self.behind[row] = self.lengths[row] - self.positions(request)[-1].max()
-            self.counts[row], self.limits[row] = 0, self.longest_answer(request)
+            self.counts[row], self.limits[row] = 0, request.max_tokens
             self.likeliest[row], self.proofs[row] = (), ProofWriter()
             if row in had:
                 continue

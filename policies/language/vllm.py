@@ -25,6 +25,7 @@ import base64
 import copy
 import hashlib
 import importlib.util
+import itertools
 import math
 import os
 import sys
@@ -87,7 +88,7 @@ class VLLMEngine(Engine):
         super().__init__(policy, config.max_running)
         self.config = config
         self.writing: dict[str, Writing] = {}
-        self.added = 0
+        self.numbers = itertools.count()
         self.engine, self.sampling = start(config, policy)
         self.version: int | None = None  # version of its weights; None: no weights
         cache = sum(self.engine.collective_rpc("cache_bytes"))
@@ -105,18 +106,19 @@ class VLLMEngine(Engine):
         assert version == self.version, f"vLLM has weights {self.version}, and is to write with {version}"
         assert not self.asleep, f"vLLM is to write while its {' and '.join(self.asleep)} are asleep"
 
-    def open(self, request: Request) -> None:
-        name, self.added, rule = str(self.added), self.added + 1, request.sampling.rule
-        self.writing[name] = Writing(request)
-        settings = self.sampling(
-            max_tokens=self.longest_answer(request),
-            temperature=rule.temperature,
-            top_p=rule.top_p,
-            top_k=rule.top_k,
-            seed=seed_of(request),
-            stop_token_ids=sorted(self.stops),
-        )
-        self.engine.add_request(name, self.prompt_of(request), settings)
+    def open(self, requests: list[Request]) -> None:
+        for request in requests:
+            name, rule = str(next(self.numbers)), request.sampling.rule
+            self.writing[name] = Writing(request)
+            settings = self.sampling(
+                max_tokens=request.max_tokens,
+                temperature=rule.temperature,
+                top_p=rule.top_p,
+                top_k=rule.top_k,
+                seed=seed_of(request),
+                stop_token_ids=sorted(self.stops),
+            )
+            self.engine.add_request(name, self.prompt_of(request), settings)
 
     def prompt_of(self, request: Request) -> dict[str, Any]:
         """A conversation in vLLM's format. Pictures are processed as for our own network; their hashes let vLLM reuse

@@ -382,7 +382,7 @@ def test_weights_of_another_model_or_none_change_nothing(server, folder, tmp_pat
 
 def test_weights_wait_for_what_is_being_written_or_end_it_and_never_mix(server, folder, tmp_path):
     path = write(tmp_path / "new", model_of(folder), 1.5)
-    step, written = server.generation.engine.step, server.generation.writing
+    step = server.generation.engine.step
     gate = threading.Semaphore(0)
 
     def by_gate():  # a token for every release
@@ -392,7 +392,7 @@ def test_weights_wait_for_what_is_being_written_or_end_it_and_never_mix(server, 
     body = {"prompt": [5, 6], "max_tokens": 3, "seed": 1, "ignore_eos": True, "return_token_ids": True}
     with ThreadPoolExecutor(4) as pool:
         running = pool.submit(completed, server, **body)
-        until(lambda: written)
+        until(lambda: server.generation.writing)
         update = pool.submit(ask, server, "/update_weights", {"path": path, "version": 5})
         until(lambda: server.generation.changes)
         waiting = pool.submit(completed, server, **body)
@@ -404,7 +404,7 @@ def test_weights_wait_for_what_is_being_written_or_end_it_and_never_mix(server, 
         assert waiting.result(60)["policy_version"] == 5
 
         running = pool.submit(completed, server, **body)
-        until(lambda: written)
+        until(lambda: server.generation.writing)
         gate.release(1)
         update = pool.submit(ask, server, "/update_weights", {"path": path, "version": 6, "mode": "abort"})
         found = running.result(60)

@@ -22,9 +22,7 @@ from embodied.core.errors import ConfigError
 from embodied.core.types import ActionSpec, EnvSpec
 from embodied.policies import make_policy
 from embodied.policies.config import CNNConfig
-from embodied.serving import robot_protocol as protocol
 from embodied.serving.config import TOKEN, ServeConfig
-from embodied.serving.robot_protocol import observation_of
 
 msgpack = pytest.importorskip("msgpack")
 pytest.importorskip("websockets")
@@ -33,7 +31,14 @@ from websockets.exceptions import ConnectionClosed, InvalidStatus  # noqa: E402
 from websockets.sync.client import connect  # noqa: E402
 
 from embodied.serving import robot_server  # noqa: E402
-from embodied.serving.robot_server import Answers, PolicyServer  # noqa: E402
+from embodied.serving.robot_server import (  # noqa: E402
+    Answers,
+    BadMessage,
+    PolicyServer,
+    observation_of,
+    pack,
+    unpack,
+)
 
 SPEC = EnvSpec(ActionSpec(2), state_dim=3, images={"top": (16, 16, 3), "wrist": (16, 16, 3)}, instruction=True)
 SECRET = "a-secret-of-enough-letters"
@@ -76,14 +81,14 @@ def served(policy, **options):
 
 
 def ask(connection, message):
-    connection.send(protocol.pack(message))
+    connection.send(pack(message))
     reply = connection.recv(timeout=30)
-    return reply if isinstance(reply, str) else protocol.unpack(reply)
+    return reply if isinstance(reply, str) else unpack(reply)
 
 
 def test_the_answer_is_what_the_policy_does(policy):
     with served(policy, temperature=1.0) as (address, _), connect(address) as connection:
-        told = protocol.unpack(connection.recv(timeout=30))
+        told = unpack(connection.recv(timeout=30))
         assert told["cameras"] == {"top": [16, 16, 3], "wrist": [16, 16, 3]} and told["action_chunk"] == 4
         replies = [ask(connection, request(number))["actions"] for number in range(2)]
     for number, actions in enumerate(replies):
@@ -106,11 +111,12 @@ def an_array(kind, shape, data=b""):
         (msgpack.packb({"x": [0] * 65}), r"'x' in the message.*65 exceeds max_array_len\(64\)"),
         (msgpack.packb({"x": [[[]] * 60] * 9}), "'x' in the message: more than 512 maps and lists"),
         (b"\x81\xa1x" + b"\x91" * 3000, "'x' in the message.*StackError"),
-        (protocol.pack({"x": np.zeros(1_000_001, np.uint8)}), r"1000001 exceeds max_bin_len\(1000000\)"),
+        (pack({"x": np.zeros(1_000_001, np.uint8)}), r"1000001 exceeds max_bin_len\(1000000\)"),
         (msgpack.packb({"prompt": 1}), "lacks 'images/top'"),
         (an_array("|O", [1], b"x" * 8), r"type '\|O'"),
-        (an_array("<f8", [2**40]), "fit its bytes"),
-        (an_array("<f8", [-1]), "has the shape"),
+        (an_array("<f8", [2**40]), "'a' in the message cannot be read.*reshape"),
+        (an_array("<f8", [1], "x"), "'a' in the message cannot be read.*bytes-like"),
+        (an_array(5, [1]), "'a' in the message cannot be read.*data type"),
     ],
 )
 def test_a_malformed_request_is_refused_and_the_next_client_is_served(policy, sent, reason):
@@ -143,17 +149,17 @@ BOMBS = {
 
 @pytest.mark.parametrize("bomb", BOMBS)
 def test_a_message_of_many_things_is_refused_before_they_are_made(bomb):
-    protocol.pack({})  # imports
+    pack({})  # imports
     began = time.thread_time()
-    with pytest.raises(protocol.BadMessage, match=r"in the message: more than|exceeds max_array_len|as msgpack"):
-        protocol.unpack(BOMBS[bomb])
+    with pytest.raises(BadMessage, match=r"in the message: more than|exceeds max_array_len|as msgpack"):
+        unpack(BOMBS[bomb])
     assert time.thread_time() - began < 1  # seconds of this thread; it was ten
 
 
 def test_a_request_is_no_longer_than_what_the_policy_can_look_at(policy):
     with served(policy) as (address, _), connect(address) as connection:
         connection.recv(timeout=30)
-        connection.send(protocol.pack(request() | {"x": np.zeros(1_100_000, np.uint8)}))
+        connection.send(pack(request() | {"x": np.zeros(1_100_000, np.uint8)}))
         with pytest.raises(ConnectionClosed, match=r"1009.*exceeds limit of 1012312 bytes"):
             connection.recv(timeout=30)
 
@@ -193,7 +199,7 @@ def test_a_silent_client_makes_room_for_another_and_a_busy_one_does_not(policy, 
     ],
 )
 def test_a_request_about_something_else_is_refused(change, reason):
-    with pytest.raises(protocol.BadMessage, match=reason):
+    with pytest.raises(BadMessage, match=reason):
         observation_of(request() | change, SPEC, False)
 
 
@@ -278,9 +284,9 @@ def together(address, count):
         for client in clients:
             client.recv(timeout=30)
         for number, client in enumerate(clients):
-            client.send(protocol.pack(request(number)))
+            client.send(pack(request(number)))
         replies = [client.recv(timeout=30) for client in clients]
-        return [reply if isinstance(reply, str) else protocol.unpack(reply)["actions"] for reply in replies]
+        return [reply if isinstance(reply, str) else unpack(reply)["actions"] for reply in replies]
 
 
 def watch(policy, monkeypatch, refuses=lambda rows: False):

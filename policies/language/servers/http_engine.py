@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import queue
 import secrets
 import threading
@@ -28,9 +29,9 @@ from embodied.core.errors import EmbodiedError
 from embodied.policies.language.config import LanguageConfig
 from embodied.policies.language.engine import Answer, Engine, Request, empty_answer
 from embodied.policies.language.folder import as_published
-from embodied.policies.language.http_messages import ParsedAnswer, WeightFolder, body_of, fingerprint
+from embodied.policies.language.http_messages import ParsedAnswer, WeightFolder, fingerprint
 from embodied.policies.language.servers.remote_server import check_client
-from embodied.policies.language.servers.server_pool import LONGEST_S, PooledRequest, PooledServer, ServerPool
+from embodied.policies.language.servers.server_pool import LONGEST_S, PooledServer, ServerPool
 from embodied.policies.language.trust import find_mismatch
 from embodied.policies.vla.lora import merged_weights, scaling_of
 from embodied.runtime.published_weights import blob_of
@@ -51,8 +52,7 @@ class HTTPEngine(Engine):
         self.config = config
         self.exact = np.float64 if config.dtype == "float64" else np.float32
         self.asked: dict[int, Request] = {}
-        self.new: dict[int, PooledRequest] = {}  # requests added since the last step
-        self.added, self.gather_s = 0, GATHER_S
+        self.numbers, self.gather_s = itertools.count(), GATHER_S
         self.name = ""  # name of the current weights
         self.patience_s = config.answer_s + config.away_s
         self.folder = WeightFolder(Path(config.weights).absolute()) if config.weights else None
@@ -73,17 +73,14 @@ class HTTPEngine(Engine):
         super().begin(version, seed, stream, rule)
         assert self.name.startswith(f"v{version}-"), f"the servers have {self.name}, and are to write with v{version}"
 
-    def open(self, request: Request) -> None:
-        number, self.added = self.added, self.added + 1
-        self.asked[number] = request
-        body = body_of(request, self.longest_answer(request), self.config.verify is not None)
-        self.new[number] = PooledRequest(request, body)
+    def open(self, requests: list[Request]) -> None:
+        """Send them together, so that a server gets many at a time."""
+        numbered = dict(zip(self.numbers, requests))
+        self.asked |= numbered
+        self.loop.call_soon_threadsafe(self.pool.put, numbered)
 
     def write(self) -> list[Answer]:
         """Returns the arrived answers; waits a moment if there are none."""
-        if self.new:  # together, so that a server gets many at a time
-            self.loop.call_soon_threadsafe(self.pool.put, self.new)
-            self.new = {}
         if not (came := self.arrived()):
             return []
         began, pairs = time.monotonic(), [(self.asked[number], parsed) for _, number, parsed in came]
@@ -117,8 +114,7 @@ class HTTPEngine(Engine):
 
     def give_up(self) -> list[Answer]:
         self.call(self.pool.forget)
-        answers = [*map(empty_answer, self.asked.values())]
-        self.asked, self.new = {}, {}
+        answers, self.asked = [*map(empty_answer, self.asked.values())], {}
         return answers
 
     def load(self, weights: dict[str, Tensor], version: int) -> None:

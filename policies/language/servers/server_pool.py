@@ -36,6 +36,7 @@ from embodied.policies.language.http_messages import (
     MOST_TOGETHER,
     ParsedAnswer,
     WeightFolder,
+    body_of,
     read_answer,
     settings_of,
     version_of,
@@ -62,14 +63,6 @@ TRIES = 10  # limit of tries of a request that a server fails slowly
 # suspect: used answers of servers that were dropped later
 COUNTED = ("asked_again", "unusable", "outages", "moved", "dropped_servers", "suspect_answers", "suspect_tokens")
 KEEPS = "name the checkpoint that it serves, or let it take new weights: policy.weights=FOLDER"
-
-
-@dataclass(frozen=True)
-class PooledRequest:
-    """A request and its JSON, without the server's model."""
-
-    request: Request
-    body: dict[str, Any]
 
 
 @dataclass
@@ -213,9 +206,8 @@ class ServerPool:
         if self.error is not None:
             raise self.error
 
-    def put(self, requests: Mapping[int, PooledRequest]) -> None:
-        for number, request in requests.items():
-            self.queue.put(Waiting(number, request, 1, request.request.episode, request.request.keep))
+    def put(self, requests: Mapping[int, Request]) -> None:
+        self.queue.put(*(Waiting(number, each, 1, each.episode, each.keep) for number, each in requests.items()))
         self.hand_out()
 
     def release(self, compared: Sequence[tuple[PooledServer, int, Any, np.ndarray, str]]) -> list[tuple[int, Any]]:
@@ -459,10 +451,10 @@ class ServerPool:
                 began = time.monotonic()
                 server.calls |= dict.fromkeys(some, (self.start(server, self.ask(server, some, began)), began))
 
-    async def ask(self, server: PooledServer, requests: dict[int, PooledRequest], began: float) -> None:
+    async def ask(self, server: PooledServer, requests: dict[int, Request], began: float) -> None:
         """Send these requests to a server, in one call."""
-        remote, left = server.remote, dict(requests)
-        bodies = {number: request.body | {"model": remote.model} for number, request in requests.items()}
+        remote, left, proves = server.remote, dict(requests), self.config.verify is not None
+        bodies = {number: body_of(request, remote.model, proves) for number, request in requests.items()}
         try:
             async with contextlib.aclosing(remote.answers(bodies)) as answers:
                 async for number, answer in answers:
@@ -484,9 +476,7 @@ class ServerPool:
         if task is asyncio.current_task():  # otherwise the request was taken from the server meanwhile
             del server.calls[number]
 
-    async def take_answer(
-        self, server: PooledServer, number: int, request: PooledRequest, answer: Any, began: float
-    ) -> None:
+    async def take_answer(self, server: PooledServer, number: int, request: Request, answer: Any, began: float) -> None:
         """Keep an answer for comparison, or ask again if it was aborted or is of other weights."""
         parsed, remote, why = read_answer(answer), server.remote, ""
         has = parsed.fingerprint if remote.is_ours else None
@@ -499,7 +489,7 @@ class ServerPool:
                 why = f"its answers are of other weights ({has[:40]}, and not {self.wanted})"
             if why:
                 return self.fail(server, number, ServerUnavailable(why), began)
-            check_tokens(parsed, request.body, self.settings["vocab_size"])
+            check_tokens(parsed, request, self.settings["vocab_size"])
         if server.away_since is None:  # otherwise other requests of its calls have failed since it was checked
             server.pause, server.is_failing = SHORTEST_S, False
         server.answered_at = time.monotonic()
@@ -536,10 +526,10 @@ class ServerPool:
         return numbers
 
 
-def check_tokens(parsed: ParsedAnswer, body: Mapping[str, Any], vocabulary: int) -> None:
+def check_tokens(parsed: ParsedAnswer, request: Request, vocabulary: int) -> None:
     """Raise ValueError if an answer does not fit its request: it ends at its first stop token, or has as many
     tokens as were asked for."""
-    tokens, most, stops = parsed.tokens, body["max_tokens"], body["stop_token_ids"]
+    tokens, most, stops = parsed.tokens, request.max_tokens, request.sampling.stops
     what = f"an answer of {len(tokens)} tokens"
     if odd := [token for token in tokens if not 0 <= token < vocabulary]:
         raise ValueError(f"token {odd[0]} in an answer is none of this model's {vocabulary}")

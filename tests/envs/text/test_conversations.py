@@ -12,9 +12,8 @@ from embodied.core.errors import DeadlineExceeded, EmbodiedError
 from embodied.core.types import EpisodeSpec, Job, Servers
 from embodied.envs.config import ExternalEnvConfig
 from embodied.envs.player import Tally
-from embodied.envs.text.side_by_side import SideBySide
 from embodied.envs.text.text_env import TextEnv, Turn
-from embodied.envs.text.worker import ConversationClient, Part, play_conversations
+from embodied.envs.text.worker import ConversationClient, Part, SideBySide, play_conversations
 from embodied.runtime import Timers
 
 CONFIG = ExternalEnvConfig(name="my_pkg.mod:Counting", max_episode_steps=3)
