@@ -105,10 +105,6 @@ class Generation:
         """The conversations with open answers."""
         return [taken.request for taken in [*self.queue.taken.get(ENGINE, {}).values()]]
 
-    @property
-    def waiting(self) -> list[ServedConversation]:
-        return [waiting.request for waiting in [*self.queue.waiting]]
-
     def pause(self, mode: Mode) -> Future[None]:
         """Begin no conversation until `resume`. Open conversations are finished first, aborted with their partial
         answers, or frozen."""
@@ -150,7 +146,8 @@ class Generation:
         """Abort the conversations of these requests, or all, with their partial answers; returns their number."""
 
         def abort(done: Future[int]) -> None:
-            unwanted = [one for one in (*self.writing, *self.waiting) if names is None or {*one.names} & {*names}]
+            known = [*self.writing, *(waiting.request for waiting in self.queue.waiting)]
+            unwanted = [one for one in known if names is None or {*one.names} & {*names}]
             for one in unwanted:
                 self.finish(one, self.engine.cancel(one) or empty_answer(one.request()), "abort")
             self.queue.drop(lambda waiting: waiting.request in unwanted)
@@ -194,7 +191,8 @@ class Generation:
         except BaseException as err:  # every waiting request gets the error
             traceback.print_exc()
             self.failed = err
-            for future in [*(c.written for c in [*self.writing, *self.waiting]), *(done for _, done in self.changes)]:
+            self.queue.workers({})  # all wait again
+            for future in [*(each.request.written for each in self.queue.waiting), *(done for _, done in self.changes)]:
                 resolve_future(future, error=EmbodiedError(FAILED))
             self.on_failure()
         else:
@@ -227,15 +225,15 @@ class Generation:
                 resolve_future(done, error=err)
             return
         self.queue.workers({ENGINE: self.room()})
-        for taken in self.queue.take().get(ENGINE, ()):
-            self.begin_answer(taken.request)
-        if self.writing and not self.kept:
-            try:
+        try:
+            for taken in self.queue.take().get(ENGINE, ()):
+                self.begin_answer(taken.request)
+            if self.writing and not self.kept:
                 for answer in self.engine.step():
                     self.finish(answer.key, answer, "length" if answer.truncated else "stop")
                 self.report_progress()
-            except Exception:
-                self.find_culprit(traceback.format_exc())
+        except Exception:  # any kind, such as out of memory for a long prompt
+            self.find_culprit(traceback.format_exc())
 
     def room(self) -> int:
         """The most conversations that may be open now: none more after /pause, before a change of weights, and while
@@ -249,18 +247,9 @@ class Generation:
         return 1 if first.alone or any(one.alone for one in writing) else self.engine.slots
 
     def begin_answer(self, conversation: ServedConversation) -> None:
-        try:
-            if conversation.scores is not None:
-                conversation.scored = self.score(conversation.tokens, conversation.scores)
-        except Exception:  # any kind, such as out of memory for a long prompt
-            print(traceback.format_exc(), file=sys.stderr, flush=True)
-            self.give_up(conversation)
-        else:
-            self.engine.add(conversation.request())
-
-    def give_up(self, conversation: ServedConversation) -> None:
-        self.queue.take_answer(conversation)
-        resolve_future(conversation.written, error=EmbodiedError(FAILS))
+        if conversation.scores is not None:
+            conversation.scored = self.score(conversation.tokens, conversation.scores)
+        self.engine.add(conversation.request())
 
     def find_culprit(self, why: str) -> None:
         """After a failure of the engine: a conversation that ran alone is the cause, and its client gets the error,
@@ -274,7 +263,8 @@ class Generation:
             self.queue.workers({})  # all wait again
             return
         for one in conversations:
-            self.give_up(one)
+            self.queue.take_answer(one)
+            resolve_future(one.written, error=EmbodiedError(FAILS))
         own = Sampling(0, ROUND, SamplingRule(), frozenset())
         self.engine.add(Request(None, [min(self.policy.tokenizer.stops)], 1, 0, own))
         while self.engine.running:

@@ -16,7 +16,9 @@ import asyncio
 import contextlib
 import itertools
 import json
+import math
 import os
+import re
 import time
 import traceback
 from collections.abc import Awaitable, Callable, Iterator, Sequence
@@ -27,6 +29,7 @@ from pathlib import Path
 from typing import Any, get_args
 
 from aiohttp import web
+from aiohttp.http_exceptions import BadHttpMessage
 
 from embodied.core.conversations import SamplingRule, pictures_in
 from embodied.core.errors import EmbodiedError
@@ -45,15 +48,18 @@ from embodied.runtime.published_weights import BUCKET_BYTES, Blob
 from embodied.serving import openai as openai
 from embodied.serving.config import FOREIGN_HOST, TOKEN, ServeConfig, is_token_shown
 from embodied.serving.generation import ROUND, Generation, Mode, ServedConversation, Written
-from embodied.serving.http_requests import SEND_S, TOKEN_BYTES, Connections, body_of, bytes_of, refusal, stop_accepting
-from embodied.serving.openai import AnswerChoice, Ask, BadRequest, PictureReader, with_tools
+from embodied.serving.openai import AnswerChoice, Ask, BadRequest, PictureReader, StreamedAnswer, with_tools
 
+HEAD_S, BODY_S = 15.0, 60.0  # limits for a first request's head, and for a request's body
+SEND_S = 30.0  # limit for sending a part of an answer
 CHANGE_S = 3600.0  # limit for open answers to end and new weights to load
 REQUESTS = 1024  # simultaneous requests, unless max_clients is set
 SPARE = 64  # further connections, for health checks and refused requests
 IDLE_S = 75.0  # seconds that a connection is kept after an answer
+TOKEN_BYTES = 16  # of a request, for each prompt token
 HEAD_BYTES = 16 << 20  # head of a bucket: names, shapes and offsets of tensors
 OTHERS = 1_000_000  # bytes of a request besides the tokens of its prompt
+SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")  # in JSON: half of a surrogate pair
 HEALTH = ("/healthz", "/health")
 ASKING = ("/v1/models", *HEALTH, "/metrics", "/weight_info", "/is_paused")
 ANSWERING = ("/v1/completions", "/v1/completions/many", "/v1/chat/completions", "/tokenize", "/detokenize")
@@ -259,7 +265,7 @@ class LanguageServer:
             raise UnusableAnswer(written.answer.dropped)
         ids = written.answer.tokens.tolist()
         ended = ids and ids[-1] in conversation.sampling.stops  # without the end token
-        text, stopped = cut_at_stop(self.policy.tokenizer.decode(ids[:-1] if ended else ids), ask.stop)
+        text, stopped = openai.cut_at_stop(self.policy.tokenizer.decode(ids[:-1] if ended else ids), ask.stop)
         if ask.echo:
             text = self.policy.tokenizer.decode(conversation.tokens) + text
         return self.part_of_answer(ask, conversation, written.answer, text, "stop" if stopped else written.finish)
@@ -291,19 +297,21 @@ class LanguageServer:
                     text = self.policy.tokenizer.decode(news.tokens.tolist())
                     new = parts[place].open_part(self.part_of_answer(ask, conversations[place], news, text))
             except EmbodiedError as err:  # after the head only an event can carry the error
-                return as_event(openai.error(str(err), "server_error", code=getattr(err, "code", None)))
-            return as_event(openai.chunk(ask, new, heads[-1], first, place))
+                return openai.as_event(openai.error(str(err), "server_error", code=getattr(err, "code", None)))
+            return openai.as_event(openai.chunk(ask, new, heads[-1], first, place))
 
         def end() -> bytes:
             usage = {"choices": [], "usage": openai.usage(ask, whole)}
-            return (as_event(heads[-1] | usage) if ask.stream_options.include_usage else b"") + b"data: [DONE]\n\n"
+            last = openai.as_event(heads[-1] | usage) if ask.stream_options.include_usage else b""
+            return last + b"data: [DONE]\n\n"
 
         partial_calls = bool(ask.tools)  # are not sent
         return await self.send(request, "text/event-stream", conversations, event, not partial_calls, end)
 
     async def many(self, request: web.Request) -> web.StreamResponse:
         """{"requests": [...]}: sends a line of JSON for each answer, in the order of their ends."""
-        asks = read_many(await body_of(request, self.longest + MOST_TOGETHER * self.policy.max_length * TOKEN_BYTES))
+        most = self.longest + MOST_TOGETHER * self.policy.max_length * TOKEN_BYTES
+        asks = openai.read_many(await body_of(request, most))
         with self.admitted(*asks):
             numbered = [(ask, next(self.numbers)) for ask in asks]
             conversations = await asyncio.to_thread(lambda: [self.conversations(*each)[0] for each in numbered])
@@ -378,12 +386,10 @@ class LanguageServer:
 
     async def detokenize(self, request: web.Request) -> web.Response:
         """{"tokens": [...]}: their text."""
-        fields = await body_of(request)
-        tokens: Any = fields.get("tokens") if isinstance(fields, dict) else None
+        tokens = openai.read(openai.TokenNumbers, await body_of(request)).tokens
         words = self.policy.model.config.get_text_config().vocab_size
-        if not openai.is_ids(tokens) or max(tokens, default=0) >= words or len(tokens) > self.policy.max_length:
-            why = f"tokens should be a list of numbers below {words}, not longer than a conversation"
-            raise BadRequest(why, "tokens")
+        if max(tokens, default=0) >= words or len(tokens) > self.policy.max_length:
+            raise BadRequest(f"tokens should be numbers below {words}, not more than a conversation has", "tokens")
         return web.json_response({"prompt": self.policy.tokenizer.decode(tokens)})
 
     async def metrics(self, _: web.Request) -> web.Response:
@@ -402,13 +408,10 @@ class LanguageServer:
     async def update_weights(self, request: web.Request) -> web.Response:
         """{"path": FOLDER, "version": N}: load its weights when all open answers have ended, or, with "mode": "abort",
         at once. "weight_version" is their name in /weight_info; known weights are not loaded again."""
-        fields = await body_of(request)
-        if not isinstance(fields, dict) or fields.keys() - {"path", "version", "mode", "weight_version"}:
-            raise BadRequest("send path (for prime-rl's weight_dir), version and, if you like, mode and weight_version")
-        version, mode = fields.get("version"), fields.get("mode", "wait")
-        if type(version) is not int or not 0 <= version < 2**63 or not isinstance(fields.get("path"), str):
-            raise BadRequest("send the path of a folder, and the version of its weights, a whole number")
-        return await self.change(Path(fields["path"]), version, mode, fields.get("weight_version"))
+        new = openai.read(openai.NewWeights, await body_of(request))
+        if not (os.path.isabs(new.path) and os.path.isdir(new.path)):
+            raise BadRequest(f"path: {new.path[:200]} is not a folder that this server sees", code=UNSEEN)
+        return await self.change(Path(new.path), new.version, new.mode, new.weight_version)
 
     async def reload_weights(self, _: web.Request) -> web.Response:
         """Load the checkpoint's own weights again."""
@@ -428,12 +431,8 @@ class LanguageServer:
         return await self.change(self.arriving.take(), bucket.version, "wait", name)
 
     async def change(
-        self, source: Path | dict[str, Blob], version: int, mode: Any, known: str | None = None
+        self, source: Path | dict[str, Blob], version: int, mode: Mode, known: str | None = None
     ) -> web.Response:
-        if mode not in ("wait", "abort"):
-            raise BadRequest("mode should be wait or abort", "mode")
-        if isinstance(source, Path) and not (source.is_absolute() and os.path.isdir(source)):  # is_dir may raise
-            raise BadRequest(f"path: {str(source)[:200]} is not a folder that this server sees", code=UNSEEN)
         try:
             before = self.generation.fingerprint
             fingerprint = await self.changed(self.generation.update(source, version, mode, known))
@@ -447,10 +446,8 @@ class LanguageServer:
 
     async def abort_requests(self, request: web.Request) -> web.Response:
         """{"request_ids": [...]}, or {} for all: end their answers now."""
-        fields = (await body_of(request)) if request.can_read_body else {}
-        names = fields.get("request_ids") if isinstance(fields, dict) else 0
-        if names is not None and not (isinstance(names, list) and all(isinstance(name, str) for name in names)):
-            raise BadRequest("request_ids should be a list of texts", "request_ids")
+        body = (await body_of(request)) if request.can_read_body else {}
+        names = openai.read(openai.RequestNames, body).request_ids
         return web.json_response({"aborted": await self.changed(self.generation.abort_requests(names))})
 
     async def pause(self, request: web.Request) -> web.Response:
@@ -469,51 +466,6 @@ class LanguageServer:
             return await asyncio.shield(asyncio.wrap_future(done))
 
 
-def as_event(event: Any) -> bytes:
-    return b"data: " + json.dumps(event).encode() + b"\n\n"
-
-
-class StreamedAnswer:
-    """Divides an answer into its sent and new parts."""
-
-    def __init__(self, held: int) -> None:
-        """`held`: letters at the end that may begin a stop text."""
-        self.held, self.tokens, self.letters, self.begun = held, 0, 0, False
-
-    def open_part(self, answer: AnswerChoice) -> AnswerChoice:
-        """The new part of an open answer. A letter may take several tokens."""
-        text = answer.text[: max(len(answer.text) - self.held, 0)].rstrip("\ufffd")
-        return self.rest(replace(answer, text=text))
-
-    def rest(self, answer: AnswerChoice) -> AnswerChoice:
-        """The new part at the end."""
-        begin, self.tokens, self.begun = self.tokens, len(answer.tokens), True
-        text, self.letters = answer.text[self.letters :], max(self.letters, len(answer.text))
-        new = {name: getattr(answer, name)[begin:] for name in ("tokens", "logprobs", "likeliest")}
-        return replace(answer, **new, text=text)
-
-
-def cut_at_stop(text: str, stops: Sequence[str]) -> tuple[str, bool]:
-    """The text before the first of these stop texts, and True if there is one."""
-    places = [at for at in map(text.find, stops) if at >= 0]
-    return (text[: min(places)], True) if places else (text, False)
-
-
-def read_many(body: Any) -> list[Ask]:
-    bodies = body.get("requests") if isinstance(body, dict) and body.keys() == {"requests"} else None
-    if not isinstance(bodies, list) or not 0 < len(bodies) <= MOST_TOGETHER:
-        raise BadRequest(f"send requests, a list of at most {MOST_TOGETHER} bodies of /v1/completions", "requests")
-    asks = [openai.read_completion(each) for each in bodies]
-    for ask in asks:
-        more = ask.stream, ask.echo, ask.stop, ask.top_logprobs, ask.prompt_logprobs is not None
-        if any(more) or len(ask.prompts) * ask.n > 1:
-            why = (
-                "requests sent together have one answer each, without stream, echo, stop, prompt_logprobs and logprobs"
-            )
-            raise BadRequest(f"{why} above 0; send the others to /v1/completions", "requests")
-    return asks
-
-
 def line(number: int, future: Future[Written]) -> bytes:
     """A client's line for an answer: its choice as in /v1/completions, without text."""
     try:
@@ -529,3 +481,88 @@ def line(number: int, future: Future[Written]) -> bytes:
         choice |= {"proof": [block.to_text() for block in answer.proof]} if answer.proof else {}
         status, body = 200, {"choices": [choice], "system_fingerprint": written.fingerprint}
     return json.dumps({"number": number, "status": status, "body": body}).encode() + b"\n"
+
+
+# Connections and requests: limits of number, length and time, before a request is parsed
+
+
+class Connections:
+    """Limits the number of open connections, and closes connections without a request: aiohttp keeps them for ever."""
+
+    def __init__(self, server: web.Server, most: int) -> None:
+        self.server, self.most = server, most
+        self.silent: set[Any] = set()  # connections without a request so far
+        self.new: set[Any] = set()  # connections of the last second: the server may not know them yet
+
+    def accept(self) -> asyncio.BaseProtocol:
+        """The protocol of a new connection."""
+        if len({*self.server.connections, *self.new}) >= self.most:
+            return TurnedAway()
+        connection, loop = self.server(), asyncio.get_running_loop()
+        self.silent.add(connection)
+        self.new.add(connection)
+        loop.call_later(1.0, self.new.discard, connection)
+        loop.call_later(HEAD_S, self.close_silent, connection)
+        return connection
+
+    def note_request(self, request: web.Request) -> None:
+        self.silent.discard(request.protocol)
+
+    def close_silent(self, connection: Any) -> None:
+        if connection in self.silent:
+            self.silent.remove(connection)
+            connection.force_close()
+
+
+class TurnedAway(asyncio.Protocol):
+    """A refused connection, above the limit."""
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        transport.close()
+
+
+async def stop_accepting(server: asyncio.Server) -> None:
+    """Stops listening. Connections that are being accepted are made first: Python 3.11 neither makes nor closes them
+    once their server is closed."""
+    loop = asyncio.get_running_loop()
+    for listener in server.sockets:
+        loop.remove_reader(listener)
+    for _ in range(3):  # turns of the loop: accepted, prepared, made
+        await asyncio.sleep(0)
+    server.close()
+
+
+async def bytes_of(request: web.Request, most: int | None = None) -> bytes:
+    """The body of a request with at most `most` bytes (default: the limit for one prompt)."""
+    data = bytearray()
+    try:
+        async with asyncio.timeout(BODY_S):
+            if most is None:
+                return await request.read()
+            async for part in request.content.iter_chunked(1 << 20):
+                data += part
+                if len(data) > most:
+                    raise BadRequest(f"a request has {most} bytes at most here", status=413)
+    except TimeoutError:
+        raise BadRequest(f"the request's body did not arrive within {BODY_S:g} s", status=408) from None
+    except (web.RequestPayloadError, BadHttpMessage):
+        raise BadRequest("the request's body does not have the encoding of its headers (Content-Encoding)") from None
+    return bytes(data)
+
+
+async def body_of(request: web.Request, most: int | None = None) -> Any:
+    """The JSON of a request with at most `most` bytes."""
+    data = await bytes_of(request, most)
+    try:
+        body = json.loads(text := data.decode(), parse_constant=lambda _: math.nan)
+        if SURROGATE.search(text):
+            json.dumps(body, ensure_ascii=False).encode()
+    except UnicodeEncodeError:
+        raise BadRequest("the request's text has half of a character (a lone surrogate)") from None
+    except (ValueError, RecursionError):
+        raise BadRequest("the request is no JSON") from None
+    return body
+
+
+def refusal(status: int, text: str, kind: str = "invalid_request_error", **more: Any) -> web.Response:
+    return web.json_response(openai.error(text, kind, **more), status=status)

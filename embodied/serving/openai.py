@@ -15,14 +15,15 @@ import secrets
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, Any
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from embodied.core.conversations import TOOL_CALL, pictures_in
 from embodied.core.errors import EmbodiedError
 from embodied.core.pictures import DATA, PictureError
+from embodied.policies.language.http_messages import MOST_TOGETHER
 
 if TYPE_CHECKING:
     from embodied.policies.language.trust import ProofBlock
@@ -45,6 +46,7 @@ ABOUT = ("user", "metadata", "store", "safety_identifier", "service_tier", "cach
 
 Asked = str | list[int] | tuple[dict[str, Any], ...]  # text or tokens to continue, or messages to answer
 TokenNumber = Annotated[int, Field(ge=0)]
+Body = TypeVar("Body", bound="Options")
 
 
 class BadRequest(EmbodiedError):
@@ -100,6 +102,33 @@ class Ask(Options):
     request_id: str | None = Field(None, max_length=256)
 
 
+class Together(Options):
+    """A body of /v1/completions/many."""
+
+    requests: list[dict[str, Any]] = Field(min_length=1, max_length=MOST_TOGETHER)
+
+
+class TokenNumbers(Options):
+    """A body of /detokenize."""
+
+    tokens: list[TokenNumber]
+
+
+class NewWeights(Options):
+    """A body of /update_weights."""
+
+    path: str  # prime-rl's weight_dir
+    version: int = Field(ge=0, lt=2**63)
+    mode: Literal["wait", "abort"] = "wait"
+    weight_version: str | None = None
+
+
+class RequestNames(Options):
+    """A body of /abort_requests."""
+
+    request_ids: list[str] | None = None
+
+
 READ = {"prompt", "messages", "max_completion_tokens", *Ask.model_fields} - {"prompts", "chat"}
 
 
@@ -126,6 +155,26 @@ class AnswerChoice:
     words: Callable[[int], str]  # name of a token
     scores: Sequence[TokenScore] = ()  # of the prompt's tokens except the first
     proof: Sequence[ProofBlock] = ()
+
+
+class StreamedAnswer:
+    """Divides an answer into its sent and new parts."""
+
+    def __init__(self, held: int) -> None:
+        """`held`: letters at the end that may begin a stop text."""
+        self.held, self.tokens, self.letters, self.begun = held, 0, 0, False
+
+    def open_part(self, answer: AnswerChoice) -> AnswerChoice:
+        """The new part of an open answer. A letter may take several tokens."""
+        text = answer.text[: max(len(answer.text) - self.held, 0)].rstrip("\ufffd")
+        return self.rest(replace(answer, text=text))
+
+    def rest(self, answer: AnswerChoice) -> AnswerChoice:
+        """The new part at the end."""
+        begin, self.tokens, self.begun = self.tokens, len(answer.tokens), True
+        text, self.letters = answer.text[self.letters :], max(self.letters, len(answer.text))
+        new = {name: getattr(answer, name)[begin:] for name in ("tokens", "logprobs", "likeliest")}
+        return replace(answer, **new, text=text)
 
 
 # Requests
@@ -167,6 +216,28 @@ def read_tokenize(body: Any) -> Ask:
     return ask
 
 
+def read_many(body: Any) -> list[Ask]:
+    """Parses a body of /v1/completions/many."""
+    asks = [read_completion(each) for each in read(Together, body).requests]
+    for ask in asks:
+        more = ask.stream, ask.echo, ask.stop, ask.top_logprobs, ask.prompt_logprobs is not None
+        if any(more) or len(ask.prompts) * ask.n > 1:
+            why = "have one answer each, without stream, echo, stop, prompt_logprobs and logprobs above 0"
+            raise BadRequest(f"requests sent together {why}; send the others to /v1/completions", "requests")
+    return asks
+
+
+def read(kind: type[Body], body: Any, **names: str) -> Body:
+    """Parses a body of this kind; `names`: how its client calls a field."""
+    try:
+        return kind.model_validate(body)
+    except ValidationError as err:
+        wrong = err.errors()[0]
+        name = str(wrong["loc"][0]) if wrong["loc"] else "the request"
+        name = names.get(name, name)
+        raise BadRequest(f"{name}: {wrong['msg']}", name) from None
+
+
 def known_fields(body: Any, needed: str, others: Sequence[str]) -> dict[str, Any]:
     """The fields of a request that are not null; unknown fields are refused."""
     if not isinstance(body, dict):
@@ -188,12 +259,8 @@ def ask_of(fields: dict[str, Any], prompts: tuple[Asked, ...], chat: bool) -> As
     if isinstance(stop := given.get("stop"), str):
         given["stop"] = [stop] if stop else []
     given["tools"] = tools_of(given.get("tools") or []) if fields.get("tool_choice") != "none" else ()
-    try:
-        ask = Ask.model_validate({**given, "prompts": prompts, "chat": chat})
-    except ValidationError as err:
-        wrong = err.errors()[0]
-        name = "logprobs" if wrong["loc"][0] == "top_logprobs" and not chat else str(wrong["loc"][0])
-        raise BadRequest(f"{name}: {wrong['msg']}", name) from None
+    names = {} if chat else {"top_logprobs": "logprobs"}
+    ask = read(Ask, {**given, "prompts": prompts, "chat": chat}, **names)
     if ask.max_tokens == 0 and not ask.echo and ask.prompt_logprobs is None:
         raise BadRequest("max_tokens=0 writes nothing; it is for echo or prompt_logprobs", "max_tokens")
     if ask.n * len(prompts) > MOST_CHOICES:
@@ -347,6 +414,16 @@ def chat_logprobs(choice: AnswerChoice) -> list[dict[str, Any]]:
         {**named(token, logprob), "top_logprobs": [named(*other) for other in each]}
         for token, logprob, each in zip(choice.tokens, choice.logprobs, others)
     ]
+
+
+def as_event(event: Any) -> bytes:
+    return b"data: " + json.dumps(event).encode() + b"\n\n"
+
+
+def cut_at_stop(text: str, stops: Sequence[str]) -> tuple[str, bool]:
+    """The text before the first of these stop texts, and True if there is one."""
+    places = [at for at in map(text.find, stops) if at >= 0]
+    return (text[: min(places)], True) if places else (text, False)
 
 
 def usage(ask: Ask, choices: Sequence[AnswerChoice]) -> dict[str, int]:

@@ -28,7 +28,7 @@ from embodied.policies.language.engine import Request, make_engine
 from embodied.policies.language.slots import SlotEngine
 from embodied.runtime.published_weights import blob_of, spec_of, write_safetensors
 from embodied.serve import find_language, load_language, with_options
-from embodied.serving import http_requests, language_server, openai
+from embodied.serving import language_server, openai
 from embodied.serving.config import TOKEN, ServeConfig
 from embodied.serving.language_server import LanguageServer, Origin
 from embodied.serving.openai import OF_TOOLS, READ, BadRequest, read_chat, read_completion
@@ -396,7 +396,7 @@ def test_weights_wait_for_what_is_being_written_or_end_it_and_never_mix(server, 
         update = pool.submit(ask, server, "/update_weights", {"path": path, "version": 5})
         until(lambda: server.generation.changes)
         waiting = pool.submit(completed, server, **body)
-        until(lambda: server.generation.waiting)
+        until(lambda: server.generation.queue.waiting)
         assert not update.done() and server.generation.version == 4
         gate.release(3)
         assert running.result(60)["policy_version"] == 4 and update.result(60)[0] == 200
@@ -433,7 +433,7 @@ def test_a_pause_keeps_ends_or_waits_for_what_is_being_written(server, folder, t
         assert ask(server, "/pause")[0] == 200  # abort, as in vLLM
         assert running.result(60)["choices"][0]["finish_reason"] == "abort"
         waiting = pool.submit(completed, server, **body)
-        until(lambda: server.generation.waiting)
+        until(lambda: server.generation.queue.waiting)
         assert ask(server, "/pause?mode=wait")[0] == 200 and not waiting.done()
         assert ask(server, "/resume")[0] == 200
         assert waiting.result(60)["choices"] == want
@@ -524,8 +524,8 @@ async def caught(work):
 
 
 def test_connections_that_say_nothing_are_bounded_and_closed(folder, monkeypatch):
-    monkeypatch.setattr(http_requests, "HEAD_S", 5.0)
-    monkeypatch.setattr(http_requests, "BODY_S", 1.0)
+    monkeypatch.setattr(language_server, "HEAD_S", 5.0)
+    monkeypatch.setattr(language_server, "BODY_S", 1.0)
     monkeypatch.setattr(language_server, "SPARE", 7)
     with served(model_of(folder), folder, max_clients=1) as server, ExitStack() as stack:
         address = "127.0.0.1", int(server.url.rpartition(":")[2])

@@ -10,8 +10,7 @@ from aiohttp import web
 from embodied.policies.language.config import LanguageConfig
 from embodied.policies.language.engine import make_engine
 from embodied.serving.config import ServeConfig
-from embodied.serving.http_requests import stop_accepting
-from embodied.serving.language_server import LanguageServer, Origin
+from embodied.serving.language_server import LanguageServer, Origin, stop_accepting
 
 SECRET = "a-secret-of-enough-letters"
 
