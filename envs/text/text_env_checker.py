@@ -12,13 +12,13 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from embodied.core.conversations import Said, in_words, is_content, pictures_in
+from embodied.core.conversations import Said, in_words, pictures_in
 from embodied.core.errors import EmbodiedError
 from embodied.core.pictures import PictureError, load_picture
 from embodied.core.types import EpisodeSpec
 from embodied.envs.env_checker import ContractViolation, fail
 from embodied.envs.own_modules import line_of
-from embodied.envs.text.text_env import TextEnv, Turn
+from embodied.envs.text.text_env import TextEnv, Turn, checked_said
 
 SEED = 20_001
 DRAWN = 400  # training prompts that are compared with the held-out ones
@@ -215,14 +215,10 @@ class TextEnvChecker:
 
     def checked_message(self, said: Any, method: str) -> Said:
         """Checks that an env's message is text or messages, and returns it."""
-        if not said:
-            fail("said", f"{method} says nothing; a conversation that continues needs a reply")
-        messages = isinstance(said, tuple | list) and all(
-            isinstance(message, dict) and isinstance(message.get("role"), str) and is_content(message.get("content"))
-            for message in said
-        )
-        if not isinstance(said, str) and not messages:
-            fail("said", f'{method} says {said!r:.100}; it must be text, or ({{"role": "user", "content": "..."}},)')
+        try:
+            said = checked_said(said, self.kind, may_show=True)
+        except EmbodiedError as err:
+            fail("said", f"{method}: {err}")
         for name in pictures_in(said):
             if not self.kind.shows_pictures(self.config):
                 fail("pictures", f"{method} shows {name:.60}, and shows_pictures does not return True")
@@ -230,7 +226,7 @@ class TextEnvChecker:
                 load_picture(name)
             except PictureError as err:
                 fail("pictures", str(err))
-        return tuple(said) if isinstance(said, list) else said
+        return said
 
 
 def held_out_spec(task: str, number: int) -> EpisodeSpec:

@@ -187,38 +187,34 @@ class Conversation:
     env: TextEnv
     said: Said  # the env's last message
     part: Part
-    tokens: list[np.ndarray] = field(default_factory=list)
-    sampled: list[np.ndarray] = field(default_factory=list)  # bool, which of them the policy chose
-    logprobs: list[np.ndarray] = field(default_factory=list)
-    rewards: list[np.ndarray] = field(default_factory=list)
-    cut_off: list[np.ndarray] = field(default_factory=list)
-    versions: list[np.ndarray] = field(default_factory=list)
+    columns: list[dict[str, np.ndarray]] = field(default_factory=list)  # of each turn: arrays of its tokens
     turns: list[dict[str, Any]] = field(default_factory=list)  # for a transcript
     success: list[bool] = field(default_factory=list)  # of each turn
-    pictures: list[str] = field(default_factory=list)  # that `tokens` show
+    pictures: list[str] = field(default_factory=list)  # that its tokens show
     problem: str = ""  # why it does not count
 
     def append_answer(self, completion: Completion, turn: Turn, reward: float) -> None:
         """Append an answer and the env's turn."""
-        count, sampled = len(completion.tokens), completion.num_sampled
-        chosen = np.zeros(count, bool)
-        chosen[count - sampled :] = True
-        logprobs, rewards = np.zeros(count, np.float32), np.zeros(count, np.float32)
-        cut_off = np.zeros(count, bool)
-        logprobs[count - sampled :] = completion.logprobs
-        if count:
-            rewards[-1], cut_off[-1] = reward, completion.truncated
-        elif self.tokens:  # the conversation has no room for another turn
-            self.rewards[-1][-1] += reward
-            self.cut_off[-1][-1] |= completion.truncated
-        self.tokens.append(np.asarray(completion.tokens, np.int32))
-        if count > sampled:
+        count = len(completion.tokens)
+        said = count - completion.num_sampled  # tokens of the env's message
+        if count:  # otherwise the conversation has no room for another turn
+            logprobs = np.zeros(count, np.float32)
+            logprobs[said:] = completion.logprobs
+            self.columns.append(
+                {
+                    "tokens": np.asarray(completion.tokens, np.int32),
+                    "sampled": np.arange(count) >= said,
+                    "logprobs": logprobs,
+                    "rewards": np.zeros(count, np.float32),
+                    "cut_off": np.zeros(count, bool),
+                    "versions": np.full(count, completion.version, np.int64),
+                }
+            )
+        if self.columns:
+            self.columns[-1]["rewards"][-1] += reward
+            self.columns[-1]["cut_off"][-1] |= completion.truncated
+        if said:
             self.pictures += pictures_in(self.said)
-        self.sampled.append(chosen)
-        self.logprobs.append(logprobs)
-        self.rewards.append(rewards)
-        self.cut_off.append(cut_off)
-        self.versions.append(np.full(count, completion.version, np.int64))
         self.success.append(turn.success)
         self.turns.append(
             {
@@ -233,18 +229,17 @@ class Conversation:
         )
         self.said = turn.said
 
-    @property
-    def truncated(self) -> bool:
-        """True if an answer was cut off."""
-        return any(bool(each.any()) for each in self.cut_off)
+    def column(self, name: str) -> np.ndarray:
+        """A column of all tokens so far."""
+        return np.concatenate([each[name] for each in self.columns])
 
     @property
     def num_sampled(self) -> int:
         """Tokens that the policy chose."""
-        return int(sum(chosen.sum() for chosen in self.sampled))
+        return sum(int(each["sampled"].sum()) for each in self.columns)
 
     def result(self) -> EpisodeResult:
-        spec = self.spec
+        spec, columns = self.spec, self.columns
         counted = not self.problem
         return EpisodeResult(
             index=spec.index,
@@ -252,22 +247,22 @@ class Conversation:
             init_state_id=spec.init_state_id,
             seed=spec.seed,
             length=len(self.turns),
-            total_reward=float(sum(rewards.sum() for rewards in self.rewards)),
+            total_reward=float(sum(each["rewards"].sum() for each in columns)),
             success_once=any(self.success) if counted else None,
             success_at_end=self.success[-1] if counted else None,
             error=self.problem,
-            truncated=self.truncated if counted else None,
+            truncated=any(bool(each["cut_off"].any()) for each in columns) if counted else None,
             tokens=self.num_sampled,
-            prompt_tokens=int((~self.sampled[0]).sum()) if self.sampled else 0,
-            all_tokens=sum(map(len, self.sampled)),
-            places=sum(int((tokens < 0).sum()) for tokens in self.tokens),
+            prompt_tokens=int((~columns[0]["sampled"]).sum()) if columns else 0,
+            all_tokens=sum(len(each["tokens"]) for each in columns),
+            places=sum(int((each["tokens"] < 0).sum()) for each in columns),
         )
 
     def sample(self) -> dict[str, Any]:
         """The conversation as a line of samples.jsonl: without log-probs and the middle of long texts."""
         ended = self.result()
         return {
-            "version": max((int(each[-1]) for each in self.versions if len(each)), default=-1),
+            "version": max((int(each["versions"][-1]) for each in self.columns), default=-1),
             "index": ended.index,
             "task": ended.task,
             "success": ended.success_once,
@@ -282,15 +277,8 @@ class Conversation:
 
     def trajectory(self) -> Trajectory:
         """All its tokens as decisions; the env's tokens are masked."""
-        tokens = np.concatenate(self.tokens)
+        tokens, obs = self.column("tokens"), {}
         count = len(tokens)
-        ended = np.zeros(count, bool)
-        ended[-1] = True
-
-        def column(parts: list[np.ndarray]) -> np.ndarray:
-            return np.concatenate(parts)[:, None]
-
-        obs = {}
         if self.part.spec.pictures:
             obs["picture"] = np.full(count, "", object)  # its name where one begins
             begins = np.flatnonzero(tokens == FIRST_PLACE)
@@ -301,12 +289,12 @@ class Conversation:
             lengths=np.array([count]),
             obs=obs,
             actions=tokens[:, None, None],
-            logprobs=column(self.logprobs)[:, :, None],
-            rewards=column(self.rewards),
-            terminated=ended[:, None],
-            truncated=column(self.cut_off),
-            mask=column(self.sampled),
-            versions=np.concatenate(self.versions),
+            logprobs=self.column("logprobs")[:, None, None],
+            rewards=self.column("rewards")[:, None],
+            terminated=(np.arange(count) == count - 1)[:, None],
+            truncated=self.column("cut_off")[:, None],
+            mask=self.column("sampled")[:, None],
+            versions=self.column("versions"),
             episodes=np.full(count, self.spec.index, np.int64),
         )
 
@@ -361,7 +349,7 @@ class ConversationClient(RequestClient):
     def _prompt(self, conversation: Conversation) -> Prompt:
         self.number += 1
         self.open[self.number] = conversation
-        tokens = np.concatenate([np.zeros(0, np.int32), *conversation.tokens])
+        tokens = conversation.column("tokens") if conversation.columns else np.zeros(0, np.int32)
         more = len(conversation.turns) + 1 < conversation.part.turns
         pictures, override = tuple(conversation.pictures), conversation.part.tally.job.rule
         return Prompt(self.number, conversation.spec.index, conversation.said, tokens, pictures, None, override, more)
