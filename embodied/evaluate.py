@@ -49,7 +49,7 @@ from embodied.records.videos import remove_drafts, worth_seeing, write_mosaic
 from embodied.reporting.run_page import REPORT, report_or_say_why
 from embodied.reporting.runs import Run
 from embodied.run import launch
-from embodied.run.checkpoints import MANIFEST, WEIGHTS, read_json
+from embodied.run.checkpoints import MANIFEST, policy_in, read_json
 from embodied.run.devices import is_small
 from embodied.run.ending import Interruption
 from embodied.run.policy_source import (
@@ -356,11 +356,12 @@ def begin_in_run(
 ) -> PartialEvaluation:
     """The evaluation of the acting version, saved in `checkpoint`; new or continued. `notify` gets lines on its
     progress."""
+    folder = policy_in(checkpoint)
     policy = {
         "name": checkpoint.name,
         "family": evaluator.config.policy.name,
-        "folder": str(checkpoint / "policy"),
-        "sha256": read_json(checkpoint / MANIFEST)["files"].get(WEIGHTS),
+        "folder": str(folder),
+        "sha256": read_json(checkpoint / MANIFEST)["files"].get(f"{folder.name}/model.safetensors"),
     }
     config = evaluator.config
     return PartialEvaluation(out, asked_for([(config, None)], config.policy, policy), policy, notify=notify)

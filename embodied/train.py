@@ -493,8 +493,10 @@ def evaluate(loop: EmbodiedLoop, folder: RunFolder, console: Console, interrupti
         folder.log.evaluated(version, results)
 
     def finish() -> None:
-        if not evaluate_in_run(loop.evaluator, kept, lambda: interruption.requested, tell, console.show_activity):
-            console.not_evaluated(version, kept)
+        with loop.acting_with_mean():
+            stop = lambda: interruption.requested  # noqa: E731
+            if not evaluate_in_run(loop.evaluator, kept, stop, tell, console.show_activity):
+                console.not_evaluated(version, kept)
         report_or_say_why(folder.path)
 
     if beside:

@@ -50,6 +50,13 @@ class PolicyGradientConfig(Strict):
         0.5, gt=0, description="Gradients with a larger global norm are scaled down to it; null: never."
     )
 
+    average: int | None = Field(
+        None,
+        gt=1,
+        description="Evaluations play, and checkpoints also hold, the exponential mean of the weights after each "
+        "iteration, over about so many iterations; training goes on with the weights themselves; null: no mean.",
+    )
+
     logprob_level: Literal["action_dim", "action", "chunk", "episode"] = Field(
         "chunk",
         description="The unit with its own probability ratio: each action dimension (or token), env step or decision; "

@@ -238,6 +238,9 @@ TRAINING = (
         {"run.eval_every": bool},
         "the only evaluation is the last; leave it out, or set run.eval_every=5",
     ),
+    never_with(
+        "algo.average", {"eval.interleave": True}, "evaluations beside a rollout play the weights that act in it"
+    ),
     # Roles.
     only_with("roles.reference", {"algo.kl_coef": bool}, "try algo.kl_coef=0.01, or leave it out"),
     only_with("roles.critic", {"algo.name": "ppo"}, "no other algorithm learns values; try algo.name=ppo"),

@@ -42,6 +42,7 @@ class Memory:
     training: int  # gradients, Adam's moments, and copies in float32
     activations: int  # activations of one micro-batch
     reference: int = 0  # a copy of the trained weights, for the divergence
+    averaged: int = 0  # the mean of the trained weights in float32 (algo.average)
     trained: int = 0  # of `weights`, the trained ones
     gathered: int = (
         0  # weights that a learner with shards holds unsharded: the largest block and weights outside blocks
@@ -51,12 +52,13 @@ class Memory:
 
     @property
     def total(self) -> int:
-        return self.weights + self.training + self.activations + self.reference
+        return self.weights + self.training + self.activations + self.reference + self.averaged
 
     def sharded(self, ranks: int) -> int:
         """Bytes of each of `ranks` learners with shards: for its rows the weights (trained ones in float32), two
         moments and twice the gradient, and the unsharded part of the gradient."""
         rows = self.weights - self.trained + 5 * EXACT * self.num_trained
+        rows += self.averaged
         rows += self.weights if self.reference else 0  # a reference with shards shares no weights with the policy
         return rows // ranks + self.gradient + self.gathered + self.activations
 
@@ -64,6 +66,7 @@ class Memory:
         parts = [f"weights {self.weights / 1e9:.3g}", f"training {self.training / 1e9:.3g}"]
         parts.append(f"activations {self.activations / 1e9:.3g}")
         parts += [f"reference {self.reference / 1e9:.3g}"] if self.reference else []
+        parts += [f"mean of weights {self.averaged / 1e9:.3g}"] if self.averaged else []
         counts = f"{self.num_weights / 1e9:.3g} billion weights, {self.num_trained / 1e9:.3g} of them trained"
         return f"{counts}; {' + '.join(parts)} = {self.total / 1e9:.3g} GB"
 
@@ -84,7 +87,9 @@ def estimate(config: RunConfig, items: int = 1) -> Memory | None:
         inputs["places"] = longest_pass(policy, config.learner)  # an upper bound, as if pictures filled the prompts
     copied = num_bytes(p for p in policy.parameters() if p.requires_grad)
     memory = count(policy, config.learner, inputs)
-    return replace(memory, reference=copied) if config.algo.kl_coef and not config.roles.reference else memory
+    averaged = EXACT * memory.num_trained if config.algo.average else 0
+    reference = copied if config.algo.kl_coef and not config.roles.reference else 0
+    return replace(memory, reference=reference, averaged=averaged)
 
 
 def spec_of_arm(config: RunConfig) -> EnvSpec:

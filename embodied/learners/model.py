@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 
 KEPT_BYTES = 4 * 2**30  # limit of host memory for an iteration's frozen features
 FILE, SHARD = "optimizer.safetensors", "optimizer-{}-of-{}.safetensors"
-MASTER = "master"
+MASTER, MEAN = "master", "mean"  # a parameter's further tensors in the stored state
 NORM_PART = 2**20  # numbers whose squares are summed in their own precision, exact to five digits
 
 
@@ -212,9 +212,11 @@ class PolicyOptimizer:
         masters = [[of[id(p)] for p in group] for group in groups.values()]
         self.adam = Adam(masters, algo.adam_eps, algo.adam_betas, algo.weight_decay)
         self.max_grad_norm = algo.max_grad_norm
+        self.keeps_mean = bool(getattr(algo, "average", None))
         self.sizes = [master.numel() for master in self.masters]
         self.summed: Tensor | None = None  # memory reused by all steps: new pages would cost as much as the copy
         self.fixed = False  # gradients are added up in that memory
+        self.mean_shown = False  # True: the parameters hold the mean of weights, and `state` the weights
 
     def exchange(self, stats: Tensor, count: float | None = None) -> tuple[Tensor, Tensor]:
         """Sum the gradients and these numbers over all ranks, and clear the gradients. Returns the sums of the numbers,
@@ -267,6 +269,31 @@ class PolicyOptimizer:
             for p, master in zip(self.params, self.masters, strict=True):
                 if p.dtype in HALVES:
                     local(p).copy_(master)
+
+    @torch.no_grad()
+    def add_to_mean(self, weight: float) -> None:
+        """Move the mean of weights by this part of the way to the present ones; the first weights are the mean."""
+        states = [self.adam.state_of(master) for master in self.masters]
+        new = [(state, master) for state, master in zip(states, self.masters, strict=True) if MEAN not in state]
+        for state, master in new:
+            state[MEAN] = master.clone()
+        if not new:
+            torch._foreach_lerp_([state[MEAN] for state in states], self.masters, weight)
+
+    @torch.no_grad()
+    def show_mean(self, shown: bool) -> None:
+        """Let the parameters hold the mean of weights, if there is one, or the weights again; neither is lost."""
+        if shown == self.mean_shown or any(MEAN not in self.adam.state[master] for master in self.masters):
+            return
+        for p, master in zip(self.params, self.masters, strict=True):
+            mean = self.adam.state[master][MEAN]
+            if p.dtype in HALVES:
+                local(p).copy_(mean if shown else master)
+            else:  # the master is the parameter itself
+                other = mean.clone()
+                mean.copy_(master)
+                master.copy_(other)
+        self.mean_shown = shown
 
     def state_tensors(self) -> Iterator[tuple[str, Tensor]]:
         """All state between steps, by name."""
@@ -323,6 +350,8 @@ class PolicyOptimizer:
             name, _, entry = key.rpartition("/")
             if name not in where:
                 raise CheckpointError(f"{first} holds {name}, which this policy does not have")
+            if entry == MEAN and not self.keeps_mean:
+                continue
             p = where[name]
             value = tensor_of(shards[0]) if entry == "step" else join_rows(shards, rows_of(p))
             master = self._master(p)

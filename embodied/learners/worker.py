@@ -42,7 +42,7 @@ from embodied.learners.train_batch import (
 from embodied.learners.update import PolicySteps, check_divisor, check_version, update_policy
 from embodied.policies import check_methods, make_policy
 from embodied.policies.base import Policy
-from embodied.policies.policy_folder import read_blobs, read_weights
+from embodied.policies.policy_folder import AVERAGE, POLICY, read_blobs, read_weights
 from embodied.runtime import Channel, Needs, Worker, served_while_busy
 from embodied.runtime.collective import Alone, Collective, RankGroup, connect_gpus, form_groups, join
 from embodied.runtime.device_memory import Computing, DeviceTensors, give_back_unused, gpu_id, num_bytes
@@ -187,6 +187,8 @@ class LearnerWorker(Worker):
             else:
                 numbers = update_policy(self.model, self.optimizer, self.algo, share, self.seed, buffer.end)
             self._merge_observed()
+            if self.optimizer.keeps_mean:
+                self.optimizer.add_to_mean(1 / min(buffer.end.iteration + 1, self.algo.average))
         numbers |= self.throughput.numbers(self.collective)
         if self.model.first_backward is None:  # all items belong to other ranks
             return numbers
@@ -279,13 +281,14 @@ class LearnerWorker(Worker):
     # Memory
 
     def needs(self, shared: bool = False) -> Needs:
-        """Bytes of weights, gradients, the optimizer's two averages, the reference, communicators, and other memory
-        of updates; weights shared with policy workers are not offloaded."""
+        """Bytes of weights, gradients, the optimizer's two averages, the mean of weights, the reference, communicators,
+        and other memory of updates; weights shared with policy workers are not offloaded."""
         self.shares = shared
         weights, trained = num_bytes(self._weights()), num_bytes(self.optimizer.masters)
         aside = num_bytes(self.optimizer.masters_aside()) + num_bytes(self._reference())
         aside += self.gpus.memory.num_bytes if self.gpus else 0
-        return Needs(weights + 3 * trained + aside + self.computing.num_bytes, weights if shared else 0)
+        trained *= 4 if self.optimizer.keeps_mean else 3
+        return Needs(weights + trained + aside + self.computing.num_bytes, weights if shared else 0)
 
     def onload(self) -> None:
         self.belongings.onload()
@@ -311,9 +314,13 @@ class LearnerWorker(Worker):
 
     # Weights and checkpoints
 
-    def publish(self, version: int) -> Publication | None:
-        """Publish the current weights as this version. Rank 0 returns the description of the version."""
+    def publish(self, version: int, mean: bool = False) -> Publication | None:
+        """Publish the current weights as this version, or the `mean` of the last ones, until the weights are published
+        again. Rank 0 returns the description of the version."""
         self._check_live()
+        if mean != self.optimizer.mean_shown:
+            with self.store.updating():
+                self.optimizer.show_mean(mean)
         names = self.dtypes.keys() if self.store.version < 0 or self.loaded else self.moving
         tensors = self._whole_tensors(names)
         publication = self.store.publish(version, ((name, blob_of(tensor)) for name, tensor in tensors), names)
@@ -337,8 +344,8 @@ class LearnerWorker(Worker):
         self.store.send_aside(channels, whole, version, handles)
 
     def save(self, folder: Path) -> None:
-        """Write the policy folder and the optimizer's state into an unfinished checkpoint. Rank 0 writes; of a sharded
-        optimizer all ranks write."""
+        """Write the policy folder, the optimizer's state and perhaps a policy folder with the mean of the last weights
+        into an unfinished checkpoint. Rank 0 writes; of a sharded optimizer all ranks write."""
         assert not self.belongings.away, "the weights are not on their device: nothing may be saved outside of its turn"
         try:
             with self.alive(MOVING_S):
@@ -349,10 +356,19 @@ class LearnerWorker(Worker):
             ) from None
 
     def _write(self, folder: Path) -> None:
+        shown = self.optimizer.mean_shown  # in an evaluation
+        self.optimizer.show_mean(False)
+        self._write_policy(folder / POLICY)
+        self.optimizer.save(folder / "learner", self.rank)
+        if self.optimizer.keeps_mean:
+            self.optimizer.show_mean(True)
+            self._write_policy(folder / AVERAGE)
+        self.optimizer.show_mean(shown)
+
+    def _write_policy(self, folder: Path) -> None:
         whole = self._whole_tensors(self.dtypes.keys())
         if self.rank == 0:
-            self.policy.save_pretrained(folder / "policy", whole, self.store.specs)
-        self.optimizer.save(folder / "learner", self.rank)
+            self.policy.save_pretrained(folder, whole, self.store.specs)
 
     def _whole_tensors(self, names: Set[str]) -> Iterable[tuple[str, Tensor]]:
         """The weights and buffers of these names, one whole tensor at a time. If they are sharded, all ranks must take
@@ -364,7 +380,7 @@ class LearnerWorker(Worker):
 
     def load(self, checkpoint: Path) -> None:
         with self.alive(MOVING_S):
-            load_whole(self.policy, {name: tensor_of(blob) for name, blob in read_blobs(checkpoint / "policy").items()})
+            load_whole(self.policy, {name: tensor_of(blob) for name, blob in read_blobs(checkpoint / POLICY).items()})
             self.optimizer.load(checkpoint / "learner")
         self.loaded = True
 

@@ -21,7 +21,7 @@ import numpy as np
 
 from embodied.core.errors import CheckpointError
 from embodied.core.files import as_path, digest, flush, read_object, replace_text
-from embodied.policies.policy_folder import CHECKSUMS, MANIFEST
+from embodied.policies.policy_folder import AVERAGE, CHECKSUMS, MANIFEST, POLICY
 
 STATE = "state.json"
 SIMS = "sims.npz"
@@ -29,7 +29,6 @@ COUNTERS = {  # counters that a resumed run continues, with their types
     **dict.fromkeys(("iteration", "version", "env_steps", "abandoned_episodes", "dropped_batches"), (int,)),
     "train_s": (int, float),
 }
-WEIGHTS = "policy/model.safetensors"
 RECORD = ("run.json", "config.yaml")  # files that every run folder has
 NAME = re.compile(r"v(\d{6,})")
 DRAFT, DOOMED = ".writing-", ".removing-"  # a checkpoint while it is written, and while it is removed
@@ -55,15 +54,17 @@ def write_checkpoint(
     draft.mkdir()
     try:
         fill(draft)
-        if not any(draft.glob("policy/*")):
+        if not any(draft.glob(f"{POLICY}/*")):
             raise CheckpointError(
                 f"{draft} has no policy: learner-0 is on a machine that does not see this folder; give it a device of "
                 "the machine that the run is started on, or share run.dir between them"
             )
         (draft / STATE).write_text(json.dumps(state, indent=2) + "\n")
         np.savez(draft / SIMS, **sims)
-        own = read_json(sums)["files"] if (sums := draft / "policy" / CHECKSUMS).is_file() else {}
-        known = {f"policy/{name}": expected for name, expected in own.items()}  # large weights are read once
+        known: dict[str, str] = {}  # large weights are read once
+        for part in (POLICY, AVERAGE):
+            own = read_json(sums)["files"] if (sums := draft / part / CHECKSUMS).is_file() else {}
+            known |= {f"{part}/{name}": expected for name, expected in own.items()}
         files = {name: known.get(name) or digest(draft / name) for name in files_of(draft)}
         manifest = {"version": version, "files": files}
         (draft / MANIFEST).write_text(json.dumps(manifest, indent=2) + "\n")
@@ -208,16 +209,22 @@ def locate(text: str) -> tuple[Path, Path | None, Path | None]:
     path = as_path(text)
     if (path / "run.json").is_file():
         checkpoint = newest(path)
-        return checkpoint / "policy", checkpoint, path
+        return policy_in(checkpoint), checkpoint, path
     if (path / MANIFEST).is_file():
         verify(path)
         run = path.resolve().parent.parent
-        return path / "policy", path, run if (run / "run.json").is_file() else None
+        return policy_in(path), path, run if (run / "run.json").is_file() else None
     if (path / "config.json").is_file():
         return path, None, None
     if not path.exists():
         raise CheckpointError(f"{text}: there is no such folder")
     raise CheckpointError(no_policy_in(text))
+
+
+def policy_in(checkpoint: Path) -> Path:
+    """The policy folder to play with: the mean of the last weights, if the run keeps one (algo.average)."""
+    mean = checkpoint / AVERAGE
+    return mean if mean.is_dir() else checkpoint / POLICY
 
 
 def no_policy_in(text: str) -> str:

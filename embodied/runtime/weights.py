@@ -124,12 +124,13 @@ class WeightStore:
     def publish(
         self, version: int, blobs: Iterable[tuple[str, Blob]], names: Iterable[str] | None = None
     ) -> Publication:
-        """Make this version the current one. `blobs` are the tensors that changed since the last version (at first:
-        all). They are read one by one, and only for a snapshot; without one `names` says which tensors changed."""
+        """Make this version the current one; it may be published again with other tensors. `blobs` are the tensors that
+        changed since the last version (at first: all). They are read one by one, and only for a snapshot; without one
+        `names` says which tensors changed."""
         if self._updating:
             raise EmbodiedError(f"version {version} cannot be published while an update is open")
-        if version <= self.version:
-            raise EmbodiedError(f"version {version} cannot follow version {self.version}: versions only grow")
+        if version < self.version:
+            raise EmbodiedError(f"version {version} cannot follow version {self.version}: versions never fall")
         if self.changing and self.version != NONE:
             self._area = 1 - self._area
         changed = self._write(version, blobs) if self._writes_all else tuple((self.gpu and names) or self.specs)
@@ -184,8 +185,9 @@ class WeightStore:
                         channel.put(bucket)
             return
         with self._writing:
-            readable = (publication for publication in self._publications.values() if publication.version == version)
-            publication = next(readable, self.current())
+            now = self.current()
+            readable = (one for one in (now, *self._publications.values()) if one.version == version)
+            publication = next(readable, now)
             self._send_bytes(channels, publication, self.specs if whole else publication.changed)
 
     def send_aside(

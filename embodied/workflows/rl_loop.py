@@ -17,7 +17,8 @@ and whether learners begin early. They change when the steps of an iteration hap
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from time import perf_counter
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -197,6 +198,22 @@ class EmbodiedLoop:
         if self.lagging:
             self.lagging.begin(version)
         return publishing.seconds("max")
+
+    @contextmanager
+    def acting_with_mean(self) -> Iterator[None]:
+        """Inside, policies act with the mean of the last weights, if the recipe keeps one."""
+        if self.config.algo.average:
+            self._publish_again(mean=True)
+        yield
+        if self.config.algo.average:
+            self._publish_again(mean=False)
+
+    def _publish_again(self, mean: bool) -> None:
+        with self.timers.measure("publish"):
+            with self.device_sharing.phase(UPDATE):
+                (publication, *_) = self.learner_results(self.learners.publish(self.version, mean))
+            with self.device_sharing.phase(ROLLOUT):
+                self.deliver(publication)
 
     def deliver(self, publication: Publication) -> None:
         """Let policies load a published version and only act with it from now on."""

@@ -109,6 +109,7 @@ SUMS roles.reward_model=/nowhere -> roles.reward_model=/nowhere: config.json is 
 SUMS roles.verifier=math:pi -> roles.verifier=math:pi is of type float, not a function
 SUMS roles.verifier=my_rules:right -> there is no module my_rules; install it or start from the folder that holds it
 SUMS roles.reward_weight=1 -> there is no other reward; leave it out, or set one
+PPO algo.average=20 eval.interleave=true -> evaluations beside a rollout play the weights that act in it
 SUMS eval.interleave=true run.eval_every=null -> the only evaluation is the last; leave it out, or set run.eval_every=5
 PPO learner.shard=true learner.graphs=on -> records steps that one learner computes as a whole, but learner.shard is set
 PPO learner.reduce_each_pass=true -> leave it out, or set learner.shard=true
