@@ -39,6 +39,7 @@ OURS = ("policy", "env_spec", "base", "base_names")  # our keys in config.json, 
 TOKENIZER = "tokenizer.json"
 TOKENIZER_FILES = (
     TOKENIZER,
+    f"tokenizer/{TOKENIZER}",  # lerobot's
     "tokenizer.model",
     "tokenizer_config.json",
     "special_tokens_map.json",

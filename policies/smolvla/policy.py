@@ -67,8 +67,7 @@ UNLIKE = {  # options of lerobot that change the network -> supported values
     "adapt_to_pi_aloha": (False,),
     "use_delta_joint_actions_aloha": (False,),
     "prefix_length": (-1, 0),
-    "empty_cameras": (0,),
-}
+}  # pictures of `empty_cameras` are masked, so without them nothing changes
 
 
 def settings_of(config: dict[str, Any], names: Collection[str] = (), kind: str = "smolvla") -> SmolVLASettings:

@@ -167,7 +167,9 @@ class FlowPolicy(VLAPolicy):
         if config.horizon:
             self.settings = replace(self.settings, horizon=config.horizon)
         self.check_cameras(config.cameras)
-        self.views = list(config.cameras or spec.images)
+        self.views = [*config.cameras] or [*spec.images]
+        if self.source and not config.cameras:
+            self.views = statistics.camera_order(self.settings.published, self.source.path, self.views)
         self.check_env()
         self.choose_tokenizer()
         self.exact = torch.float64 if config.dtype == "float64" else torch.float32

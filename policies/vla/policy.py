@@ -34,7 +34,8 @@ def fast_tokenizer(folder: Path | None, model: str, advice: str):
     """The tokenizer of a published folder's tokenizer.json; `advice` says where to get that file."""
     if folder is None:
         raise ConfigError(f"policy.preset=full has no vocabulary of its own; give policy.pretrained=FOLDER of {model}")
-    path = folder / TOKENIZER
+    places = [folder / TOKENIZER, folder / "tokenizer" / TOKENIZER]  # the second is lerobot's
+    path = next(filter(Path.is_file, places), places[0])
     if not path.is_file():
         raise CheckpointError(f"{folder} has no {TOKENIZER}; {advice}")
     try:

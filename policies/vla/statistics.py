@@ -8,6 +8,7 @@ Some families add a small number to the width of a range (`slack`).
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from shlex import quote
@@ -171,6 +172,7 @@ SCALED = "action_scale.scale"  # our folders have the numbers among their weight
 NORM_STATS, STEPS = "norm_stats.json", "policy_preprocessor.json"
 STATS_FILES = (NORM_STATS, f"assets/**/{NORM_STATS}", f"*/*/{NORM_STATS}")  # the last is RLinf's, ORG/NAME
 WANTED = {"state": ("state", "observation.state"), "actions": ("actions", "action")}  # openpi's name, lerobot's
+PICTURES = "observation.images."  # prefix of lerobot's names of cameras
 ZERO = 1e-9  # tolerance: openpi's quantiles of constant zeros differ from zero by a histogram bin
 Moments = dict[str, dict[str, list[float]]]  # "state" and "actions" -> "mean", "std", "q01", "q99" -> numbers
 
@@ -217,6 +219,20 @@ def read_figures(path: Path) -> dict[str, Moments]:
     if (path / "meta" / "stats.json").is_file():
         figures_by_name["own"] = _choose_figures(read_json(path / "meta" / "stats.json"), path / "meta" / "stats.json")
     return figures_by_name
+
+
+def camera_order(config: dict[str, Any], folder: Path, cameras: Sequence[str]) -> list[str]:
+    """These cameras in the order of the pictures in lerobot's config.json, by their own names or as the folder's
+    preprocessor renames them, without cameras that the model does not know; all as they are if it knows none."""
+    renamed: dict[str, str] = {}
+    if (folder / STEPS).is_file():
+        with reading(folder / STEPS, CheckpointError):
+            for step in read_json(folder / STEPS).get("steps", []):
+                if step.get("registry_name") == "rename_observations_processor":
+                    renamed |= step.get("config", {}).get("rename_map", {})
+    known = [name.removeprefix(PICTURES) for name in config.get("input_features") or () if name.startswith(PICTURES)]
+    name_of = {renamed.get(PICTURES + camera, PICTURES + camera).removeprefix(PICTURES): camera for camera in cameras}
+    return [name_of[name] for name in known if name in name_of] or [*cameras]
 
 
 def figures_of(known: dict[str, Moments], where: str, name: str | None) -> tuple[Moments | None, str]:

@@ -160,7 +160,7 @@ SHELF = {"shelf": {"action": {"q01": [0] * 3, "q99": [1] * 3}}}
         ),
         ("smolvla", "config.json", {"vlm_model_name": "other/vlm"}, "built on 'other/vlm'; known: "),
         ("smolvla", "config.json", {"use_peft": True}, "merge the adapters into the weights first"),
-        ("smolvla", "config.json", {"empty_cameras": 2}, "empty_cameras=2, which is not supported"),
+        ("smolvla", "config.json", {"prefix_length": 5}, "prefix_length=5, which is not supported"),
         ("smolvla", "config.json", {"min_period": 0}, r"min_period and max_period should be .*, not \(0, 4.0\)"),
         ("smolvla", "config.json", {"max_period": "4"}, "min_period and max_period should be positive"),
         ("smolvla", "config.json", {"chunk_size": 0}, "its sizes should be whole numbers"),
@@ -234,3 +234,35 @@ def test_a_model_named_by_its_hub_id_is_fetched(monkeypatch, tmp_path):
     assert hub.with_folder(Pi0Config(name="pi0", pretrained=str(tmp_path))).pretrained == str(tmp_path)
     with pytest.raises(CheckpointError, match=r"policy.pretrained=/not/here: there is no such folder"):
         hub.with_folder(Pi0Config(name="pi0", pretrained="/not/here"))
+
+
+@pytest.mark.parametrize(
+    ("features", "renamed", "order"),
+    [
+        (("wrist", "front"), {}, ["wrist", "front"]),
+        (("camera1", "camera2", "empty_camera_0"), {"wrist": "camera1", "front": "camera2"}, ["wrist", "front"]),
+        (("front",), {}, ["front"]),
+        (("camera1", "camera2"), {}, ["front", "wrist"]),
+    ],
+)
+def test_cameras_of_a_lerobot_folder_are_in_the_models_order(features, renamed, order, folders, tmp_path):
+    pictures = "observation.images."
+    folder = shutil.copytree(folders["smolvla"], tmp_path / "folder")
+    change_json(folder / "config.json", input_features={pictures + name: {} for name in features}, empty_cameras=1)
+    rename_map = {pictures + one: pictures + other for one, other in renamed.items()}
+    rename = {"registry_name": "rename_observations_processor", "config": {"rename_map": rename_map}}
+    steps = json.loads((folder / "policy_preprocessor.json").read_text())["steps"]
+    change_json(folder / "policy_preprocessor.json", steps=[rename, *steps])
+    spec = replace(ROBOT, images={"front": (32, 32, 3), "wrist": (32, 32, 3)})
+    assert build("smolvla", spec=spec, pretrained=str(folder)).views == order
+    assert build("smolvla", spec=spec, pretrained=str(folder), cameras=("wrist",)).views == ["wrist"]
+
+
+def test_a_tokenizer_is_also_found_where_lerobot_puts_it(tmp_path):
+    from tokenizers import Tokenizer, models
+
+    (tmp_path / "tokenizer").mkdir()
+    Tokenizer(models.WordLevel({"push": 7, "[UNK]": 0}, unk_token="[UNK]")).save(
+        str(tmp_path / "tokenizer" / "tokenizer.json")
+    )
+    assert fast_tokenizer(tmp_path, "a model", "copy it").encode("push").ids == [7]
