@@ -21,6 +21,7 @@ from embodied import let_call
 from embodied.config.command_line import ON_COMMAND_LINE, from_python, stored_recipe
 from embodied.config.recipe import COMMAND_LINE, Loaded, RunConfig, load
 from embodied.core.errors import ConfigError, EmbodiedError, EvaluationStopped
+from embodied.core.hub import pinned
 from embodied.core.types import EpisodeResult
 from embodied.envs import env_class
 from embodied.envs.capabilities import choose_protocol
@@ -96,6 +97,7 @@ def call(policy: Run | Path | str, *words: str | Mapping[str, Any]) -> dict[str,
 
 def play(loaded: Loaded) -> Path | None:
     """Returns the folder of the results; None for a dry run."""
+    loaded = replace(loaded, config=pinned(loaded.config))
     sources = find_all(loaded)
     parts = [planned(part, sources, loaded.dry_run) for part in one_env_each(loaded.config)]
     if not loaded.dry_run:

@@ -20,6 +20,7 @@ from embodied.config.read import COMMAND_LINE
 from embodied.config.recipe import Loaded, RunConfig, commands_of_recipe, load
 from embodied.core.errors import CheckpointError, ConfigError, EmbodiedError, NothingToLearn, StepGivenUp, WorkerFailed
 from embodied.core.files import read_arrays, reading
+from embodied.core.hub import pinned
 from embodied.placement import PlacementPlan
 from embodied.records.progress import RECENT_EPISODES, Console
 from embodied.run import launch
@@ -108,6 +109,7 @@ def follow(
 ) -> int:
     """Open or continue a run folder, train, and record the end in the folder. Returns the command's exit code; `opened`
     is called with the folder. `before`: the recipes of the runs that wait for this run's policy."""
+    loaded = replace(loaded, config=pinned(loaded.config))
     config, plan = launch.planned(loaded.config, dry=loaded.dry_run, roles=roles_of_run(program, loaded.config))
     run, checkpoint = to_resume(loaded)
     code, start = choose_start(loaded, config, run, before)

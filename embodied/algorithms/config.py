@@ -424,13 +424,13 @@ class SFTConfig(Strict):
     data: LocalPath | None = Field(
         None,
         description="The demonstrations, a folder in LeRobot's layout 3.0, 2.1 or 2.0. For text envs JSONL with lines "
-        "{prompt or messages, answer}. null: the env's expert demonstrates first; a text env uses its "
-        "solutions.",
+        "{prompt or messages, answer}, parquet, or hf:ORG/NAME:CONFIG:SPLIT of the hub. null: the env's expert "
+        "demonstrates first; a text env uses its solutions.",
     )
     names: dict[str, str] = Field(
         {},
         description="The data set's names for action, state and the env's cameras, if not LeRobot's, such as {action: "
-        "actions, state: state, agentview: image}.",
+        "actions, state: state, agentview: image}; for text envs as in env.columns.",
     )
     episodes: int | None = Field(
         None,

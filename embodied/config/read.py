@@ -28,6 +28,7 @@ from pydantic_core import to_jsonable_python
 from embodied.config.recipe_files import BY_TASK, DEFAULT_ENV, EVERY_RECIPE, RECIPES, recipe_file, recipe_names
 from embodied.core.errors import ConfigError, nearest
 from embodied.core.files import BadPath, as_path
+from embodied.core.hub import is_data_set
 from embodied.core.options import BelongsToFile, ChosenByName
 
 COMMAND_LINE = "command line"
@@ -329,7 +330,7 @@ def _own_path(root: Section, key: Key, value: Any, folder: Path, values: dict | 
     section = root.section_at(key[:-1])
     field = section.field(key[-1], values) if section else None
     mark = path_mark(field) if field else None
-    if mark is None or not isinstance(value, str) or value in choices(field.annotation):
+    if mark is None or not isinstance(value, str) or value in choices(field.annotation) or is_data_set(value):
         return value
     path = folder / as_path(value)
     return value if mark.or_recipe and value in recipe_names() and not path.exists() else str(path)

@@ -1,7 +1,8 @@
 """Reads files of other programs, and writes small files atomically. A damaged file becomes an error that names it.
 
-The rows of a data set are JSONL, parquet, or a folder with such files or written by the package `datasets`. Parquet and
-the arrow files of such a folder are read by pyarrow, if it is installed; `datasets` itself is not needed.
+The rows of a data set are JSONL, parquet, a folder with such files or written by the package `datasets`, or a data set
+of the Hugging Face hub (`core/hub.py`). Parquet and the arrow files of such a folder are read by pyarrow, if it is
+installed; `datasets` itself is not needed.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
 from embodied.core.errors import ConfigError, EmbodiedError, printable_error
+from embodied.core.hub import data_files, is_data_set
 
 if TYPE_CHECKING:
     import numpy as np
@@ -173,9 +175,9 @@ Row = tuple[str, dict[str, Any]]  # place for messages, content
 
 
 def read_rows(path: Path) -> Generator[Row]:
-    """The rows of a file, or of all files of a folder in the order of their names."""
+    """The rows of a file, or of all files of a folder or a data set of the hub in the order of their names."""
     try:
-        if path.is_dir():
+        if is_data_set(path) or path.is_dir():
             for file in files_of(path):
                 yield from read_rows(file)
         elif path.suffix in (".parquet", ".arrow"):
@@ -190,6 +192,9 @@ def read_rows(path: Path) -> Generator[Row]:
 
 
 def files_of(folder: Path) -> list[Path]:
+    """The files of a data set, in order."""
+    if is_data_set(folder):
+        return [*data_files(str(folder))[1]]
     for kind in KINDS:
         if files := sorted(folder.rglob(kind)):
             return files

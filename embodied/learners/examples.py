@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from contextlib import closing
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from embodied.core.conversations import Said, in_words, is_content
+from embodied.core.conversations import Said, in_words
 from embodied.core.errors import ConfigError
-from embodied.core.files import read_rows
+from embodied.core.files import files_of, read_rows
+from embodied.core.hub import is_data_set
 from embodied.core.types import EpisodeList
 from embodied.envs import env_class
 
 Example = tuple[tuple[Said, str], ...]  # the env's messages and the right answers, turn by turn
-ROLES = ("system", "user", "assistant")
+WRITES = "assistant"
 LINES = 'a line {"prompt": "...", "answer": "..."} each, or "messages" or a "question" in place of "prompt"'
 
 
@@ -57,55 +59,29 @@ def beginning_of(said: Said) -> str:
     return repr(text if len(text) <= 60 else f"{text[:57]}...")
 
 
-def read_examples(path: Path, count: int | None = None) -> list[Example]:
-    """The first `count` examples of a data set, or all; one for each row."""
+def read_examples(path: Path, count: int | None = None, names: Mapping[str, str] = {}) -> list[Example]:
+    """The first `count` examples of a data set, or all; one for each row. `names`: its own names for columns."""
     try:
+        beside = files_of(path)[0] if is_data_set(path) else path
         with closing(read_rows(path)) as rows:
-            examples = [example_of(row, where, path) for where, row in islice(rows, count)]
+            examples = [example_of(row, where, beside, names) for where, row in islice(rows, count)]
     except ConfigError as err:
-        raise ConfigError(f"{err}; sft.data is JSONL or parquet, {LINES}") from None
+        raise ConfigError(f"{err}; sft.data is JSONL or parquet, {LINES}".replace("env.columns", "sft.names")) from None
     if not examples:
         raise ConfigError(f"{path} holds no examples; sft.data is JSONL or parquet, {LINES}")
     return examples
 
 
-def example_of(row: dict[str, Any], where: str, data: Path) -> Example:
-    """The example of a row of this data set."""
-    try:
-        asked, answer = said_in(row), text_in(row, "answer")
-        if images := row.get("images"):
-            from embodied.envs.text.math import with_pictures
+def example_of(row: dict[str, Any], where: str, data: Path, names: Mapping[str, str]) -> Example:
+    """The example of a row of this data set: the last of its messages if that is the assistant's, else its worked
+    solution or its answer."""
+    from embodied.envs.text.question_rows import TEXTS, messages_in, question_in, which_columns, with_columns
 
-            asked = with_pictures(asked, images, data, where)
-        return ((asked, answer),)
-    except (ValueError, TypeError) as err:
-        raise ConfigError(f"{where}: {err}") from None
-
-
-def said_in(content: Any) -> Said:
-    """The prompt or messages of a row, or its question in the form of env.name=math."""
-    asked = [key for key in ("prompt", "messages", "question", "problem") if content.get(key) is not None]
-    if len(asked) != 1:
-        raise ValueError('it should have either "prompt" or "messages" or "question"')
-    if asked[0] in ("question", "problem"):
-        from embodied.envs.text.math import INSTRUCTION
-
-        return ({"role": "user", "content": f"{text_in(content, asked[0])}\n{INSTRUCTION}"},)
-    if "prompt" in content:
-        return text_in(content, "prompt")
-    messages = content["messages"]
-    if not isinstance(messages, list) or not messages:
-        raise ValueError('"messages" should be a list of {"role": ..., "content": ...}')
-    for message in messages:
-        if not isinstance(message, dict) or message.get("role") not in ROLES:
-            raise ValueError(f'a message should have a "role": {", ".join(ROLES)}')
-        if not is_content(message.get("content")) or not message["content"]:
-            raise ValueError('"content" should be text, or a list of texts and pictures')
-    return tuple({"role": message["role"], "content": message["content"]} for message in messages)
-
-
-def text_in(content: dict[str, Any], key: str) -> str:
-    """The text under this key; raises ValueError if there is none."""
-    if not isinstance(content.get(key), str) or not content[key]:
-        raise ValueError(f'"{key}" should be text')
-    return content[key]
+    row = with_columns(row, names, where)
+    if row.get("messages") and (messages := messages_in(row["messages"], f"{where}: messages"))[-1]["role"] == WRITES:
+        row = {key: value for key, value in row.items() if key not in TEXTS}
+        row |= {"messages": [*messages[:-1]], "solution": in_words(messages[-1])}
+    answer = row.get("solution") or row.get("answer")
+    if not isinstance(answer, str) or not answer:
+        raise ConfigError(f"{where}: no answer as text; {which_columns(row)}")
+    return ((question_in(row, where, data), answer),)

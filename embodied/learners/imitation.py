@@ -280,7 +280,7 @@ class TextImitationLearner(ImitationLearner):
                 f"policy.name={self.policy_config.name} is not a language model; try policy.name=language"
             )
         config = self.algo
-        given = read_examples(config.data, config.episodes) if config.data else None
+        given = read_examples(config.data, config.episodes, config.names) if config.data else None
         total = config.episodes if given is None else len(given)
         if total < self.world_size:
             raise ConfigError(f"{self.world_size} learners share {total} examples; give more, or use fewer learners")

@@ -92,11 +92,11 @@ def check_examples(config: RunConfig, kind: type[TextEnv]) -> None:
     """Refuse an unreadable file, prompts without answers or without a count, and options that only demonstrations on
     disk have."""
     sft = config.sft
-    if given := [f"sft.{key}={getattr(sft, key)}" for key in ("names", "cache") if getattr(sft, key)]:
-        raise ConfigError(f"{' and '.join(given)}: only demonstrations on disk have these; leave it out")
+    if sft.cache:
+        raise ConfigError(f"sft.cache={sft.cache}: only demonstrations of robots have images to decode; leave it out")
     count = sft.episodes
     if sft.data is not None:
-        count = len(read_examples(sft.data, sft.episodes))  # refuses unreadable files
+        count = len(read_examples(sft.data, sft.episodes, sft.names))  # refuses unreadable files
     elif kind.solution is TextEnv.solution:
         raise ConfigError(no_solution(config.env))
     if count is None:

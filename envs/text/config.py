@@ -116,8 +116,12 @@ class MathConfig(TextConfig):
     task: str = Field("math", description="How results name it.")
     file: LocalPath | None = Field(
         None,
-        description="Questions: JSONL, parquet or a folder of the package datasets, with rows {question or prompt or "
-        "messages, answer or solutions}, and images.",
+        description="Questions: JSONL, parquet, a folder of the package datasets, or hf:ORG/NAME:CONFIG:SPLIT of the "
+        "hub, with rows as they are published (docs/text_envs.md).",
+    )
+    columns: dict[Literal["question", "prompt", "messages", "answer", "images", "solve_rate"], str] = Field(
+        {},
+        description="The data set's own names for these, such as {question: query, answer: extra_info.result}.",
     )
     solve_rate: tuple[float, float] | None = Field(
         None,

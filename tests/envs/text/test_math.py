@@ -11,7 +11,8 @@ from embodied.core.conversations import pictures_in
 from embodied.core.errors import ConfigError
 from embodied.core.types import EpisodeSpec
 from embodied.envs.config import EnvConfig
-from embodied.envs.text.math import INSTRUCTION, Math, MathQuestions, boxed_answer, questions
+from embodied.envs.text.math import Math, MathQuestions, questions
+from embodied.envs.text.question_rows import INSTRUCTION, boxed_answer, final_answer_in
 from embodied.envs.text.scoring_process import TIMED_OUT
 from embodied.learners.examples import read_examples
 
@@ -139,19 +140,91 @@ def test_a_comparison_that_takes_too_long_is_a_wrong_answer(tmp_path):
         ("{", "line 2: not JSON"),
         (r'{"prompt": "\ud800", "answer": "1"}', "line 2: not JSON: .*surrogates not allowed"),
         ("[1]", "line 2: list, it must be an object"),
-        ({"question": "1+1?"}, "line 2: one of answer, solutions is needed, and it has none"),
-        ({"question": "1+1?", "answer": ""}, "it has none"),
-        ({"answer": "2"}, "one of question, problem, prompt, messages is needed, and it has none"),
-        ({**SUM, "prompt": "1+1="}, "and it has question, prompt"),
+        ({"question": "1+1?"}, r"no answer \(answer, solutions, .*; its columns are question; name them"),
+        ({"query": "1+1?", "result": "2"}, r"no question .* are query, result; .*{question: query, answer: result}"),
+        ({"question": "1+1?", "answer": ""}, "no answer"),
+        ({**SUM, "prompt": "1+1="}, r"several questions \(question, prompt\)"),
         ({"question": "1+1?", "answer": {"a": 1}}, "answer must be text or a number"),
         ({"question": 5, "answer": "2"}, "question must be text, it is int"),
         ({"messages": ["hi"], "answer": "2"}, "messages must be a list of"),
+        ({"problem": "1+1?", "reward_model": {"style": "rule"}}, r"are problem, reward_model \(style\)"),
     ],
 )
 def test_a_bad_line_is_named_with_its_file_and_number(tmp_path, line, message):
     file = written(tmp_path / "bad.jsonl", SUM, line)
     with pytest.raises(ConfigError, match=rf"bad\.jsonl, {message if 'line' in message else f'line 2: .*{message}'}"):
         questions(config(file))
+
+
+GSM8K = {"question": "How many?", "answer": "48/2 = <<48/2=24>>24 clips, 1,000 more.\n#### 1,024"}
+MATH = {"problem": "Find x.", "level": "Level 5", "type": "Algebra", "solution": "So $x = \\boxed{\\frac{1}{2}}$."}
+MATH_500 = {**MATH, "answer": "\\frac{1}{2}", "subject": "Algebra", "unique_id": "test/1.json"}
+ASKS_FOR_MARK = 'Let\'s think step by step and output the final answer after "####".'
+VERL = {
+    "data_source": "openai/gsm8k",
+    "prompt": [{"role": "user", "content": f"How many? {ASKS_FOR_MARK}"}],
+    "ability": "math",
+    "reward_model": {"ground_truth": "1024", "style": "rule"},
+    "extra_info": {"answer": GSM8K["answer"], "index": 0, "question": "How many?", "split": "train"},
+}
+DAPO = VERL | {"prompt": [{"role": "user", "content": "The last line should be of the form Answer: $Answer. 2+32?"}]}
+DAPO_PROCESSED = {"prompt": "2+32?", "solution": "34", "data_source": "math_dapo", "source_prompt": DAPO["prompt"]}
+WRITTEN = [{"role": "user", "content": "Find x."}, {"role": "assistant", "content": "<think>hm</think> \\boxed{1/2}"}]
+OPEN_R1 = {**MATH, "answer": "1/2", "generations": ["<think>", "<think>"], "messages": WRITTEN}
+ODD = {"query": "Find x.", "extra_info": {"result": "3"}, "solution": "long"}
+
+
+@pytest.mark.parametrize(
+    ("row", "columns", "asked", "solution", "right"),
+    [
+        (GSM8K, {}, f"How many?\n{INSTRUCTION}", "1024", "\\boxed{1024}"),
+        (MATH, {}, f"Find x.\n{INSTRUCTION}", "\\frac{1}{2}", "\\boxed{\\frac{1}{2}}"),
+        (MATH_500, {}, f"Find x.\n{INSTRUCTION}", "\\frac{1}{2}", "\\boxed{\\frac{1}{2}}"),
+        (VERL, {}, f"How many? {ASKS_FOR_MARK}", "1024", "so 1,024\n#### 1,024"),
+        (VERL, {}, f"How many? {ASKS_FOR_MARK}", "1024", "#### \\boxed{1024}."),
+        (DAPO, {}, DAPO["prompt"][0]["content"], "1024", "Hence\n**Answer:** $1024$."),
+        (DAPO_PROCESSED, {}, f"2+32?\n{INSTRUCTION}", "34", "\\boxed{34}"),
+        (OPEN_R1, {}, f"Find x.\n{INSTRUCTION}", "1/2", "\\boxed{1/2}"),
+        (ODD, {"question": "query", "answer": "extra_info.result"}, f"Find x.\n{INSTRUCTION}", "3", "\\boxed{3}"),
+        (VERL, {"prompt": "extra_info.question"}, f"How many?\n{INSTRUCTION}", "1024", "\\boxed{1024}"),
+    ],
+)
+def test_rows_are_read_as_they_are_published(tmp_path, row, columns, asked, solution, right):
+    file = written(tmp_path / "a.jsonl", row)
+    env = env_of(config(file, held_out=str(file), columns=columns))
+    said = env.reset(EpisodeSpec("math", 0, 0, 0))
+    assert said[-1]["content"] == asked and env.question.solutions == (solution,)
+    assert final_answer_in(right, env.question.mark) == solution and env.step(right).success
+    assert env.step(env.solution()).success and not env.step("7").success
+
+
+def test_worked_solutions_are_imitated_and_messages_up_to_the_assistants_last(tmp_path):
+    file = written(
+        tmp_path / "a.jsonl", GSM8K, MATH_500, OPEN_R1, {"messages": WRITTEN}, {"prompt": "1+1=", "answer": "2"}
+    )
+    assert [answer for ((_, answer),) in read_examples(file)] == [
+        GSM8K["answer"],
+        MATH["solution"],
+        WRITTEN[1]["content"],
+        WRITTEN[1]["content"],
+        "2",
+    ]
+    assert read_examples(file)[2][0][0] == tuple(WRITTEN[:1]) and read_examples(file)[4][0][0] == "1+1="
+    other = written(tmp_path / "b.jsonl", ODD | {"worked": "x = 3"})
+    assert read_examples(other, names={"question": "query", "answer": "worked"})[0][0][1] == "x = 3"
+    with pytest.raises(ConfigError, match=r"no answer as text; .* such as sft\.names="):
+        read_examples(written(tmp_path / "c.jsonl", {"question": "Why?"}))
+
+
+def test_rows_whose_solution_states_no_final_answer_are_left_out_and_counted(tmp_path):
+    proof = {"problem": "Prove it.", "solution": "We see that it holds.\nThis completes the proof."}
+    file = written(tmp_path / "a.jsonl", MATH, proof, GSM8K)
+    assert len(questions(config(file, held_out=str(file)))[1]) == 2
+    assert "1 of the 3 rows of" in Math.remarks(config(file), tmp_path)[0]
+    with pytest.raises(ConfigError, match="no solution states a final answer"):
+        questions(config(written(tmp_path / "b.jsonl", proof)))
+    with pytest.raises(ConfigError, match=r"line 1: no column reply; its columns are problem, level"):
+        questions(config(file, columns={"answer": "reply"}))
 
 
 def test_a_file_that_is_missing_or_empty_is_named(tmp_path):
