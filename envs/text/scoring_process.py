@@ -1,6 +1,6 @@
 """Scores answers in a separate process, since comparing mathematics may hang, crash or use up the memory.
 
-`Scorer` starts `python -m embodied.envs.text.scoring_process KIND`, asks it over a pipe, one JSON object a line, and
+`Scorer` starts `python -m embodied.envs.text.scoring_process KIND`, asks it over a socket, one JSON object a line, and
 replaces it if it does not answer in time; that answer then counts as wrong. The process ends with its worker.
 """
 
@@ -11,8 +11,8 @@ import json
 import logging
 import os
 import resource
-import select
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -56,9 +56,10 @@ class Scorer:
         self._wait_until_ready()
         deadline = time.monotonic() + seconds
         try:
-            self._write(json.dumps({"seconds": seconds, **question}) + "\n", deadline)
-            reply = json.loads(self._read(deadline))
-        except (TimeoutError, BrokenPipeError, EOFError) as err:
+            self._socket.settimeout(seconds)
+            self._socket.sendall(json.dumps({"seconds": seconds, **question}).encode() + b"\n")
+            reply = json.loads(self._read(deadline - time.monotonic()))
+        except (OSError, EOFError) as err:
             self.close()
             self._begin()
             return 0.0, TIMED_OUT if isinstance(err, TimeoutError) else DIED
@@ -68,53 +69,39 @@ class Scorer:
         """End the process."""
         self._process.kill()
         self._process.wait(END_S)
-        self._process.stdin.close()
-        self._process.stdout.close()
+        self._lines.close()
+        self._socket.close()
 
     def _begin(self) -> None:
-        self._process = subprocess.Popen(
-            [sys.executable, "-m", "embodied.envs.text.scoring_process", self.kind],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            bufsize=0,
-            start_new_session=True,  # Ctrl-C is the worker's
-            env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1", "MPLBACKEND": "agg"},
-        )
-        os.set_blocking(self._process.stdin.fileno(), False)
-        self._ready, self._rest = False, b""
+        self._socket, its_socket = socket.socketpair()
+        environment = {"PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1", "MPLBACKEND": "agg"}
+        with its_socket:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "embodied.envs.text.scoring_process", self.kind],
+                stdin=its_socket,
+                stdout=its_socket,
+                start_new_session=True,  # Ctrl-C is the worker's
+                env=os.environ | environment,
+            )
+        self._lines, self._ready = self._socket.makefile("rb"), False
 
     def _wait_until_ready(self) -> None:
         if self._ready:
             return
         try:
-            self._read(time.monotonic() + START_S)
-        except (EOFError, TimeoutError) as err:
+            self._read(START_S)
+        except (OSError, EOFError) as err:
             self.close()
             why = "did not start in time" if isinstance(err, TimeoutError) else "died while starting"
             raise EmbodiedError(f"the process that scores {self.kind} {why}: python -m embodied.doctor") from None
         self._ready = True
 
-    def _write(self, line: str, deadline: float) -> None:
-        rest = line.encode()
-        while rest:
-            self._wait(self._process.stdin, select.POLLOUT, deadline)
-            rest = rest[os.write(self._process.stdin.fileno(), rest) :]
-
-    def _read(self, deadline: float) -> bytes:
-        while b"\n" not in self._rest:
-            self._wait(self._process.stdout, select.POLLIN, deadline)
-            if not (more := os.read(self._process.stdout.fileno(), 1 << 16)):
-                raise EOFError
-            self._rest += more
-        line, _, self._rest = self._rest.partition(b"\n")
+    def _read(self, seconds: float) -> bytes:
+        """The next line of the process."""
+        self._socket.settimeout(max(seconds, 1e-3))  # 0 would be no limit
+        if not (line := self._lines.readline()):
+            raise EOFError
         return line
-
-    @staticmethod
-    def _wait(pipe: Any, event: int, deadline: float) -> None:
-        ready = select.poll()
-        ready.register(pipe, event)
-        if not ready.poll(max(0.0, deadline - time.monotonic()) * 1000):
-            raise TimeoutError
 
 
 class Scorers:

@@ -29,7 +29,6 @@ from embodied.core.types import EnvSpec
 from embodied.policies.base import Scores
 from embodied.policies.language import attention
 from embodied.policies.language import folder as files
-from embodied.policies.language import tokenizer as words
 from embodied.policies.language.attention import DividedPass
 from embodied.policies.language.config import LanguageConfig
 from embodied.policies.language.engine import token_bytes
@@ -87,7 +86,7 @@ class LanguagePolicy(PublishedPolicy):
         """The config of the folder's model."""
         return files.read_config(folder)
 
-    def choose_tokenizer(self, shape: Any) -> words.ConversationTokenizer:
+    def choose_tokenizer(self, shape: Any) -> files.ConversationTokenizer:
         return files.tokenizer_of(self.config, self.spec.max_episode_steps != 1, shape)
 
     def choose_sight(self, shape: PreTrainedConfig) -> Sight | None:
@@ -95,7 +94,7 @@ class LanguagePolicy(PublishedPolicy):
         kind = SIGHTS.get(shape.model_type)
         if kind is None or self.tokenizer is None:
             if self.spec.pictures and kind is None:
-                raise ConfigError(f"the env shows pictures, and a {shape.model_type} reads only text; {words.READERS}")
+                raise ConfigError(f"the env shows pictures, and a {shape.model_type} reads only text; {files.READERS}")
             return None
         self.tokenizer.sight = kind(shape, self.tokenizer.base, self.origin, **({} if self.origin else files.PROCESSED))
         return self.tokenizer.sight

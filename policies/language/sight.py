@@ -117,7 +117,9 @@ class Sight:
         with self.reading:
             picture = self.kept.get(name)
         if picture is None:
-            picture = self._processed(name)
+            pixels = load_picture(name)
+            with naming(name):
+                picture = self.process(pixels)
             with self.reading:
                 if name not in self.kept:
                     self.kept[name] = picture
@@ -125,11 +127,6 @@ class Sight:
                 while self.kept_bytes > KEPT_BYTES and len(self.kept) > 1:
                     self.kept_bytes -= self.kept.popitem(last=False)[1].num_bytes
         return picture
-
-    def _processed(self, name: str) -> Picture:
-        pixels = load_picture(name)
-        with naming(name):
-            return self.process(pixels)
 
     def _outputs(self, images: list[Any], **options: Any) -> dict[str, Any]:
         """The image processor's output. It would guess the order of axes, wrongly for pictures of three rows."""

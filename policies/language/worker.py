@@ -176,7 +176,8 @@ class LanguageWorker(PolicyWorker):
                 continue
             limit = min((prompt.max_tokens or self.config.max_tokens) - len(written), most - len(tokens))
             shown = (*prompt.pictures, *pictures_in(prompt.said)) if self.policy.sight else ()
-            sampling = self._sampling(prompt.override)
+            rule = prompt.override
+            sampling = rule and Sampling(self.seed, f"act/{rule.stream}", rule, self.engine.stops)
             self.engine.add(Request(asked, tokens, limit, prompt.episode, sampling, shown, prompt.has_more_turns))
         return refused
 
@@ -189,10 +190,6 @@ class LanguageWorker(PolicyWorker):
         why = f"a prompt of {count} tokens leaves no room for an answer within {self.policy.max_length}, the most that "
         why += "policy.max_length, the model's positions or its sliding window allow"
         return self._completion(asked, NOTHING, version, why)
-
-    def _sampling(self, override: SamplingRule | None) -> Sampling | None:
-        """None: the round's settings."""
-        return override and Sampling(self.seed, f"act/{override.stream}", override, self.engine.stops)
 
     def _step(self, version: int, show: bool) -> list[tuple[str, Completion]]:
         if not self.engine.running:

@@ -30,7 +30,6 @@ from embodied.policies.language.config import LanguageConfig
 from embodied.policies.language.engine import Answer, Engine, Request, empty_answer
 from embodied.policies.language.folder import as_published
 from embodied.policies.language.http_messages import ParsedAnswer, WeightFolder, fingerprint
-from embodied.policies.language.servers.remote_server import check_client
 from embodied.policies.language.servers.server_pool import LONGEST_S, PooledServer, ServerPool
 from embodied.policies.language.trust import find_mismatch
 from embodied.policies.vla.lora import merged_weights, scaling_of
@@ -47,7 +46,6 @@ class HTTPEngine(Engine):
     """Servers at policy.url: python -m embodied.serve, or vllm serve."""
 
     def __init__(self, config: LanguageConfig, policy: LanguagePolicy) -> None:
-        check_client()
         super().__init__(policy, config.max_running * len(config.urls))
         self.config = config
         self.exact = np.float64 if config.dtype == "float64" else np.float32

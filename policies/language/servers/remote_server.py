@@ -50,7 +50,8 @@ EXTENSION = "embodied.policies.language.vllm.FromFolder"  # loads our weights in
 
 def check_servers(config: LanguageConfig) -> None:
     """Refuse servers of another kind, or if none answers. Called before workers start."""
-    check_client()
+    if importlib.util.find_spec("aiohttp") is None:
+        raise ConfigError("policy.engine=http needs aiohttp. Run: python -m pip install 'embodied-loop[serve]'")
 
     async def look() -> None:
         servers = servers_of(config)
@@ -78,12 +79,6 @@ def servers_of(config: LanguageConfig) -> list[RemoteServer]:
         raise ConfigError(f"policy.token_from={config.token_from} cannot be read: {err}") from None
     token = of_file or os.environ.get(config.token_from) or None
     return [RemoteServer(url, token, config.answer_s) for url in config.urls]
-
-
-def check_client() -> None:
-    """Raise ConfigError if the package for requests is missing."""
-    if importlib.util.find_spec("aiohttp") is None:
-        raise ConfigError("policy.engine=http needs aiohttp. Run: python -m pip install 'embodied-loop[serve]'")
 
 
 class ServerUnavailable(EmbodiedError):

@@ -134,8 +134,7 @@ class PooledServer:
     takes: bool = False  # True: it takes requests
     is_dropped: bool = False  # True: for the rest of the run
     is_refused: bool = False  # True: until the next version
-    is_paused: bool = False  # True: by its owner, and the user was told
-    is_silent: bool = False  # True: it has sent no answer for a while, and the user was told
+    told: str = ""  # why it sends no answers, as the user was told last
     away_since: float | None = None  # time of the first of the current failures; None: it can be reached
     is_failing: bool = False  # True: it has failed since its last good answer while in reach, and the user was told
     pause: float = SHORTEST_S  # pause before the next attempt
@@ -321,29 +320,24 @@ class ServerPool:
                 return
             except TimeoutError:
                 self.move_stragglers(server)
-                await self.report_pause(server)
-                self.report_silence(server)
+                await self.report_waiting(server)
                 has = await server.remote.weights(self.away_s)
                 if not has:
                     await server.remote.look(self.away_s)
                 elif not (has == self.wanted or (self.folder is None and same_numbers(has, self.wanted))):
                     return
 
-    async def report_pause(self, server: PooledServer) -> None:
-        """Tell the user once if a server has requests of this run and is paused."""
-        was_paused = server.is_paused
-        server.is_paused = bool(server.calls) and await server.remote.is_paused(self.away_s)
-        if server.is_paused and not was_paused:
-            self.say(f"{server.name} is paused (POST /pause); its requests wait until POST /resume")
-
-    def report_silence(self, server: PooledServer) -> None:
-        """Tell the user if a server has requests of this run and sends no answers."""
+    async def report_waiting(self, server: PooledServer) -> None:
+        """Tell the user once if a server has requests of this run and is paused, or has sent no answer for a while."""
         begun = min((began for _, began in server.calls.values()), default=inf)
-        was_silent, since = server.is_silent, max(begun, server.answered_at)
-        server.is_silent = time.monotonic() - since > QUIET_S and not server.is_paused
-        if server.is_silent and not was_silent:
+        before, server.told = server.told, ""
+        if server.calls and await server.remote.is_paused(self.away_s):
+            server.told = "is paused (POST /pause); its requests wait until POST /resume"
+        elif time.monotonic() - max(begun, server.answered_at) > QUIET_S:
             waits = f"a request waits for at most {self.config.answer_s:g} s (policy.answer_s)"
-            self.say(f"{server.name} has requests of this run, and has sent no answer for {QUIET_S:g} s; {waits}")
+            server.told = f"has requests of this run, and has sent no answer for {QUIET_S:g} s; {waits}"
+        if server.told not in ("", before):
+            self.say(f"{server.name} {server.told}")
 
     def move_stragglers(self, server: PooledServer) -> None:
         """If other servers are idle, requeue requests that take this server much longer than any answer so far."""

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from tiny_language import PLAIN, TALKS, build, publish
 
 from embodied.core.errors import CheckpointError, ConfigError
-from embodied.policies.language.tokenizer import CHARACTERS, END, ConversationTokenizer, of_characters
+from embodied.policies.language.folder import CHARACTERS, END, ConversationTokenizer, of_characters
 
 OWN = of_characters()
 END_ID = min(OWN.stops)

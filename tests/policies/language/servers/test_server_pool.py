@@ -144,7 +144,7 @@ def test_a_run_says_once_that_its_server_is_paused_and_goes_on_when_it_is_resume
 
         def resume():
             until(lambda: said.append(capsys.readouterr().out) or "is paused" in said[-1])
-            engine.wait(engine.pool.report_pause(engine.pool.servers[0]))
+            engine.wait(engine.pool.report_waiting(engine.pool.servers[0]))
             server.generation.resume()
 
         with ThreadPoolExecutor(1) as thread:
