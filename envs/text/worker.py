@@ -21,23 +21,10 @@ from typing import Any
 
 import numpy as np
 
-from embodied.core.conversations import (
-    FIRST_PLACE,
-    Completion,
-    Prompt,
-    PromptBatch,
-    Said,
-    pictures_in,
-)
+from embodied.core.conversations import FIRST_PLACE, Completion, Prompt, PromptBatch, Said, pictures_in
 from embodied.core.errors import DeadlineExceeded, EmbodiedError
 from embodied.core.request_queue import RequestClient, Waiting
-from embodied.core.types import (
-    EnvSpec,
-    EpisodeResult,
-    EpisodeSpec,
-    Route,
-    Trajectory,
-)
+from embodied.core.types import EnvSpec, EpisodeResult, EpisodeSpec, Route, Trajectory
 from embodied.envs import env_class
 from embodied.envs.player import PlayerWorker, Tally
 from embodied.envs.text.text_env import TextEnv, Turn, checked_said

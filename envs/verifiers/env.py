@@ -5,10 +5,10 @@ An example of the environment is a prompt, its rollout a conversation, and its r
 Evaluations ask the examples of its eval_dataset, or without one the first 5%, at most 500, of its dataset.
 
 An environment calls the model, so the sim worker serves an OpenAI endpoint, on loopback and for clients that know the
-token. A chat request waits there until the policy has answered. `Bridge` holds the process (`verifiers_child.py`) and
-the endpoint; `Example` is one conversation. A process that dies, or sends no request or score in time, is replaced. The
-conversation at which it failed is lost; other conversations are repeated to the new process, which must ask the same
-questions.
+token. A chat request waits there until the policy has answered. `Bridge` is the endpoint and holds the process
+(`verifiers_child.py`); `Example` is one conversation. A process that dies, or sends no request or score in time, is
+replaced. The conversation at which it failed is lost; other conversations are repeated to the new process, which must
+ask the same questions.
 """
 
 from __future__ import annotations
@@ -164,13 +164,18 @@ def how_to_install(python: Path) -> str:
     return f'python -m venv {python.parent.parent} && {python} -m pip install "verifiers>=0.1.14,<0.5" makes one'
 
 
-class Bridge:
+class Bridge(ThreadingHTTPServer):
+    """Holds requests until they are answered, each in a thread."""
+
+    daemon_threads = True
+    request_queue_size = 1024
+
     def __init__(self, config: Any) -> None:
+        super().__init__(("127.0.0.1", 0), RequestHandler)
         self.config = config
         self.key = secrets.token_urlsafe(32)
         self.numbers = count(1)
-        self.server = Endpoint(self)
-        threading.Thread(target=self.server.serve_forever, daemon=True).start()
+        threading.Thread(target=self.serve_forever, daemon=True).start()
         self.child: Child | None = None
         try:
             self.facts = self._begin()
@@ -198,14 +203,31 @@ class Bridge:
         self.child = None
 
     def close(self) -> None:
-        self.server.shutdown()
-        self.server.server_close()
+        self.shutdown()
+        self.server_close()
         if self.child is not None:
             self.child.close()
 
     def _begin(self) -> dict[str, Any]:
-        self.child = Child(self.config, "http://{}:{}".format(*self.server.server_address), self.key)
+        self.child = Child(self.config, "http://{}:{}".format(*self.server_address), self.key)
         return self.child.ready()
+
+    def park(self, route: str, body: dict[str, Any]) -> tuple[int, dict[str, Any]]:
+        """Wait for the answer to a request."""
+        child, model = self.child, str(body.get("model"))
+        match = MODEL.fullmatch(model)
+        mail = child.mail.get(int(match[1])) if child is not None and match else None
+        if mail is None:
+            return 404, {"error": {"message": f"there is no conversation of {model}"}}
+        request = ModelRequest(route, body)
+        mail.put(request)
+        try:
+            return request.replies.get(timeout=PARKED_S)
+        except Empty:
+            return 503, {"error": {"message": "nobody has answered"}}
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """A broken connection ends its rollout only; the process is watched elsewhere."""
 
 
 class Example:
@@ -335,43 +357,15 @@ def role_and_content(message: dict[str, Any], example: Example) -> dict[str, Any
     return {"role": message["role"], "content": content} | ({"tool_calls": calls} if calls else {})
 
 
-class Endpoint(ThreadingHTTPServer):
-    """Holds requests until they are answered, each in a thread."""
-
-    daemon_threads = True
-    request_queue_size = 1024
-
-    def __init__(self, bridge: Bridge) -> None:
-        super().__init__(("127.0.0.1", 0), EndpointHandler)
-        self.bridge = bridge
-
-    def park(self, route: str, body: dict[str, Any]) -> tuple[int, dict[str, Any]]:
-        """Wait for the answer to a request."""
-        child, model = self.bridge.child, str(body.get("model"))
-        match = MODEL.fullmatch(model)
-        mail = child.mail.get(int(match[1])) if child is not None and match else None
-        if mail is None:
-            return 404, {"error": {"message": f"there is no conversation of {model}"}}
-        request = ModelRequest(route, body)
-        mail.put(request)
-        try:
-            return request.replies.get(timeout=PARKED_S)
-        except Empty:
-            return 503, {"error": {"message": "nobody has answered"}}
-
-    def handle_error(self, request: Any, client_address: Any) -> None:
-        """A broken connection ends its rollout only; the process is watched elsewhere."""
-
-
-class EndpointHandler(BaseHTTPRequestHandler):
-    server: Endpoint
+class RequestHandler(BaseHTTPRequestHandler):
+    server: Bridge
     protocol_version = "HTTP/1.1"
     timeout = 60  # between requests of a connection
 
     def do_POST(self) -> None:
         length = int(self.headers.get("Content-Length") or 0)
         match = ROUTE.fullmatch(self.path)
-        if not hmac.compare_digest(self.headers.get("Authorization", ""), f"Bearer {self.server.bridge.key}"):
+        if not hmac.compare_digest(self.headers.get("Authorization", ""), f"Bearer {self.server.key}"):
             status, reply = 401, {"error": {"message": "the key is wrong"}}
             self.close_connection = True
         elif match is None or length > LARGEST:

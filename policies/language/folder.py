@@ -419,10 +419,10 @@ class ConversationTokenizer:
         """Shared by copies of a policy, since it never changes."""
         return self
 
-    def encode(self, said: Said, first: bool, ended: bool = True, max_tokens: int | None = None) -> list[int]:
+    def encode(self, said: Said, first: bool, max_tokens: int | None = None) -> list[int]:
         """Encodes text or messages. The `first` turn begins with the model's initial token, if any; later turns follow
-        an answer. If the answer was cut off (not `ended`), messages end it first. A text that cannot fit into
-        `max_tokens` is refused before it is encoded. Places of pictures are tokens below 0."""
+        an answer with its end token. A text that cannot fit into `max_tokens` is refused before it is encoded. Places
+        of pictures are tokens below 0."""
         pictures = pictures_in(said)
         if pictures and self.sight is None:
             raise ConfigError(f"this model reads only text, but the conversation shows a picture; {READERS}")
@@ -431,7 +431,7 @@ class ConversationTokenizer:
             text = said if isinstance(said, str) else "\n".join(in_words(message, place) for message in said)
             begin = self.begin if first else []
         else:
-            text, begin = self.render(said) if first else self.continuation(said, ended), []
+            text, begin = self.render(said) if first else self.continuation(said), []
         if max_tokens is not None and len(text) > max_tokens * self.longest_token:
             why = f"a prompt of {len(text)} characters leaves no room for an answer within {max_tokens} tokens"
             raise ConfigError(f"{why}, the longest conversation")
@@ -474,14 +474,14 @@ class ConversationTokenizer:
     def encode_text(self, text: str) -> list[int]:
         return self.base(text, add_special_tokens=False)["input_ids"]
 
-    def continuation(self, said: Iterable[Message], ended: bool) -> str:
-        """The text that a template writes after an answer, without the end token if the answer has `ended`."""
+    def continuation(self, said: Iterable[Message]) -> str:
+        """The text that a template writes after an answer and its end token."""
         text = self.render((ASKED, {"role": "assistant", "content": ANSWER}, *said))
         _, answer, behind = text.rpartition(ANSWER)
         if not answer:
             raise ConfigError(f"the model's chat template leaves out the model's answers; {ADVICE}")
         end = next((end for end in map(self.base.decode, sorted(self.stops)) if end and behind.startswith(end)), "")
-        return behind.removeprefix(end) if ended else behind
+        return behind.removeprefix(end)
 
     def render(self, messages: Iterable[Message]) -> str:
         """Renders messages by the chat template, as a prompt for an answer. A message may have the `tools` that can be

@@ -172,7 +172,7 @@ def test_what_cannot_be_played_is_refused_by_name(opened, plays, why):
 
 def test_the_endpoint_wants_its_key_and_knows_no_other_conversation(opened):
     env = opened()
-    url = "http://{}:{}".format(*env.shared.server.server_address)
+    url = "http://{}:{}".format(*env.shared.server_address)
     assert url.startswith("http://127.0.0.1:")
 
     def code(key, number=10**6, path="v1/chat/completions"):

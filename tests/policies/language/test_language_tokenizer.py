@@ -58,8 +58,6 @@ def test_a_later_turn_appends_what_the_template_writes_behind_an_answer():
     whole = tokenizer.render([*said("1+1="), *said("2", role="assistant"), *said("and +1?")])
     assert tokenizer.decode(stream) == whole
     assert tokenizer.decode(first) == "[user]1+1=<end>\n[assistant]"
-    cut_off = first + answer[:-1] + tokenizer.encode(said("and +1?"), first=False, ended=False)
-    assert cut_off == stream
     assert tokenizer.decode(tokenizer.encode("\n24 + 13 =", first=False)) == "\n24 + 13 ="
 
 
