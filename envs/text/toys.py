@@ -153,22 +153,18 @@ def value(node: ast.expr) -> int | float:
             base, exponent = value(left), value(right)
             if abs(exponent) > 100:  # before it is computed: 9**9**9 has millions of digits
                 raise ValueError("too large")
-            return check_real(check_size(base**exponent))
+            return check_size(base**exponent)
         case ast.BinOp(left=left, op=op, right=right) if type(op) in OPERATORS:
             return check_size(OPERATORS[type(op)](value(left), value(right)))
     raise ValueError("not arithmetic")
 
 
 def check_size(number: int | float | complex) -> int | float:
-    """Returns the number; ValueError if it is too large to be written down."""
-    if abs(number) > LARGEST or number != number:
-        raise ValueError("too large")
-    return number
-
-
-def check_real(number: int | float | complex) -> int | float:
+    """Returns the number; ValueError if it is not real, or too large to be written down."""
     if isinstance(number, complex):
         raise ValueError("not a real number")
+    if abs(number) > LARGEST or number != number:
+        raise ValueError("too large")
     return number
 
 

@@ -58,25 +58,20 @@ def attention_mask(packed: Packed, kernel: str, device: torch.device) -> Any:
         rows, width = packed.ids.shape
         return torch.ones(rows, 1, width, width, dtype=torch.bool, device=device)
     blocks, segments = (torch.from_numpy(part).to(device) for part in (packed.blocks, packed.segments))
+    sees, (rows, width) = rule(blocks, segments), blocks.shape
     if kernel == DENSE:
-        return dense(blocks, segments)
+        row, place = torch.arange(rows, device=device), torch.arange(width, device=device)
+        return sees(row[:, None, None], None, place[:, None], place)[:, None]
     from torch.nn.attention.flex_attention import create_block_mask
 
-    rows, width = blocks.shape
-    return create_block_mask(rule(blocks, segments), rows, None, width, width, device=device, BLOCK_SIZE=TILE)
-
-
-def dense(blocks: Tensor, segments: Tensor) -> Tensor:
-    """bool [B, 1, W, W]: earlier tokens of the same block, shared by the block or of the same segment."""
-    same = blocks[:, :, None] == blocks[:, None, :]
-    same_segment = segments[:, :, None] == segments[:, None, :]
-    return (same & (same_segment | (segments == 0)[:, None, :])).tril()[:, None]
+    return create_block_mask(sees, rows, None, width, width, device=device, BLOCK_SIZE=TILE)
 
 
 def rule(blocks: Tensor, segments: Tensor) -> Any:
-    """The same, place by place."""
+    """A function of two places of a row: True if the first sees the second, an earlier or the same token of its block,
+    which is shared by the block or of its segment."""
 
-    def sees(row: Tensor, head: Tensor, one: Tensor, other: Tensor) -> Tensor:
+    def sees(row: Tensor, head: Tensor | None, one: Tensor, other: Tensor) -> Tensor:
         theirs = segments[row, other]
         mine = (segments[row, one] == theirs) | (theirs == 0)
         return (one >= other) & (blocks[row, one] == blocks[row, other]) & mine

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from tiny_language import answers, apart, build, inputs_of
 from torch.nn.attention.flex_attention import create_mask
 
-from embodied.policies.language.attention import dense, rule
+from embodied.policies.language.attention import DENSE, attention_mask, rule
 from embodied.policies.language.packing import first_fit, into_passes, lay_out
 
 
@@ -70,7 +70,7 @@ def test_tokens_are_those_of_prompts_once_and_of_all_answers(groups, row):
 def test_both_kernels_see_alike_and_nobody_sees_nothing(groups, row):
     packed = lay_out(*flat(inputs_of(*drawn(groups))), row=row)
     blocks, segments = torch.from_numpy(packed.blocks), torch.from_numpy(packed.segments)
-    mask, (rows, width) = dense(blocks, segments), blocks.shape
+    mask, (rows, width) = attention_mask(packed, DENSE, torch.device("cpu")), blocks.shape
     assert torch.equal(mask, create_mask(rule(blocks, segments), rows, 1, width, width, device="cpu"))
     assert mask.any(dim=-1).all()
 
