@@ -34,7 +34,7 @@ from torch import Tensor
 from embodied.core.arrays import tensor_of
 from embodied.core.conversations import SamplingRule
 from embodied.policies.language import attention
-from embodied.policies.language.decoding import draw_errors, probabilities
+from embodied.policies.language.engine import draw_errors, probabilities
 from embodied.policies.language.packing import lay_out
 
 if TYPE_CHECKING:

@@ -22,8 +22,7 @@ from embodied.core import rng
 from embodied.core.conversations import SamplingRule
 from embodied.core.errors import ConfigError
 from embodied.policies.language.config import LanguageConfig
-from embodied.policies.language.decoding import choose
-from embodied.policies.language.engine import Request, Sampling
+from embodied.policies.language.engine import Request, Sampling, choose
 from embodied.policies.vla.lora import add_lora
 
 MODELS = {

@@ -10,8 +10,7 @@ from tiny_language import build
 
 from embodied.core import rng
 from embodied.core.conversations import SamplingRule
-from embodied.policies.language.decoding import choose, draw_errors
-from embodied.policies.language.engine import Request, make_engine
+from embodied.policies.language.engine import Request, choose, draw_errors, make_engine
 from embodied.policies.language.http_messages import ParsedAnswer
 from embodied.policies.language.trust import BLOCK, LIMITS, ProofBlock, check_answer, find_mismatch, rounding_noise
 
