@@ -97,7 +97,9 @@ def call(policy: Run | Path | str, *words: str | Mapping[str, Any]) -> dict[str,
 
 def play(loaded: Loaded) -> Path | None:
     """Returns the folder of the results; None for a dry run."""
-    loaded = replace(loaded, config=pinned(loaded.config))
+    from embodied.workflows.evaluator import evaluated
+
+    loaded = replace(loaded, config=evaluated(pinned(loaded.config)))
     sources = find_all(loaded)
     parts = [planned(part, sources, loaded.dry_run) for part in one_env_each(loaded.config)]
     if not loaded.dry_run:
@@ -365,7 +367,9 @@ def begin_in_run(
         "folder": str(folder),
         "sha256": read_json(checkpoint / MANIFEST)["files"].get(f"{folder.name}/model.safetensors"),
     }
-    config = evaluator.config
+    from embodied.workflows.evaluator import evaluated
+
+    config = evaluated(evaluator.config)
     return PartialEvaluation(out, asked_for([(config, None)], config.policy, policy), policy, notify=notify)
 
 

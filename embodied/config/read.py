@@ -33,7 +33,7 @@ from embodied.core.options import BelongsToFile, ChosenByName
 
 COMMAND_LINE = "command line"
 Key = tuple[str, ...]
-ENV_NAME, ENV_TASK, CLUSTER = ("env", "name"), ("env", "task"), ("cluster",)
+ENV_NAME, ENV_TASK, CLUSTER, EVAL_SETS = ("env", "name"), ("env", "task"), ("cluster",), ("eval", "sets")
 
 
 @dataclass(frozen=True)
@@ -327,6 +327,8 @@ def _own_path(root: Section, key: Key, value: Any, folder: Path, values: dict | 
         named = value if isinstance(value, list) else [value]
         files = [str(folder / as_path(one)) if str(one).endswith(".bddl") else one for one in named]
         return files if isinstance(value, list) else files[0]
+    if key == EVAL_SETS and isinstance(value, dict):
+        return {name: _set_with_path(each, folder) for name, each in value.items()}
     section = root.section_at(key[:-1])
     field = section.field(key[-1], values) if section else None
     mark = path_mark(field) if field else None
@@ -334,6 +336,15 @@ def _own_path(root: Section, key: Key, value: Any, folder: Path, values: dict | 
         return value
     path = folder / as_path(value)
     return value if mark.or_recipe and value in recipe_names() and not path.exists() else str(path)
+
+
+def _set_with_path(value: Any, folder: Path) -> Any:
+    """A data set of `eval.sets` with the whole path of its file."""
+    file = value.get("file") if isinstance(value, dict) else value
+    if not isinstance(file, str):
+        return value  # refused later
+    file = file if is_data_set(file) else str(folder / as_path(file))
+    return value | {"file": file} if isinstance(value, dict) else file
 
 
 @dataclass(frozen=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import re
 from collections.abc import Iterator
 from itertools import combinations
 from pathlib import Path
@@ -214,6 +215,30 @@ class PipelineSection(Strict):
 USUAL_VIDEOS = 4  # default number for first episodes, and for failures
 
 
+class EvaluationSet(Strict):
+    """A data set that evaluations ask; what is null is as for other evaluations."""
+
+    file: LocalPath = Field(description="Questions, as for env.name=math.")
+    columns: dict[str, str] = Field({}, description="As env.columns.")
+    questions: int | None = Field(None, gt=0, description="Ask only the first ones, up to this number.")
+    samples: int | None = Field(None, gt=0, description="Answers to each question.")
+    temperature: float | None = Field(None, ge=0, le=1, description="As eval.temperature.")
+    top_p: float | None = Field(None, gt=0, le=1, description="As eval.top_p.")
+    top_k: int | None = Field(None, ge=0, description="As eval.top_k.")
+    max_tokens: int | None = Field(None, gt=0, description="Most tokens of an answer; null: policy.max_tokens.")
+
+    rules = (never_with("top_p top_k", {"temperature": 0}, "it takes the likeliest token; leave it out"),)
+
+
+def _named_sets(values: Any) -> Any:
+    """The sets with `{file: FILE}` in place of a plain file."""
+    if not isinstance(values, dict):
+        return values
+    if odd := next((name for name in values if not re.fullmatch(r"[\w.-]+", str(name))), None):
+        raise ValueError(f"{odd!r} names no set: letters, digits, _, - and dots; such as {{gsm8k: FILE}}")
+    return {name: {"file": each} if isinstance(each, str) else each for name, each in values.items()}
+
+
 class EvalSection(Strict):
     episodes: int = Field(
         50,
@@ -255,6 +280,12 @@ class EvalSection(Strict):
         1,
         gt=0,
         description="Answers to each prompt of a text env, for avg@k and pass@k; eval.episodes counts them all.",
+    )
+    sets: Annotated[dict[str, EvaluationSet], BeforeValidator(_named_sets)] = Field(
+        {},
+        description="Data sets to ask instead of the env's held-out prompts, each by a name and with a file, or with "
+        "settings of its own: {gsm8k: hf:openai/gsm8k:main:test, aime: {file: aime.jsonl, samples: 32, temperature: "
+        "0.6, max_tokens: 8192}}. All of their questions are asked (not eval.episodes).",
     )
     interleave: bool = Field(
         False,

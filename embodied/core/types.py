@@ -7,7 +7,7 @@ the end.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from itertools import pairwise, repeat
@@ -384,6 +384,9 @@ class Job:
     evaluation: str = ""  # its name, unique among the rounds of all evaluations; empty: training
     recording: Recording = Recording()
     rule: SamplingRule | None = None  # how actions are sampled; None: the round's rule
+    rules: Mapping[str, tuple[SamplingRule, int | None]] = field(default_factory=dict)
+    """Of tasks with a rule of their own: how their tokens are sampled, and the most tokens of an answer (None: the
+    policy's limit)."""
     alone: frozenset[int] = frozenset()  # the last episodes, if each is played alone
     expert: str | None = None  # its actions are played; None: policy workers'
 

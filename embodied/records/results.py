@@ -107,15 +107,26 @@ def episode(row: dict[str, str]) -> EpisodeResult:
 
 
 def evaluation_numbers(results: dict[str, Any]) -> dict[str, float]:
-    """The figures of an evaluation by the names of curves: eval/success_once and so on, if the env reports them."""
-    overall = results["overall"]
-    text = overall.get("text", {})
-    rates = {"success_once": overall["success_once"], "success_at_end": overall["success_at_end"]}
+    """The figures of an evaluation by the names of curves: eval/success_once and so on, if the env reports them; of
+    every set of `eval.sets` eval/NAME/success_once."""
+    parts = {"eval": results["overall"], **{f"eval/{name}": results["per_task"][name] for name in sets_in(results)}}
+    return {f"{part}/{name}": value for part, each in parts.items() for name, value in numbers_of(each).items()}
+
+
+def numbers_of(figures: dict[str, Any]) -> dict[str, float]:
+    text = figures.get("text", {})
+    rates = {"success_once": figures["success_once"], "success_at_end": figures["success_at_end"]}
     rates |= {"truncated": text.get("truncated"), **{f"pass@{k}": rate for k, rate in text.get("pass", {}).items()}}
-    means = {"return": overall["return"], "length": overall["length"], "tokens": text.get("tokens")}
+    means = {"return": figures["return"], "length": figures["length"], "tokens": text.get("tokens")}
     numbers = {name: rate["rate"] for name, rate in rates.items() if rate} | means
-    numbers["episodes"] = overall["episodes"]
-    return {f"eval/{name}": value for name, value in numbers.items() if value is not None}
+    numbers["episodes"] = figures["episodes"]
+    return {name: value for name, value in numbers.items() if value is not None}
+
+
+def sets_in(results: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    """The settings of the evaluated `eval.sets` by name; empty for other evaluations."""
+    sets = results.get("protocol", {}).get("eval", {}).get("sets", {})
+    return {name: each for name, each in sets.items() if name in results.get("per_task", {})}
 
 
 def write_comparison(folder: Path, played: dict[str, list[EpisodeResult]]) -> dict[str, Any]:
@@ -270,6 +281,8 @@ def check_row(row: Any) -> None:
 def describe_results(results: dict) -> str:
     """Both success measures with their intervals, or the return for an env without success."""
     overall = results["overall"]
+    if sets := sets_in(results):
+        return f"{overall['episodes']} answers to {len(sets)} set{'s' * (len(sets) > 1)}{rows_of_tasks(results)}"
     if "text" in overall:
         return describe_answers(results)
     known = {name: overall[name] for name in ("success_once", "success_at_end") if overall[name]}
@@ -320,8 +333,20 @@ def greedy_gap(sampled: float | None, episodes: int, results: dict) -> str:
 
 
 def sampling(results: dict) -> str:
-    """The sampling of an evaluation's answers: `T=1`, `T=0.6, top_p 0.9, top_k 20` or `greedy`; empty if unknown."""
-    how = results.get("protocol", {}).get("eval", {})
+    """The sampling of an evaluation's answers: `T=1`, `T=0.6, top_p 0.9, top_k 20` or `greedy`; empty if unknown, or if
+    there are several sets."""
+    if sets_in(results):
+        return ""
+    return sampling_in_words(results.get("protocol", {}).get("eval", {}))
+
+
+def sampling_of_set(results: dict[str, Any], name: str) -> str:
+    """The sampling of the answers to one of `eval.sets`; empty for another task."""
+    own = {key: value for key, value in sets_in(results).get(name, {}).items() if value is not None}
+    return sampling_in_words(results["protocol"]["eval"] | own) if own else ""
+
+
+def sampling_in_words(how: dict[str, Any]) -> str:
     if how.get("temperature") is None:
         return ""
     usual = {"top_p": 1, "top_k": 0}
@@ -345,13 +370,18 @@ def describe_causes(causes: dict[str, int]) -> str:
 
 
 def describe_tasks(results: dict) -> str:
-    """If there are several tasks, a line per task and then a line per suite; else empty."""
+    """If there are several tasks that `describe_results` does not list, a line per task and then a line per suite; else
+    empty."""
+    several = len(results["per_task"] | results.get("per_suite", {})) > 1
+    return rows_of_tasks(results) if several and not sets_in(results) else ""
+
+
+def rows_of_tasks(results: dict[str, Any]) -> str:
     tasks = results["per_task"] | results.get("per_suite", {})
-    if len(tasks) < 2:
-        return ""
     width = max(map(len, tasks))
+    how = {task: f"{words}: " if (words := sampling_of_set(results, task)) else "" for task in tasks}
     return "".join(
-        f"\n  {task:<{width}}  {describe_results({'overall': figures_of_task})}"
+        f"\n  {task:<{width}}  {how[task]}{describe_results({'overall': figures_of_task})}"
         for task, figures_of_task in tasks.items()
     )
 

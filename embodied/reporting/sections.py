@@ -14,7 +14,7 @@ from typing import Any
 from embodied.core.arrays import gather
 from embodied.core.files import reading
 from embodied.core.types import EpisodeResult
-from embodied.records.results import sampling
+from embodied.records.results import sampling, sampling_of_set, sets_in
 from embodied.records.success_stats import wilson
 from embodied.records.timeline import TimedSpan, innermost, read_trace
 from embodied.records.transcripts import PARTS, TRANSCRIPTS, read_ends, read_transcripts
@@ -61,6 +61,8 @@ def per_task_table(evaluation: Evaluation) -> Block:
         rows["all"] = evaluation.results["overall"]
     at_reset = {task: figures.get("success_at_reset") for task, figures in rows.items()}
     more = {task: {"at reset": rate["count"]} if rate else {} for task, rate in at_reset.items()}
+    for task in sets_in(evaluation.results):
+        more[task] |= {"sampling": sampling_of_set(evaluation.results, task)}
     return named_table("task", [(task, figure_cells(figures) | more[task]) for task, figures in rows.items()])
 
 

@@ -160,7 +160,14 @@ def with_env(config: RunConfig, kind: Any, topology: Topology, learn: bool, dry:
 
 
 def check_evaluation(config: RunConfig, kind: Any) -> None:
-    """Refuse unknown protocols and published models, and datasets that this machine cannot write."""
+    """Refuse unknown protocols and published models, sets that cannot be read, and datasets that this machine cannot
+    write."""
+    if config.eval.sets:
+        from embodied.workflows.evaluator import evaluated
+
+        config = evaluated(config)
+        kind = env_class(config.env)
+        memory_check.check_pictures(config, kind)
     choose_protocol(kind, config.env, config.eval.protocol)
     if config.eval.dataset:
         from embodied.datasets.layout import check_pyarrow
@@ -332,8 +339,15 @@ def describe(config: RunConfig, plan: PlacementPlan, weights: Path | str | None 
     the recipe does not name it."""
     env, physics = config.env, config.env.physics
     kind = env_class(env)
-    protocol = choose_protocol(kind, env, config.eval.protocol)
-    remarks = [] if len(kind.tasks(env)) > 1 else [*kind.remarks(env, proofs(config)), *other_recipes(config)]
+    evaluates = config
+    if config.eval.sets:
+        from embodied.envs.text.question_sets import notes_on_sets
+        from embodied.workflows.evaluator import evaluated
+
+        evaluates, remarks = evaluated(config), notes_on_sets(config.eval.sets, env)
+    else:
+        remarks = [] if len(kind.tasks(env)) > 1 else [*kind.remarks(env, proofs(config)), *other_recipes(config)]
+    protocol = choose_protocol(env_class(evaluates.env), evaluates.env, config.eval.protocol)
     if config.cluster.machines:
         from embodied.policies.hub import missing_folders
         from embodied.run.rehearsal import files_missing_here

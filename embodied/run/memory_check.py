@@ -500,7 +500,7 @@ PLAYING = (
     ),
     never_with("eval.top_p eval.top_k", {"eval.temperature": 0, **TEXT}, "it takes the likeliest token; leave it out"),
     only_with("eval.top_p eval.top_k", TEXT, "actions are no tokens; leave it out"),
-    only_with("eval.samples", TEXT, "every episode begins in a state of its own; leave it out"),
+    only_with("eval.samples eval.sets", TEXT, "every episode begins in a state of its own; leave it out"),
 )
 
 
@@ -524,7 +524,7 @@ def check_speech(config: RunConfig, kind: Any, learn: bool) -> None:
     refuse(config.language_gap(kind.speaks, "policy.name=language, or a checkpoint of such a policy"))
     refuse(broken_rules((*PLAYING, *(LEARNING if learn else ())), config))
     options = config.eval
-    if options.episodes % options.samples:
+    if options.episodes % options.samples and not options.sets:
         fit = max(options.episodes // options.samples, 1) * options.samples
         raise ConfigError(
             f"eval.episodes={options.episodes} counts all answers and is not a multiple of "

@@ -11,9 +11,9 @@ from __future__ import annotations
 
 import shutil
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -27,7 +27,7 @@ from embodied.workflows.rollout_manager import Evaluation
 
 if TYPE_CHECKING:
     from embodied.config.recipe import RunConfig
-    from embodied.config.sections import EvalSection
+    from embodied.config.sections import EvalSection, EvaluationSet
     from embodied.records.results import PartialEvaluation
     from embodied.workflows.rollout_manager import RolloutManager, Round
     from embodied.workflows.workers import Workers
@@ -46,12 +46,15 @@ class EvaluationPlan:
     episodes: list[EpisodeSpec]
     most: int | None  # number of different episodes; None: unlimited
     rows: int  # env rows of each sim worker
+    rules: Mapping[str, tuple[SamplingRule, int | None]] = field(default_factory=dict)  # of tasks, as in `Job`
 
 
 def evaluation_plan(
     config: RunConfig, tasks: tuple[str, ...], all_tasks: tuple[str, ...], num_sims: int
 ) -> EvaluationPlan:
     """The evaluation's episodes of `tasks`, among the episodes of `all_tasks`."""
+    if config.eval.sets:
+        return plan_of_sets(evaluated(config), num_sims)
     kind, options = env_class(config.env), config.eval
     protocol = choose_protocol(kind, config.env, options.protocol)
     # All held-out prompts, `samples` times each: more episodes would only repeat them.
@@ -61,6 +64,42 @@ def evaluation_plan(
     episodes = [spec for spec in fixed.first(count) if spec.task in tasks]
     rows = eval_rows(len(episodes), options.num_envs or config.env.num_envs, num_sims)
     return EvaluationPlan(protocol, protocol.apply(config.env), episodes, most, rows)
+
+
+def evaluated(config: RunConfig) -> RunConfig:
+    """The config of evaluations: with `eval.sets` their questions are the env, and all are asked."""
+    if not config.eval.sets:
+        return config
+    from embodied.envs.text.question_sets import QuestionSets, env_of_sets, sets_of
+
+    if env_class(config.env) is QuestionSets:
+        return config
+    env, options = env_of_sets(config.eval.sets, config.env), config.eval
+    QuestionSets.check(env)
+    count = sum(len(asked) * samples_of(name, options) for name, asked in sets_of(env).items())
+    return config.model_copy(update={"env": env}).with_values("eval", episodes=count)
+
+
+def samples_of(name: str, options: EvalSection) -> int:
+    """Answers to each question of a set."""
+    return options.sets[name].samples or options.samples
+
+
+def plan_of_sets(config: RunConfig, num_sims: int) -> EvaluationPlan:
+    """All questions of all sets in order, each as often as its set has samples."""
+    from embodied.envs.text.question_sets import QuestionSets, sets_of
+
+    options, protocol = config.eval, choose_protocol(QuestionSets, config.env, config.eval.protocol)
+    asked = [
+        (name, number)
+        for name, questions in sets_of(config.env).items()
+        for number in range(len(questions))
+        for _ in range(samples_of(name, options))
+    ]
+    episodes = [EpisodeSpec(name, number, options.seed, index) for index, (name, number) in enumerate(asked)]
+    rows = eval_rows(len(episodes), options.num_envs or config.env.num_envs, num_sims)
+    rules = {name: (rule_of(options, each), each.max_tokens) for name, each in options.sets.items()}
+    return EvaluationPlan(protocol, config.env, episodes, len(episodes), rows, rules)
 
 
 def eval_rows(num_episodes: int, num_envs: int, num_sims: int) -> int:
@@ -166,7 +205,8 @@ class Evaluator:
     def missing_of(self, kept: PartialEvaluation) -> Evaluation:
         """The missing episodes of an evaluation, to be played beside a rollout."""
         missing = [spec for spec in self.episodes if spec.index not in kept.finished]
-        job = Job((), recording=self.first_recording(kept.folder), rule=rule_of(self.config.eval))
+        rules = self.workers.evaluation.rules
+        job = Job((), recording=self.first_recording(kept.folder), rule=rule_of(self.config.eval), rules=rules)
         dealt = deal_to_sims(missing, len(self.workers.sims), self.workers.spec.text)
         jobs = {sim: replace(job, episodes=specs) for sim, specs in dealt.items() if specs}
         return Evaluation(jobs, lambda report: kept.add(report.finished))
@@ -183,7 +223,8 @@ class Evaluator:
         finished episodes early, also if a worker fails. Raises EvaluationStopped if `stop()` is true and episodes are
         missing."""
         rollouts, rule = self.workers.rollouts, rule_of(self.config.eval)
-        table = EpisodeTable(rollouts, episodes, Job((), recording=recording, expert=expert), on_results, stop)
+        job = Job((), recording=recording, expert=expert, rules=self.workers.evaluation.rules)
+        table = EpisodeTable(rollouts, episodes, job, on_results, stop)
         with self.workers.device_sharing.phase(ROLLOUT), self.workers.ended_if_given_up():
             while jobs := table.next_jobs():
                 evaluation = Evaluation(jobs, table.add_report)
@@ -191,9 +232,11 @@ class Evaluator:
         return [table.results[spec.index] for spec in episodes]
 
 
-def rule_of(options: EvalSection) -> SamplingRule:
-    """The sampling rule of an evaluation; the log-probs in its transcripts are at temperature 1."""
-    return SamplingRule(options.temperature, options.top_p, options.top_k, "eval")
+def rule_of(options: EvalSection, own: EvaluationSet | None = None) -> SamplingRule:
+    """The sampling rule of an evaluation, or of one of its sets; the log-probs in transcripts are at temperature 1."""
+    stated = own.model_dump(exclude_none=True) if own else {}
+    chosen = {key: stated.get(key, getattr(options, key)) for key in ("temperature", "top_p", "top_k")}
+    return SamplingRule(**chosen, stream="eval")
 
 
 def deal_to_sims(episodes: list[EpisodeSpec], num_sims: int, text: bool) -> dict[int, list[EpisodeSpec]]:

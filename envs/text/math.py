@@ -37,10 +37,14 @@ class Math(TextEnv):
     @classmethod
     def check(cls, config: Any) -> None:
         super().check(config)
-        if find_spec("math_verify") is None:
-            raise MissingAsset("env.name=math needs math-verify: python -m pip install -c constraints.txt math-verify")
+        cls.check_packages()
         if not questions(config)[0]:
             raise ConfigError(f"env.file={config.file}: no question is left to train on, all are held out")
+
+    @staticmethod
+    def check_packages() -> None:
+        if find_spec("math_verify") is None:
+            raise MissingAsset("env.name=math needs math-verify: python -m pip install -c constraints.txt math-verify")
 
     @classmethod
     def missing_files(cls, config: Any, machine: Any) -> dict[str, str]:
@@ -57,11 +61,8 @@ class Math(TextEnv):
     @classmethod
     def remarks(cls, config: Any, proofs: Path) -> list[str]:
         """Notes on rows without a final answer, and on a file so short that few of its questions are held out."""
-        notes = []
-        for path in filter(None, (config.file, config.held_out)):
-            kept, rows = read_counted(path, config.columns)
-            if len(kept) < rows:
-                notes.append(f"{rows - len(kept)} of the {rows} rows of {path} state no final answer and are left out")
+        paths = filter(None, (config.file, config.held_out))
+        notes = [line for path in paths for line in left_out(path, config.columns)]
         count = len(questions(config)[1])
         if config.held_out is None and count < FEW:
             every = len(read(config.file, config.columns))
@@ -91,6 +92,10 @@ class Math(TextEnv):
     def unload(cls, shared: MathQuestions) -> None:
         shared.scorer.close()
 
+    @property
+    def score_s(self) -> float:
+        return self.config.score_s
+
     def reset(self, spec: EpisodeSpec) -> Said:
         if spec.init_state_id >= 0:
             self.question = self.shared.held_out[spec.init_state_id % len(self.shared.held_out)]
@@ -106,7 +111,7 @@ class Math(TextEnv):
             return Turn(facts={**facts, "problem": f"nothing follows {mark}" if mark else "nothing is boxed"})
         success, problem = given in solutions, ""
         if not success:
-            score, problem = self.shared.scorer.score(self.config.score_s, answer=given, solutions=solutions)
+            score, problem = self.shared.scorer.score(self.score_s, answer=given, solutions=solutions)
             success = score == 1.0
         facts = {**facts, "given": given} | ({"problem": problem} if problem else {})
         return Turn(reward=float(success), success=success, facts=facts)
@@ -145,6 +150,13 @@ def questions(config: Any) -> tuple[list[Question], list[Question]]:
 def read(path: Path, columns: dict[str, str]) -> list[Question]:
     """The questions of a data set, one for each row whose solution states a final answer."""
     return read_counted(path, columns)[0]
+
+
+def left_out(path: Path, columns: dict[str, str]) -> list[str]:
+    """A note on rows without a final answer, if there are any."""
+    kept, rows = read_counted(path, columns)
+    lost = rows - len(kept)
+    return [f"{lost} of the {rows} rows of {path} state no final answer and are left out"] if lost else []
 
 
 def read_counted(path: Path, columns: dict[str, str]) -> tuple[list[Question], int]:

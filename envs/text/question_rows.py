@@ -109,8 +109,9 @@ def which_columns(row: dict[str, Any]) -> str:
     """The columns of a row and the option that names two of them: the longest text as the question, the shortest as the
     answer."""
     inside = {key: f" ({', '.join(value)})" for key, value in row.items() if isinstance(value, dict)}
-    texts = sorted((key for key, value in row.items() if isinstance(value, str)), key=lambda key: -len(row[key]))
-    first, last = (texts[0], texts[-1]) if len(texts) > 1 else ("COLUMN", "COLUMN")
+    sizes = {key: len(str(value)) for key, value in row.items() if isinstance(value, str | int | float)}
+    first = max((key for key in sizes if isinstance(row[key], str)), key=sizes.__getitem__, default="COLUMN")
+    last = min((key for key in sizes if key != first), key=sizes.__getitem__, default="COLUMN")
     columns = ", ".join(f"{key}{inside.get(key, '')}" for key in row) or "none"
     return f"its columns are {columns}; name them, such as env.columns={{question: {first}, answer: {last}}}"
 

@@ -39,8 +39,8 @@ SAMPLE_TURNS = 20  # of a sampled conversation
 class TextWorker(PlayerWorker):
     def __init__(self, *options, **more) -> None:
         super().__init__(*options, **more)
-        self.kind = env_class(self.config)
         self.shared: dict[str, Any] = {}  # objects that conversations of a config share, by the config as JSON
+        self.opened: list[Callable[[], None]] = []  # close these objects
         self.free: dict[str, list[TextEnv]] = {}  # envs without a conversation, by the config as JSON
         self.steps = SideBySide(self.config.side_by_side)
 
@@ -53,9 +53,11 @@ class TextWorker(PlayerWorker):
         return self._spec(self.eval_config)
 
     def _spec(self, config: Any) -> EnvSpec:
+        kind = env_class(config)
         if (key := config.model_dump_json()) not in self.shared:  # evaluations are mostly of the same
-            self.shared[key] = self.kind.load(config)
-        return self.kind.env_spec(config)
+            self.shared[key] = kind.load(config)
+            self.opened.append(partial(kind.unload, self.shared[key]))
+        return kind.env_spec(config)
 
     def turns(self, tallies: Sequence[Tally], route: Route) -> Iterator[Iterator[None]]:
         yield self._converse(tallies, route)
@@ -87,7 +89,7 @@ class TextWorker(PlayerWorker):
         key, name = config.model_dump_json(), f"sim-{self.rank}"
         writers = [stack.enter_context(record(job.recording, name)) for record in job.recording.recorders]
         free = self.free.setdefault(key, [])
-        return Part(self.kind, config, self.shared[key], tally, rows, writers, free)
+        return Part(env_class(config), config, self.shared[key], tally, rows, writers, free)
 
     def _keep_ended(self, ended: list[Conversation], tally: Tally, seconds: float) -> list[EpisodeResult]:
         """Keep ended conversations for learners; returns their results. A conversation with an unusable answer does not
@@ -107,8 +109,8 @@ class TextWorker(PlayerWorker):
 
     def close(self) -> None:
         self.steps.close()
-        for shared in self.shared.values():
-            self.kind.unload(shared)
+        for close in self.opened:
+            close()
 
 
 def written(ended: list[Conversation], writers: Sequence[Any]) -> list[EpisodeResult]:
@@ -338,8 +340,9 @@ class ConversationClient(RequestClient):
         self.open[self.number] = conversation
         tokens = conversation.column("tokens") if conversation.columns else np.zeros(0, np.int32)
         more = len(conversation.turns) + 1 < conversation.part.turns
-        pictures, override = tuple(conversation.pictures), conversation.part.tally.job.rule
-        return Prompt(self.number, conversation.spec.index, conversation.said, tokens, pictures, None, override, more)
+        pictures, job, spec = tuple(conversation.pictures), conversation.part.tally.job, conversation.spec
+        override, limit = job.rules.get(spec.task, (job.rule, None))
+        return Prompt(self.number, spec.index, conversation.said, tokens, pictures, limit, override, more)
 
     def messages(self, requests: list[Prompt]) -> list[PromptBatch]:
         return [PromptBatch(self.source, tuple(requests))]

@@ -1,0 +1,75 @@
+"""Several sets of questions in one evaluation: each with its own answers, sampling and figures."""
+
+import json
+
+import pytest
+
+pytest.importorskip("math_verify")
+
+import embodied
+from embodied.core.errors import ConfigError
+from embodied.records.results import read_results
+from tests.support.tiny_language import PLAIN, publish
+
+
+def rows(path, key, *numbers):
+    path.write_text("\n".join(json.dumps({key: f"{n}+1?", "answer": n + 1}) for n in numbers))
+    return str(path)
+
+
+@pytest.fixture
+def model(tmp_path):
+    return publish(tmp_path / "model", "llama", True, PLAIN)
+
+
+def recipe(tmp_path, model, **sets):
+    rows(tmp_path / "train.jsonl", "question", *range(40))
+    content = {
+        "run": {"iterations": 1, "eval_every": 1, "dir": str(tmp_path / "runs")},
+        "env": {"name": "math", "file": "train.jsonl", "num_envs": 4},
+        "policy": {"name": "language", "pretrained": str(model), "max_tokens": 8, "max_running": 16},
+        "algo": {"name": "grpo", "groups": 2, "group_size": 2, "epochs": 1, "minibatch_size": None, "filter": "none"},
+        "eval": {"temperature": 1, "sets": sets},
+        "cluster": {"backend": "inline"},
+    }
+    file = tmp_path / "sets.yaml"
+    file.write_text(json.dumps(content))
+    return str(file)
+
+
+def test_a_run_and_the_command_evaluate_every_set_by_its_own_rule(tmp_path, model, capsys):
+    rows(tmp_path / "first.jsonl", "question", *range(3), *range(100, 104))
+    rows(tmp_path / "second.jsonl", "query", *range(200, 205))
+    own = {"columns": {"question": "query"}, "samples": 4, "temperature": 0, "max_tokens": 3, "questions": 2}
+    run = embodied.train(recipe(tmp_path, model, first="first.jsonl", second={"file": "second.jsonl"} | own))
+    shown = capsys.readouterr().out
+    assert "sets-v1: all questions of first (7), second (2), in order" in shown
+    assert "1 of the 7 questions of eval.sets.first are trained on, too" in shown, "0 and 1 are held out"
+    assert "15 answers to 2 sets\n  first   T=1: success" in shown and "\n  second  greedy: avg@4" in shown
+    results, episodes = read_results(run.folder / "eval" / "v000001")
+    figures = {name: each["text"] for name, each in results["per_task"].items()}
+    assert [(figures[name]["prompts"], figures[name]["samples"]) for name in ("first", "second")] == [(7, 1), (2, 4)]
+    assert {one.tokens for one in episodes if one.task == "second"} == {3}, "its own max_tokens"
+    by_prompt = {(one.init_state_id, one.tokens) for one in episodes if one.task == "second"}
+    assert len(by_prompt) == 2 and max(one.tokens for one in episodes) > 3
+    row = json.loads((run.folder / "metrics.jsonl").read_text().splitlines()[-1])
+    assert row["eval/first/episodes"] == 7 and "eval/second/pass@4" in row and row["eval/episodes"] == 15
+    assert "second" in (run.folder / "report.html").read_text()
+    again = embodied.evaluate(run, f"run.dir={tmp_path}")
+    capsys.readouterr()
+    assert again["per_task"] == results["per_task"], "the run's evaluation equals the command's"
+
+
+@pytest.mark.parametrize(
+    ("sets", "words"),
+    [
+        ({"a": "none.jsonl"}, r"eval\.sets\.a: .*none\.jsonl: No such file"),
+        ({"a": {"file": "odd.jsonl"}}, r"eval\.sets\.a: .* name them, such as columns: \{question: query"),
+        ({"a": {"file": "odd.jsonl", "sample": 3}}, r"eval\.sets\.a\.sample"),
+        ({"a/b": "odd.jsonl"}, "names no set"),
+    ],
+)
+def test_sets_that_cannot_be_asked_are_refused_by_their_name(tmp_path, model, sets, words):
+    rows(tmp_path / "odd.jsonl", "query", *range(100, 103))
+    with pytest.raises(ConfigError, match=words):
+        embodied.train(recipe(tmp_path, model, **sets))
