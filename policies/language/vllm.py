@@ -46,9 +46,12 @@ from embodied.core.errors import ConfigError
 from embodied.policies.language.config import LanguageConfig
 from embodied.policies.language.engine import Answer, Engine, Request, cache_bytes, seed_of
 from embodied.policies.language.folder import as_published
+from embodied.policies.language.http_messages import ArrivingWeights
+from embodied.policies.policy_folder import WEIGHTS as MODEL
 from embodied.policies.policy_folder import write_tensors
 from embodied.policies.vla.lora import merged_weights, scaling_of
 from embodied.runtime.device_memory import Offloader, num_bytes
+from embodied.runtime.published_weights import Blob, read_safetensors, tensor_of
 
 if TYPE_CHECKING:
     from embodied.policies.language.policy import LanguagePolicy
@@ -369,16 +372,6 @@ def memory_of(worker: Any) -> dict[str, list[Any]]:
     return {WEIGHTS: [*runner.get_model().parameters()], CACHE: [tensor for each in caches for tensor in each]}
 
 
-def tensors(path: Path) -> Iterator[tuple[str, Any]]:
-    """The tensors of a file, or of a folder's files, one by one."""
-    from safetensors import safe_open
-
-    for each in sorted(path.glob("*.safetensors")) if path.is_dir() else [path]:
-        with safe_open(each, "pt") as file:
-            for name in file.keys():  # noqa: SIM118 - it is not a dict
-                yield name, file.get_tensor(name)
-
-
 class FromFolder:
     """vLLM adds these methods to its workers; `/collective_rpc` calls them by name.
 
@@ -394,22 +387,20 @@ class FromFolder:
 
     def receive_bucket(self, text: str) -> None:
         """Keep a bucket (`bucket_bytes`, in base64), the next of its version. Damaged buckets are refused."""
-        from embodied.policies.language.http_messages import ArrivingWeights
-
         self.arriving = self.arriving or ArrivingWeights()
         self.arriving.add(base64.b64decode(text))
 
     def load_received(self) -> None:
-        from embodied.runtime.published_weights import tensor_of
-
-        self.load_pairs((name, tensor_of(blob)) for name, blob in self.arriving.take().items())
+        self.load_blobs(self.arriving.take())
 
     def load_from(self, path: str) -> None:
-        self.load_pairs(tensors(Path(path)))
+        """Load a file, or a folder's `model.safetensors`."""
+        file = Path(path)
+        self.load_blobs(read_safetensors(file / MODEL if file.is_dir() else file))
 
-    def load_pairs(self, pairs: Iterable[tuple[str, Any]]) -> None:
+    def load_blobs(self, blobs: dict[str, Blob]) -> None:
         with torch.inference_mode(False), torch.no_grad():
-            replace_weights(self, pairs)
+            replace_weights(self, ((name, tensor_of(blob)) for name, blob in blobs.items()))
 
     # For our own engine
 

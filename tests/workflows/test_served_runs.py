@@ -107,7 +107,7 @@ def test_fifty_clients_that_come_and_go_change_nothing_in_a_run_on_their_server(
         finally:
             stop.set()
         clients.result(300)
-        until(lambda: not (server.generation.writing or server.generation.waiting or server.active))
+        until(lambda: not (server.generation.writing or server.generation.queue.waiting or server.active))
     assert last.startswith("v2-") and all(len(texts) == 1 for texts in answers.values())  # by question and weights
 
 
@@ -186,7 +186,7 @@ def test_a_run_is_stopped_and_goes_on_although_its_server_holds_every_request(be
         def strike():
             until(lambda: any(file.read_text() for file in tmp_path.glob("held-*/metrics.jsonl")))
             generation.pause("keep").result(60)
-            until(lambda: generation.waiting or generation.writing)
+            until(lambda: generation.queue.waiting or generation.writing)
             os.kill(os.getpid(), signal.SIGTERM)
 
         threading.Thread(target=strike, daemon=True).start()
