@@ -27,6 +27,7 @@ from embodied.envs import env_class
 from embodied.envs.capabilities import choose_protocol
 from embodied.envs.own_modules import file_name
 from embodied.placement import PlacementPlan
+from embodied.policies.common_config import TEMPLATE
 from embodied.records.results import (
     COMPARISON,
     RESULTS,
@@ -435,13 +436,14 @@ def asked_for(parts: Sequence[tuple[RunConfig, Any]], played: Any, policy: dict[
 def played_by(evaluators: list[Evaluator]) -> dict[str, Any]:
     """The settings with which the episodes were played."""
     first = evaluators[0]
-    env = first.env.model_dump(mode="json")
+    env, policy = first.env.model_dump(mode="json"), first.config.policy
     if len(evaluators) > 1:
         env["task"] = [evaluator.env.task for evaluator in evaluators]
     return {
         "name": first.protocol.name,
         "rules": first.protocol.rules,
         "env": env,
+        **({"messages": policy.model_dump(mode="json", include={*TEMPLATE, "chat"})} if policy.speaks else {}),
         "eval": first.config.eval.model_dump(mode="json"),
         "backend": ", ".join(dict.fromkeys(evaluator.spec.backend for evaluator in evaluators)),
         "max_episode_steps": max(evaluator.spec.max_episode_steps for evaluator in evaluators),

@@ -10,8 +10,11 @@ from embodied.core.errors import ConfigError
 from embodied.core.options import Requirement, Strict
 
 OF_SERVER = ("url", "token_from", "weights", "answer_s", "away_s", "gap_limit", "verify")
-ANSWERING = tuple(f"policy.{key}" for key in ("engine", "tensor_parallel", *OF_SERVER, "max_running", "cache_gb"))
-"""Options that change how a language model's answers are computed, not the answers."""
+TEMPLATE = ("system", "template_arguments")
+ANSWERING = tuple(
+    f"policy.{key}" for key in ("engine", "tensor_parallel", *OF_SERVER, "max_running", "cache_gb", *TEMPLATE)
+)
+"""Options of a language model that an evaluation may set: how answers are computed, and how messages are written."""
 
 
 @dataclass(frozen=True)

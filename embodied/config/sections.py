@@ -78,6 +78,7 @@ class RolesSection(Strict):
         if self.judge != "start":
             alone = ("lora_rank", "train_layers", "max_length")
             options |= {"pretrained": self.judge, "lora_config": {}, **dict.fromkeys(alone)}
+            options |= {"system": None, "template_arguments": {}}
         return policy.model_copy(update=options)
 
     section = "roles."

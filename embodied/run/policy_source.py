@@ -23,7 +23,7 @@ from embodied.core.arrays import flat_dict
 from embodied.core.errors import CheckpointError, ConfigError, nearest
 from embodied.core.files import digest
 from embodied.envs import env_class
-from embodied.policies.common_config import ANSWERING, OF_SERVER
+from embodied.policies.common_config import ANSWERING, OF_SERVER, TEMPLATE
 from embodied.policies.hub import check_model, fetch, is_hub_id
 from embodied.policies.language.config import LanguageConfig
 from embodied.run.checkpoints import locate, name_of, read_json
@@ -37,7 +37,7 @@ CLASS = re.compile(r"[\w.]+:\w+")
 BUILT_IN = {"random": "embodied.policies.networks:RandomPolicy", "zero": "embodied.policies.networks:ZeroPolicy"}
 HOW = "policy.compile"  # an option of acting, not of the policy
 SERVER = ("engine", *OF_SERVER)  # options of the engine
-ANSWERS = (*SERVER, "max_tokens", "max_length", "max_running", "cache_gb", "train_layers")  # options of generation
+ANSWERS = (*SERVER, *TEMPLATE, "max_tokens", "max_length", "max_running", "cache_gb", "train_layers")  # of generation
 LEARNS = ("dtype", "detach_value", "expert_bias_rate", "keyframes", "noise_level", "train", "value_head")
 FREE = tuple(f"policy.{key}" for key in (*LEARNS, *ANSWERS))  # options that may differ from the start's
 ORIGIN = ("policy.pretrained", "policy.statistics")  # a saved policy contains what these keys name

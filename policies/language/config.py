@@ -101,6 +101,12 @@ class LanguageConfig(LoraOptions):
     chat: bool | None = Field(
         None, description="Format messages with the model's chat template; null: if it has one. false: contents alone."
     )
+    system: str | None = Field(
+        None, description="A system message before conversations of messages that have none; needs a chat template."
+    )
+    template_arguments: dict[str, bool | int | float | str] = Field(
+        {}, description="Arguments of the chat template, such as {enable_thinking: false} for Qwen3."
+    )
     train_layers: int | None = Field(
         None, gt=0, description="Train only this many of the last layers and the final norm; null: all weights."
     )
@@ -162,6 +168,7 @@ class LanguageConfig(LoraOptions):
     rules = (
         only_with(" ".join(OF_SERVER), {"engine": "http"}),
         only_with("tensor_parallel", {"engine": "vllm"}),
+        never_with("system template_arguments", {"chat": False}, "there is no template; leave it out"),
         never_with({"url": None}, {"engine": "http"}, "it asks a server; set policy.url=http://127.0.0.1:8000"),
     )
 

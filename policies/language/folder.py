@@ -17,8 +17,9 @@ from __future__ import annotations
 
 import copy
 import json
+import re
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property, partial
@@ -45,7 +46,7 @@ from transformers.core_model_loading import WeightConverter, WeightRenaming, ren
 from transformers.utils import logging
 
 from embodied.core.conversations import Message, Said, in_words, pictures_in
-from embodied.core.errors import CheckpointError, ConfigError, in_a_line
+from embodied.core.errors import CheckpointError, ConfigError, in_a_line, nearest
 from embodied.core.files import as_path
 from embodied.policies.language.config import LanguageConfig
 from embodied.policies.language.sight import PREPROCESSOR, SIGHTS, Sight, decoder_of
@@ -414,6 +415,8 @@ class ConversationTokenizer:
         self.chat = bool(base.chat_template) if chat is None else chat
         self.begin = beginning(base)
         self.sight: Sight | None = None  # for a model that reads pictures
+        self.system: str | None = None  # before conversations of messages that have no system message
+        self.arguments: dict[str, Any] = {}  # of the chat template
 
     def __deepcopy__(self, _: dict) -> ConversationTokenizer:
         """Shared by copies of a policy, since it never changes."""
@@ -431,7 +434,7 @@ class ConversationTokenizer:
             text = said if isinstance(said, str) else "\n".join(in_words(message, place) for message in said)
             begin = self.begin if first else []
         else:
-            text, begin = self.render(said) if first else self.continuation(said), []
+            text, begin = self.render(self.with_system(said)) if first else self.continuation(said), []
         if max_tokens is not None and len(text) > max_tokens * self.longest_token:
             why = f"a prompt of {len(text)} characters leaves no room for an answer within {max_tokens} tokens"
             raise ConfigError(f"{why}, the longest conversation")
@@ -447,6 +450,21 @@ class ConversationTokenizer:
         """The text of tokens without special ones, such as a chat template's, and without pictures."""
         words = [int(one) for one in ids if one >= 0]
         return self.base.decode(words, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+
+    def use(self, system: str | None, arguments: Mapping[str, Any]) -> None:
+        """Begin conversations with this system message, and render them with these arguments of the chat template."""
+        if (system or arguments) and not self.chat:
+            raise ConfigError(f"policy.{'system' if system else 'template_arguments'}: this model has no chat template")
+        read = set(re.findall(r"[A-Za-z_]\w*", str(self.base.chat_template)))
+        if unread := next((name for name in arguments if name not in read), None):
+            known = nearest(unread, read)
+            raise ConfigError(f"policy.template_arguments: this model's chat template has no {unread}{known}")
+        self.system, self.arguments = system, dict(arguments)
+
+    def with_system(self, messages: tuple[Message, ...]) -> tuple[Message, ...]:
+        if self.system is None or messages[0]["role"] == "system":
+            return messages
+        return ({"role": "system", "content": self.system}, *messages)
 
     def check_turns(self) -> None:
         """Refuse a chat template that changes the text of earlier turns when a turn is added."""
@@ -489,7 +507,8 @@ class ConversationTokenizer:
         plain = [dict(message) for message in messages]
         tools = [tool for message in plain for tool in message.pop("tools", ())]
         try:
-            return self.base.apply_chat_template(plain, tools=tools or None, tokenize=False, add_generation_prompt=True)
+            fixed = {"tools": tools or None, "tokenize": False, "add_generation_prompt": True}
+            return self.base.apply_chat_template(plain, **self.arguments | fixed)
         except Exception as err:  # whatever the template raises
             text = " ".join(str(err).split())
             raise ConfigError(f"the model's chat template refuses this conversation ({text}); {ADVICE}") from None
@@ -505,9 +524,11 @@ def tokenizer_of(config: LanguageConfig, talks: bool, shape: PreTrainedConfig | 
     """The tokenizer of a policy with these options. `talks`: conversations have several turns; `shape`: the model's
     config, if already read."""
     if config.pretrained is None:
-        return of_characters(config.chat, sees=config.preset == "tiny_vl")
-    origin = as_path(config.pretrained)
-    tokenizer = published_tokenizer(origin, shape or read_config(origin), config.chat)
+        tokenizer = of_characters(config.chat, sees=config.preset == "tiny_vl")
+    else:
+        origin = as_path(config.pretrained)
+        tokenizer = published_tokenizer(origin, shape or read_config(origin), config.chat)
+    tokenizer.use(config.system, config.template_arguments)
     if talks:
         tokenizer.check_turns()
     return tokenizer

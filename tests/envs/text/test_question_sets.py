@@ -27,7 +27,7 @@ def recipe(tmp_path, model, **sets):
     content = {
         "run": {"iterations": 1, "eval_every": 1, "dir": str(tmp_path / "runs")},
         "env": {"name": "math", "file": "train.jsonl", "num_envs": 4},
-        "policy": {"name": "language", "pretrained": str(model), "max_tokens": 8, "max_running": 16},
+        "policy": {"name": "language", "pretrained": str(model), "max_tokens": 8, "max_running": 16, "system": "Add."},
         "algo": {"name": "grpo", "groups": 2, "group_size": 2, "epochs": 1, "minibatch_size": None, "filter": "none"},
         "eval": {"temperature": 1, "sets": sets},
         "cluster": {"backend": "inline"},
@@ -56,8 +56,11 @@ def test_a_run_and_the_command_evaluate_every_set_by_its_own_rule(tmp_path, mode
     assert row["eval/first/episodes"] == 7 and "eval/second/pass@4" in row and row["eval/episodes"] == 15
     assert "second" in (run.folder / "report.html").read_text()
     again = embodied.evaluate(run, f"run.dir={tmp_path}")
-    capsys.readouterr()
     assert again["per_task"] == results["per_task"], "the run's evaluation equals the command's"
+    assert again["protocol"]["messages"] == {"system": "Add.", "template_arguments": {}, "chat": None}
+    other = embodied.evaluate(run, f"run.dir={tmp_path}", "policy.system=null")
+    assert other["protocol"]["messages"]["system"] is None
+    capsys.readouterr()
 
 
 @pytest.mark.parametrize(

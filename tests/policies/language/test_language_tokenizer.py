@@ -95,6 +95,25 @@ def begins_with_a_token(folder):
     path.write_text(json.dumps(json.loads(path.read_text()) | {"bos_token": "<pad>"}))
 
 
+THINKS = PLAIN + "{% if add_generation_prompt and not enable_thinking|default(true) %}<think></think>{% endif %}"
+
+
+def test_a_system_message_begins_conversations_without_one_and_arguments_reach_the_template():
+    tokenizer = with_template(THINKS)
+    tokenizer.use("Be brief.", {"enable_thinking": False})
+    first = tokenizer.decode(tokenizer.encode(said("1+1?"), first=True))
+    assert first == "[system]Be brief.<end>\n[user]1+1?<end>\n[assistant]<think></think>"
+    later = tokenizer.decode(tokenizer.encode(said("2+2?"), first=False))
+    assert later == "\n[user]2+2?<end>\n[assistant]<think></think>"
+    own = (*said("Own.", role="system"), *said("1+1?"))
+    assert "Be brief." not in tokenizer.decode(tokenizer.encode(own, first=True))
+    assert tokenizer.decode(tokenizer.encode("1+1=", first=True)) == "1+1="
+    with pytest.raises(ConfigError, match="has no enable_thinkin; did you mean 'enable_thinking'"):
+        tokenizer.use(None, {"enable_thinkin": False})
+    with pytest.raises(ConfigError, match=r"policy\.system: this model has no chat template"):
+        of_characters().use("Be brief.", {})
+
+
 def test_a_text_begins_with_the_models_own_beginning_once(tmp_path):
     folder = publish(tmp_path, "llama", False, template=PLAIN)
     begins_with_a_token(folder)
