@@ -4,13 +4,16 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
+import numpy as np
 import pytest
 from ranks import on_ranks
 
 sys.path.insert(0, str(Path(__file__).parent))
 from dealt_ranks import CASES, deals, differences, trained
 
+from embodied.learners.worker import LearnerWorker
 from embodied.runtime.collective import Alone
 
 
@@ -23,6 +26,22 @@ def test_any_deal_makes_the_update_of_one_rank_that_has_everything(case, num_ran
     for ranks in deals(case, num_ranks, 4):
         found = on_ranks(num_ranks, lambda rank, each, ranks=ranks: differences(case, ranks, rank, each))
         assert max(map(max, found)) < 1e-10, ranks
+
+
+def test_observations_are_merged_in_the_order_of_sequences_whichever_ranks_have_them():
+    moments = np.random.default_rng(0).normal(size=(6, 3))
+
+    def merged(rank, collective, deal):
+        learner = object.__new__(LearnerWorker)
+        found = []
+        learner.policy, learner.collective = SimpleNamespace(merge_observation_moments=found.append), collective
+        learner.observed = [(np.array([one]), moments[one : one + 1]) for one in deal[rank]]
+        learner._merge_observed()
+        return found[0]
+
+    for deal in ([[4, 1], [0, 5], [3, 2]], [[], [5, 4, 3], [2, 1, 0]]):
+        for rows in on_ranks(3, lambda rank, each, deal=deal: merged(rank, each, deal)):
+            np.testing.assert_array_equal(rows, moments)
 
 
 @pytest.mark.slow
