@@ -188,6 +188,19 @@ def test_the_optimizer_and_the_reference_leave_the_device_with_the_learner_and_c
     worker.close()
 
 
+def test_weights_that_are_loaded_are_published_with_the_frozen_ones(tmp_path):
+    worker = LearnerWorker(toy.make().config, PPO, LearnerConfig(), 0, None)
+    worker.rank, worker.world_size, worker.timers = 0, 1, Timers()
+    worker.build(toy.ENV, "0" * 16, snapshot=True)
+    worker.moving -= {"actor.0.weight"}  # as if it were frozen
+    worker.publish(0)
+    assert "actor.0.weight" not in worker.publish(1).changed
+    worker.save(tmp_path)
+    worker.load(tmp_path)
+    assert {*worker.publish(2).changed} == {*worker.policy.state_dict()} > {*worker.publish(3).changed}
+    worker.close()
+
+
 def test_a_learner_that_has_left_its_device_sends_its_weights_still():
     worker = LearnerWorker(toy.make().config, PPO, LearnerConfig(), 0, None)
     worker.rank, worker.world_size, worker.timers = 0, 1, Timers()

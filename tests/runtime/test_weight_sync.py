@@ -1,6 +1,7 @@
 """Where a policy worker is decides how it gets at weights; one that lacks the current version acts no more."""
 
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 
@@ -8,6 +9,8 @@ from embodied.config.recipe import load
 from embodied.core.errors import WorkerFailed
 from embodied.placement import make_plan
 from embodied.run import launch
+from embodied.runtime.published_weights import Publication
+from embodied.runtime.weight_sync import WeightSync
 from embodied.workflows.rl_loop import EmbodiedLoop
 
 ARGUMENTS = (
@@ -37,3 +40,36 @@ def test_a_policy_acts_with_delivered_weights_only(tmp_path, backend, placement,
         loop.learners.publish(3).wait()
         with pytest.raises(WorkerFailed, match="acts with version 2, but"):
             loop.iterate(2, 9)
+
+
+class Readers:
+    """Workers whose loads bring these versions; `asked` has by rank whether they were to load all weights."""
+
+    def __init__(self, *came):
+        self.came, self.workers, self.asked = came, [f"policy-{rank}" for rank in range(len(came))], {}
+
+    def __len__(self):
+        return len(self.came)
+
+    def __getitem__(self, rank):
+        def load_weights(publication, route, channel, whole):
+            self.asked[rank] = whole
+            return SimpleNamespace(succeeded=lambda: True, wait=lambda: [self.came[rank]])
+
+        return SimpleNamespace(workers=[self.workers[rank]], load_weights=load_weights)
+
+
+def test_who_missed_the_version_before_gets_all_weights():
+    readers = Readers(2, 1, None)
+    sharing = SimpleNamespace(takes_part=lambda worker: True, unbuilt=set())
+    cluster = SimpleNamespace(channel=lambda name, home, capacity: name)
+    sync, sent = WeightSync(cluster, readers, sharing, lambda reader: None), []
+    sync.routes = ["buckets"] * 3
+
+    def send(channels, whole, version, handles):
+        sent.append(([channel.removesuffix("/0") for channel in channels], whole, version))
+
+    for version in (2, 3):  # the first is new to all of them, and came only to the first
+        sync.deliver(Publication(version, version - 1, "0" * 16, 1, -1, {}, {}, ()), send, lambda call: [])
+    assert readers.asked == {0: False, 1: True, 2: True}
+    assert sent[1:] == [(["weights-policy-0"], False, 3), (["weights-policy-1", "weights-policy-2"], True, 3)]
