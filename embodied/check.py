@@ -25,7 +25,7 @@ from embodied.config.command_line import ON_COMMAND_LINE, from_python
 from embodied.config.recipe import RunConfig, load
 from embodied.core.errors import ConfigError, DeadlineExceeded
 from embodied.envs import env_class
-from embodied.envs.common_config import played_task
+from embodied.envs.config import played_task
 from embodied.envs.own_modules import file_name
 from embodied.run import launch
 from embodied.run.devices import check_simulator, machines

@@ -27,7 +27,7 @@ from embodied.envs import env_class
 from embodied.envs.capabilities import choose_protocol
 from embodied.envs.own_modules import file_name
 from embodied.placement import PlacementPlan
-from embodied.policies.common_config import TEMPLATE
+from embodied.policies.config import TEMPLATE
 from embodied.records.results import (
     COMPARISON,
     RESULTS,

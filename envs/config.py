@@ -5,14 +5,197 @@ env's folder, free of torch and simulators.
 from __future__ import annotations
 
 import re
-from typing import Annotated, Any
+from collections.abc import Collection, Mapping
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, get_args, get_origin
 
-from pydantic import Field, model_validator
+from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
 from embodied.core.errors import nearest
-from embodied.core.options import ChosenByName
+from embodied.core.options import ChosenByName, Requirement, Strict, never_with, only_with
 from embodied.core.plugins import ENVS, OURS, Plugins
-from embodied.envs.common_config import EXTERNAL, CommonEnvConfig, NamedWithKind, Tasks, side_by_side, with_task
+
+OnSuccess = Literal["truncate", "terminate", "continue"]
+
+PRIVILEGED = Field(
+    False,
+    description="With state=proprio: give the critic, never the actor, the other numbers of `full`.",
+)
+REWARDS = ("own", "success", "difference")
+EXTERNAL = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*")
+
+
+def played_task(name: Any, task: Any) -> str:
+    """The env and its tasks: `maniskill PushCube-v1`; `my_envs:Count` if the name ends with the task."""
+    tasks = ", ".join(map(str, task)) if isinstance(task, list | tuple) else str(task)
+    return str(name) if str(name).endswith(f":{tasks}") else f"{name} {tasks}"
+
+
+def a_name_or_names(value: Any) -> Any:
+    names = value if isinstance(value, list | tuple) else [value]
+    if not names or not all(isinstance(name, str) for name in names):
+        raise ValueError("should be the name of a task, or a list of names")
+    return value
+
+
+def known_reward(name: str) -> str:
+    if name not in REWARDS and not EXTERNAL.fullmatch(name):
+        mode = f"; did you mean env.reward_mode={name}?" if name.endswith(("dense", "sparse")) else ""
+        raise ValueError(
+            f"env.reward={name!r} is unknown (known: {', '.join(REWARDS)}, my_pkg.my_module:my_reward)"
+            f"{mode or nearest(name, REWARDS)}"
+        )
+    return name
+
+
+def not_empty(region: tuple[float, float, float, float]) -> tuple[float, float, float, float]:
+    left, top, right, bottom = region
+    if left >= right or top >= bottom:
+        raise ValueError("is empty: left and top come first, then right and bottom; try [0.2, 0, 0.8, 0.8]")
+    return region
+
+
+SIZE_HELP = "Height and width of these images in pixels; one number for both."
+Side = Annotated[int, Field(ge=8, le=2048)]
+ImageSize = Annotated[tuple[Side, Side], BeforeValidator(lambda size: (size, size) if isinstance(size, int) else size)]
+Share = Annotated[float, Field(ge=0, le=1)]
+Region = Annotated[tuple[Share, Share, Share, Share], AfterValidator(not_empty)]
+Tasks = Annotated[str | tuple[str, ...], BeforeValidator(a_name_or_names)]
+Modules = Annotated[tuple[str, ...], BeforeValidator(lambda value: [value] if isinstance(value, str) else value)]
+
+
+def side_by_side(of: str = "") -> Any:
+    """The option of text envs, ours or the user's."""
+    return Field(
+        16,
+        gt=0,
+        le=1024,
+        description=f"{of}Conversations of a sim worker whose steps and scores may run at the same time, in threads, "
+        "if they take milliseconds; 1: one after the other. Results are the same.",
+    )
+
+
+class CommonEnvConfig(Strict):
+    if TYPE_CHECKING:  # each env describes its own
+        name: Any
+        task: Any
+
+    env: ClassVar[str] = ""
+    """The env's class, as my_pkg.my_module:MyEnv."""
+
+    needs: ClassVar[Requirement] = Requirement()
+    """Packages that it needs."""
+
+    speaks: ClassVar[bool] = False
+    """True if it asks in words; what a class of yours does, follows from its base."""
+
+    task_base: ClassVar[str] = ""
+    """The simulator's class whose subclasses are its tasks; empty if users cannot add tasks with
+    env.task=my_pkg.my_module:MyTask."""
+
+    shaped: ClassVar[str] = ""
+    """The `reward_mode` to suggest instead of a sparse one; empty if there is none."""
+
+    num_envs: int = Field(32, gt=0, le=2**20, description="Env rows of the whole run, divided among the sim workers.")
+    max_episode_steps: int | None = Field(
+        None, gt=0, description="Env steps after which an episode is cut off; unset: the task's own limit."
+    )
+    on_success: OnSuccess = Field(
+        "truncate", description="A success ends the episode with bootstrapping, without it, or not at all."
+    )
+    after_success: int = Field(
+        0, ge=0, description="With truncate: env steps that an episode continues after a success."
+    )
+    reward: Annotated[str, AfterValidator(known_reward)] = Field(
+        "own",
+        description="Reward per env step: own (as the simulator gives it), success (1 when the task is solved, else "
+        "0), difference (own minus that of the step before), or a function or class of yours, "
+        "my_pkg.my_module:my_reward.",
+    )
+    reward_kwargs: dict[str, Any] = Field(
+        default_factory=dict, description="Arguments of the class that env.reward names; every env makes an object."
+    )
+    modules: Modules = Field(
+        (),
+        description="Your modules to import before envs are made: tasks, robots, controllers that register "
+        "themselves. They are found in the working directory and on Python's path.",
+    )
+    stagger: bool = Field(
+        False,
+        description="Cut the first training episode of each env short, each at a different step, so that rollouts "
+        "have early and late parts of episodes from the beginning and after a restart. This lowers the "
+        "return of these iterations, but not of evaluations.",
+    )
+
+    retries: int = Field(
+        0,
+        ge=0,
+        description="How often an env repeats a failed training episode from the same initial state. Hard initial "
+        "states are practised more, which lowers the success shown in training, but not in evaluations.",
+    )
+
+    section = "env."
+    rules = (
+        never_with("privileged", {"state": "full"}, "it hides nothing from the actor; try env.state=proprio"),
+        only_with(
+            "reward_kwargs",
+            {"reward": lambda name: ":" in name},
+            "leave it out, or name a class of yours: env.reward=my_pkg.my_module:MyReward",
+        ),
+        only_with("after_success", {"on_success": "truncate"}, "try env.after_success=0"),
+    )
+
+    @classmethod
+    def tasks_in_words(cls, name: str) -> list[tuple[str, str]]:
+        """The name and description of each value of `env.task` if it takes fixed names, else one description; for
+        `embodied.list tasks`. `name` is the env's name, if several envs have these options."""
+        field = cls.model_fields["task"]
+        fixed = get_args(field.annotation) if get_origin(field.annotation) is Literal else ("",)
+        return [(task, field.description or "") for task in fixed]
+
+    @classmethod
+    def is_task(cls, task: str) -> bool:
+        """True if this name alone identifies a task of this env, for evaluations that name no env."""
+        return False
+
+    @classmethod
+    def advice(cls, lacking: Collection[str], environ: Mapping[str, str]) -> list[str]:
+        """Lines that say where this env's files are searched, if `lacking` names some of them."""
+        return []
+
+    @property
+    def physics(self) -> str:
+        """The kind of physics, if the simulator has several."""
+        return ""
+
+    @property
+    def on_gpu(self) -> bool:
+        """True if the simulator itself runs on a GPU."""
+        return self.physics == "cuda"
+
+    @property
+    def observed_images(self) -> dict[str, tuple[int, int]]:
+        """Height and width of the observed images by camera, as far as the options say."""
+        return {}
+
+    def worker_bytes(self, rows: int, num_tasks: int) -> float:
+        """Memory of a sim worker whose env rows play at most `num_tasks` tasks; 0 if unknown."""
+        return 0.0
+
+
+class NamedWithKind(CommonEnvConfig):
+    """Envs whose name is KIND:NAME: the task is NAME, unless `env.task` gives it another name for results."""
+
+    written: ClassVar[str]
+    """The task as `env.name` gives it, for messages."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _task_is_the_name(cls, values: Any) -> Any:
+        return with_task(values, str(values.get("name", "")).partition(":")[2]) if isinstance(values, dict) else values
+
+
+def with_task(values: dict[str, Any], task: str) -> dict[str, Any]:
+    return values if values.get("task") else {**values, "task": task}
 
 
 class ExternalEnvConfig(CommonEnvConfig):

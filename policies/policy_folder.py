@@ -20,8 +20,7 @@ import numpy as np
 from embodied.core.errors import CheckpointError
 from embodied.core.files import digest, read_object, reading
 from embodied.core.types import EnvSpec
-from embodied.policies.common_config import PublishedFolder
-from embodied.policies.config import POLICY_CONFIGS
+from embodied.policies.config import POLICY_CONFIGS, PublishedFolder
 from embodied.runtime.published_weights import Blob, array_of, blob_of, read_safetensors, spec_of, write_safetensors
 
 if TYPE_CHECKING:

@@ -29,7 +29,7 @@ from embodied.config.read import (
 )
 from embodied.config.recipe_files import EVERY_RECIPE, recipe_names
 from embodied.core.files import as_path
-from embodied.policies.common_config import ANSWERING
+from embodied.policies.config import ANSWERING
 
 ON_COMMAND_LINE = "--help, --cfg and --dry-run are for the command line"
 FLAGS = {"-h": "--help", "--help": "--help", "--cfg": "--cfg", "--dry-run": "--dry-run"}

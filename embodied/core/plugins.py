@@ -56,8 +56,8 @@ OURS = {
     },
 }
 BASES = {  # of the classes in each group
-    ENVS: "embodied.envs.common_config:CommonEnvConfig",
-    FAMILIES: "embodied.policies.common_config:PolicyOptions",
+    ENVS: "embodied.envs.config:CommonEnvConfig",
+    FAMILIES: "embodied.policies.config:PolicyOptions",
     ENGINES: "embodied.policies.language.engine:Engine",
     LOGGERS: "embodied.records.loggers:Logger",
 }

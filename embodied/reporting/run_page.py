@@ -13,7 +13,7 @@ from shlex import quote
 from typing import Any
 
 from embodied.config.read import read_yaml
-from embodied.envs.common_config import played_task
+from embodied.envs.config import played_task
 from embodied.records.results import greedy_gap, reference_lines, sampling
 from embodied.records.transcripts import SAMPLES, read_samples
 from embodied.reporting.page import (

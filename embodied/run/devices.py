@@ -16,7 +16,7 @@ from embodied.envs import env_class
 from embodied.placement import PlacementError, PlacementPlan, PlannedHost, Topology
 from embodied.placement.grammar import parse_map
 from embodied.placement.topology import read_topology
-from embodied.policies.common_config import PolicyOptions
+from embodied.policies.config import PolicyOptions
 from embodied.run.memory_check import decisions_of
 from embodied.runtime import HostPlan, nodes_of
 from embodied.system.discovery import discover, on_ray_node

@@ -25,7 +25,7 @@ from embodied.core.files import show
 from embodied.core.options import broken_rules
 from embodied.envs import env_class, import_class
 from embodied.envs.capabilities import choose_protocol
-from embodied.envs.common_config import CommonEnvConfig, played_task
+from embodied.envs.config import CommonEnvConfig, played_task
 from embodied.envs.own_modules import own_modules
 from embodied.envs.rewards import reward_class
 from embodied.placement import PlacedRole, PlacementError, PlacementPlan, Topology, make_plan, named_nodes, roles_of

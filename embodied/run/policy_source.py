@@ -23,7 +23,7 @@ from embodied.core.arrays import flat_dict
 from embodied.core.errors import CheckpointError, ConfigError, nearest
 from embodied.core.files import digest
 from embodied.envs import env_class
-from embodied.policies.common_config import ANSWERING, OF_SERVER, TEMPLATE
+from embodied.policies.config import ANSWERING, OF_SERVER, TEMPLATE
 from embodied.policies.hub import check_model, fetch, is_hub_id
 from embodied.policies.language.config import LanguageConfig
 from embodied.run.checkpoints import locate, name_of, read_json

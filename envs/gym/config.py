@@ -6,7 +6,7 @@ from typing import Any
 
 from pydantic import Field
 
-from embodied.envs.common_config import NamedWithKind, OnSuccess
+from embodied.envs.config import NamedWithKind, OnSuccess
 
 
 class GymConfig(NamedWithKind):

@@ -15,7 +15,7 @@ from pydantic import Field
 
 from embodied.core.errors import nearest
 from embodied.core.options import LocalPath, Requirement
-from embodied.envs.common_config import CommonEnvConfig, OnSuccess, Tasks
+from embodied.envs.config import CommonEnvConfig, OnSuccess, Tasks
 
 # Measured: a worker, MuJoCo's cache of files if there are several tasks, each task.
 SIM_BYTES, CACHED_BYTES, SCENE_BYTES, SCENE_WITH_IMAGES_BYTES = 0.3e9, 0.4e9, 0.3e9, 0.8e9

@@ -16,7 +16,7 @@ import sapien
 from sapien.render import RenderBodyComponent, RenderShapeTriangleMesh
 
 from embodied.core.errors import ConfigError, nearest
-from embodied.envs.common_config import Region
+from embodied.envs.config import Region
 
 FINE = 1000  # a mesh with more triangles is thinned
 CELLS = 16  # cells along the longest side of a mesh; the vertices of a cell are merged

@@ -6,7 +6,7 @@ from typing import Literal
 
 from pydantic import Field
 
-from embodied.envs.common_config import PRIVILEGED, SIZE_HELP, CommonEnvConfig, ImageSize
+from embodied.envs.config import PRIVILEGED, SIZE_HELP, CommonEnvConfig, ImageSize
 
 
 class PointMassConfig(CommonEnvConfig):

@@ -7,7 +7,7 @@ from typing import Any
 from pydantic import Field
 
 from embodied.core.options import Requirement
-from embodied.envs.common_config import NamedWithKind
+from embodied.envs.config import NamedWithKind
 from embodied.envs.text.config import TextConfig
 
 

@@ -7,7 +7,7 @@ from typing import Any, ClassVar, Literal
 from pydantic import Field
 
 from embodied.core.options import Requirement
-from embodied.envs.common_config import CommonEnvConfig, Tasks
+from embodied.envs.config import CommonEnvConfig, Tasks
 
 ROBOSUITE_BYTES, ROW_BYTES, ROW_WITH_IMAGES_BYTES = 0.7e9, 0.07e9, 0.4e9  # measured: worker, each row
 

@@ -10,7 +10,7 @@ from pydantic import Field, model_validator
 
 from embodied.core.errors import nearest
 from embodied.core.options import LocalPath, Requirement, one_or_several, only_with
-from embodied.envs.common_config import CommonEnvConfig, Tasks, side_by_side, with_task
+from embodied.envs.config import CommonEnvConfig, Tasks, side_by_side, with_task
 
 
 class TextConfig(CommonEnvConfig):

@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 from pydantic import Field
 
 from embodied.core.options import LocalPath, Requirement
-from embodied.envs.common_config import NamedWithKind
+from embodied.envs.config import NamedWithKind
 from embodied.envs.text.config import TextConfig
 
 

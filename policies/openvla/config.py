@@ -7,7 +7,7 @@ from typing import ClassVar, Literal
 
 from pydantic import Field
 
-from embodied.policies.common_config import PublishedFolder
+from embodied.policies.config import PublishedFolder
 from embodied.policies.vla.config import VLAConfig
 
 

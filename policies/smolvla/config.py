@@ -6,7 +6,7 @@ from typing import Literal
 
 from pydantic import Field
 
-from embodied.policies.common_config import PublishedFolder
+from embodied.policies.config import PublishedFolder
 from embodied.policies.vla.config import FlowConfig
 
 

@@ -18,7 +18,7 @@ from pydantic import (
 from typing_extensions import TypedDict
 
 from embodied.core.options import Requirement
-from embodied.policies.common_config import PolicyOptions
+from embodied.policies.config import PolicyOptions
 
 TOKENIZERS = Requirement(("tokenizers",), "vla")
 MERGED_ROWS = 64  # merged env rows; a large network spends most of its time reading weights

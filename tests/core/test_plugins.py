@@ -16,7 +16,7 @@ PACKAGE = {  # a robot package with one plug-in of each kind
     "config": """
 from typing import Literal
 from pydantic import Field
-from embodied.envs.common_config import CommonEnvConfig
+from embodied.envs.config import CommonEnvConfig
 from embodied.policies.config import ActorCriticConfig
 
 class DialConfig(CommonEnvConfig):
@@ -201,7 +201,7 @@ def test_names_are_listed_without_an_import_and_a_run_imports_what_it_names(inst
         ("policy.name=linaer", "did you mean 'linear'?"),
         ("run.log=line", "did you mean 'lines'?"),
         ("env.name=leaves", "env.name=leaves: importing arm_kit.leaves:Nothing of the package arm-kit failed: "),
-        ("env.name=misplaced", "is no class derived from embodied.envs.common_config:CommonEnvConfig"),
+        ("env.name=misplaced", "is no class derived from embodied.envs.config:CommonEnvConfig"),
     ],
 )
 def test_mistakes_with_the_names_of_other_packages_are_explained(installed, option, answer):

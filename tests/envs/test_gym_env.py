@@ -11,8 +11,7 @@ from pydantic import TypeAdapter
 from embodied.core.errors import ConfigError, Unusable, WrongShape
 from embodied.core.types import EpisodeSpec
 from embodied.envs import make_env
-from embodied.envs.common_config import played_task
-from embodied.envs.config import EnvConfig
+from embodied.envs.config import EnvConfig, played_task
 from embodied.envs.env_checker import check_vector_env
 
 

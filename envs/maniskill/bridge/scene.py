@@ -19,7 +19,7 @@ from mani_skill.sensors.camera import CameraConfig
 from mani_skill.utils.geometry.rotation_conversions import quaternion_to_matrix
 from mani_skill.utils.structs.pose import Pose
 
-from embodied.envs.common_config import Region
+from embodied.envs.config import Region
 from embodied.envs.maniskill.bridge.bridge_tasks import CAMERA, TWINS
 from embodied.envs.maniskill.images import intrinsics
 
