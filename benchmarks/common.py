@@ -61,7 +61,7 @@ def code_commit() -> str:
 
 def packages() -> dict[str, str]:
     """Versions of our packages."""
-    from embodied.run.provenance import provenance
+    from embodied.run.run_folder import provenance
 
     return provenance()["packages"]
 
@@ -79,7 +79,7 @@ def machine() -> dict:
 
 def environment() -> dict[str, str]:
     """The environment of every process of a benchmark: a Vulkan driver, and one thread unless it sets more."""
-    from embodied.system.vulkan_driver import ensure_vulkan
+    from embodied.core.vulkan_driver import ensure_vulkan
 
     ensure_vulkan()
     names = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "LP_NUM_THREADS")

@@ -77,7 +77,7 @@ def steps_of(rows: Sequence[dict]) -> list[Step]:
 
 
 def peer_run(start: Path, seed: int, count: int, processes: int, env: dict[str, str]) -> list[Step]:
-    from embodied.run.checkpoints import locate
+    from embodied.run.run_folder import locate
 
     config = common.resolved(RECIPE, *ALIKE)
     asked = {"model": str(locate(str(start))[0]), "seed": seed, "steps": count, "processes": processes}

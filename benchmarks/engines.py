@@ -22,8 +22,7 @@ import numpy as np
 import torch
 
 from benchmarks.common import code_commit, machine, markdown
-from embodied.core.conversations import SamplingRule
-from embodied.core.types import ActionSpec, EnvSpec
+from embodied.core.types import ActionSpec, EnvSpec, SamplingRule
 from embodied.policies import make_policy
 from embodied.policies.language.config import LanguageConfig
 from embodied.policies.language.engine import Engine, Request, make_engine

@@ -370,9 +370,9 @@ def lora(asked: argparse.Namespace) -> Figures:
     from embodied.learners.config import LearnerConfig
     from embodied.learners.memory_estimate import count, made_up
     from embodied.learners.model import Model, PolicyOptimizer
-    from embodied.learners.throughput import peak_rate
     from embodied.learners.train_batch import build_batch
     from embodied.learners.update import update_policy
+    from embodied.learners.worker import peak_rate
     from embodied.runtime.collective import Alone
 
     rank, rows = (2, 2) if asked.tiny else (32, 16)

@@ -39,7 +39,7 @@ from benchmarks.common import (
     write_json,
 )
 from embodied.policies.policy_folder import read_weights
-from embodied.run.checkpoints import locate
+from embodied.run.run_folder import locate
 
 SEEDS = tuple(range(101, 111))  # not used for tuning recipes
 EVAL_SEED = 1_000  # episodes of neither training nor its evaluations

@@ -18,8 +18,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks.common import code_commit, environment, markdown
-from embodied.core.conversations import SamplingRule
-from embodied.core.types import ActionSpec, EnvSpec
+from embodied.core.types import ActionSpec, EnvSpec, SamplingRule
 from embodied.policies import make_policy
 from embodied.policies.language.config import LanguageConfig
 from embodied.policies.language.engine import Engine, Request, make_engine

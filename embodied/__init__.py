@@ -38,12 +38,12 @@ if TYPE_CHECKING:
     from embodied.placement import make_plan as make_plan
     from embodied.policies.base import Policy as Policy
     from embodied.reporting.runs import read_run as read_run
+    from embodied.run.devices import discover as discover
     from embodied.run.devices import host_plans as host_plans
     from embodied.run.policy_source import load_policy as load_policy
     from embodied.runtime import Channel as Channel
     from embodied.runtime import Cluster as Cluster
     from embodied.runtime import Worker as Worker
-    from embodied.system.discovery import discover as discover
     from embodied.workflows.contract import Role as Role
     from embodied.workflows.relay import RelayWorker as RelayWorker
     from embodied.workflows.rl_loop import EmbodiedLoop as EmbodiedLoop
@@ -60,10 +60,9 @@ _NAMES = {  # by module, as above
     "placement": "make_plan",
     "policies.base": "Policy",
     "reporting.runs": "read_run",
-    "run.devices": "host_plans",
+    "run.devices": "discover host_plans",
     "run.policy_source": "load_policy",
     "runtime": "Channel Cluster Worker",
-    "system.discovery": "discover",
     "workflows.contract": "Role",
     "workflows.relay": "RelayWorker",
     "workflows.rl_loop": "EmbodiedLoop",

@@ -59,7 +59,7 @@ from embodied.reporting.benchmark_page import describe, warnings, write_report
 from embodied.run import launch
 from embodied.run.devices import divides_requests, draws_on_gpus, host_plans, machines
 from embodied.run.launch import program_of
-from embodied.run.provenance import provenance
+from embodied.run.run_folder import provenance
 from embodied.runtime.backend import reserved
 from embodied.system.machine import LoadMeter, load_before
 from embodied.workflows.rl_loop import EmbodiedLoop

@@ -27,13 +27,12 @@ from embodied.envs import env_class
 from embodied.envs.capabilities import AS_TRAINED, EnvCapabilities
 from embodied.envs.text.text_env import TextEnv
 from embodied.evaluate import players
-from embodied.records.results import describe_results, describe_tasks
-from embodied.records.success_stats import summarize
+from embodied.records.success_stats import describe_results, describe_tasks, summarize
 from embodied.run import launch
 from embodied.run.ending import Interruption
 from embodied.run.policy_source import PolicySource, find, resolved_recipe
-from embodied.run.provenance import provenance
 from embodied.run.rehearsal import rehearse
+from embodied.run.run_folder import provenance
 
 if TYPE_CHECKING:
     from embodied.datasets import Dataset

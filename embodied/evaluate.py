@@ -32,26 +32,28 @@ from embodied.records.results import (
     COMPARISON,
     RESULTS,
     PartialEvaluation,
+    is_part_of,
+    mark,
+    read_results,
+    remove_partial,
+    write_comparison,
+    write_results,
+)
+from embodied.records.success_stats import (
+    count_causes,
     describe_causes,
     describe_pair,
     describe_results,
     describe_tasks,
-    is_part_of,
-    mark,
-    read_results,
     reference_lines,
-    remove_partial,
+    summarize,
     warn_of_errors,
-    write_comparison,
-    write_results,
 )
-from embodied.records.success_stats import count_causes, summarize
 from embodied.records.transcripts import TRANSCRIPTS, join_transcripts
 from embodied.records.videos import remove_drafts, worth_seeing, write_mosaic
 from embodied.reporting.run_page import REPORT, report_or_say_why
 from embodied.reporting.runs import Run
 from embodied.run import launch
-from embodied.run.checkpoints import MANIFEST, policy_in, read_json
 from embodied.run.devices import is_small
 from embodied.run.ending import Interruption
 from embodied.run.policy_source import (
@@ -62,9 +64,9 @@ from embodied.run.policy_source import (
     of_another_env,
     other_training,
 )
-from embodied.run.provenance import try_lock
 from embodied.run.published_models import compare_with_published, differing_before
 from embodied.run.rehearsal import check_all_fit, rehearse
+from embodied.run.run_folder import MANIFEST, policy_in, read_json, try_lock
 
 if TYPE_CHECKING:
     from embodied.runtime import Cluster

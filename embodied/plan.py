@@ -46,9 +46,8 @@ from embodied.placement.topology import DeviceClass, Topology, read_topology
 from embodied.profiling import stored_profiles
 from embodied.reporting.page import Block, Row, Rows, bullets, page, rows_chart, section, short, table, write_page
 from embodied.run import launch
-from embodied.run.devices import draws_on_gpus, machines
+from embodied.run.devices import discover, draws_on_gpus, machines
 from embodied.run.launch import program_of, proofs
-from embodied.system.discovery import discover
 from embodied.system.machine import under_load
 from embodied.workflows.shipped_roles import roles_of_run
 

@@ -24,10 +24,9 @@ from embodied.core.hub import pinned
 from embodied.placement import PlacementPlan
 from embodied.records.progress import RECENT_EPISODES, Console
 from embodied.run import launch
-from embodied.run.checkpoints import SIMS, STATE, SaveClock, name_of, newest, prune, read_counters
 from embodied.run.ending import Interruption, closing, what_next
 from embodied.run.launch import command_of, program_of, without_success
-from embodied.run.run_folder import REQUEST, RunFolder
+from embodied.run.run_folder import REQUEST, SIMS, STATE, RunFolder, SaveClock, name_of, newest, prune, read_counters
 from embodied.runtime import Budget
 from embodied.runtime.supervision import Supervisor
 from embodied.workflows.contract import UPDATE, WARNING

@@ -18,8 +18,8 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
+from embodied.core import vulkan_driver
 from embodied.core.errors import EmbodiedError
-from embodied.system import vulkan_driver
 
 # Libraries of SAPIEN and OpenCV, and their packages
 LIBRARIES = {"libGL.so.1": "libgl1", "libEGL.so.1": "libegl1", "libgthread-2.0.so.0": "libglib2.0-0"}

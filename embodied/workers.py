@@ -29,8 +29,7 @@ from shlex import quote
 from embodied.core.errors import ConfigError, EmbodiedError
 from embodied.core.files import as_path, read_object
 from embodied.run import launch
-from embodied.run.provenance import is_held, was_killed
-from embodied.run.run_folder import ANSWER, REQUEST
+from embodied.run.run_folder import ANSWER, REQUEST, is_held, was_killed
 from embodied.run.worker_changes import MOST
 
 USAGE = __doc__ or ""

@@ -31,7 +31,7 @@ MODULE = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*")
 
 
 def prepare_sapien() -> None:
-    from embodied.system.vulkan_driver import ensure_vulkan
+    from embodied.core.vulkan_driver import ensure_vulkan
 
     ensure_vulkan()
 
@@ -90,6 +90,35 @@ def import_class(where: str, key: str = "env.name") -> Any:
         known = [word for word, value in vars(module).items() if callable(value)]
         raise ConfigError(f"{key}={where!r}: {module.__file__} has no {name}{nearest(name, known)}")
     return getattr(module, name) or registered_with_libero(module, name)
+
+
+def reward_class(config: Any) -> Any:
+    """The function or class that `env.reward` names. Refuses `env.reward_kwargs` that it does not take, before an
+    object is made."""
+    kind, kwargs, what = import_class(config.reward, "env.reward"), config.reward_kwargs, f"env.reward={config.reward}"
+    if not inspect.isclass(kind):
+        if kwargs:
+            raise ConfigError(f"{what} is no class, and env.reward_kwargs={kwargs} are arguments of one; leave it out")
+        return kind
+    if not any("__call__" in vars(base) for base in kind.__mro__):
+        raise ConfigError(
+            f"{what} is a class without a method __call__(self, env, actions, step), which returns the reward of "
+            "every row (docs/own_task.md)"
+        )
+    try:
+        inspect.signature(kind).bind(**kwargs)
+    except TypeError as err:
+        raise ConfigError(f"{what} does not take env.reward_kwargs={kwargs}: {err}") from None
+    except ValueError:  # a class of another language has no signature
+        pass
+    return kind
+
+
+def own_reward(config: Any) -> Any:
+    """The function of `env.reward`, or an object of its class, made with `env.reward_kwargs`."""
+    kind = reward_class(config)
+    with explain_errors(f"env.reward={config.reward}", "be made"):
+        return kind(**config.reward_kwargs) if inspect.isclass(kind) else kind
 
 
 def registered_with_libero(module: ModuleType, name: str) -> type | None:

@@ -27,7 +27,7 @@ from typing import TypeVar
 
 import numpy as np
 
-from embodied.placement.placement_errors import PlacementError
+from embodied.placement.topology import PlacementError
 
 PRODUCTS = {"cpu": (60.0, 2.2e6), "cuda": (900.0, 6e9)}
 """Multiplications that a device computes in the time of sending one number, and of an empty exchange. On cores as

@@ -8,9 +8,8 @@ from embodied.placement.dataflow import Dataflow
 from embodied.placement.grammar import text_of
 from embodied.placement.iteration_cost import Pricer
 from embodied.placement.layout import Layout, Zone
-from embodied.placement.placement_errors import PlacementError
 from embodied.placement.placement_plan import with_drawing
-from embodied.placement.topology import DeviceClass, Topology
+from embodied.placement.topology import DeviceClass, PlacementError, Topology
 
 
 def as_placement(

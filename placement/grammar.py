@@ -18,8 +18,7 @@ from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from typing import Any
 
-from embodied.placement.placement_errors import PlacementError, number, span
-from embodied.placement.topology import MOST
+from embodied.placement.topology import MOST, PlacementError, number, span
 
 MODES = ("auto", "collocated", "disaggregated", "hybrid")
 DEVICES = re.compile(

@@ -58,8 +58,20 @@ from embodied.placement.grammar import (
     roles_of,
     text_of,
 )
-from embodied.placement.placement_errors import PlacementError, number, span, spans
-from embodied.placement.topology import Gpu, Node, Topology, gpu_of, gpus_of, not_there, one_machine
+from embodied.placement.topology import (
+    Gpu,
+    Node,
+    PlacementError,
+    Topology,
+    cores_beside,
+    cores_of,
+    gpus_of,
+    not_there,
+    number,
+    one_machine,
+    span,
+    spans,
+)
 
 Device = tuple[str, str, int]  # node, kind, number
 Groups = list[tuple[str, list[Device]]]
@@ -588,31 +600,3 @@ def check_shares(plan: PlacementPlan, stages: int, shared: bool) -> None:
         )
     if learners > envs:
         raise PlacementError(f"{learners} learners share env.num_envs={envs}, so {learners - envs} would have none")
-
-
-# CPU cores: a placement names them; a host on a GPU gets a share of the cores of the GPU's NUMA node, a host on other
-# hardware may use all cores. `embodied/runtime/local.py` binds processes to their cores.
-
-
-def cores_of(devices: tuple[int, ...], node: Node) -> tuple[int, ...]:
-    """The core numbers of devices `cpu:N`; refuses cores that the machine lacks."""
-    cores = node.core_numbers
-    if devices[-1] >= len(cores):
-        have = f"{len(cores)} cores, cpu:0-{len(cores) - 1}" if len(cores) > 1 else "one core, cpu:0"
-        raise PlacementError(f"cpu:{span(devices)} is not there: this run may use {have}")
-    return tuple(cores[device] for device in devices)
-
-
-def cores_beside(device: str, node: Node) -> tuple[int, ...]:
-    """The cores of a device: GPUs divide the cores of their NUMA node in order, other devices may use all cores."""
-    kind = device.partition(":")[0]
-    if kind != "fake" and device not in node.named:
-        raise PlacementError(not_there(device, node))
-    gpu = gpu_of(device, node)
-    if gpu is None:
-        return node.core_numbers
-    near, cores = node.gpus, node.core_numbers
-    if gpu.numa is not None and gpu.numa < len(node.numa) and node.numa[gpu.numa]:
-        near, cores = tuple(other for other in node.gpus if other.numa == gpu.numa), node.numa[gpu.numa]
-    each, place = len(cores) // len(near), near.index(gpu)
-    return cores[place * each : (place + 1) * each] if each else cores

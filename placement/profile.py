@@ -19,8 +19,7 @@ from typing import Any
 import numpy as np
 
 from embodied.placement.dataflow import Component, Dataflow, dataflow_from_json
-from embodied.placement.placement_errors import PlacementError
-from embodied.placement.topology import DeviceClass
+from embodied.placement.topology import DeviceClass, PlacementError
 
 AFFINE_ERROR = 0.05  # a floor and a line within this relative error are preferred to a piecewise linear curve
 

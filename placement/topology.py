@@ -9,6 +9,7 @@
                      - {name: desk, cores: 16, devices: ["arm:0"]}
 
 GPUs of one model are one class of devices, cores are another; `fake` devices only exist in plans and tests.
+`PlacementError` says why a placement is impossible.
 """
 
 from __future__ import annotations
@@ -21,8 +22,6 @@ from pathlib import Path
 from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
-
-from embodied.placement.placement_errors import PlacementError, number
 
 GB = 1e9
 GPU_GB = {"GPU": 80.0, "H200": 141.0, "H100": 80.0, "A100": 80.0, "L40S": 48.0, "A10": 24.0, "L4": 24.0, "T4": 16.0}
@@ -41,6 +40,35 @@ CORES_PER_GPU = 16
 CORE_GB = 8.0  # memory of a machine, per core
 TEXT = re.compile(r"(?:(?P<nodes>\d+)x)?(?P<count>\d+)x(?P<model>[A-Za-z][\w-]*)")
 CLUSTER_EXAMPLES = "examples: 8xGPU, 64x8xGPU, 8xH100, 16xCPU, 4xFAKE, or a file.yaml"
+
+
+class PlacementError(ValueError):
+    """An impossible placement. The text shows the arithmetic and a placement that works."""
+
+
+def number(count: int, noun: str) -> str:
+    """1 core, 2 cores."""
+    return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
+
+
+def span(numbers: tuple[int, ...]) -> str:
+    """0-3,6 for (0, 1, 2, 3, 6)."""
+    parts: list[list[int]] = []
+    for number in sorted(numbers):
+        if parts and parts[-1][-1] == number - 1:
+            parts[-1].append(number)
+        else:
+            parts.append([number])
+    return ",".join(str(part[0]) if len(part) == 1 else f"{part[0]}-{part[-1]}" for part in parts)
+
+
+def spans(devices: Iterable[str]) -> str:
+    """gpu:0-7 for eight."""
+    by_kind: dict[str, set[int]] = {}
+    for device in devices:
+        kind, _, place = device.partition(":")
+        by_kind.setdefault(kind, set()).add(int(place))
+    return ", ".join(f"{kind}:{span(tuple(places))}" for kind, places in by_kind.items())
 
 
 @dataclass(frozen=True)
@@ -261,3 +289,31 @@ def read_nodes(entry: Any, place: int, path: Path) -> list[Node]:
         raise PlacementError(f"{path}: {name} has no device; say its cores: 8, or its gpus")
     names = [name] if read.count == 1 else [f"{name}-{i}" for i in range(read.count)]
     return [Node(n, cores, gpus, read.memory_gb * GB, devices=tuple(read.devices)) for n in names]
+
+
+# CPU cores: a placement names them; a host on a GPU gets a share of the cores of the GPU's NUMA node, a host on other
+# hardware may use all cores. `embodied/runtime/local.py` binds processes to their cores.
+
+
+def cores_of(devices: tuple[int, ...], node: Node) -> tuple[int, ...]:
+    """The core numbers of devices `cpu:N`; refuses cores that the machine lacks."""
+    cores = node.core_numbers
+    if devices[-1] >= len(cores):
+        have = f"{len(cores)} cores, cpu:0-{len(cores) - 1}" if len(cores) > 1 else "one core, cpu:0"
+        raise PlacementError(f"cpu:{span(devices)} is not there: this run may use {have}")
+    return tuple(cores[device] for device in devices)
+
+
+def cores_beside(device: str, node: Node) -> tuple[int, ...]:
+    """The cores of a device: GPUs divide the cores of their NUMA node in order, other devices may use all cores."""
+    kind = device.partition(":")[0]
+    if kind != "fake" and device not in node.named:
+        raise PlacementError(not_there(device, node))
+    gpu = gpu_of(device, node)
+    if gpu is None:
+        return node.core_numbers
+    near, cores = node.gpus, node.core_numbers
+    if gpu.numa is not None and gpu.numa < len(node.numa) and node.numa[gpu.numa]:
+        near, cores = tuple(other for other in node.gpus if other.numa == gpu.numa), node.numa[gpu.numa]
+    each, place = len(cores) // len(near), near.index(gpu)
+    return cores[place * each : (place + 1) * each] if each else cores

@@ -14,6 +14,7 @@ import time
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from itertools import accumulate
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -33,16 +34,17 @@ from embodied.core.arrays import (
     num_rows,
     text_lists,
 )
-from embodied.core.conversations import SamplingRule
 from embodied.core.errors import DeadlineExceeded, Unusable, WrongShape
 from embodied.core.rng import stream
-from embodied.core.types import ActReply, ActRequest, Array, EnvSpec, Merging, PolicyOutput
+from embodied.core.types import ActReply, ActRequest, Array, EnvSpec, Merging, PolicyOutput, SamplingRule
 from embodied.policies import make_policy
 from embodied.runtime import Channel, Needs, Worker, served_while_busy
-from embodied.runtime.device_graphs import Recordings
 from embodied.runtime.device_memory import Computing, DeviceTensors, give_back_unused, num_bytes
 from embodied.runtime.published_weights import Blob, Publication, blob_of, tensor_of
 from embodied.runtime.weights import WeightReader
+
+if TYPE_CHECKING:
+    from embodied.runtime.device_graphs import Recordings
 
 ONE_BY_ONE = Merging()
 ALL_ACTIONS = SamplingRule()
@@ -71,8 +73,11 @@ class PolicyWorker(Worker):
         self.shares = False  # True: it uses a learner's weights
         self.cache_bytes = 0  # its largest working memory so far
         self.checks = FiniteChecks()  # checks of answers on a device, until a rollout ends
-        plain = graphs == "off" or self.bf16 or config.compile
-        self.recordings = None if plain else Recordings(device)
+        self.recordings: Recordings | None = None
+        if not (graphs == "off" or self.bf16 or config.compile):
+            from embodied.runtime.device_graphs import Recordings
+
+            self.recordings = Recordings(device)
 
     def build(self, spec: EnvSpec) -> None:
         self.belongings = DeviceTensors(self.timers)

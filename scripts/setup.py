@@ -40,7 +40,7 @@ def main() -> int:
             f"Python 3.11 or 3.12 is needed, {sys.executable} is {have}; try: make setup PYTHON=python3.11"
         )
     sys.path.insert(0, str(ROOT))
-    from embodied.system import vulkan_driver
+    from embodied.core import vulkan_driver
 
     installed = STAMP.is_file() and STAMP.read_text() == fingerprint() and PYTHON.exists()
     if not (installed and finds_driver(vulkan_driver)):
@@ -57,7 +57,7 @@ def main() -> int:
     return 0
 
 
-CHECK = """from embodied.system.vulkan_driver import ensure_vulkan
+CHECK = """from embodied.core.vulkan_driver import ensure_vulkan
 ensure_vulkan()
 import sapien
 sapien.render.RenderSystem()"""

@@ -116,7 +116,7 @@ def kept_renderer():
     """The software driver compiles its shaders for seconds, once more whenever nobody held a renderer in between."""
     if Path("/dev/nvidiactl").exists():
         return None
-    from embodied.system.vulkan_driver import ensure_vulkan
+    from embodied.core.vulkan_driver import ensure_vulkan
 
     ensure_vulkan()
     import sapien

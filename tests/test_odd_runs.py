@@ -9,7 +9,7 @@ import shutil
 import numpy as np
 import pytest
 
-from embodied.run.checkpoints import digest
+from embodied.run.run_folder import digest
 
 QUICK = ["run.iterations=1", "eval.episodes=1", "eval.videos=0", "cluster.backend=inline", "env.num_envs=4"]
 SMALL = ["policy.hidden=[8]", "algo.rollout_decisions=8", "algo.minibatch_size=16"]

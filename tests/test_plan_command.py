@@ -13,7 +13,7 @@ from embodied.placement.profile import Cost, Curve, Profile, constant, write_pro
 from embodied.placement.topology import Node
 from embodied.profiling.stored_profiles import cost_key, dataflow_of, profile_path
 from embodied.run import devices
-from embodied.system.discovery import discover
+from embodied.run.devices import discover
 
 
 def run(capsys, *argv):

@@ -100,7 +100,7 @@ def test_old_checkpoints_that_cannot_be_removed_are_worth_a_line_not_the_run(tmp
         raise PermissionError(13, "Permission denied", str(path))
 
     monkeypatch.setattr(
-        "embodied.run.checkpoints.shutil.rmtree", lambda path, ignore_errors=False: ignore_errors or refused(path)
+        "embodied.run.run_folder.shutil.rmtree", lambda path, ignore_errors=False: ignore_errors or refused(path)
     )
     assert main([*PPO, "cluster.backend=inline", f"run.dir={tmp_path}", *EVERY, "run.keep=1"]) == 0
     assert "old checkpoints could not be removed: [Errno 13]" in capsys.readouterr().out

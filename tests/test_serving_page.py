@@ -19,7 +19,7 @@ from tiny_language import build, publish
 from embodied import evaluate, sft, train
 from embodied.config.read import leaves, root
 from embodied.config.recipe import RunConfig
-from embodied.core.conversations import SamplingRule
+from embodied.core.types import SamplingRule
 from embodied.policies.language.config import LanguageConfig
 from embodied.policies.language.engine import Request, make_engine
 from embodied.policies.language.servers.remote_server import RemoteServer

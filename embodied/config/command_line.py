@@ -196,7 +196,7 @@ def base_recipe(
 
 def run_to_resume(recipe: str, values: dict[str, Any], command: Command, schema: Section) -> Path | None:
     """The run for resume=auto; None: a new run begins. The recipe may set run.name and run.dir. Prints the run."""
-    from embodied.run.checkpoints import newest_run
+    from embodied.run.run_folder import newest_run
 
     sources = recipe_sources(recipe, schema, [])
     sources.append(Source(COMMAND_LINE, Path.cwd(), flatten(schema, values, COMMAND_LINE, [])))
@@ -302,7 +302,7 @@ def texts(key: str, value: Any, problems: list[str]) -> tuple[str, ...]:
 def no_recipe_in(checkpoints: tuple[str, ...], env_is_named: bool = False) -> list[str]:
     """Problems of checkpoints outside runs; none if they exist and the env is named."""
     from embodied.policies.hub import is_hub_id
-    from embodied.run.checkpoints import no_policy_in
+    from embodied.run.run_folder import no_policy_in
 
     problems, others = [], []
     for checkpoint in checkpoints:

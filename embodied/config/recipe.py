@@ -40,8 +40,10 @@ from embodied.config.read import (
     with_own_task,
 )
 from embodied.config.sections import (
+    ClusterConfig,
     CollectSection,
     EvalSection,
+    FaultsConfig,
     PipelineSection,
     PlacementConfig,
     RolesSection,
@@ -52,7 +54,6 @@ from embodied.core.options import BelongsToFile, Strict, broken_rules, never_wit
 from embodied.envs.config import EnvConfig, ExternalEnvConfig
 from embodied.learners.config import LearnerConfig
 from embodied.policies.config import MLPConfig, PolicyConfig
-from embodied.runtime.config import ClusterConfig, FaultsConfig
 
 
 class RunConfig(Strict):

@@ -6,9 +6,7 @@ import re
 from functools import cache
 from pathlib import Path
 
-from embodied import recipes
-
-RECIPES = Path(recipes.__file__).resolve().parent
+RECIPES = Path(__file__).parents[1].joinpath("recipes").resolve()
 ENVS = Path(__file__).parents[1] / "envs"
 # Folders of recipes for single tasks, by simulator
 BY_TASK = tuple(sorted(at for at in RECIPES.iterdir() if (ENVS / at.name / "__init__.py").is_file()))

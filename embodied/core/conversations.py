@@ -19,6 +19,8 @@ from typing import Any
 
 import numpy as np
 
+from embodied.core.types import SamplingRule
+
 Message = dict[str, Any]
 """{"role": "user", "content": "..."}, or with pictures a list of parts as content: {"type": "image", "image": NAME} and
 {"type": "text", "text": "..."}."""
@@ -57,25 +59,6 @@ def is_content(value: Any) -> bool:
         and part.keys() == keys.get(part.get("type", ""))
         for part in value
     )
-
-
-@dataclass(frozen=True)
-class SamplingRule:
-    """How a policy's actions or tokens are sampled. Robot policies only use the temperature. Tokens are drawn from
-    logits divided by the temperature (0: the likeliest token), among the `top_k` likeliest (0: all), restricted to the
-    smallest set whose probabilities reach `top_p`."""
-
-    temperature: float = 1.0
-    top_p: float = 1.0
-    top_k: int = 0
-    stream: str = "train"  # stream of random numbers: train or eval
-    logprob_temperature: float = 1.0
-    """That of the log-probs that come with answers, of all tokens: in rollouts the one that tokens are drawn at, since
-    losses compare with them."""
-
-    @property
-    def draws_from_all(self) -> bool:
-        return self.top_p == 1.0 and not self.top_k
 
 
 @dataclass(frozen=True)

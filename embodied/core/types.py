@@ -12,15 +12,12 @@ from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from itertools import pairwise, repeat
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from embodied.core.arrays import Observation, concatenate, map_obs, room_for, take_rows, write
 from embodied.core.rng import episode_seeds, generator
-
-if TYPE_CHECKING:
-    from embodied.core.conversations import SamplingRule
 
 GOLDEN_RATIO = (5**0.5 - 1) / 2
 Array = Any  # numpy array, or a torch tensor where data stays on a GPU
@@ -362,6 +359,25 @@ class Recording:
     noise: float = 0.0  # deviation of the noise on executed actions; recorded actions are without noise
     seed: int = 0  # seed of that noise
     recorders: tuple[Callable[..., Any], ...] = ()  # recorder classes; the sim worker constructs one of each
+
+
+@dataclass(frozen=True)
+class SamplingRule:
+    """How a policy's actions or tokens are sampled. Robot policies only use the temperature. Tokens are drawn from
+    logits divided by the temperature (0: the likeliest token), among the `top_k` likeliest (0: all), restricted to the
+    smallest set whose probabilities reach `top_p`."""
+
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    stream: str = "train"  # stream of random numbers: train or eval
+    logprob_temperature: float = 1.0
+    """That of the log-probs that come with answers, of all tokens: in rollouts the one that tokens are drawn at, since
+    losses compare with them."""
+
+    @property
+    def draws_from_all(self) -> bool:
+        return self.top_p == 1.0 and not self.top_k
 
 
 @dataclass(frozen=True)

@@ -18,8 +18,7 @@ from torch.utils._pytree import tree_map_only
 
 from embodied.core.types import ActionSpec, EnvSpec, Observation
 from embodied.learners.config import LearnerConfig
-from embodied.learners.model import recompute
-from embodied.learners.sharding import HALVES
+from embodied.learners.model import HALVES, recompute
 from embodied.policies.base import Policy
 from embodied.runtime.device_memory import num_bytes
 

@@ -5,6 +5,7 @@ summed over all learner ranks and clipped as a whole.
 from __future__ import annotations
 
 import shutil
+import sys
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -16,14 +17,13 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim.adam import adam
 
 from embodied.algorithms.config import AlgoConfig, GRPOConfig, SFTConfig
 from embodied.core.errors import CheckpointError, ConfigError
 from embodied.core.types import Observation
 from embodied.learners.config import LearnerConfig
-from embodied.learners.sharding import HALVES, is_sharded, join_rows, local, rows_of, whole_of
 from embodied.policies.base import Policy, Scores
 from embodied.runtime.collective import Alone, Collective
 from embodied.runtime.published_weights import (
@@ -43,6 +43,7 @@ if TYPE_CHECKING:
 KEPT_BYTES = 4 * 2**30  # limit of host memory for an iteration's frozen features
 FILE, SHARD = "optimizer.safetensors", "optimizer-{}-of-{}.safetensors"
 MASTER, MEAN = "master", "mean"  # a parameter's further tensors in the stored state
+HALVES = (torch.bfloat16, torch.float16)
 NORM_PART = 2**20  # numbers whose squares are summed in their own precision, exact to five digits
 
 
@@ -490,3 +491,63 @@ def learning_rates(config: AlgoConfig | SFTConfig) -> dict[str, float]:
 def lr_factor(schedule: str, progress: float) -> float:
     """The factor on learning rates; `progress` is 0 before the first iteration, 1 after the last."""
     return min(1.0, max(0.0, 1.0 - progress)) if schedule == "linear" else 1.0
+
+
+# Rows of weights that are sharded over the ranks (`sharding.py`)
+
+
+def is_sharded(tensor: Tensor) -> bool:
+    """True for a DTensor. Its class is slow to import, so a process that has not imported it has no DTensor."""
+    kind = getattr(sys.modules.get("torch.distributed.tensor"), "DTensor", None)  # None while a thread imports it
+    return kind is not None and isinstance(tensor, kind)
+
+
+def local_weights(policy: nn.Module) -> list[Tensor]:
+    """This rank's rows of all weights and buffers."""
+    return [local(tensor) for tensor in (*policy.parameters(), *policy.buffers())]
+
+
+def local(tensor: Tensor) -> Tensor:
+    """This rank's rows; for an unsharded tensor the tensor itself."""
+    return tensor.to_local() if is_sharded(tensor) else tensor
+
+
+def rows_of(tensor: Tensor) -> slice:
+    """The rows that this rank holds of a tensor."""
+    if not is_sharded(tensor):
+        return slice(None)
+    count = -(-len(tensor) // tensor.device_mesh.size())
+    first = min(tensor.device_mesh.get_local_rank() * count, len(tensor))
+    return slice(first, min(first + count, len(tensor)))
+
+
+def join_rows(shards: Sequence[Blob], rows: slice) -> Tensor:
+    """These rows of a tensor that is stored in shards; only shards with such rows are read.
+
+    Rows 2 to 5 of shards of 3 rows each: row 2 of the first, rows 0 and 1 of the second."""
+    if len(shards) == 1:
+        return tensor_of(shards[0])[rows] if shards[0].spec.shape else tensor_of(shards[0])
+    ends = np.cumsum([shard.spec.shape[0] for shard in shards]).tolist()
+    first, last, _ = rows.indices(ends[-1])
+    pieces = []
+    for shard, end in zip(shards, ends, strict=True):
+        begin = end - shard.spec.shape[0]
+        if max(first, begin) < min(last, end):
+            pieces.append(tensor_of(shard)[max(first - begin, 0) : last - begin])
+    return torch.cat(pieces) if pieces else tensor_of(shards[0])[:0]
+
+
+def whole_of(rows: Tensor, like: Tensor) -> Tensor:
+    """The whole tensor from this rank's `rows`, sharded like `like`; all ranks must take part."""
+    if not is_sharded(like):
+        return rows
+    same = {"shape": like.shape, "stride": like.stride(), "run_check": False}
+    return type(like).from_local(rows, like.device_mesh, like.placements, **same).full_tensor()
+
+
+def load_whole(policy, tensors: dict[str, Tensor]) -> None:
+    """Replace all weights by this rank's parts of whole tensors, which may be read lazily."""
+    policy.check_names(tensors)
+    with torch.no_grad():
+        for name, tensor in policy.state_dict(keep_vars=True).items():
+            local(tensor).copy_(tensors[name][rows_of(tensor)] if is_sharded(tensor) else tensors[name])

@@ -10,19 +10,15 @@ every connection.)
 
 from __future__ import annotations
 
-import sys
 import warnings
-from collections.abc import Iterator, Mapping, Sequence, Set
+from collections.abc import Iterator, Mapping, Set
 from datetime import timedelta
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
-from embodied.runtime.published_weights import Blob, tensor_of
+from embodied.learners.model import HALVES, is_sharded
 from embodied.runtime.rendezvous import RendezvousAddress, RendezvousFile
-
-HALVES = (torch.bfloat16, torch.float16)
 
 
 def form_shards(rendezvous: RendezvousFile | RendezvousAddress, rank: int, world_size: int, device: str) -> None:
@@ -76,55 +72,6 @@ def leave() -> None:
         dist.destroy_process_group()
 
 
-def is_sharded(tensor: Tensor) -> bool:
-    """True for a DTensor. Its class is slow to import, so a process that has not imported it has no DTensor."""
-    kind = getattr(sys.modules.get("torch.distributed.tensor"), "DTensor", None)  # None while a thread imports it
-    return kind is not None and isinstance(tensor, kind)
-
-
-def local_weights(policy: nn.Module) -> list[Tensor]:
-    """This rank's rows of all weights and buffers."""
-    return [local(tensor) for tensor in (*policy.parameters(), *policy.buffers())]
-
-
-def local(tensor: Tensor) -> Tensor:
-    """This rank's rows; for an unsharded tensor the tensor itself."""
-    return tensor.to_local() if is_sharded(tensor) else tensor
-
-
-def rows_of(tensor: Tensor) -> slice:
-    """The rows that this rank holds of a tensor."""
-    if not is_sharded(tensor):
-        return slice(None)
-    count = -(-len(tensor) // tensor.device_mesh.size())
-    first = min(tensor.device_mesh.get_local_rank() * count, len(tensor))
-    return slice(first, min(first + count, len(tensor)))
-
-
-def join_rows(shards: Sequence[Blob], rows: slice) -> Tensor:
-    """These rows of a tensor that is stored in shards; only shards with such rows are read.
-
-    Rows 2 to 5 of shards of 3 rows each: row 2 of the first, rows 0 and 1 of the second."""
-    if len(shards) == 1:
-        return tensor_of(shards[0])[rows] if shards[0].spec.shape else tensor_of(shards[0])
-    ends = np.cumsum([shard.spec.shape[0] for shard in shards]).tolist()
-    first, last, _ = rows.indices(ends[-1])
-    pieces = []
-    for shard, end in zip(shards, ends, strict=True):
-        begin = end - shard.spec.shape[0]
-        if max(first, begin) < min(last, end):
-            pieces.append(tensor_of(shard)[max(first - begin, 0) : last - begin])
-    return torch.cat(pieces) if pieces else tensor_of(shards[0])[:0]
-
-
-def whole_of(rows: Tensor, like: Tensor) -> Tensor:
-    """The whole tensor from this rank's `rows`, sharded like `like`; all ranks must take part."""
-    if not is_sharded(like):
-        return rows
-    same = {"shape": like.shape, "stride": like.stride(), "run_check": False}
-    return type(like).from_local(rows, like.device_mesh, like.placements, **same).full_tensor()
-
-
 def whole_tensors(
     policy: nn.Module, dtypes: Mapping[str, torch.dtype], names: Set[str]
 ) -> Iterator[tuple[str, Tensor]]:
@@ -132,11 +79,3 @@ def whole_tensors(
     for name, tensor in policy.state_dict().items():
         if name in names:
             yield name, tensor.to(dtypes[name]).full_tensor() if is_sharded(tensor) else tensor
-
-
-def load_whole(policy, tensors: dict[str, Tensor]) -> None:
-    """Replace all weights by this rank's parts of whole tensors, which may be read lazily."""
-    policy.check_names(tensors)
-    with torch.no_grad():
-        for name, tensor in policy.state_dict(keep_vars=True).items():
-            local(tensor).copy_(tensors[name][rows_of(tensor)] if is_sharded(tensor) else tensors[name])

@@ -19,18 +19,18 @@ from torch import Tensor
 
 from embodied.algorithms.config import AlgoConfig
 from embodied.algorithms.losses import loss_terms
-from embodied.core.arrays import is_tensor, leaves
+from embodied.core.arrays import flat_dict, is_tensor, leaves, map_obs
 from embodied.core.errors import ConfigError, Diverged, EmbodiedError, WrongShape
 from embodied.core.rng import minibatches
 from embodied.core.types import BatchEnd, Trajectory
-from embodied.learners.graphs import FixedPass, moved, padded_size, tensors_of
 from embodied.learners.model import KEPT_BYTES, Model, Pass, PolicyOptimizer, lr_factor
-from embodied.learners.train_batch import RankBatch, step_items
+from embodied.learners.train_batch import OF_ITEMS, RankBatch, step_items
 from embodied.policies.base import Scores
 from embodied.runtime.collective import Collective
-from embodied.runtime.device_graphs import record
 
 SMALL = 10_000_000  # largest number of weights of a policy with recorded steps
+SIZES = 8  # most sizes of padded minibatches, each with its own graph
+UNCOUNTED = ("mask", "current", "weights")  # zeros for padding items
 LossOf = Callable[[Pass], tuple[Tensor, Tensor]]  # the loss of a pass, a sum, and numbers for the log
 MISMATCH = ("mismatch_k3", "mismatch_error")  # log-probs compared with act time, in the first step
 
@@ -194,6 +194,36 @@ class PolicySteps(GradientSteps):
         return lr_factor(self.config.lr_schedule, end.iteration / end.total)
 
 
+class FixedPass:
+    """The inputs of a recorded pass in memory with fixed addresses, and the graph of the pass (`device_graphs.py`)."""
+
+    def __init__(self, batch: RankBatch, size: int, dtype: torch.dtype) -> None:
+        device = batch.mask.device
+        self.index = torch.zeros(size, dtype=torch.int64, device=device)
+        self.batch = batch.select(self.index)
+        self.counts = torch.ones(size, dtype=dtype, device=device)  # 0 for padding items
+        self.divisor, self.own_weight = (torch.ones((), dtype=dtype, device=device) for _ in range(2))
+        self.graph: Any = None
+
+    @property
+    def inputs(self) -> dict[str, Any]:
+        """The inputs of `Policy.forward`."""
+        return {"obs": self.batch.obs, "actions": self.batch.actions} | self.batch.replay
+
+    def fill(self, batch: RankBatch, items: Tensor, divisor: float) -> None:
+        """Copy these items into the inputs, followed by padding up to the size."""
+        count, buffers = len(items), tensors_of(self.batch)
+        self.index[:count] = items
+        self.index[count:].zero_()
+        for name, tensor in tensors_of(batch).items():
+            torch.index_select(tensor, 0, self.index, out=buffers[name])
+        self.counts.fill_(1.0)
+        for buffer in (self.counts, *(buffers[name] for name in UNCOUNTED)):
+            buffer[count:].zero_()
+        self.divisor.fill_(divisor)
+        self.own_weight.fill_(batch.weight_sum / (batch.num_units or 1))
+
+
 class GraphedSteps(PolicySteps):
     """Gradient steps recorded once for all updates: a pass for each size of padded minibatches, and the step. Ranks sum
     their gradients in between."""
@@ -265,6 +295,8 @@ class GraphedSteps(PolicySteps):
 
     def _recorded(self, work: Callable[[], None]) -> Any:
         """The graph of this work. Recording changes no weights, since the update counts as broken meanwhile."""
+        from embodied.runtime.device_graphs import record
+
         changed = (self.room, self.largest, self.broken)
         before = [tensor.clone() for tensor in changed]
         self.broken.fill_(1.0)
@@ -424,3 +456,25 @@ def check_weights(collective: Collective, iteration: int, broken: float, *number
     if rows[:, 0].any():
         raise Diverged(f"weights are NaN or infinite after iteration {iteration + 1}; try a lower algo.lr")
     return rows[:, 1:]
+
+
+def tensors_of(batch: RankBatch) -> dict[str, Tensor]:
+    """All tensors of a batch with a row per item, by name."""
+    columns = {"obs": batch.obs, "replay": batch.replay, "actions": batch.actions}
+    columns |= {name: getattr(batch, name) for name in OF_ITEMS}
+    return {name: tensor for name, tensor in flat_dict(columns).items() if tensor is not None}
+
+
+def moved(batch: RankBatch, device: str) -> RankBatch:
+    """The same batch, with the network's inputs on this device."""
+
+    def move(array: Tensor) -> Tensor:
+        return array.to(device, non_blocking=True)
+
+    return replace(batch, obs=map_obs(move, batch.obs), replay=map_obs(move, batch.replay))
+
+
+def padded_size(count: int, most: int) -> int:
+    """The size to which `count` items are padded, one of a few sizes up to `most`."""
+    step = -(-most // SIZES)
+    return min(most, -(-count // step) * step)

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import copy
 from collections import deque
-from collections.abc import Iterable, Set
+from collections.abc import Iterable, Iterator, Set
+from contextlib import contextmanager
 from dataclasses import astuple, replace
 from functools import partial
 from pathlib import Path
@@ -24,9 +25,7 @@ from embodied.algorithms.config import AlgoConfig
 from embodied.core.errors import CheckpointError, ConfigError, EmbodiedError
 from embodied.core.types import EnvSpec, Trajectory, Unit, join_units
 from embodied.learners.config import LearnerConfig
-from embodied.learners.model import KEPT_BYTES, Model, PolicyOptimizer
-from embodied.learners.sharding import form_shards, leave, load_whole, local_weights, shard, whole_tensors
-from embodied.learners.throughput import Throughput
+from embodied.learners.model import KEPT_BYTES, Model, PolicyOptimizer, load_whole, local_weights
 from embodied.learners.train_batch import (
     REFERENCE,
     RankBatch,
@@ -51,6 +50,8 @@ from embodied.runtime.rendezvous import RendezvousAddress, listen
 from embodied.runtime.weights import WeightStore
 
 MOVING_S = 3600.0  # time limit of a transfer from or to a slow disk
+SIDES = {"cuda": 4096}  # side of the matrices whose product measures a device's peak rate
+TRIES = 5  # of that product
 ENCODED = 32  # items encoded together by frozen parts: enough for speed, few enough to begin early
 
 
@@ -102,6 +103,8 @@ class LearnerWorker(Worker):
         specs = {name: spec_of(tensor) for name, tensor in self.policy.state_dict().items()}
         self.dtypes = {name: getattr(torch, spec.dtype) for name, spec in specs.items()}
         if self.config.shard:
+            from embodied.learners.sharding import form_shards, shard
+
             form_shards(self.rendezvous, self.rank, self.world_size, self.model.device)
             for model in filter(None, (self.model, self.reference)):
                 shard(model.policy)
@@ -375,6 +378,8 @@ class LearnerWorker(Worker):
         part, and only rank 0 gets them."""
         if not self.config.shard:
             return ((name, tensor) for name, tensor in self.policy.state_dict().items() if name in names)
+        from embodied.learners.sharding import whole_tensors
+
         tensors = whole_tensors(self.policy, self.dtypes, names)
         return deque(tensors, maxlen=0) if self.rank else tensors
 
@@ -388,6 +393,8 @@ class LearnerWorker(Worker):
         if self.store is not None:
             self.store.close()
         if self.config.shard:
+            from embodied.learners.sharding import leave
+
             leave()
 
 
@@ -403,3 +410,52 @@ def check_learns(policy: Policy) -> None:
             raise ConfigError(
                 f"{kind.__name__} keeps {name}, which is {kind_of_tensor}; weights are {', '.join(ITEM_BYTES)}"
             )
+
+
+class Throughput:
+    """The training speed of a language model: tokens a second, and MFU, the share of its devices' peak rate.
+
+    MFU counts two operations for each product of the forward pass and four of the backward pass, also for frozen
+    weights. Recomputed activations do not count. A device's peak rate is measured once, as the best rate of a matrix
+    product.
+    """
+
+    def __init__(self, model: Model) -> None:
+        self.model, self.seconds, self.peak = model, 0.0, 0.0
+
+    @contextmanager
+    def measured(self) -> Iterator[None]:
+        started = perf_counter()
+        yield
+        self.seconds += perf_counter() - started
+
+    def numbers(self, collective: Collective) -> dict[str, float]:
+        """Numbers for the log over all ranks since the last call; all ranks take part. {} for robot policies."""
+        if not self.model.policy.speaks:
+            return {}
+        tokens, products = self.model.policy.take_work()
+        if not self.peak:
+            dtype = (
+                torch.bfloat16 if self.model.config.precision == "bf16" else next(self.model.policy.parameters()).dtype
+            )
+            self.peak = peak_rate(self.model.device, dtype)
+        of_rank = np.array([[tokens, 2.0 * products, self.peak, self.seconds]])
+        self.seconds = 0.0
+        rows = np.concatenate(collective.gather(of_rank))
+        trained, operations, peak, _ = rows.sum(axis=0).tolist()
+        longest = float(rows[:, 3].max())
+        if not trained:
+            return {}
+        return {"text/trainer_tokens_per_s": trained / longest, "text/mfu": operations / longest / peak}
+
+
+@torch.no_grad()
+def peak_rate(device: str, dtype: torch.dtype) -> float:
+    """Operations a second of a product of two large matrices, the best of several tries."""
+    side = SIDES.get(device, 512)
+    matrix, best = torch.full((side, side), 0.01, dtype=dtype, device=device), float("inf")
+    for _ in range(TRIES):
+        started = perf_counter()
+        (matrix @ matrix)[0, 0].item()  # waits for a GPU
+        best = min(best, perf_counter() - started)
+    return 2.0 * side**3 / best

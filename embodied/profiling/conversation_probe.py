@@ -10,8 +10,8 @@ from typing import Any
 
 import numpy as np
 
-from embodied.core.conversations import Completion, CompletionBatch, PromptBatch, SamplingRule
-from embodied.core.types import Trajectory
+from embodied.core.conversations import Completion, CompletionBatch, PromptBatch
+from embodied.core.types import SamplingRule, Trajectory
 from embodied.envs.text.worker import TextWorker
 from embodied.policies.language.worker import LanguageWorker
 from embodied.profiling.role_probe import DirectChannel, ProbedPart, ProbeWorker, Samples

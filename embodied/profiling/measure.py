@@ -52,7 +52,7 @@ from embodied.records.progress import timestamp
 from embodied.run import devices, launch
 from embodied.run.launch import program_of
 from embodied.run.memory_check import CUDA_BYTES
-from embodied.run.provenance import commit
+from embodied.run.run_folder import commit
 from embodied.system.machine import LoadMeter, load_before, under_load
 from embodied.workflows.rl_loop import EmbodiedLoop
 from embodied.workflows.shipped_roles import roles_of_run

@@ -22,7 +22,6 @@ import torch
 
 from embodied.config.recipe import RunConfig
 from embodied.core.arrays import num_rows, take_rows, text_lists
-from embodied.core.conversations import SamplingRule
 from embodied.core.errors import DeadlineExceeded
 from embodied.core.types import (
     ActReply,
@@ -32,6 +31,7 @@ from embodied.core.types import (
     Job,
     PolicyOutput,
     Route,
+    SamplingRule,
     Servers,
     Trajectory,
     Unit,

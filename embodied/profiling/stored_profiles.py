@@ -23,11 +23,10 @@ from embodied.placement import PlacedRole, PlacementError, PlacementPlan, Topolo
 from embodied.placement.dataflow import Dataflow, Lengths, embodied_dataflow, lengths_from_json
 from embodied.placement.deploy import as_placement, granularity
 from embodied.placement.grammar import EMBODIED, PARALLEL, extra_roles
-from embodied.placement.placement_errors import number
 from embodied.placement.profile import NOTHING, Profile, read_profile
 from embodied.placement.profile_planner import Choice, Planner
 from embodied.placement.reasons import why_not, why_not_apart
-from embodied.placement.topology import GB, DeviceClass
+from embodied.placement.topology import GB, DeviceClass, number
 from embodied.run.devices import divides_requests, draws_on_gpus, networks_on
 
 AMOUNTS = {

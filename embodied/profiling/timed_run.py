@@ -29,7 +29,7 @@ from embodied.records.timeline import Timeline
 from embodied.run import launch
 from embodied.run.devices import divides_requests, draws_on_gpus
 from embodied.runtime.channel import hosts_of_runs
-from embodied.runtime.timers import Total, seconds_between
+from embodied.runtime.worker import Total, seconds_between
 from embodied.workflows.rl_loop import EmbodiedLoop
 from embodied.workflows.shipped_roles import roles_of_run
 

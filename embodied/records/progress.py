@@ -22,7 +22,6 @@ from embodied.core.files import encode, replace_text, show
 from embodied.core.plugins import LOGGER_CLASSES
 from embodied.core.types import EpisodeResult
 from embodied.records.loggers import Logger, RayGauges
-from embodied.records.transcripts import ANSWERS, SAMPLES, TRANSCRIPTS, as_line, ends_line, read_ends, read_samples
 
 RECENT_EPISODES = "recent_episodes"  # in the state of a checkpoint
 RECENT = 100  # window of the success rate and return of training, in episodes
@@ -135,7 +134,7 @@ class Console:
         self.show_activity(f"evaluating v{version:06d} on {episodes} episodes{before}{when}")
 
     def evaluated(self, version: int, results: dict) -> None:
-        from embodied.records.results import describe_results, greedy_gap, warn_of_errors
+        from embodied.records.success_stats import describe_results, greedy_gap, warn_of_errors
 
         self.say(f"evaluation of v{version:06d}: {describe_results(results)}{warn_of_errors(results)}")
         if gap := greedy_gap(self._recent_means()["success_once"], len(self.recent), results):
@@ -170,6 +169,7 @@ class Console:
     def end(self, state: dict, stopped: bool, spent: str, most: int | None = None) -> None:
         """Print the use of the time, the result files and the next commands. `most`: the largest number of different
         evaluation episodes, if it is limited."""
+        from embodied.records.transcripts import TRANSCRIPTS
         from embodied.records.videos import worth_seeing
 
         verb = "stopped" if stopped else "finished"
@@ -243,7 +243,6 @@ class RunLog:
     def __init__(self, run: Path) -> None:
         self.path = run
         self.metrics = run / "metrics.jsonl"
-        self.conversations = run / SAMPLES
         self._file: FileIO | None = None
         self._loggers: list[Logger] = []
 
@@ -275,14 +274,16 @@ class RunLog:
     def samples(self, iteration: int, samples: Sequence[dict]) -> None:
         """Add conversations of an iteration to samples.jsonl."""
         if samples:
-            with self.conversations.open("ab", buffering=0) as file:
-                file.write(b"".join(as_line({"iteration": iteration, **sample}) for sample in samples))
+            from embodied.records.transcripts import add_samples
+
+            add_samples(self.path, iteration, samples)
 
     def answers(self, iteration: int, ends: Sequence[tuple[int, float]]) -> None:
         """Add an iteration's line to answers.jsonl."""
         if ends:
-            with (self.path / ANSWERS).open("ab", buffering=0) as file:
-                file.write(ends_line(iteration, ends))
+            from embodied.records.transcripts import add_ends
+
+            add_ends(self.path, iteration, ends)
 
     def evaluated(self, version: int, results: dict) -> None:
         """Add an evaluation's figures to the row of the iteration that made this version, and to the curves."""
@@ -290,7 +291,7 @@ class RunLog:
         row = next((row for row in reversed(rows) if row["policy_version"] == version), None)
         if row is None:  # the evaluation of the initial policy
             return
-        from embodied.records.results import evaluation_numbers
+        from embodied.records.success_stats import evaluation_numbers
 
         figures = evaluation_numbers(results)
         row.update(figures)
@@ -305,14 +306,11 @@ class RunLog:
         """Drop the rows and samples of iterations after `iteration`, which a resumed run repeats. Returns the missing
         earlier rows, like `3 to 39`, or ""."""
         rows = [row for row in self._rows() if row["iteration"] <= iteration]
-        if self.metrics.is_file():
+        if self.metrics.is_file():  # an iteration's conversations are written after its row
+            from embodied.records.transcripts import keep_conversations
+
             self._rewrite(rows)
-        if self.conversations.is_file():
-            kept = [sample for sample in read_samples(self.path) if sample["iteration"] <= iteration]
-            replace_text(self.conversations, b"".join(map(as_line, kept)).decode())
-        if (self.path / ANSWERS).is_file():
-            ends = [row for row in read_ends(self.path) if row["iteration"] <= iteration]
-            replace_text(self.path / ANSWERS, b"".join(map(as_line, ends)).decode())
+            keep_conversations(self.path, iteration)
         return missing_rows([0, *sorted({row["iteration"] for row in rows}), iteration + 1])
 
     def close(self, failed: bool = False) -> None:

@@ -1,4 +1,5 @@
-"""Success rates with their intervals, and paired comparisons of two policies.
+"""Success rates with their intervals, and paired comparisons of two policies; figures of an evaluation as curves and in
+words.
 
 An episode that ended in an error is neither a success nor a failure. Several answers of a language policy to the same
 prompt are correlated, so its intervals are over prompts. Seeds are summarised by the interquartile mean, with intervals
@@ -304,3 +305,169 @@ def standings(figures: dict[str, tuple[float, Sequence[float] | None]]) -> dict[
     tied = sum(figure == figures[top][0] for figure, _ in figures.values()) > 1
     alone = all(place == "behind" for name, place in places.items() if name != top)
     return places | {top: "not apart" if tied else "best" if alone else "highest"}
+
+
+# The figures in results.json, as curves and in words
+
+
+def evaluation_numbers(results: dict[str, Any]) -> dict[str, float]:
+    """The figures of an evaluation by the names of curves: eval/success_once and so on, if the env reports them; of
+    every set of `eval.sets` eval/NAME/success_once."""
+    parts = {"eval": results["overall"], **{f"eval/{name}": results["per_task"][name] for name in sets_in(results)}}
+    return {f"{part}/{name}": value for part, each in parts.items() for name, value in numbers_of(each).items()}
+
+
+def numbers_of(figures: dict[str, Any]) -> dict[str, float]:
+    text = figures.get("text", {})
+    rates = {"success_once": figures["success_once"], "success_at_end": figures["success_at_end"]}
+    rates |= {"truncated": text.get("truncated"), **{f"pass@{k}": rate for k, rate in text.get("pass", {}).items()}}
+    means = {"return": figures["return"], "length": figures["length"], "tokens": text.get("tokens")}
+    numbers = {name: rate["rate"] for name, rate in rates.items() if rate} | means
+    numbers["episodes"] = figures["episodes"]
+    return {name: value for name, value in numbers.items() if value is not None}
+
+
+def sets_in(results: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    """The settings of the evaluated `eval.sets` by name; empty for other evaluations."""
+    sets = results.get("protocol", {}).get("eval", {}).get("sets", {})
+    return {name: each for name, each in sets.items() if name in results.get("per_task", {})}
+
+
+def describe_results(results: dict) -> str:
+    """Both success measures with their intervals, or the return for an env without success."""
+    overall = results["overall"]
+    if sets := sets_in(results):
+        return f"{overall['episodes']} answers to {len(sets)} set{'s' * (len(sets) > 1)}{rows_of_tasks(results)}"
+    if "text" in overall:
+        return describe_answers(results)
+    known = {name: overall[name] for name in ("success_once", "success_at_end") if overall[name]}
+    rates = [f"{rate_in_words(name, rate)} ({rate['count']}/{overall['episodes']})" for name, rate in known.items()]
+    return ", ".join([*rates, *errors_and_return(overall)]) or "no episode was played to its end"
+
+
+def errors_and_return(overall: dict[str, Any]) -> list[str]:
+    """Errors and return, if there are any."""
+    errors = [f"{overall['errors']} error episodes"] if overall["errors"] else []
+    return errors + ([f"return {overall['return']:.2f}"] if overall["return"] is not None else [])
+
+
+def describe_answers(results: dict) -> str:
+    """`T=1: avg@4 52.0% [44.1%, 59.8%], pass@2 ..., return 0.52, 3.0% cut off, 12.3 tokens an answer (50 prompts)`"""
+    overall = results["overall"]
+    figures_of_answers, samples = overall["text"], overall["text"]["samples"]
+    rates = {f"avg@{samples}": figures_of_answers["avg"]} if samples > 1 else {"success": figures_of_answers["avg"]}
+    rates |= {f"pass@{k}": rate for k, rate in figures_of_answers["pass"].items() if k != "1"}
+    parts = [rate_in_words(name, rate) for name, rate in rates.items() if rate] + errors_and_return(overall)
+    if figures_of_answers["truncated"]:
+        parts.append(f"{figures_of_answers['truncated']['rate']:.1%} cut off")
+    if figures_of_answers["tokens"] is not None:
+        parts.append(f"{figures_of_answers['tokens']:.1f} tokens an answer")
+    how = sampling(results)
+    begin = f"{how}: " if how else ""
+    return f"{begin}{', '.join(parts)} ({figures_of_answers['prompts']} prompts)"
+
+
+def rate_in_words(name: str, rate: dict[str, Any]) -> str:
+    low, high = rate["interval"]
+    return f"{name} {rate['rate']:.1%} [{low:.1%}, {high:.1%}]"
+
+
+def greedy_gap(sampled: float | None, episodes: int, results: dict) -> str:
+    """A remark if greedy episodes succeed less often than the last `episodes` of training, which did at rate `sampled`,
+    beyond both 95% intervals. The opposite is usual: training episodes are of older policies, and noise has a cost."""
+    greedy = results["overall"]["success_once"]
+    if sampling(results) != "greedy" or sampled is None or not greedy:
+        return ""
+    if greedy["interval"][1] >= wilson(sampled * episodes, episodes)[0]:
+        return ""
+    return (
+        f"with its best actions (eval.temperature=0) the policy succeeds in {greedy['rate']:.0%} of {greedy['of']} "
+        f"episodes, with sampled actions in {sampled:.0%} of the last {episodes} of training: it relies on noise; "
+        "eval.temperature=1 evaluates sampled actions"
+    )
+
+
+def sampling(results: dict) -> str:
+    """The sampling of an evaluation's answers: `T=1`, `T=0.6, top_p 0.9, top_k 20` or `greedy`; empty if unknown, or if
+    there are several sets."""
+    if sets_in(results):
+        return ""
+    return sampling_in_words(results.get("protocol", {}).get("eval", {}))
+
+
+def sampling_of_set(results: dict[str, Any], name: str) -> str:
+    """The sampling of the answers to one of `eval.sets`; empty for another task."""
+    own = {key: value for key, value in sets_in(results).get(name, {}).items() if value is not None}
+    return sampling_in_words(results["protocol"]["eval"] | own) if own else ""
+
+
+def sampling_in_words(how: dict[str, Any]) -> str:
+    if how.get("temperature") is None:
+        return ""
+    usual = {"top_p": 1, "top_k": 0}
+    narrow = [f", {name} {how[name]:g}" for name in usual if how.get(name, usual[name]) != usual[name]]
+    return f"T={how['temperature']:g}{''.join(narrow)}" if how["temperature"] else "greedy"
+
+
+def warn_of_errors(results: dict) -> str:
+    """A line with a warning if some episodes ended in an error; else empty."""
+    errors, played = results["overall"]["errors"], results["overall"]["episodes"]
+    if not errors:
+        return ""
+    warning = f"warning: {errors} of {errors + played} episodes ended in an error, which is neither success nor failure"
+    return f"\n  {warning}: {describe_causes(results.get('causes', {}))}"
+
+
+def describe_causes(causes: dict[str, int]) -> str:
+    """The most frequent cause, and the number of further causes."""
+    first, *others = causes or {"unknown": 0}
+    return first + (f" (and {len(others)} other causes)" if others else "")
+
+
+def describe_tasks(results: dict) -> str:
+    """If there are several tasks that `describe_results` does not list, a line per task and then a line per suite; else
+    empty."""
+    several = len(results["per_task"] | results.get("per_suite", {})) > 1
+    return rows_of_tasks(results) if several and not sets_in(results) else ""
+
+
+def rows_of_tasks(results: dict[str, Any]) -> str:
+    tasks = results["per_task"] | results.get("per_suite", {})
+    width = max(map(len, tasks))
+    how = {task: f"{words}: " if (words := sampling_of_set(results, task)) else "" for task in tasks}
+    return "".join(
+        f"\n  {task:<{width}}  {how[task]}{describe_results({'overall': figures_of_task})}"
+        for task, figures_of_task in tasks.items()
+    )
+
+
+def reference_lines(comparison: dict[str, Any]) -> list[str]:
+    """The published rate with its source, our rate minus it with an interval, and the settings that differ."""
+    published = comparison["published"]
+    lines = [
+        f"published {comparison['name']} on {comparison['task']}, {comparison['hub']}: "
+        f"{rate_in_words('success_once', published)} ({published['of']} episodes; {comparison['source']})"
+    ]
+    if "difference" in comparison:
+        low, high = comparison["interval"]
+        meaning = "may be chance" if low <= 0 <= high else "is more than chance"
+        lines.append(f"here - published: {comparison['difference']:+.1%} [{low:+.1%}, {high:+.1%}], which {meaning}")
+    differs = comparison["differs"]
+    lines.append(f"settings that differ: {'; '.join(differs)}" if differs else "the same settings, as far as published")
+    return lines
+
+
+def describe_pair(pair: dict) -> str:
+    """`b - a on the same 200 episodes: success_once +4.5% [0.2%, 8.9%], p 0.049; return ...`"""
+    parts = []
+    for name in ("success_once",) if "prompts" in pair else ("success_once", "success_at_end"):
+        if (difference := pair[name]) is not None:
+            low, high = difference["interval"]
+            p_value = f", p {difference['p_value']:.2g}" if "p_value" in difference else ""
+            parts.append(f"{name} {difference['difference']:+.1%} [{low:+.1%}, {high:+.1%}]{p_value}")
+    if (difference := pair["return"]) is not None:
+        low, high = difference["interval"]
+        parts.append(f"return {difference['difference']:+.2f} [{low:+.2f}, {high:+.2f}]")
+    differences = "; ".join(parts) or "nothing to compare"
+    common = f"{pair['prompts']} prompts" if "prompts" in pair else f"{pair['episodes']} episodes"
+    return f"{pair['second']} - {pair['first']} on the same {common}: {differences}"

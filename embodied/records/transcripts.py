@@ -16,7 +16,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from embodied.core.files import encode
+from embodied.core.files import encode, replace_text
 from embodied.core.types import EpisodeResult, Recording
 
 TRANSCRIPTS = "transcripts.jsonl"  # of all conversations, beside results.json
@@ -90,14 +90,29 @@ def read_samples(run: Path) -> list[dict[str, Any]]:
     return [sample for sample in samples if type(sample.get("iteration")) is int]
 
 
-def ends_line(iteration: int, ends: Sequence[tuple[int, float]]) -> bytes:
-    """A line of answers.jsonl: tokens and end times of conversations, each sorted. Of more than MOST_ENDS
-    conversations, evenly spaced ones are kept, with the longest."""
+def add_samples(run: Path, iteration: int, samples: Sequence[dict[str, Any]]) -> None:
+    """Add conversations of an iteration to samples.jsonl."""
+    with (run / SAMPLES).open("ab", buffering=0) as file:
+        file.write(b"".join(as_line({"iteration": iteration, **sample}) for sample in samples))
+
+
+def add_ends(run: Path, iteration: int, ends: Sequence[tuple[int, float]]) -> None:
+    """Add a line to answers.jsonl: tokens and end times of an iteration's conversations, each sorted. Of more than
+    MOST_ENDS conversations, evenly spaced ones are kept, with the longest."""
     count = min(len(ends), MOST_ENDS)
     places = [round((number + 1) * len(ends) / count) - 1 for number in range(count)]
     tokens, seconds = (sorted(each) for each in zip(*ends, strict=True))
     shown = {"tokens": [tokens[at] for at in places], "ended_s": [round(seconds[at], 3) for at in places]}
-    return as_line({"iteration": iteration, "conversations": len(ends), **shown})
+    with (run / ANSWERS).open("ab", buffering=0) as file:
+        file.write(as_line({"iteration": iteration, "conversations": len(ends), **shown}))
+
+
+def keep_conversations(run: Path, iteration: int) -> None:
+    """Drop the conversations of iterations after `iteration` from samples.jsonl and answers.jsonl."""
+    for name, read in ((SAMPLES, read_samples), (ANSWERS, read_ends)):
+        if (run / name).is_file():
+            kept = [line for line in read(run) if line["iteration"] <= iteration]
+            replace_text(run / name, b"".join(map(as_line, kept)).decode())
 
 
 def read_ends(run: Path) -> list[dict[str, Any]]:

@@ -14,7 +14,7 @@ from typing import Any
 
 from embodied.config.read import read_yaml
 from embodied.envs.config import played_task
-from embodied.records.results import greedy_gap, reference_lines, sampling
+from embodied.records.success_stats import greedy_gap, reference_lines, sampling
 from embodied.records.transcripts import SAMPLES, read_samples
 from embodied.reporting.page import (
     MOST_POINTS,

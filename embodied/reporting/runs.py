@@ -18,7 +18,7 @@ from embodied.core.errors import ConfigError, EmbodiedError
 from embodied.core.files import as_path, read_object, reading
 from embodied.core.types import EpisodeResult
 from embodied.records.results import PARTIAL, RESULTS, check_info, check_row, partial_in, read_results
-from embodied.run.provenance import was_killed
+from embodied.run.run_folder import was_killed
 
 IN_TRAINING = re.compile(r"v\d{6,}")  # evaluations during training, not those started by hand
 CHOOSES_EPISODES = ("episodes", "seed", "samples", "temperature", "top_p", "top_k")

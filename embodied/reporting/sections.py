@@ -14,8 +14,7 @@ from typing import Any
 from embodied.core.arrays import gather
 from embodied.core.files import reading
 from embodied.core.types import EpisodeResult
-from embodied.records.results import sampling, sampling_of_set, sets_in
-from embodied.records.success_stats import wilson
+from embodied.records.success_stats import sampling, sampling_of_set, sets_in, wilson
 from embodied.records.timeline import TimedSpan, innermost, read_trace
 from embodied.records.transcripts import PARTS, TRANSCRIPTS, read_ends, read_transcripts
 from embodied.records.videos import MOSAIC, VIDEO_NAME
@@ -257,7 +256,7 @@ def tail_charts(rows: list[dict[str, Any]], env_steps: dict[int, int]) -> list[B
 
 
 def quantile(share: float, row: dict[str, Any]) -> int:
-    """The quantile `share` of a sorted list of `ends_line`."""
+    """The quantile `share` of a sorted list in answers.jsonl."""
     return max(0, math.ceil(share * len(row["tokens"])) - 1)
 
 

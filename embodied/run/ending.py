@@ -15,8 +15,7 @@ from shlex import quote
 from typing import Any
 
 from embodied.core.errors import DeadlineExceeded, EmbodiedError, NothingToLearn, StepGivenUp, WorkerFailed
-from embodied.run.provenance import STOPPED_AT_ONCE
-from embodied.run.run_folder import RunFolder
+from embodied.run.run_folder import STOPPED_AT_ONCE, RunFolder
 
 AGAIN_S = 1.0  # launchers often send the same signal twice within milliseconds: that is one request
 

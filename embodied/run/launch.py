@@ -26,8 +26,7 @@ from embodied.core.options import broken_rules
 from embodied.envs import env_class, import_class
 from embodied.envs.capabilities import choose_protocol
 from embodied.envs.config import CommonEnvConfig, played_task
-from embodied.envs.own_modules import own_modules
-from embodied.envs.rewards import reward_class
+from embodied.envs.own_modules import own_modules, reward_class
 from embodied.placement import PlacedRole, PlacementError, PlacementPlan, Topology, make_plan, named_nodes, roles_of
 from embodied.placement.grammar import EMBODIED, is_loop
 from embodied.placement.placement_plan import ENVS_PER_SIM

@@ -26,12 +26,12 @@ from embodied.envs import env_class
 from embodied.policies.config import ANSWERING, OF_SERVER, TEMPLATE
 from embodied.policies.hub import check_model, fetch, is_hub_id
 from embodied.policies.language.config import LanguageConfig
-from embodied.run.checkpoints import locate, name_of, read_json
+from embodied.run.run_folder import locate, name_of, read_json
 
 if TYPE_CHECKING:
     from embodied.core.types import EnvSpec
     from embodied.policies.base import Policy
-    from embodied.runtime.weight_sync import Weights
+    from embodied.runtime.published_weights import Weights
 
 CLASS = re.compile(r"[\w.]+:\w+")
 BUILT_IN = {"random": "embodied.policies.networks:RandomPolicy", "zero": "embodied.policies.networks:ZeroPolicy"}
@@ -98,7 +98,7 @@ def find(checkpoint: str, loaded: Loaded | None = None, trusted: str | None = No
     """The policy of one `checkpoint=`. `loaded`: the recipe, for published models and the user's own classes.
     `trusted`: a class that the user named separately."""
     from embodied.policies.policy_folder import check_files, published_family, read_blobs, read_description
-    from embodied.runtime.weight_sync import Weights
+    from embodied.runtime.published_weights import Weights
 
     if checkpoint in BUILT_IN or is_class(checkpoint):
         return find_class(checkpoint, loaded)
@@ -327,7 +327,7 @@ def published_spec(config: Any, env: Any) -> EnvSpec:
 def weights_of(config: Any, spec: EnvSpec) -> Weights:
     """Weights of the folder, with the order and names of the policy for this env."""
     from embodied.policies import make_policy
-    from embodied.runtime.weight_sync import Weights
+    from embodied.runtime.published_weights import Weights
 
     return Weights(0, make_policy(config, spec).stored_weights())
 

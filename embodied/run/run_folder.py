@@ -1,28 +1,138 @@
-"""The folder of a run: provenance, resolved recipe, metrics, checkpoints, evaluations, logs; never overwritten."""
+"""The folder of a run: provenance, resolved recipe, metrics, checkpoints, evaluations, logs; never overwritten.
+
+The provenance of a result is its command, commit, packages and machine, in run.json and in every results.json. The
+driver of a run holds a lock on the run's log, which the kernel releases when the process ends.
+
+Checkpoints are written whole or not at all, as often as needed, and pruned. A checkpoint is written into a new folder
+with a temporary name; when every file is hashed and flushed to disk, the folder gets its final name. Readers verify the
+hashes. `latest` is a text file with a checkpoint's name, which is verified, too. Older checkpoints are removed when a
+new one is complete.
+"""
 
 from __future__ import annotations
 
 import errno
+import fcntl
 import itertools
 import json
 import os
+import platform
+import re
+import shutil
+import subprocess
+import sys
 import threading
 import time
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from contextlib import suppress
 from datetime import datetime
+from functools import cache
+from glob import escape
+from importlib import metadata
 from pathlib import Path
 from shlex import quote
 
+import numpy as np
+
 from embodied.core.errors import CheckpointError, ConfigError
-from embodied.core.files import in_words, replace_text
+from embodied.core.files import as_path, digest, flush, in_words, read_object, replace_text
+from embodied.policies.policy_folder import AVERAGE, CHECKSUMS, MANIFEST, POLICY
 from embodied.records.progress import RunLog, timestamp
-from embodied.run.checkpoints import name_of, read_json
-from embodied.run.provenance import provenance, try_lock
 
 DRIVER = "driver"
 REQUEST, ANSWER = "workers.request.json", "workers.answer.json"  # of python -m embodied.workers, and to it
 ENDING_S = 10.0  # wait for the processes of a killed command to end
+SIMULATORS = ("mani_skill", "sapien", "mujoco", "robosuite")
+STOPPED_AT_ONCE = "second "  # begins the cause in run.json of a run that a second signal has ended
+PACKAGES = ("embodied-loop", "torch", "numpy", "gymnasium", *SIMULATORS, "transformers", "ray")
+STATE = "state.json"
+SIMS = "sims.npz"
+COUNTERS = {  # counters that a resumed run continues, with their types
+    **dict.fromkeys(("iteration", "version", "env_steps", "abandoned_episodes", "dropped_batches"), (int,)),
+    "train_s": (int, float),
+}
+RECORD = ("run.json", "config.yaml")  # files that every run folder has
+NAME = re.compile(r"v(\d{6,})")
+DRAFT, DOOMED = ".writing-", ".removing-"  # a checkpoint while it is written, and while it is removed
+LARGEST = 1e18  # upper limit of a counter
+MOST = 1 / 20  # fraction of the training time spent on saving, at most
+
+
+def try_lock(lock: int) -> bool | None:
+    """Lock this open file until it is closed. False: another process holds the lock; None: the file system has no
+    locks."""
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError:
+        return None
+    return True
+
+
+def was_killed(run: Path, info: dict) -> bool:
+    """True if the run was killed, or its machine went down, before it recorded its end."""
+    newest = [info, *info.get("resumed", [])][-1]
+    if info.get("state") != "running" or newest.get("provenance", {}).get("host") != platform.node():
+        return False  # not every file system shows locks of other machines
+    return is_held(run) is False
+
+
+def is_held(run: Path) -> bool | None:
+    """True if a process is running this run; None if unknown."""
+    try:
+        lock = os.open(run / "logs" / "driver.log", os.O_RDWR)
+    except OSError:
+        return None
+    try:
+        free = try_lock(lock)
+        return None if free is None else not free
+    finally:
+        os.close(lock)
+
+
+def command_line() -> list[str]:
+    """The command that started this process, as its user typed it: `python -m embodied.train recipe=NAME`."""
+    if "-m" in sys.orig_argv[:-1]:
+        return ["python", *sys.orig_argv[sys.orig_argv.index("-m") :]]
+    return [Path(sys.argv[0]).name, *sys.argv[1:]]
+
+
+def provenance() -> dict:
+    """Origin of a result: command, code, packages, machine."""
+    return {
+        "command": command_line(),
+        "commit": commit(),
+        "host": platform.node(),
+        "python": platform.python_version(),
+        "platform": platform.platform(),
+        "cores": len(os.sched_getaffinity(0)),
+        "packages": {name: version for name in PACKAGES if (version := version_of(name))},
+        "time": time.time(),
+    }
+
+
+@cache
+def version_of(package: str) -> str | None:
+    """The version of an installed distribution; cached, since its whole metadata is parsed."""
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+@cache  # cached: the commit of the imported code, even if files change later
+def commit() -> str | None:
+    """The commit of the code that runs, marked when it has uncommitted changes; None outside a checkout."""
+    root = Path(__file__).resolve().parents[2]
+    if not (root / ".git").exists():
+        return None
+    try:
+        command = ["git", "-C", str(root), "describe", "--always", "--dirty", "--abbrev=12"]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=10, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return done.stdout.strip()
 
 
 class RunFolder:
@@ -137,3 +247,212 @@ def new_folder(parent: Path, name: str) -> Path:
             raise
         raise ConfigError(f"run.dir={parent}: no folder can be made there ({in_words(err)}); choose another") from None
     return path
+
+
+# Checkpoints
+
+
+def name_of(version: int) -> str:
+    return f"v{version:06d}"
+
+
+def write_checkpoint(
+    parent: Path, version: int, fill: Callable[[Path], None], state: dict, sims: dict[str, np.ndarray]
+) -> Path:
+    """Write one checkpoint. `fill` writes the learner's and the policy's files into the folder it is given."""
+    parent.mkdir(parents=True, exist_ok=True)
+    final = parent / name_of(version)
+    with suppress(CheckpointError):
+        verify(final)
+        return final  # already saved, for example by a resumed run that ends at once
+    draft = parent / f"{DRAFT}{name_of(version)}"
+    shutil.rmtree(draft, ignore_errors=True)
+    draft.mkdir()
+    try:
+        fill(draft)
+        if not any(draft.glob(f"{POLICY}/*")):
+            raise CheckpointError(
+                f"{draft} has no policy: learner-0 is on a machine that does not see this folder; give it a device of "
+                "the machine that the run is started on, or share run.dir between them"
+            )
+        (draft / STATE).write_text(json.dumps(state, indent=2) + "\n")
+        np.savez(draft / SIMS, **sims)
+        known: dict[str, str] = {}  # large weights are read once
+        for part in (POLICY, AVERAGE):
+            own = read_json(sums)["files"] if (sums := draft / part / CHECKSUMS).is_file() else {}
+            known |= {f"{part}/{name}": expected for name, expected in own.items()}
+        files = {name: known.get(name) or digest(draft / name) for name in files_of(draft)}
+        manifest = {"version": version, "files": files}
+        (draft / MANIFEST).write_text(json.dumps(manifest, indent=2) + "\n")
+        for name in (*manifest["files"], MANIFEST):
+            flush(draft / name)
+        for folder in [draft, *(p for p in draft.rglob("*") if p.is_dir())]:
+            flush(folder)
+        shutil.rmtree(final, ignore_errors=True)  # an existing folder of this name is damaged
+        os.rename(draft, final)
+        flush(parent)
+    except BaseException:
+        shutil.rmtree(draft, ignore_errors=True)
+        raise
+    replace_text(parent / "latest", final.name + "\n")
+    return final
+
+
+def verify(checkpoint: Path) -> dict:
+    """Check every file against the manifest and return the driver's state."""
+    manifest = read_json(checkpoint / MANIFEST)
+    files, version = manifest.get("files"), manifest.get("version")
+    if not isinstance(files, dict) or not {STATE, SIMS} <= files.keys():
+        raise CheckpointError(f"checkpoint {checkpoint} is damaged: {MANIFEST} does not list its files")
+    if type(version) is not int or (NAME.fullmatch(checkpoint.name) and name_of(version) != checkpoint.name):
+        raise CheckpointError(f"checkpoint {checkpoint} is damaged: {MANIFEST} says that it is version {version!r}")
+    for name, expected in files.items():
+        path = checkpoint / name
+        if not path.is_file():
+            raise CheckpointError(f"checkpoint {checkpoint} is incomplete: {name} is missing")
+        if digest(path) != expected:
+            raise CheckpointError(f"checkpoint {checkpoint} is damaged: {name} does not match its checksum")
+    return read_json(checkpoint / STATE)
+
+
+def read_counters(checkpoint: Path) -> dict:
+    """The driver state of a checkpoint to resume from."""
+    state = verify(checkpoint)
+    odd = [key for key, kinds in COUNTERS.items() if type(state.get(key)) not in kinds or not 0 <= state[key] < LARGEST]
+    odd += ["version"] * (state.get("version") != read_json(checkpoint / MANIFEST)["version"])
+    if odd:
+        raise CheckpointError(f"checkpoint {checkpoint} is damaged: {STATE} has {odd[0]}={state.get(odd[0])!r}")
+    return state
+
+
+def newest(run: Path) -> Path:
+    """The newest whole checkpoint of a run: the highest version that verifies, whatever `latest` says."""
+    parent = run / "checkpoints"
+    candidates = sorted((p for p in parent.glob("v[0-9]*") if p.is_dir()), reverse=True)
+    problems = []
+    for candidate in candidates:
+        try:
+            verify(candidate)
+        except CheckpointError as err:
+            problems.append(str(err))
+            continue
+        if problems:
+            print("\n".join([*problems, f"using {candidate.name}, the newest whole one"]), file=sys.stderr)
+        return candidate
+    more = [f"and {len(problems) - 3} more like these"] if len(problems) > 3 else []
+    detail = "\n  ".join(["", *problems[:3], *more]) if problems else " nothing was saved yet"
+    raise CheckpointError(f"{run} has no usable checkpoint:{detail}")
+
+
+class SaveClock:
+    """Decides when to save: every `every` iterations, and after `minutes` of training since the last save. Slow saves
+    become rarer, so that saving takes at most `MOST` of the time."""
+
+    def __init__(self, every: int | None, minutes: float | None) -> None:
+        self.every = every
+        self.limit_s = float("inf") if minutes is None else 60 * minutes
+        self.cost_s = 0.0  # seconds of the last save
+        self.now_s = self.saved_s = 0.0  # seconds of training: so far, and at the last save
+        self.version: int | None = None  # version of the last save
+
+    def is_due(self, iteration: int, train_s: float) -> bool:
+        """True if a checkpoint is due now; called after every iteration."""
+        iteration_s, self.now_s = train_s - self.now_s, train_s
+        limit_s = max(self.limit_s, self.cost_s / MOST)
+        return bool(self.every and iteration % self.every == 0) or train_s - self.saved_s + iteration_s > limit_s
+
+    def note_save(self, version: int, train_s: float, cost_s: float = 0.0) -> None:
+        self.version, self.cost_s = version, cost_s
+        self.now_s = self.saved_s = train_s
+
+
+def prune(run: Path, version: int, keep: int) -> None:
+    """Delete old checkpoints up to this version. The newest `keep`, the best by evaluation, and all checkpoints
+    evaluated by hand stay. Folders with files of the user's are never deleted."""
+    parent = run / "checkpoints"
+    for rest in [*parent.glob(f"{DRAFT}v*"), *parent.glob(f"{DOOMED}v*")]:
+        shutil.rmtree(rest)
+    saved = sorted(int(match[1]) for path in parent.iterdir() if (match := NAME.fullmatch(path.name)))
+    old = [checkpoint for checkpoint in saved if checkpoint <= version][:-keep]
+    spared = {best_version(run), *by_hand(run)}
+    for path in (parent / name_of(checkpoint) for checkpoint in old if checkpoint not in spared):
+        if is_ours(path):
+            os.rename(path, doomed := parent / f"{DOOMED}{path.name}")
+            shutil.rmtree(doomed)
+
+
+def is_ours(checkpoint: Path) -> bool:
+    """True if the folder holds exactly the files of its manifest."""
+    with suppress(CheckpointError, TypeError):
+        listed = {*read_json(checkpoint / MANIFEST).get("files", ()), MANIFEST}
+        return not checkpoint.is_symlink() and {*files_of(checkpoint)} == listed
+    return False
+
+
+def best_version(run: Path) -> int | None:
+    """The version with the highest success in the run's own evaluations; ties are broken by return, then by age
+    (newest)."""
+    ranked = []
+    for path in run.glob("eval/v*/results.json"):
+        with suppress(CheckpointError, KeyError, TypeError):
+            overall = read_json(path)["overall"]
+            if NAME.fullmatch(path.parent.name) and overall["return"] is not None:
+                success = overall["success_once"]["rate"] if overall["success_once"] else 0.0
+                ranked.append((success, overall["return"], int(path.parent.name[1:])))
+    return max(ranked)[2] if ranked else None
+
+
+def by_hand(run: Path) -> set[int]:
+    """The versions that were evaluated by hand."""
+    names = (NAME.match(path.name) for path in run.glob("eval/v*-*"))
+    return {int(match[1]) for match in names if match}
+
+
+def newest_run(parent: Path, name: str) -> tuple[Path | None, list[str]]:
+    """The last run of this name, with or without checkpoints, or None; and a line for each newer folder that is no
+    run."""
+    dated = re.compile(re.escape(name) + r"-\d{8}-\d{6}(-\d+)?")
+    folders = [path for path in parent.glob(f"{escape(name)}-*") if dated.fullmatch(path.name) and path.is_dir()]
+    lacks = {path: next((file for file in RECORD if not (path / file).is_file()), None) for path in folders}
+    whole = [path for path in folders if lacks[path] is None]
+    last = max(whole, key=lambda path: (path / "run.json").stat().st_mtime, default=None)
+    newer = sorted(path for path in folders if lacks[path] and (last is None or path.name > last.name))
+    return last, [f"{path} cannot be resumed: {lacks[path]} is missing" for path in newer]
+
+
+def locate(text: str) -> tuple[Path, Path | None, Path | None]:
+    """A run folder, a version folder or a policy folder -> (policy folder, checkpoint or None, run folder or None)."""
+    path = as_path(text)
+    if (path / "run.json").is_file():
+        checkpoint = newest(path)
+        return policy_in(checkpoint), checkpoint, path
+    if (path / MANIFEST).is_file():
+        verify(path)
+        run = path.resolve().parent.parent
+        return policy_in(path), path, run if (run / "run.json").is_file() else None
+    if (path / "config.json").is_file():
+        return path, None, None
+    if not path.exists():
+        raise CheckpointError(f"{text}: there is no such folder")
+    raise CheckpointError(no_policy_in(text))
+
+
+def policy_in(checkpoint: Path) -> Path:
+    """The policy folder to play with: the mean of the last weights, if the run keeps one (algo.average)."""
+    mean = checkpoint / AVERAGE
+    return mean if mean.is_dir() else checkpoint / POLICY
+
+
+def no_policy_in(text: str) -> str:
+    """The error for a path without a policy (no run, checkpoint or policy folder); else empty."""
+    if any((as_path(text) / file).is_file() for file in ("run.json", MANIFEST, "config.json")):
+        return ""
+    return f"{text}: no policy in it; name a run folder, a checkpoint (v000123) or a policy folder"
+
+
+def read_json(path: Path) -> dict:
+    return read_object(path, CheckpointError)
+
+
+def files_of(folder: Path) -> list[str]:
+    return sorted(str(p.relative_to(folder)) for p in folder.rglob("*") if p.is_file())

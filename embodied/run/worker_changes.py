@@ -27,8 +27,8 @@ from embodied.core.errors import ConfigError, EmbodiedError
 from embodied.core.files import read_object, replace_text
 from embodied.placement import PlacementError, PlacementPlan, PlannedHost, Topology
 from embodied.placement.grammar import Slot, join_devices, parse_devices
-from embodied.placement.placement_errors import number
 from embodied.placement.placement_plan import check_shares, devices_of, hosts_on, places
+from embodied.placement.topology import number
 from embodied.policies import slow_imports
 from embodied.records.progress import timestamp
 from embodied.run.devices import divides_requests, host_plans, machines

@@ -21,8 +21,7 @@ from embodied.runtime.cluster import Cluster
 from embodied.runtime.device_sharing import DeviceSharing, share_devices
 from embodied.runtime.host import HostPlan
 from embodied.runtime.supervision import Budget
-from embodied.runtime.timers import Timers
-from embodied.runtime.worker import Handle, Needs, Worker, WorkerGroup, served_while_busy
+from embodied.runtime.worker import Handle, Needs, Timers, Worker, WorkerGroup, served_while_busy
 
 __all__ = [
     "Budget",

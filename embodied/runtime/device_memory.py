@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 
 from embodied.runtime.payload import own_device, own_gpu
-from embodied.runtime.timers import Timers
+from embodied.runtime.worker import Timers
 
 # Moving
 

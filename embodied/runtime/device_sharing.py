@@ -32,8 +32,7 @@ from embodied.core.errors import DeadlineExceeded
 from embodied.runtime.cluster import Cluster
 from embodied.runtime.device_leases import GB, GENERATE, SHARE, TRAIN, Action, Claim, Coordinator, LeaseError
 from embodied.runtime.host import HostPlan
-from embodied.runtime.timers import Timers
-from embodied.runtime.worker import Handle, Needs, WorkerGroup
+from embodied.runtime.worker import Handle, Needs, Timers, WorkerGroup
 
 if TYPE_CHECKING:
     from embodied.runtime.shared_leases import SharedLeases

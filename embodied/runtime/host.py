@@ -23,8 +23,7 @@ from embodied.core.errors import ChannelClosed, EmbodiedError, Unusable, WorkerF
 from embodied.runtime.channel import Channel, Queue, Remote, hosts_of_runs
 from embodied.runtime.heartbeat import Progress, readable, resident_bytes
 from embodied.runtime.payload import Payload
-from embodied.runtime.timers import Timers
-from embodied.runtime.worker import Worker
+from embodied.runtime.worker import Timers, Worker
 
 DRIVER = "driver"
 GIVEN = ("EMBODIED_DEVICE", "EMBODIED_RENDER", "EMBODIED_RENDER_FILE")  # set by the plan alone

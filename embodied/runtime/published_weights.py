@@ -213,6 +213,14 @@ HEAD_BYTES = 64  # the head of a snapshot: 16 bytes with its store's name, then 
 
 
 @dataclass(frozen=True)
+class Weights:
+    """A version from a checkpoint instead of a trainer."""
+
+    version: int
+    blobs: dict[str, Blob]
+
+
+@dataclass(frozen=True)
 class Publication:
     """The description of a published version: its tensors and where to find them. It does not contain the bytes."""
 

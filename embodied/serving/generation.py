@@ -21,9 +21,9 @@ from typing import Any, Literal
 
 import torch
 
-from embodied.core.conversations import SamplingRule
 from embodied.core.errors import CheckpointError, EmbodiedError
 from embodied.core.request_queue import RequestQueue, Waiting
+from embodied.core.types import SamplingRule
 from embodied.policies.base import check_like
 from embodied.policies.language.engine import Answer, Request, Sampling, empty_answer
 from embodied.policies.language.http_messages import fingerprint

@@ -31,8 +31,9 @@ from typing import Any, get_args
 from aiohttp import web
 from aiohttp.http_exceptions import BadHttpMessage
 
-from embodied.core.conversations import SamplingRule, pictures_in
+from embodied.core.conversations import pictures_in
 from embodied.core.errors import EmbodiedError
+from embodied.core.types import SamplingRule
 from embodied.policies.language.engine import Answer, Sampling
 from embodied.policies.language.http_messages import (
     MOST_TOGETHER,

@@ -19,8 +19,8 @@ from embodied.placement import roles_of
 from embodied.placement.grammar import extra_roles
 from embodied.placement.iteration_cost import Pricer
 from embodied.placement.layout import Layout, Zone
-from embodied.placement.placement_errors import number
 from embodied.placement.profile import read_profile
+from embodied.placement.topology import number
 from embodied.plan import load_warning
 from embodied.profiling import stored_profiles
 from embodied.run.devices import divides_requests, machines, networks_on

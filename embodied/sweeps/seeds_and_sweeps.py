@@ -20,7 +20,7 @@ from embodied.config.recipe import Loaded, load
 from embodied.core.errors import ConfigError
 from embodied.core.files import as_path
 from embodied.placement import PlacementPlan, Topology
-from embodied.placement.placement_errors import number
+from embodied.placement.topology import number
 from embodied.run import launch
 from embodied.run.devices import machines
 from embodied.run.ending import Interruption

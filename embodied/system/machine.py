@@ -23,9 +23,10 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+from embodied.core import vulkan_driver
 from embodied.core.errors import EmbodiedError
 from embodied.core.options import Requirement
-from embodied.system import version_of, vulkan_driver
+from embodied.run.run_folder import version_of
 
 ROOT = Path(__file__).resolve().parents[2]
 END_S = 10.0  # limit for a killed process to end

@@ -52,7 +52,7 @@ def frame(kind: str) -> dict[str, Any]:
 
 def renderer() -> dict[str, Any]:
     """Test whether SAPIEN can render on the GPU: a CUDA driver without its graphics part cannot."""
-    from embodied.system.vulkan_driver import ensure_vulkan
+    from embodied.core.vulkan_driver import ensure_vulkan
 
     ensure_vulkan()
     import sapien

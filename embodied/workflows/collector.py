@@ -16,8 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from embodied.core.conversations import SamplingRule
-from embodied.core.types import BatchEnd, EpisodeResult, Job, Played, Report, Servers, Unit
+from embodied.core.types import BatchEnd, EpisodeResult, Job, Played, Report, SamplingRule, Servers, Unit
 from embodied.runtime import Channel, Handle, WorkerGroup
 from embodied.workflows.contract import BatchSource, Role
 

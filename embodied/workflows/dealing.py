@@ -24,7 +24,7 @@ from embodied.placement.balance import (
     deal_groups,
     divide_sequences,
 )
-from embodied.placement.placement_errors import PlacementError
+from embodied.placement.topology import PlacementError
 from embodied.runtime import WorkerGroup
 
 if TYPE_CHECKING:

@@ -17,9 +17,18 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from embodied.core.conversations import SamplingRule
 from embodied.core.errors import EvaluationStopped
-from embodied.core.types import EnvSpec, EpisodeList, EpisodeResult, EpisodeSpec, Job, Recording, Report, deal_by_task
+from embodied.core.types import (
+    EnvSpec,
+    EpisodeList,
+    EpisodeResult,
+    EpisodeSpec,
+    Job,
+    Recording,
+    Report,
+    SamplingRule,
+    deal_by_task,
+)
 from embodied.envs import env_class
 from embodied.envs.capabilities import EvaluationProtocol, choose_protocol
 from embodied.workflows.contract import ROLLOUT

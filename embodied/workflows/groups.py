@@ -24,7 +24,6 @@ from embodied.algorithms.advantages import group_advantages
 from embodied.algorithms.config import GRPOConfig, PPOConfig
 from embodied.algorithms.groups import POOLS, Group, GroupPool, PromptPools, score_of
 from embodied.core.arrays import gather
-from embodied.core.conversations import SamplingRule
 from embodied.core.errors import ConfigError
 from embodied.core.types import (
     EpisodeList,
@@ -33,6 +32,7 @@ from embodied.core.types import (
     Job,
     Played,
     Report,
+    SamplingRule,
     Unit,
     deal_by_task,
     env_blocks,

@@ -11,7 +11,6 @@ import numpy as np
 
 from embodied.core.errors import ConfigError
 from embodied.core.types import EpisodeList, EpisodeResult, Job, Report, Unit, env_blocks
-from embodied.placement.balance import balance_ratio
 from embodied.workflows.collector import Collector, metrics_of
 
 if TYPE_CHECKING:
@@ -74,7 +73,7 @@ class Horizon(Collector):
         sources = [self._sources_of(block) for block in self.blocks]
         batch.metrics |= {
             "faults/lost_decisions": (self.num_envs - len(ids)) * self.horizon,
-            "train/balance_ratio": balance_ratio([*map(len, rows)], range(len(rows)), len(rows)),
+            "train/balance_ratio": max(map(len, rows)) / float(np.mean([*map(len, rows)])),
             **self._pass_roles(sources),
         }
         batch.finished = [result for part in batch.played for result in part.finished]

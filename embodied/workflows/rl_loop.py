@@ -29,7 +29,7 @@ from embodied.core.errors import WorkerFailed
 from embodied.core.types import EpisodeResult, Merging
 from embodied.envs import env_class
 from embodied.records.timeline import Timeline
-from embodied.run.checkpoints import write_checkpoint
+from embodied.run.run_folder import write_checkpoint
 from embodied.runtime import Cluster, Handle, WorkerGroup
 from embodied.runtime.published_weights import Publication
 from embodied.workflows.contract import ROLLOUT, UPDATE, Batch, BatchSource, Role

@@ -12,8 +12,8 @@ which may come between the choice of jobs and their call. Its workers get:
 
 The `Broker` of a round knows the policy workers that take requests. A robot's requests wait with its player
 (`core/request_queue.py`), which gets the names of its workers: these follow from the source and the present workers
-alone. With several language engines all prompts wait here until an engine has room, since the length of an answer is
-not known in advance. While learners hold a policy worker's devices, other policy workers answer its requests.
+alone. With several language engines all prompts wait here (`prompts.py`). While learners hold a policy worker's
+devices, other policy workers answer its requests.
 
 A user may add policy workers, and take the last one away (`run/worker_changes.py`). An added worker is built beside the
 run, and takes part from the next round on. A worker that is taken away leaves its round like one whose devices the
@@ -28,23 +28,22 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from itertools import count, groupby
+from itertools import count
 from math import inf
 from time import monotonic
-from typing import TYPE_CHECKING, Any, Protocol, cast
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
-from embodied.core.conversations import PromptBatch, SamplingRule, Vacancy
 from embodied.core.errors import ChannelClosed
-from embodied.core.request_queue import RequestQueue, Waiting
-from embodied.core.types import Job, Played, Report, Route, Servers, rows_of_sims
+from embodied.core.types import Job, Played, Report, Route, SamplingRule, Servers, rows_of_sims
 from embodied.runtime import Budget, Channel, Handle, HostPlan, WorkerGroup
 from embodied.runtime.device_leases import LeaseError
 from embodied.runtime.supervision import Failure, Repetitions
 from embodied.workflows.contract import ROLLOUT, WARNING
 
 if TYPE_CHECKING:
+    from embodied.workflows.prompts import PromptQueue
     from embodied.workflows.workers import Workers
 
 
@@ -400,9 +399,6 @@ class RolloutManager:
             self.notify(f"{WARNING}{text}")
 
 
-SIGN_OF_LIFE_S = 30.0  # after which an engine that waits for prompts gets an empty message
-
-
 @dataclass
 class Taker:
     """A policy worker that takes requests of the round."""
@@ -436,14 +432,12 @@ class Broker:
         self.moving = bool(policies) and any(map(self.device_sharing.gives_way, self.policies.workers))
         self.lives = count()
         self.changes = -1  # number of known changes of turns
-        # Of several language engines
-        self.prompts = manager.prompts if policies else None
-        self.queue = RequestQueue()
-        self.room: dict[str, int] = {}  # by engine that has reported it
-        self.answered = 0
-        self.quiet_until = monotonic() + SIGN_OF_LIFE_S
         self.takers = {policy: self._taker(policy) for policy in policies}
-        self.first = {taker.name for taker in self.takers.values()}  # no prompt is sent before all of these report room
+        self.prompts: PromptQueue | None = None  # of several language engines
+        if policies and manager.prompts:
+            from embodied.workflows.prompts import PromptQueue
+
+            self.prompts = PromptQueue(manager.prompts, {taker.name for taker in self.takers.values()})
         self.servers = {source: self._servers(source) for source in self.sources}
         for policy in policies:
             self._serve(policy)
@@ -455,7 +449,7 @@ class Broker:
 
     def is_due(self) -> bool:
         """True if workers can join, should leave or have left, or if prompts wait for a worker."""
-        if self.prompts and (self.prompts.qsize() or monotonic() > self.quiet_until):
+        if self.prompts and self.prompts.is_due():
             return True
         left = any(one.serving.done() or monotonic() > one.leaves_at for one in self.takers.values() if one.leaves_at)
         last = self.takers.get(len(self.policies) - 1)
@@ -467,7 +461,7 @@ class Broker:
         self.device_sharing.go_on()
         self.changes = self.device_sharing.changes
         if self.prompts:
-            self.device_sharing.report_progress(self.answered / max(1, self.answered + self.queue.unanswered))
+            self.device_sharing.report_progress(self.prompts.progress)
         for policy in [policy for policy, taker in self.takers.items() if taker.leaves_at and taker.serving.done()]:
             del self.takers[policy]
             self.device_sharing.report_load_time(self.manager.weight_sync.load_s(policy))
@@ -479,8 +473,10 @@ class Broker:
         self.device_sharing.leave({self.policies.workers[policy] for policy in self.takers})
         self._announce_policies()
         if self.prompts:
+            names = {policy: taker.name for policy, taker in self.takers.items()}
             workers = enumerate(self.policies.workers)
-            self.device_sharing.report_idle([worker for policy, worker in workers if self._is_idle(policy)])
+            idle = [worker for policy, worker in workers if self.prompts.is_idle(names.get(policy, ""))]
+            self.device_sharing.report_idle(idle)
 
     def replace_takers(self, replaced: Iterable[int]) -> None:
         """Replace dead policy workers by their successors. If other workers hold a successor's device, it is built and
@@ -515,7 +511,7 @@ class Broker:
         """Start serving. A worker knows every source of the round, since any source may ask it later."""
         name, requests = self.takers[policy].name, self.manager.requests[policy]
         sources = [source for source, servers in self.servers.items() if name in servers.channels]
-        more = {"name": name, "vacancies": self.prompts} if self.prompts else {}
+        more = {"name": name, "vacancies": self.prompts.channel} if self.prompts else {}
         more |= {"remarks": remarks.channel} if (remarks := self.manager.remarks) else {}
         serving = self.policies[policy].serve(requests, dict(self.replies), *self.how, sources, **more)
         self.takers[policy].serving = serving
@@ -545,7 +541,9 @@ class Broker:
     def _announce_policies(self) -> None:
         """Tell the playing sources their policy workers, if these have changed."""
         if self.prompts:
-            self._hand_out()
+            engines = {taker.name: self.manager.requests[policy] for policy, taker in self.takers.items()}
+            staying = [self.takers[policy].name for policy in self._staying()]
+            self.prompts.hand_out(engines, staying, {*filter(self._plays, self.sources)})
             return
         for source in filter(self._plays, self.sources):
             new, old = self._servers(source), self.servers[source]
@@ -560,53 +558,12 @@ class Broker:
         """The workers that a source asks, and other workers that may still have requests of this source."""
         manager = self.manager
         if self.prompts or not self.takers:
-            return Servers(source, {"all": self.prompts} if self.prompts else {})
+            return Servers(source, {"all": self.prompts.channel} if self.prompts else {})
         sim, stage = self.sources[source]
         place = sim, stage % self.stages
         block = block_of(*place, len(manager.sims), self.stages, self._staying(), manager.divides)
         channels = {self.takers[policy].name: manager.requests[policy] for policy in block}
         return Servers(source, channels, frozenset(one.name for one in self.takers.values()) - channels.keys())
-
-    # Prompts for several engines
-
-    def _hand_out(self) -> None:
-        """Take new prompts and reports of engines, and send prompts to engines with room."""
-        manager, prompts = self.manager, self.prompts
-        assert prompts is not None
-        for item in [prompts.get() for _ in range(prompts.qsize())]:
-            self._add_message(item)
-        playing = {*filter(self._plays, self.sources)}
-        self.queue.drop(lambda prompt: source_of(prompt) not in playing)
-        engines = {self.takers[policy].name: policy for policy in self._staying()}
-        others = {taker.name for taker in self.takers.values()} - engines.keys()
-        self.queue.workers({name: self.room[name] for name in engines if name in self.room}, others)
-        if not any(name in self.first and name not in self.room for name in engines):
-            for name, waiting in self.queue.take().items():
-                for source, batch in groupby(waiting, source_of):  # neighbouring prompts of a source together
-                    manager.requests[engines[name]].put(PromptBatch(source, tuple(one.request for one in batch)))
-        if monotonic() > self.quiet_until:
-            self.quiet_until = monotonic() + SIGN_OF_LIFE_S
-            for policy in self.takers:
-                manager.requests[policy].put(PromptBatch("the driver", ()))
-
-    def _add_message(self, item: PromptBatch | Vacancy) -> None:
-        if isinstance(item, PromptBatch):
-            asked = ((item.source, one) for one in item.prompts)
-            self.queue.put(
-                *(Waiting((who, one.number), one, 1, (who, one.episode), one.has_more_turns) for who, one in asked)
-            )
-            return
-        self.room[item.engine] = item.room
-        self.answered += sum(map(self.queue.take_answer, item.answered))
-        taken = self.queue.taken.get(item.engine, {})
-        for key, written in item.unfinished:
-            if had := taken.get(key):
-                taken[key] = replace(had, request=replace(had.request, written=written))
-
-    def _is_idle(self, policy: int) -> bool:
-        """True if no prompt waits for this engine."""
-        busy = policy in self.takers and self.queue.load(self.takers[policy].name)
-        return bool(self.answered) and not self.queue.waiting and not busy
 
 
 def block_of(sim: int, stage: int, sims: int, stages: int, policies: list[int], divides: bool) -> list[int]:
@@ -616,9 +573,3 @@ def block_of(sim: int, stage: int, sims: int, stages: int, policies: list[int], 
         return policies[sim * len(policies) // sims : (sim + 1) * len(policies) // sims]
     place, places = sim * stages + stage, sims * stages
     return policies[place * len(policies) // places :][:1]
-
-
-def source_of(prompt: Waiting) -> str:
-    """The player of a prompt, whose key is (player, number)."""
-    source, _ = cast(tuple[str, int], prompt.key)
-    return source

@@ -10,7 +10,7 @@ from pydantic import Field
 from embodied.core.errors import nearest
 from embodied.core.options import Requirement
 from embodied.envs.config import PRIVILEGED, SIZE_HELP, CommonEnvConfig, ImageSize, Region, Tasks
-from embodied.envs.maniskill.bridge.bridge_tasks import CONTROL, PLATES, asset_folder, is_bridge
+from embodied.envs.maniskill.bridge_tasks import CONTROL, PLATES, asset_folder, is_bridge
 
 REWARD_MODES = ("normalized_dense", "dense", "sparse")  # reward modes of ManiSkill's own tasks
 

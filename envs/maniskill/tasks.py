@@ -26,8 +26,9 @@ import numpy as np
 from gymnasium.spaces import Dict
 
 from embodied.core.errors import ConfigError, MissingAsset, nearest
+from embodied.core.vulkan_driver import ensure_vulkan
 from embodied.envs.capabilities import CataloguedTask
-from embodied.envs.maniskill.bridge.bridge_tasks import (
+from embodied.envs.maniskill.bridge_tasks import (
     CONTROL,
     PLATES,
     SVG,
@@ -38,7 +39,6 @@ from embodied.envs.maniskill.bridge.bridge_tasks import (
 )
 from embodied.envs.maniskill.config import REWARD_MODES, ManiSkillConfig
 from embodied.envs.own_modules import is_own, line_of, own_task, simulator_of, tasks_in
-from embodied.system.vulkan_driver import ensure_vulkan
 
 # Tasks proven equal to single envs by playing both, with their own step limits; none needs a download.
 DRAWING = threading.RLock()  # torch.rand and torch's generator are global: one env draws at a time

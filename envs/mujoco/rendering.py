@@ -18,7 +18,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from embodied.core.errors import ConfigError
-from embodied.system.vulkan_driver import loads
+from embodied.core.vulkan_driver import loads
 
 ARRAYS = ("geom_xpos", "geom_xmat", "site_xpos", "site_xmat", "cam_xpos", "cam_xmat", "light_xpos", "light_xdir")
 SHOWN = (*ARRAYS, "site_rgba")

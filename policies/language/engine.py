@@ -17,9 +17,9 @@ import torch
 from torch import Tensor
 
 from embodied.core import rng
-from embodied.core.conversations import SamplingRule
 from embodied.core.errors import ConfigError
 from embodied.core.plugins import ENGINE_CLASSES
+from embodied.core.types import SamplingRule
 from embodied.policies.language.config import LanguageConfig
 
 if TYPE_CHECKING:

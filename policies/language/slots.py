@@ -23,7 +23,8 @@ from torch.nn import functional as F
 from transformers.pytorch_utils import Conv1D
 
 from embodied.core import rng
-from embodied.core.conversations import FIRST_PLACE, SamplingRule
+from embodied.core.conversations import FIRST_PLACE
+from embodied.core.types import SamplingRule
 from embodied.policies.language.config import LanguageConfig
 from embodied.policies.language.engine import (
     Answer,

@@ -32,7 +32,7 @@ import torch
 from torch import Tensor
 
 from embodied.core.arrays import tensor_of
-from embodied.core.conversations import SamplingRule
+from embodied.core.types import SamplingRule
 from embodied.policies.language import attention
 from embodied.policies.language.engine import draw_errors, probabilities
 from embodied.policies.language.packing import lay_out

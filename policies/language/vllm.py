@@ -41,8 +41,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from embodied.core.conversations import FIRST_PLACE, SamplingRule
+from embodied.core.conversations import FIRST_PLACE
 from embodied.core.errors import ConfigError
+from embodied.core.types import SamplingRule
 from embodied.policies.language.config import LanguageConfig
 from embodied.policies.language.engine import Answer, Engine, Request, cache_bytes, seed_of
 from embodied.policies.language.folder import as_published

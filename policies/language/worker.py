@@ -15,17 +15,9 @@ from dataclasses import dataclass, replace
 import numpy as np
 import torch
 
-from embodied.core.conversations import (
-    Completion,
-    CompletionBatch,
-    Prompt,
-    SamplingRule,
-    Vacancy,
-    WrittenTokens,
-    pictures_in,
-)
+from embodied.core.conversations import Completion, CompletionBatch, Prompt, Vacancy, WrittenTokens, pictures_in
 from embodied.core.pictures import PictureError
-from embodied.core.types import EnvSpec
+from embodied.core.types import EnvSpec, SamplingRule
 from embodied.policies import make_policy
 from embodied.policies.language.engine import Answer, Request, Sampling, make_engine
 from embodied.policies.worker import PolicyWorker

@@ -10,7 +10,7 @@ from embodied.envs.gym.config import GymConfig
 from embodied.envs.player import Record, Stage, Tally, play_horizon
 from embodied.envs.pointmass.config import PointMassConfig
 from embodied.envs.sim_worker import restore_stage, stage_state
-from embodied.runtime.timers import Timers
+from embodied.runtime.worker import Timers
 
 SPECS = EpisodeList(0, "train", ("reach",))
 

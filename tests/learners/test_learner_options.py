@@ -13,8 +13,7 @@ from embodied.algorithms.config import GRPOConfig, PPOConfig
 from embodied.core.errors import CheckpointError, ConfigError
 from embodied.core.types import BatchEnd
 from embodied.learners.config import LearnerConfig
-from embodied.learners.model import Model, PolicyOptimizer
-from embodied.learners.sharding import is_sharded, join_rows
+from embodied.learners.model import Model, PolicyOptimizer, is_sharded, join_rows
 from embodied.learners.update import update_policy
 from embodied.learners.worker import LearnerWorker
 from embodied.policies.networks import RandomPolicy

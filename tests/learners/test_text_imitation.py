@@ -23,7 +23,7 @@ from embodied.learners.imitation import ExampleTokens, TextImitationLearner, int
 from embodied.policies import make_policy
 from embodied.policies.config import ExternalPolicyConfig
 from embodied.runtime.rendezvous import InProcessRendezvous
-from embodied.runtime.timers import Timers
+from embodied.runtime.worker import Timers
 from embodied.sft import main
 from embodied.workflows.imitation import check_data
 

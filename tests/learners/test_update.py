@@ -20,7 +20,7 @@ from embodied.algorithms.config import PPOConfig
 from embodied.core.errors import Diverged, WrongShape
 from embodied.core.rng import minibatches, permutation
 from embodied.core.types import BatchEnd, env_blocks
-from embodied.learners import throughput
+from embodied.learners import worker as learner_worker
 from embodied.learners.config import LearnerConfig
 from embodied.learners.model import Adam, Model, PolicyOptimizer, lr_factor
 from embodied.learners.train_batch import indices_of_owned
@@ -244,10 +244,10 @@ def test_trainer_tokens_and_mfu_count_what_passes_compute_per_second(monkeypatch
     """A pass that teaches and one that does not, in two seconds. The prompt is computed once: 6 tokens, which see
     1, 2, 3, 4, 5 and 4 tokens; a backward pass costs two forward passes, and a product is two operations."""
     clock = iter([100.0, 102.0])
-    monkeypatch.setattr(throughput, "perf_counter", lambda: next(clock))
-    monkeypatch.setattr(throughput, "peak_rate", lambda device, dtype: 1e9)
+    monkeypatch.setattr(learner_worker, "perf_counter", lambda: next(clock))
+    monkeypatch.setattr(learner_worker, "peak_rate", lambda device, dtype: 1e9)
     policy, inputs = build(), inputs_of(*answers([7, 8], [9], prompt=(5, 6, 7)))
-    told = throughput.Throughput(Model(policy, LearnerConfig()))
+    told = learner_worker.Throughput(Model(policy, LearnerConfig()))
     with told.measured():
         policy(inputs).logprobs.sum().backward()
         with torch.no_grad():

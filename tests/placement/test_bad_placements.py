@@ -47,8 +47,8 @@ BAD = {
 
 @pytest.fixture
 def two_cores(monkeypatch):
-    monkeypatch.setattr("embodied.system.discovery.os.sched_getaffinity", lambda pid: {0, 1})
-    monkeypatch.setattr("embodied.system.discovery.gpus", lambda *sys: [])
+    monkeypatch.setattr("embodied.run.devices.os.sched_getaffinity", lambda pid: {0, 1})
+    monkeypatch.setattr("embodied.run.devices.gpus", lambda *sys: [])
 
 
 def planned(*arguments):

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from benchmarks import balance
 from embodied.placement.balance import BALANCED, PassCost, balance_ratio, blocks, deal, deal_groups
-from embodied.placement.placement_errors import PlacementError
+from embodied.placement.topology import PlacementError
 
 
 def test_a_shared_prompt_costs_once_by_hand():

@@ -8,8 +8,8 @@ from embodied.config.recipe import load
 from embodied.core.errors import ConfigError
 from embodied.placement import PlacementError, PlannedHost, make_plan
 from embodied.placement.topology import GB, Gpu, Node, Topology, read_topology
+from embodied.run import devices
 from embodied.run.devices import check_devices, environment, machines, networks_on
-from embodied.system import discovery
 
 CARDS = [Gpu(i, "H100", 80 * GB, i // 4, f"renderD{128 + i}", i, f"GPU-{i}a") for i in range(8)]
 
@@ -21,7 +21,7 @@ def recipe(*arguments, name="pointmass_ppo"):
 @pytest.fixture
 def eight_gpus(monkeypatch):
     """As if nvidia-smi told of them."""
-    monkeypatch.setattr(discovery, "gpus", lambda sys=None: CARDS)
+    monkeypatch.setattr(devices, "gpus", lambda sys=None: CARDS)
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
 
 

@@ -8,7 +8,7 @@ import pytest
 
 from embodied.placement import PlacementError
 from embodied.placement.topology import GB, DeviceClass, Gpu, read_topology
-from embodied.system import discovery
+from embodied.run import devices
 
 
 def test_64x8xgpu_are_512_gpus_and_their_cores():
@@ -85,18 +85,18 @@ def test_this_machine_is_discovered(tmp_path):
     for name, cores in (("node0", "0-3,8"), ("node1", "4-7")):
         (node / name).mkdir(parents=True)
         (node / name / "cpulist").write_text(cores + "\n")
-    assert discovery.numa_nodes(tmp_path, [0, 2, 5, 8]) == ((0, 2, 8), (5,))
-    (topology,) = discovery.discover().nodes
+    assert devices.numa_nodes(tmp_path, [0, 2, 5, 8]) == ((0, 2, 8), (5,))
+    (topology,) = devices.discover().nodes
     assert topology.cores >= 1
 
 
 def test_a_container_has_the_memory_that_it_may_take(tmp_path):
-    whole = discovery.memory_bytes(tmp_path)
+    whole = devices.memory_bytes(tmp_path)
     (tmp_path / "fs/cgroup").mkdir(parents=True)
     limit = tmp_path / "fs/cgroup/memory.max"
     for text, found in {"max\n": whole, "2000000000\n": 2e9}.items():
         limit.write_text(text)
-        assert discovery.memory_bytes(tmp_path) == found
+        assert devices.memory_bytes(tmp_path) == found
 
 
 def test_a_gpu_is_read_from_the_drivers_answer(tmp_path):
@@ -104,9 +104,9 @@ def test_a_gpu_is_read_from_the_drivers_answer(tmp_path):
     (device / "drm/renderD129").mkdir(parents=True)
     (device / "numa_node").write_text("1\n")
     row = ["3", "NVIDIA H100 80GB HBM3", "81559", "00000000:3B:00.0", "GPU-8932f937"]
-    assert discovery.read_gpu(row, tmp_path) == Gpu(3, "H100", 81559 * 2**20, 1, "renderD129", 3, "GPU-8932f937")
-    assert discovery.model_of("NVIDIA A100-SXM4-80GB") == "A100"
-    assert discovery.model_of("NVIDIA GeForce RTX 4090") == "4090"
+    assert devices.read_gpu(row, tmp_path) == Gpu(3, "H100", 81559 * 2**20, 1, "renderD129", 3, "GPU-8932f937")
+    assert devices.model_of("NVIDIA A100-SXM4-80GB") == "A100"
+    assert devices.model_of("NVIDIA GeForce RTX 4090") == "4090"
 
 
 LISTED = """\
@@ -129,13 +129,13 @@ GPU 1: NVIDIA A16-4Q (UUID: GPU-cccc-1)
 )
 def test_slices_and_virtual_gpus_are_devices_of_their_own_by_uuid(chosen, names, tmp_path):
     """An H100 in two slices, whose own number names none of them, and a virtual A16."""
-    h100 = discovery.read_gpu(["0", "NVIDIA H100 80GB HBM3", "81559", "00000000:3B:00.0", "GPU-aaaa-1"], tmp_path)
-    a16 = discovery.read_gpu(["1", "NVIDIA A16-4Q", "4096", "00000000:02:01.0", "GPU-cccc-1"], tmp_path)
-    found = discovery.visible_gpus(discovery.with_slices([h100, a16], LISTED), chosen)
+    h100 = devices.read_gpu(["0", "NVIDIA H100 80GB HBM3", "81559", "00000000:3B:00.0", "GPU-aaaa-1"], tmp_path)
+    a16 = devices.read_gpu(["1", "NVIDIA A16-4Q", "4096", "00000000:02:01.0", "GPU-cccc-1"], tmp_path)
+    found = devices.visible_gpus(devices.with_slices([h100, a16], LISTED), chosen)
     assert [gpu.cuda_name for gpu in found] == names and [gpu.index for gpu in found] == list(range(len(names)))
     sizes = {"MIG-bbbb-1": 40e9, "MIG-bbbb-2": 10e9, "GPU-cccc-1": 4096 * 2**20}
     assert [gpu.memory_bytes for gpu in found] == [sizes[name] for name in names]
-    assert discovery.with_slices([h100, a16], "") == [h100, a16]
+    assert devices.with_slices([h100, a16], "") == [h100, a16]
 
 
 SMI = """#!/bin/sh
@@ -144,7 +144,7 @@ echo "1, NVIDIA H100 80GB HBM3, 81559, 00000000:5E:00.0, GPU-1111bbbb"
 """
 ON_A_NODE = """
 import os, subprocess, sys
-look = "from embodied.system.discovery import on_ray_node; print(on_ray_node(1, 1).gpus)"
+look = "from embodied.run.devices import on_ray_node; print(on_ray_node(1, 1).gpus)"
 subprocess.run([sys.executable, "-c", look], env={**os.environ, "CUDA_VISIBLE_DEVICES": ""}, check=True)
 """
 

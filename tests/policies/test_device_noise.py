@@ -8,9 +8,8 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from embodied.core import rng
-from embodied.core.conversations import SamplingRule
 from embodied.core.errors import Unusable
-from embodied.core.types import ActionSpec, ActRequest, EnvSpec
+from embodied.core.types import ActionSpec, ActRequest, EnvSpec, SamplingRule
 from embodied.policies import make_policy, worker
 from embodied.policies.config import MLPConfig
 from embodied.policies.worker import PolicyWorker

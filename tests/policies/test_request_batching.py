@@ -8,9 +8,8 @@ import pytest
 
 from embodied.config.recipe import load
 from embodied.core.arrays import join_rows, num_rows, take_rows, text_arrays, text_lists
-from embodied.core.conversations import SamplingRule
 from embodied.core.errors import StaleWeights, Unusable, WrongShape
-from embodied.core.types import ActionSpec, ActRequest, EnvSpec, Merging, PolicyOutput
+from embodied.core.types import ActionSpec, ActRequest, EnvSpec, Merging, PolicyOutput, SamplingRule
 from embodied.policies import make_policy
 from embodied.policies.config import MLPConfig
 from embodied.policies.openvla.config import OpenVLAConfig, OpenVLAOFTConfig

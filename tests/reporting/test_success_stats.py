@@ -8,9 +8,10 @@ from hypothesis import strategies as st
 
 from embodied.core.errors import EmbodiedError
 from embodied.core.types import EpisodeResult
-from embodied.records.results import COLUMNS, describe_tasks, episodes_csv, read_results, write_results
+from embodied.records.results import COLUMNS, episodes_csv, read_results, write_results
 from embodied.records.success_stats import (
     compare,
+    describe_tasks,
     exact_mcnemar,
     iqm,
     over_seeds,

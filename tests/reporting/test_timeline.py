@@ -15,7 +15,7 @@ from embodied.records.timeline import (
     shares,
 )
 from embodied.runtime import Cluster, HostPlan, Timers, Worker
-from embodied.runtime.timers import Total
+from embodied.runtime.worker import Total
 
 
 class Sim(Worker):

@@ -12,19 +12,19 @@ from embodied.core.files import read_arrays
 from embodied.core.types import ActionSpec, EnvSpec
 from embodied.policies import load_policy, make_policy
 from embodied.policies.config import MLPConfig
-from embodied.run import checkpoints
-from embodied.run.checkpoints import (
+from embodied.run.policy_source import find
+from embodied.run.run_folder import (
     COUNTERS,
     SIMS,
     SaveClock,
     locate,
+    name_of,
     newest,
     prune,
     read_counters,
     verify,
     write_checkpoint,
 )
-from embodied.run.policy_source import find
 
 
 def fill(folder: Path) -> None:
@@ -136,7 +136,7 @@ def test_saving_the_same_version_twice_keeps_the_first(tmp_path):
     stamp = first.stat().st_mtime_ns
     assert write(tmp_path, 3) == first
     assert first.stat().st_mtime_ns == stamp
-    assert checkpoints.name_of(3) == "v000003"
+    assert name_of(3) == "v000003"
 
 
 @pytest.mark.parametrize("manifest", ["[]", "{}", '{"files": []}', '{"files": {}}', "null", "{"])

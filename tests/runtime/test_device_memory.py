@@ -5,7 +5,7 @@ import torch
 
 from embodied.runtime.device_memory import DeviceTensors, Offloader, num_bytes
 from embodied.runtime.published_weights import blob_of
-from embodied.runtime.timers import Timers
+from embodied.runtime.worker import Timers
 
 
 def trained(device="cpu"):

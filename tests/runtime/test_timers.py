@@ -4,8 +4,8 @@ from time import thread_time
 
 import pytest
 
-from embodied.runtime import timers as module
-from embodied.runtime.timers import Timers
+from embodied.runtime import worker as module
+from embodied.runtime.worker import Timers
 
 
 @pytest.fixture

@@ -16,7 +16,7 @@ from embodied.runtime import shared_leases
 from embodied.runtime.device_leases import GENERATE, TRAIN, Claim, Coordinator, LeaseError
 from embodied.runtime.device_sharing import DeviceSharing
 from embodied.runtime.shared_leases import SharedLeases
-from embodied.runtime.timers import Timers
+from embodied.runtime.worker import Timers
 from embodied.sharing.lease_server import LeaseServer, RecordedLeases, is_stopped
 from embodied.sharing.run_turns import RECORD
 

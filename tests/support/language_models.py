@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import torch
 import transformers
 
-from embodied.core.conversations import SamplingRule
+from embodied.core.types import SamplingRule
 from embodied.policies.language.config import LanguageConfig
 from embodied.policies.language.engine import Request, make_engine
 

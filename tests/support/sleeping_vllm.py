@@ -11,7 +11,7 @@ from unittest.mock import patch
 
 import torch
 
-from embodied.core.conversations import SamplingRule
+from embodied.core.types import SamplingRule
 from embodied.policies.language import vllm
 from embodied.policies.language.engine import Request, Sampling
 from embodied.policies.language.slots import SlotEngine

@@ -19,8 +19,8 @@ import tiny_sight
 import torch
 from language_models import STOP, answers, drained, engine_of, logprobs_by_the_model, question, qwen3, qwen3_moe
 
-from embodied.core.conversations import SamplingRule
 from embodied.core.pictures import drawing
+from embodied.core.types import SamplingRule
 from embodied.policies.language.engine import Sampling, make_engine
 from embodied.policies.language.vllm import SETTINGS, memory_of
 

@@ -6,8 +6,8 @@ import os
 import pytest
 
 from embodied import vulkan
+from embodied.core import vulkan_driver
 from embodied.core.errors import EmbodiedError
-from embodied.system import vulkan_driver
 from embodied.vulkan import Mirror, bookworm_mirror, read_mirror
 
 DEB822 = """\

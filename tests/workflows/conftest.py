@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from embodied.learners import throughput
+from embodied.learners import worker as learner_worker
 
 SUPPORT = Path(__file__).parents[1] / "support"
 
@@ -21,4 +21,4 @@ def faulty_env(monkeypatch):
 @pytest.fixture(autouse=True)
 def short_measurement(monkeypatch):
     """Every learner of conversations measures its device's peak rate, which takes longer than these runs learn."""
-    monkeypatch.setitem(throughput.SIDES, "cpu", 32)
+    monkeypatch.setitem(learner_worker.SIDES, "cpu", 32)

@@ -16,7 +16,7 @@ from embodied import train
 from embodied.config.recipe import load
 from embodied.core.errors import WorkerFailed
 from embodied.run import launch
-from embodied.run.checkpoints import COUNTERS
+from embodied.run.run_folder import COUNTERS
 from embodied.workflows.rl_loop import EmbodiedLoop
 
 ITERATIONS = 3

@@ -1,3 +1,3 @@
 """Scenes of a WidowX arm before a photograph: the bridge twins and PutOnPlate-25."""
 
-__all__ = ["bridge_expert", "bridge_tasks", "put_on_plate", "scene"]
+__all__ = ["bridge_expert", "put_on_plate", "scene"]

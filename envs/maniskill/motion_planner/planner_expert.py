@@ -19,7 +19,6 @@ import numpy as np
 
 from embodied.core.arrays import host
 from embodied.core.errors import ConfigError
-from embodied.envs.maniskill.build import build
 from embodied.envs.maniskill.experts import JOINTS, hand_pose
 from embodied.envs.maniskill.tasks import DRAWING, quiet
 
@@ -138,7 +137,7 @@ class MotionPlanner:
         self._solve = solver(env.config.task)
         plain = {"backend": "cpu", "control_mode": "pd_joint_pos"}
         plain |= {"state": "proprio", "cameras": (), "privileged": False}
-        self._env = ActionRecorder(build(env.config.model_copy(update=plain), 1)[0])
+        self._env = ActionRecorder(env.make_single(plain))
 
     def plan(self, seed: int) -> Plan:
         """The plan of the episode with this seed; if the planner fails, its partial plan."""

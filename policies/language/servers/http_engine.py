@@ -24,8 +24,8 @@ import torch
 from torch import Tensor
 
 from embodied.core import rng
-from embodied.core.conversations import SamplingRule
 from embodied.core.errors import EmbodiedError
+from embodied.core.types import SamplingRule
 from embodied.policies.language.config import LanguageConfig
 from embodied.policies.language.engine import Answer, Engine, Request, empty_answer
 from embodied.policies.language.folder import as_published

@@ -12,7 +12,7 @@ from embodied.core.errors import ConfigError, EmbodiedError
 from embodied.core.types import EpisodeSpec
 from embodied.envs import make_env
 from embodied.envs.env_checker import check_vector_env
-from embodied.envs.maniskill import build
+from embodied.envs.maniskill import env as maniskill
 from embodied.envs.maniskill.config import ManiSkillConfig
 from embodied.envs.maniskill.env import ManiSkillEnv
 from embodied.placement.topology import Gpu
@@ -34,12 +34,12 @@ def simulated():
 def test_physics_on_a_gpu_that_does_not_draw_has_no_renderer_and_cameras_are_refused(monkeypatch):
     states = ManiSkillConfig(task="PushCube-v1", backend="cuda")
     images = states.model_copy(update={"cameras": ("base_camera",)})
-    monkeypatch.setattr(build, "gpu_draws", lambda: True)
-    assert build.render_backend(states) == build.render_backend(images) == "gpu"
-    monkeypatch.setattr(build, "gpu_draws", lambda: False)
-    assert build.render_backend(states) == "none"
+    monkeypatch.setattr(maniskill, "gpu_draws", lambda: True)
+    assert maniskill.render_backend(states) == maniskill.render_backend(images) == "gpu"
+    monkeypatch.setattr(maniskill, "gpu_draws", lambda: False)
+    assert maniskill.render_backend(states) == "none"
     with pytest.raises(EmbodiedError, match=r"this GPU does not draw.*NVIDIA_DRIVER_CAPABILITIES=all"):
-        build.render_backend(images)
+        maniskill.render_backend(images)
 
 
 def test_where_physx_cannot_be_downloaded_the_error_says_what_goes_where(monkeypatch, tmp_path):
@@ -49,7 +49,7 @@ def test_where_physx_cannot_be_downloaded_the_error_says_what_goes_where(monkeyp
     monkeypatch.setattr("requests.get", no_network)
     monkeypatch.setenv("HOME", str(tmp_path))
     with pytest.raises(EmbodiedError, match=rf"is not in {tmp_path}.*no such.*host; unzip https:.*/linux-so.zip there"):
-        build.build(ManiSkillConfig(task="PushCube-v1", backend="cuda"), 2)
+        maniskill.build(ManiSkillConfig(task="PushCube-v1", backend="cuda"), 2)
 
 
 @pytest.mark.parametrize("backend", ["cpu", "cpu_batched"])
@@ -57,12 +57,12 @@ def test_states_are_the_same_without_a_renderer_and_there_are_no_videos_with_the
     found = []
     for draws in (True, False):
         if not draws:
-            monkeypatch.setattr(build, "render_backend", lambda config: "none")
+            monkeypatch.setattr(maniskill, "render_backend", lambda config: "none")
         env = make_env(ManiSkillConfig(task="PushCube-v1", backend=backend), 2)
         state = env.reset(options={"episodes": EPISODES[:2]})[0]["state"].copy()
         result = env.step_chunk(np.full((2, 3, env.env_spec.action.dim), 0.3, np.float32))
         found.append((state, result.obs["state"].copy(), result.rewards.copy()))
-        assert env.video_problem() == ("" if draws else build.NO_DRAWING)
+        assert env.video_problem() == ("" if draws else maniskill.NO_DRAWING)
         env.close()
     assert all(np.array_equal(drawn, blind) for drawn, blind in zip(*found, strict=True))
 
@@ -101,14 +101,14 @@ def test_the_gpu_recipe_trains(tmp_path):
 
 
 def test_without_a_gpu_its_physics_is_refused_with_what_to_do(monkeypatch):
-    monkeypatch.setattr("embodied.system.discovery.gpus", lambda *sys: [])
+    monkeypatch.setattr("embodied.run.devices.gpus", lambda *sys: [])
     with pytest.raises(ConfigError, match=r"env\.backend=cuda needs an NVIDIA GPU.*try env\.backend=auto"):
         launch.planned(load(["recipe=maniskill_ppo_gpu"]).config)
 
 
 def test_the_same_recipe_takes_the_same_path_beside_a_gpu_and_the_gpus_recipe_holds_the_gpu(monkeypatch):
     without = launch.planned(load(["recipe=maniskill_ppo"]).config)
-    monkeypatch.setattr("embodied.system.discovery.gpus", lambda *sys: [Gpu(0, "H100", card=0)])
+    monkeypatch.setattr("embodied.run.devices.gpus", lambda *sys: [Gpu(0, "H100", card=0)])
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     config, plan = launch.planned(load(["recipe=maniskill_ppo"]).config)
     assert (config, replace(plan, idle_gpus=())) == without and config.env.backend == "cpu_batched" and plan.idle_gpus

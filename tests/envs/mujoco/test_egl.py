@@ -4,9 +4,9 @@ import os
 
 import pytest
 
+from embodied.core.vulkan_driver import loads
 from embodied.envs.mujoco import rendering
 from embodied.envs.mujoco.rendering import choose_card
-from embodied.system.vulkan_driver import loads
 
 HYBRID = ["renderD128", "renderD131", "renderD130", "renderD129", ""]  # another maker's first, software last
 

@@ -19,8 +19,8 @@ from language_models import (
 )
 
 from embodied.core import rng
-from embodied.core.conversations import SamplingRule
 from embodied.core.errors import ConfigError
+from embodied.core.types import SamplingRule
 from embodied.policies.language.config import LanguageConfig
 from embodied.policies.language.engine import Request, Sampling, choose
 from embodied.policies.vla.lora import add_lora

@@ -11,9 +11,9 @@ from PIL import Image
 from tiny_language import SEES, apart, build
 from tiny_sight import publish
 
-from embodied.core.conversations import SamplingRule
 from embodied.core.errors import CheckpointError, ConfigError
 from embodied.core.pictures import PictureError, data_url, drawing, load_picture
+from embodied.core.types import SamplingRule
 from embodied.learners.model import recompute
 from embodied.policies import load_policy
 from embodied.policies.language import sight

@@ -9,7 +9,7 @@ import torch
 from tiny_language import build
 
 from embodied.core import rng
-from embodied.core.conversations import SamplingRule
+from embodied.core.types import SamplingRule
 from embodied.policies.language.engine import Request, choose, draw_errors, make_engine
 from embodied.policies.language.http_messages import ParsedAnswer
 from embodied.policies.language.trust import BLOCK, LIMITS, ProofBlock, check_answer, find_mismatch, rounding_noise

@@ -18,8 +18,8 @@ from served_language import SECRET, engine_at, scripted, served, until
 from tiny_language import build, publish
 
 from embodied.config.recipe import load
-from embodied.core.conversations import SamplingRule
 from embodied.core.errors import ConfigError, EmbodiedError
+from embodied.core.types import SamplingRule
 from embodied.policies.language import http_messages
 from embodied.policies.language.engine import Request, make_engine
 from embodied.policies.language.folder import as_published

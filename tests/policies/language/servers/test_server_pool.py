@@ -14,8 +14,8 @@ from language_models import answers
 from served_language import SECRET, engine_at, scripted, served, until
 from tiny_language import build
 
-from embodied.core.conversations import SamplingRule
 from embodied.core.errors import ConfigError, EmbodiedError
+from embodied.core.types import SamplingRule
 from embodied.policies.language.config import LanguageConfig
 from embodied.policies.language.engine import Request, make_engine
 from embodied.policies.language.http_messages import WeightFolder, fingerprint
