@@ -21,7 +21,7 @@ from embodied import let_call
 from embodied.config.command_line import ON_COMMAND_LINE, from_python, stored_recipe
 from embodied.config.recipe import COMMAND_LINE, Loaded, RunConfig, load
 from embodied.core.errors import ConfigError, EmbodiedError, EvaluationStopped
-from embodied.core.hub import pinned
+from embodied.core.options import pinned
 from embodied.core.types import EpisodeResult
 from embodied.envs import env_class
 from embodied.envs.capabilities import choose_protocol

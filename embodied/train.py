@@ -20,7 +20,7 @@ from embodied.config.read import COMMAND_LINE
 from embodied.config.recipe import Loaded, RunConfig, commands_of_recipe, load
 from embodied.core.errors import CheckpointError, ConfigError, EmbodiedError, NothingToLearn, StepGivenUp, WorkerFailed
 from embodied.core.files import read_arrays, reading
-from embodied.core.hub import pinned
+from embodied.core.options import pinned
 from embodied.placement import PlacementPlan
 from embodied.records.progress import RECENT_EPISODES, Console
 from embodied.run import launch

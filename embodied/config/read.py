@@ -27,8 +27,7 @@ from pydantic_core import to_jsonable_python
 
 from embodied.config.recipe_files import BY_TASK, DEFAULT_ENV, EVERY_RECIPE, RECIPES, recipe_file, recipe_names
 from embodied.core.errors import ConfigError, nearest
-from embodied.core.files import BadPath, as_path
-from embodied.core.hub import is_data_set
+from embodied.core.files import BadPath, as_path, is_data_set
 from embodied.core.options import BelongsToFile, ChosenByName
 
 COMMAND_LINE = "command line"

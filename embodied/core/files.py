@@ -22,7 +22,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
 from embodied.core.errors import ConfigError, EmbodiedError, printable_error
-from embodied.core.hub import data_files, is_data_set
 
 if TYPE_CHECKING:
     import numpy as np
@@ -174,6 +173,11 @@ KINDS = ("*.parquet", "*.arrow", "*.jsonl")  # kinds of files in a folder; the f
 Row = tuple[str, dict[str, Any]]  # place for messages, content
 
 
+def is_data_set(path: Any) -> bool:
+    """True for the name of a data set on the Hugging Face hub."""
+    return str(path).startswith("hf:")
+
+
 def read_rows(path: Path) -> Generator[Row]:
     """The rows of a file, or of all files of a folder or a data set of the hub in the order of their names."""
     try:
@@ -194,6 +198,8 @@ def read_rows(path: Path) -> Generator[Row]:
 def files_of(folder: Path) -> list[Path]:
     """The files of a data set, in order."""
     if is_data_set(folder):
+        from embodied.core.hub import data_files
+
         return [*data_files(str(folder))[1]]
     for kind in KINDS:
         if files := sorted(folder.rglob(kind)):

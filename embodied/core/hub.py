@@ -2,8 +2,8 @@
 
     hf:openai/gsm8k:main:train          hf:ORG/NAME[:CONFIG][:SPLIT][@REVISION]
 
-A run pins the revision before it starts (`pinned`), so its config.yaml names the commit that all its workers read. The
-files of a split are those that the data set's own README names, or those whose names contain it.
+A run pins the revision before it starts (`options.pinned`), so its config.yaml names the commit that all its workers
+read. The files of a split are those that the data set's own README names, or those whose names contain it.
 """
 
 from __future__ import annotations
@@ -15,35 +15,12 @@ from functools import lru_cache
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from pydantic import BaseModel
-
 from embodied.core.errors import ConfigError
 
-SCHEME = "hf:"
 NAME = re.compile(r"hf:(?P<repo>[\w.-]+/[\w.-]+)(?P<parts>(:[\w.-]+){0,2})(@(?P<revision>[\w./-]+))?")
-COMMIT = re.compile(r"[0-9a-f]{40}")
 SHARD = re.compile(r"-(\d+)-of-(\d+)\.\w+$")
 KINDS = ("*.parquet", "*.jsonl")  # the first kind found is read
 SPLITS = ("train", "validation", "test")
-
-
-def is_data_set(path: Any) -> bool:
-    return str(path).startswith(SCHEME)
-
-
-def pinned(values: Any) -> Any:
-    """These options, nested in any way, with the present commit in every data set's name on the hub."""
-    if isinstance(values, BaseModel):
-        changes = {key: new for key, value in values if (new := pinned(value)) != value}
-        return values.model_copy(update=changes) if changes else values
-    if isinstance(values, dict):
-        return {key: pinned(value) for key, value in values.items()}
-    if isinstance(values, list | tuple):
-        return type(values)(pinned(value) for value in values)
-    if isinstance(values, str | Path) and is_data_set(values):
-        name, _, revision = str(values).partition("@")
-        return values if COMMIT.fullmatch(revision) else type(values)(f"{name}@{data_files(str(values))[0]}")
-    return values
 
 
 @lru_cache(64)
@@ -153,8 +130,6 @@ def files_of_split(
     if len(fitting) > 1 and (usual := [each for each in fitting if each[0] == "default"]):
         fitting = usual
     if len(fitting) != 1:
-        known = ", ".join(
-            f"{SCHEME}{name[3:].split(':')[0].split('@')[0]}:{config}:{split}" for config, split, _ in stated
-        )
+        known = ", ".join(f"hf:{name[3:].split(':')[0].split('@')[0]}:{config}:{split}" for config, split, _ in stated)
         raise ConfigError(f"{name}: {'which of' if fitting else 'it is none of'} {known}")
     return [file for file in readable if any(fnmatch(file, path) for path in fitting[0][2])]

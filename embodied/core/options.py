@@ -15,6 +15,7 @@ be compared with each other are checked by a plain function instead (`Strict.con
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,11 +24,12 @@ from typing import Annotated, Any, ClassVar, Self, get_args
 from pydantic import AfterValidator, BaseModel, ConfigDict, ValidationInfo, field_validator, model_validator
 from pydantic_core import CoreSchema, PydanticKnownError, core_schema
 
-from embodied.core.files import as_path
+from embodied.core.files import as_path, is_data_set
 
 LARGEST_FLOAT = 1e30  # float32 ends at 3e38
 LARGEST_INT = 2**63 - 1
 LONGEST_S = 2e6  # 23 days; the operating system's waits end at 2**31 milliseconds
+COMMIT = re.compile(r"[0-9a-f]{40}")
 CHANGED = object()  # stands for every value but the default
 
 
@@ -230,3 +232,20 @@ class BelongsToFile:
 
 LocalPath = Annotated[Path, AfterValidator(as_path), BelongsToFile()]
 PathOrRecipe = Annotated[Path, AfterValidator(as_path), BelongsToFile(or_recipe=True)]
+
+
+def pinned(values: Any) -> Any:
+    """These options, nested in any way, with the present commit in every data set's name on the hub."""
+    if isinstance(values, BaseModel):
+        changes = {key: new for key, value in values if (new := pinned(value)) != value}
+        return values.model_copy(update=changes) if changes else values
+    if isinstance(values, dict):
+        return {key: pinned(value) for key, value in values.items()}
+    if isinstance(values, list | tuple):
+        return type(values)(pinned(value) for value in values)
+    if isinstance(values, str | Path) and is_data_set(values):
+        from embodied.core.hub import data_files
+
+        name, _, revision = str(values).partition("@")
+        return values if COMMIT.fullmatch(revision) else type(values)(f"{name}@{data_files(str(values))[0]}")
+    return values

@@ -10,8 +10,7 @@ from typing import Any
 
 from embodied.core.conversations import Said, in_words
 from embodied.core.errors import ConfigError
-from embodied.core.files import files_of, read_rows
-from embodied.core.hub import is_data_set
+from embodied.core.files import files_of, is_data_set, read_rows
 from embodied.core.types import EpisodeList
 from embodied.envs import env_class
 

@@ -15,8 +15,7 @@ from typing import Any
 
 from embodied.core.conversations import Said, pictures_in
 from embodied.core.errors import ConfigError, MissingAsset
-from embodied.core.files import files_of, read_rows
-from embodied.core.hub import is_data_set
+from embodied.core.files import files_of, is_data_set, read_rows
 from embodied.core.types import EpisodeSpec
 from embodied.envs.text.question_rows import BOX, RATE, Question, final_answer_in, parsed
 from embodied.envs.text.scoring_process import MATHEMATICS, Scorers
