@@ -21,7 +21,7 @@ from embodied.policies.language.worker import LanguageWorker
 from embodied.policies.policy_folder import read_weights
 from embodied.records.transcripts import SAMPLES, read_samples
 from embodied.runtime.device_leases import Coordinator
-from embodied.workflows import rollout_manager
+from embodied.workflows import prompts
 from embodied.workflows.rl_loop import EmbodiedLoop
 
 THREE_ENGINES = {"sim": "cpu:0", "policy": "cpu:1-3*3", "learner": "cpu:0"}
@@ -74,7 +74,7 @@ def test_a_slow_engine_has_fewer_of_the_answers(sync, monkeypatch, tmp_path):
 def test_what_a_killed_engine_had_is_asked_again_once_and_nothing_else(sync, monkeypatch, tmp_path):
     given = []
 
-    class Killing(rollout_manager.RequestQueue):
+    class Killing(prompts.RequestQueue):
         def take(self):
             found = super().take()
             for engine, mine in found.items():
@@ -83,7 +83,7 @@ def test_what_a_killed_engine_had_is_asked_again_once_and_nothing_else(sync, mon
                 given.extend((engine, one.key) for one in mine)
             return found
 
-    monkeypatch.setattr(rollout_manager, "RequestQueue", Killing)
+    monkeypatch.setattr(prompts, "RequestQueue", Killing)
     with Talk(tmp_path, "policy.max_running=3", backend="local") as run:
         rows = run.some(1)
     assert told(rows) == told(sync[0][:1]) and rows[0][1]["faults/restarts"] == 1
