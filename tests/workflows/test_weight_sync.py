@@ -10,8 +10,8 @@ from embodied.core.errors import WorkerFailed
 from embodied.placement import make_plan
 from embodied.run import launch
 from embodied.runtime.published_weights import Publication
-from embodied.runtime.weight_sync import WeightSync
 from embodied.workflows.rl_loop import EmbodiedLoop
+from embodied.workflows.workers import WeightSync
 
 ARGUMENTS = (
     "recipe=pointmass_ppo env.num_envs=4 policy.hidden=[8] algo.rollout_decisions=4 algo.minibatch_size=16 "
