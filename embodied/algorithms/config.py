@@ -30,9 +30,11 @@ class PolicyGradientConfig(Strict):
     )
 
     lr: float = Field(3e-4, ge=0, description="Adam's learning rate.")
-    lr_schedule: Literal["constant", "linear"] = Field(
-        "constant", description="linear: learning rates fall linearly to 0 at the end of the run."
+    lr_schedule: Literal["constant", "linear", "cosine"] = Field(
+        "constant", description="linear, cosine: learning rates fall so to final_lr at the end of the run."
     )
+    final_lr: float = Field(0.0, ge=0, description="Where lr_schedule=linear and cosine end; value_lr in proportion.")
+    warmup_iterations: int = Field(0, ge=0, description="Iterations in which learning rates climb to lr.")
     adam_eps: float = Field(
         1e-5,
         gt=0,
@@ -151,6 +153,7 @@ class PolicyGradientConfig(Strict):
 
     section = "algo."
     rules = (
+        only_with("final_lr", {"lr_schedule": ("linear", "cosine")}),
         never_with("target_kl", {"epochs": 1}, "it skips the epochs after the first; try algo.target_kl=null"),
         never_with("pools", {"prompts": "epochs"}, "it repeats some prompts; leave one of them out"),
         only_with("ratio_cap", {"clip": ("aipo", "tis")}),
@@ -188,6 +191,8 @@ class PolicyGradientConfig(Strict):
         return "; and ".join(broken_rules((*shared, *self.not_periodic), self, self.section))
 
     def conflicts(self) -> Iterator[str]:
+        if self.final_lr > self.lr:
+            yield f"algo.final_lr={self.final_lr:g} is above algo.lr={self.lr:g}; swap them"
         most = 1 + self.clip_high
         if self.dual_clip is not None and self.dual_clip <= most:
             yield (

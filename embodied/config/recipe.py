@@ -129,6 +129,12 @@ class RunConfig(Strict):
                 f"pipeline.granularity={pieces} is more than algo.rollout_decisions={algo.rollout_decisions}; leave it "
                 "out to hand on whole rollouts"
             )
+        iterations = self.run.iterations
+        if iterations and algo.warmup_iterations >= iterations:
+            yield (
+                f"algo.warmup_iterations={algo.warmup_iterations} leaves none of run.iterations={iterations} at "
+                f"algo.lr; try algo.warmup_iterations={iterations // 10}"
+            )
         if self.pipeline.schedule == "periodic" and (reason := algo.why_not_periodic()):
             yield f"pipeline.schedule=periodic: {reason}"
         if not (policy.speaks and algo.whole_episodes):

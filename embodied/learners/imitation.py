@@ -11,7 +11,6 @@ mean over the answers' tokens of a minibatch, however they are divided into rank
 
 from __future__ import annotations
 
-import math
 import os
 import shutil
 import tempfile
@@ -264,7 +263,7 @@ def sft_factor(config: SFTConfig, step: int, steps: int, total: int) -> float:
     if config.lr_schedule != "cosine":
         return lr_factor(config.lr_schedule, step // steps * steps / total)
     last = config.final_lr / config.lr if config.lr else 0.0
-    return last + (1 - last) * 0.5 * (1 + math.cos(math.pi * (step - warm) / (total - warm)))
+    return lr_factor("cosine", (step - warm) / (total - warm), last)
 
 
 class TextImitationLearner(ImitationLearner):

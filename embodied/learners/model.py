@@ -4,6 +4,7 @@ summed over all learner ranks and clipped as a whole.
 
 from __future__ import annotations
 
+import math
 import shutil
 import sys
 from collections import deque
@@ -488,9 +489,13 @@ def learning_rates(config: AlgoConfig | SFTConfig) -> dict[str, float]:
     return {"policy": config.lr, "value": config.lr if config.value_lr is None else config.value_lr}
 
 
-def lr_factor(schedule: str, progress: float) -> float:
-    """The factor on learning rates; `progress` is 0 before the first iteration, 1 after the last."""
-    return min(1.0, max(0.0, 1.0 - progress)) if schedule == "linear" else 1.0
+def lr_factor(schedule: str, progress: float, last: float = 0.0) -> float:
+    """The factor on learning rates, which falls to `last`; `progress` is 0 before the first iteration, 1 after the
+    last."""
+    progress = min(1.0, max(0.0, progress))
+    if schedule == "cosine":
+        return last + (1 - last) * 0.5 * (1 + math.cos(math.pi * progress))
+    return last + (1 - last) * (1.0 - progress) if schedule == "linear" else 1.0
 
 
 # Rows of weights that are sharded over the ranks (`sharding.py`)

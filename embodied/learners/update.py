@@ -191,7 +191,12 @@ class PolicySteps(GradientSteps):
         return {f"train/{name}": float(np.mean([row[name] for row in history])) for name in names} | metrics
 
     def lr_factor(self, end: BatchEnd) -> float:
-        return lr_factor(self.config.lr_schedule, end.iteration / end.total)
+        """The factor on learning rates in this iteration: with two iterations of warmup 1/3, 2/3, then the schedule."""
+        config, warm = self.config, self.config.warmup_iterations
+        if end.iteration < warm:
+            return (end.iteration + 1) / (warm + 1)
+        last = config.final_lr / config.lr if config.lr else 0.0
+        return lr_factor(config.lr_schedule, (end.iteration - warm) / max(1, end.total - warm), last)
 
 
 class FixedPass:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -24,7 +25,7 @@ from embodied.learners import worker as learner_worker
 from embodied.learners.config import LearnerConfig
 from embodied.learners.model import Adam, Model, PolicyOptimizer, lr_factor
 from embodied.learners.train_batch import indices_of_owned
-from embodied.learners.update import update_policy
+from embodied.learners.update import PolicySteps, update_policy
 from embodied.runtime.collective import Alone
 
 T, N, C, make, rollout, columns = toy.T, toy.N, toy.C, toy.make, toy.rollout, toy.columns
@@ -232,9 +233,16 @@ def test_every_unit_is_processed_once_by_the_rank_that_has_it(ranks, size):
     assert sorted(seen) == list(range(len(ranks)))
 
 
-def test_the_linear_schedule_falls_to_zero_and_the_constant_one_stays():
+def test_learning_rates_warm_up_and_fall_to_their_floor_or_stay():
     assert [lr_factor("linear", progress) for progress in (0, 0.25, 1, 1.1)] == [1, 0.75, 0, 0]
     assert [lr_factor("constant", progress) for progress in (0, 0.25, 1)] == [1, 1, 1]
+    assert [lr_factor("linear", progress, 0.2) for progress in (0, 0.5, 1)] == pytest.approx([1, 0.6, 0.2])
+    assert [lr_factor("cosine", progress, 0.2) for progress in (0, 0.5, 1)] == pytest.approx([1, 0.6, 0.2])
+    algo = PPOConfig(lr=1e-3, lr_schedule="cosine", final_lr=1e-4, warmup_iterations=2)
+    steps = SimpleNamespace(config=algo)
+    factors = [PolicySteps.lr_factor(steps, BatchEnd(iteration, 6)) for iteration in range(6)]
+    # Cosine over four iterations: 0.1 + 0.45 * (1 + cos(pi / 4)) = 0.868
+    assert factors == pytest.approx([1 / 3, 2 / 3, 1, 0.868, 0.55, 0.232], abs=1e-3)
 
 
 # What learners say of their speed: tokens a second, and the share of what their devices can compute
