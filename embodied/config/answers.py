@@ -93,7 +93,7 @@ OURS = {  # our keys -> names in other toolkits; a name may mean two keys
     "eval.videos": "capture_video record_video save_video num_videos",
 }
 USUAL = {word: keys.split() for keys, words in OURS.items() for word in words.split()}
-TRUNCATES = ("top_p", "top_k")
+TRUNCATES = ("top_p", "top_k", "min_p")
 CLOSE = 0.8  # limit of difflib's ratio, for the last part of a key; 0.6 for a whole key
 FAR = 0.6
 

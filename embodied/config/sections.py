@@ -229,9 +229,10 @@ class EvaluationSet(Strict):
     temperature: float | None = Field(None, ge=0, le=1, description="As eval.temperature.")
     top_p: float | None = Field(None, gt=0, le=1, description="As eval.top_p.")
     top_k: int | None = Field(None, ge=0, description="As eval.top_k.")
+    min_p: float | None = Field(None, ge=0, lt=1, description="As eval.min_p.")
     max_tokens: int | None = Field(None, gt=0, description="Most tokens of an answer; null: policy.max_tokens.")
 
-    rules = (never_with("top_p top_k", {"temperature": 0}, "it takes the likeliest token; leave it out"),)
+    rules = (never_with("top_p top_k min_p", {"temperature": 0}, "it takes the likeliest token; leave it out"),)
 
 
 def _named_sets(values: Any) -> Any:
@@ -315,6 +316,9 @@ class EvalSection(Strict):
         description="Text envs: draw from the smallest set of likeliest tokens whose probabilities sum to this.",
     )
     top_k: int = Field(0, ge=0, description="Text envs: draw from this many of the likeliest tokens; 0: from all.")
+    min_p: float = Field(
+        0.0, ge=0, lt=1, description="Text envs: never draw tokens less likely than this times the likeliest one."
+    )
 
 
 class CollectSection(Strict):

@@ -365,7 +365,7 @@ class Recording:
 class SamplingRule:
     """How a policy's actions or tokens are sampled. Robot policies only use the temperature. Tokens are drawn from
     logits divided by the temperature (0: the likeliest token), among the `top_k` likeliest (0: all), restricted to the
-    smallest set whose probabilities reach `top_p`."""
+    smallest set whose probabilities reach `top_p`, after those below `min_p` times the largest are excluded."""
 
     temperature: float = 1.0
     top_p: float = 1.0
@@ -374,10 +374,11 @@ class SamplingRule:
     logprob_temperature: float = 1.0
     """That of the log-probs that come with answers, of all tokens: in rollouts the one that tokens are drawn at, since
     losses compare with them."""
+    min_p: float = 0.0
 
     @property
     def draws_from_all(self) -> bool:
-        return self.top_p == 1.0 and not self.top_k
+        return self.top_p == 1.0 and not self.top_k and not self.min_p
 
 
 @dataclass(frozen=True)

@@ -404,7 +404,7 @@ def sampling_of_set(results: dict[str, Any], name: str) -> str:
 def sampling_in_words(how: dict[str, Any]) -> str:
     if how.get("temperature") is None:
         return ""
-    usual = {"top_p": 1, "top_k": 0}
+    usual = {"top_p": 1, "top_k": 0, "min_p": 0}
     narrow = [f", {name} {how[name]:g}" for name in usual if how.get(name, usual[name]) != usual[name]]
     return f"T={how['temperature']:g}{''.join(narrow)}" if how["temperature"] else "greedy"
 

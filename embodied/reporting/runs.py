@@ -21,7 +21,7 @@ from embodied.records.results import PARTIAL, RESULTS, check_info, check_row, pa
 from embodied.run.run_folder import was_killed
 
 IN_TRAINING = re.compile(r"v\d{6,}")  # evaluations during training, not those started by hand
-CHOOSES_EPISODES = ("episodes", "seed", "samples", "temperature", "top_p", "top_k")
+CHOOSES_EPISODES = ("episodes", "seed", "samples", "temperature", "top_p", "top_k", "min_p")
 LOST = "It ended before it could say why: it was killed, or its machine went down. {resume} goes on {where}."
 
 

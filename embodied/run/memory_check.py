@@ -498,8 +498,12 @@ PLAYING = (
         TEXT,
         "all conversations are written down anyway; leave it out",
     ),
-    never_with("eval.top_p eval.top_k", {"eval.temperature": 0, **TEXT}, "it takes the likeliest token; leave it out"),
-    only_with("eval.top_p eval.top_k", TEXT, "actions are no tokens; leave it out"),
+    never_with(
+        "eval.top_p eval.top_k eval.min_p",
+        {"eval.temperature": 0, **TEXT},
+        "it takes the likeliest token; leave it out",
+    ),
+    only_with("eval.top_p eval.top_k eval.min_p", TEXT, "actions are no tokens; leave it out"),
     only_with("eval.samples eval.sets", TEXT, "every episode begins in a state of its own; leave it out"),
 )
 

@@ -33,7 +33,7 @@ MOST_STOPS = 16
 LARGEST_SEED = 2**63 - 1
 MOST_LIKELY = 20  # limit of reported tokens at every place
 NEUTRAL: dict[str, Any] = {  # options without effect here, with the values that change nothing, besides null
-    **dict.fromkeys(("frequency_penalty", "presence_penalty", "min_p", "min_tokens", "priority"), (0,)),
+    **dict.fromkeys(("frequency_penalty", "presence_penalty", "min_tokens", "priority"), (0,)),
     **dict.fromkeys(("best_of", "repetition_penalty"), (1,)),
     **dict.fromkeys(("use_beam_search", "skip_special_tokens", "spaces_between_special_tokens"), (False,)),
     **dict.fromkeys(("include_stop_str_in_output", "continue_final_message", "return_token_strs"), (False,)),
@@ -82,6 +82,7 @@ class Ask(Options):
     temperature: float = Field(1.0, ge=0, le=2)
     top_p: float = Field(1.0, gt=0, le=1)
     top_k: int = Field(0, ge=-1, le=2**31)  # up to 0: all
+    min_p: float = Field(0.0, ge=0, le=1)
     n: int = Field(1, ge=1, le=MOST_CHOICES)
     seed: int | None = Field(None, ge=-LARGEST_SEED - 1, le=LARGEST_SEED)
     noise: NoiseAddress | None = None  # noise of the only answer

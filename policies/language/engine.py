@@ -254,6 +254,8 @@ def allowed_probabilities(likely: Tensor, rule: SamplingRule) -> Tensor:
     the first are kept, so at most top_k remain."""
     ordered, places = likely.sort(dim=-1, descending=True, stable=True)
     keep = torch.ones_like(ordered, dtype=torch.bool)
+    if rule.min_p:
+        keep &= ordered >= rule.min_p * ordered[:, :1]
     if rule.top_k:
         keep[:, rule.top_k :] = False
     if rule.top_p < 1:

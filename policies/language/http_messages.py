@@ -71,7 +71,7 @@ def body_of(request: Request, model: str, proves: bool = False) -> dict[str, Any
         "skip_special_tokens": False,
         "top_p": rule.top_p,
         "top_k": rule.top_k,
-        "min_p": 0.0,
+        "min_p": rule.min_p,
         "repetition_penalty": 1.0,
         "presence_penalty": 0.0,
         "frequency_penalty": 0.0,

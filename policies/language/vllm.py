@@ -119,6 +119,7 @@ class VLLMEngine(Engine):
                 temperature=rule.temperature,
                 top_p=rule.top_p,
                 top_k=rule.top_k,
+                min_p=rule.min_p,
                 seed=seed_of(request),
                 stop_token_ids=sorted(self.stops),
             )

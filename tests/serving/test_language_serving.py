@@ -211,7 +211,6 @@ REFUSED = [  # body, words of the answer
     ({"prompt": "a", "logprobs": 21}, "logprobs: Input should be less than or equal to 20"),
     ({"prompt": "a", "top_logprobs": 2}, "options of /v1/chat/completions; logprobs=5 returns five"),
     ({"prompt": "a", "stream": True, "echo": True}, "come with a whole answer; leave out stream"),
-    ({"prompt": "a", "min_p": 0.9}, "min_p=0.9 is not supported"),
     ({"prompt": "a", "tool_choice": "required"}, "tool_choice=required is not supported"),
     ({"prompt": "a", "stop": ["a"] * 17}, "stop: "),
     ({"prompt": "a", "noise": {"seed": 1}}, "noise: "),

@@ -191,6 +191,8 @@ def test_a_token_is_the_inverse_cdf_at_the_noise_of_its_episode_and_place():
     [
         ({}, 4, [0.4, 0.3, 0.2, 0.1]),
         ({"top_k": 2}, 2, [4 / 7, 3 / 7, 0, 0]),
+        ({"min_p": 0.6}, 2, [4 / 7, 3 / 7, 0, 0]),
+        ({"min_p": 0.3, "top_p": 0.7}, 2, [4 / 7, 3 / 7, 0, 0]),  # of the three, .444 + .333 reaches it
         ({"top_p": 0.7}, 2, [4 / 7, 3 / 7, 0, 0]),  # .4 + .3 reaches it
         ({"top_p": 0.71}, 3, [4 / 9, 3 / 9, 2 / 9, 0]),
         ({"top_p": 0.5, "top_k": 3}, 2, [4 / 7, 3 / 7, 0, 0]),  # of the three, .444 + .333 reaches it
