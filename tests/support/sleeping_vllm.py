@@ -96,8 +96,8 @@ def output_of(answer):
     return SimpleNamespace(request_id=answer.key, outputs=[output], finished=True)
 
 
-def settings(max_tokens, temperature, top_p, top_k, seed, stop_token_ids):
-    rule = SamplingRule(temperature, top_p=top_p, top_k=top_k)
+def settings(max_tokens, temperature, top_p, top_k, min_p, seed, stop_token_ids):
+    rule = SamplingRule(temperature, top_p=top_p, top_k=top_k, min_p=min_p)
     return {"max_tokens": max_tokens, "rule": rule, "seed": seed, "stop_token_ids": stop_token_ids}
 
 
