@@ -8,7 +8,9 @@ pytest.importorskip("math_verify")
 
 import embodied
 from embodied.core.errors import ConfigError
+from embodied.core.hub import data_files
 from embodied.records.results import read_results
+from tests.support.loopback_hub import commit_of, serve
 from tests.support.tiny_language import PLAIN, publish
 
 
@@ -61,6 +63,24 @@ def test_a_run_and_the_command_evaluate_every_set_by_its_own_rule(tmp_path, mode
     other = embodied.evaluate(run, f"run.dir={tmp_path}", "policy.system=null")
     assert other["protocol"]["messages"]["system"] is None
     capsys.readouterr()
+
+
+def test_a_run_on_data_sets_of_the_hub_records_the_commit_that_it_reads(tmp_path, model, monkeypatch, capsys):
+    pytest.importorskip("huggingface_hub")
+    data_files.cache_clear()
+    train, test = (
+        "\n".join(json.dumps({"question": f"{n}+1?", "answer": f"Add.\n#### {n + 1}"}) for n in numbers).encode()
+        for numbers in (range(40), range(100, 103))
+    )
+    files = {"main/train-00000-of-00001.jsonl": train, "main/test-00000-of-00001.jsonl": test}
+    path = recipe(tmp_path, model, sums="hf:openai/sums:main:test")
+    with serve({"openai/sums": files}, monkeypatch, tmp_path / "hub"):
+        run = embodied.train(path, "env.file=hf:openai/sums:main:train")
+    capsys.readouterr()
+    data_files.cache_clear()
+    recorded = (run.folder / "config.yaml").read_text()
+    assert all(f"hf:openai/sums:main:{split}@{commit_of(files)}" in recorded for split in ("train", "test"))
+    assert read_results(run.folder / "eval" / "v000001")[0]["per_task"]["sums"]["text"]["prompts"] == 3
 
 
 @pytest.mark.parametrize(
