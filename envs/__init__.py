@@ -51,6 +51,10 @@ def plugin(name: str) -> type[Any]:
 def env_class(config: Any) -> type[Any]:
     """The class for `env.name`: ours, the user's, or our wrapper of the user's `gymnasium.Env`. A subclass of VectorEnv
     or TextEnv, constructed from config and num_envs."""
+    if config.elsewhere:
+        from embodied.envs.interpreter.env import foreign_class
+
+        return foreign_class(config)
     import_all(config)
     kind = kind_of(config)
     if kind != "external":

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, get_args, g
 from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
 from embodied.core.errors import nearest
-from embodied.core.options import ChosenByName, Requirement, Strict, never_with, only_with
+from embodied.core.options import ChosenByName, LocalPath, Requirement, Strict, never_with, only_with
 from embodied.core.plugins import ENVS, OURS, Plugins
 
 OnSuccess = Literal["truncate", "terminate", "continue"]
@@ -119,6 +119,11 @@ class CommonEnvConfig(Strict):
         description="Your modules to import before envs are made: tasks, robots, controllers that register "
         "themselves. They are found in the working directory and on Python's path.",
     )
+    python: LocalPath | None = Field(
+        None,
+        description="Another interpreter for the simulator, FOLDER/bin/python, with packages of its own "
+        "(docs/own_task.md).",
+    )
     stagger: bool = Field(
         False,
         description="Cut the first training episode of each env short, each at a different step, so that rollouts "
@@ -161,6 +166,11 @@ class CommonEnvConfig(Strict):
     def advice(cls, lacking: Collection[str], environ: Mapping[str, str]) -> list[str]:
         """Lines that say where this env's files are searched, if `lacking` names some of them."""
         return []
+
+    @property
+    def elsewhere(self) -> bool:
+        """True if the simulator runs in an interpreter of its own."""
+        return self.python is not None and not self.speaks
 
     @property
     def physics(self) -> str:

@@ -33,6 +33,7 @@ from embodied.core.options import BelongsToFile, ChosenByName
 COMMAND_LINE = "command line"
 Key = tuple[str, ...]
 ENV_NAME, ENV_TASK, CLUSTER, EVAL_SETS = ("env", "name"), ("env", "task"), ("cluster",), ("eval", "sets")
+ENV_PYTHON = ("env", "python")
 
 
 @dataclass(frozen=True)
@@ -219,7 +220,10 @@ def with_own_task(source: Source, tree: Tree) -> Source:
     from embodied.envs.own_modules import as_a_task
 
     values = dict(source.values)
-    before = (tree.section(("env",)) or {}).get("name", DEFAULT_ENV)
+    earlier = tree.section(("env",)) or {}
+    if values.get(ENV_PYTHON, earlier.get("python")) is not None:  # its packages are in another interpreter
+        return source
+    before = earlier.get("name", DEFAULT_ENV)
     takes_own_tasks = bool(ENV_CONFIGS[kind_of({"name": before})].task_base)
     named = values.get(ENV_NAME, values.get(ENV_TASK) if takes_own_tasks else None)
     simulator = None

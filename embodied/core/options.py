@@ -19,7 +19,7 @@ import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Self, get_args
+from typing import Annotated, Any, ClassVar, get_args
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, ValidationInfo, field_validator, model_validator
 from pydantic_core import CoreSchema, PydanticKnownError, core_schema
@@ -143,7 +143,7 @@ class Strict(BaseModel):
         return type(self).model_fields[key].get_default(call_default_factory=True)
 
     @model_validator(mode="after")
-    def _options_fit(self) -> Self:
+    def _options_fit(self) -> Strict:
         rules = tuple(rule for base in type(self).__mro__ for rule in vars(base).get("rules", ()))
         if problems := [*broken_rules(rules, self, self.section), *self.conflicts()]:
             raise ValueError("\n".join(problems))

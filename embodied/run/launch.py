@@ -153,7 +153,7 @@ def with_env(config: RunConfig, kind: Any, topology: Topology, learn: bool, dry:
     if learn and not dry:
         kind.seek_proof(config.env, proofs(config), say)
         env = kind.proven(config.env, proofs(config))
-    if ":" in config.env.reward:
+    if ":" in config.env.reward and not config.env.elsewhere:
         reward_class(config.env)
     return config.model_copy(update={"env": kind.resolve(env)})
 

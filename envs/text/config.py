@@ -21,6 +21,7 @@ class TextConfig(CommonEnvConfig):
     after_success: ClassVar[int] = 0
     stagger: ClassVar[bool] = False
     retries: ClassVar[int] = 0
+    python: ClassVar[Any] = None
 
     num_envs: int = Field(
         64,

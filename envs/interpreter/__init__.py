@@ -1,0 +1,1 @@
+"""Simulators in an interpreter of their own, `env.python`."""

@@ -1,0 +1,203 @@
+"""Runs in the interpreter `env.python`: builds an env there and answers the calls of its sim host (`env.py`).
+
+The interpreter needs numpy and gymnasium, and whatever the simulator needs. Our own source is taken from where the host
+has it, and no package beside it: only the import of `embodied` is redirected. Options come validated from the host, so
+a stand-in with fields and nothing else takes the place of pydantic while our `config.py` files are imported.
+What the simulator prints goes to the host's log.
+"""
+
+import ctypes
+import importlib.machinery
+import importlib.util
+import os
+import signal
+import socket
+import sys
+import types
+
+
+def main():
+    package, descriptor, parent = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
+    del sys.argv[1:]
+    ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # the kernel kills it when its parent dies, even a stopped one
+    if os.getppid() != parent:
+        os._exit(1)
+    os.dup2(2, 1)
+    connection = socket.socket(fileno=descriptor)
+    connection.sendall(b"embodied\n")
+    problem = missing()
+    if problem:
+        connection.sendall(f"{problem}\n".encode())
+        return
+    load(package)
+    with_stand_in(importlib.import_module, "embodied.envs.config")
+    from embodied.envs.interpreter.wire import VERSION
+
+    connection.sendall(f"{VERSION}\n".encode())
+    Server(connection).serve()
+
+
+def missing():
+    """The packages that this interpreter lacks, in words."""
+    if sys.version_info < (3, 10):
+        return f"it is Python {sys.version.split()[0]}, and 3.10 or later is needed"
+    try:
+        import numpy
+        from gymnasium.vector import AutoresetMode
+    except ImportError as err:
+        return f'it lacks numpy or gymnasium ({err}); {sys.executable} -m pip install numpy "gymnasium>=1.1" installs them'
+    return "" if numpy and AutoresetMode else "it lacks numpy"
+
+
+def load(package):
+    """Make `embodied` importable from its folder."""
+    init = os.path.join(package, "__init__.py")
+    spec = importlib.util.spec_from_file_location("embodied", init, submodule_search_locations=[package])
+    module = sys.modules["embodied"] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+
+
+class Model:
+    """Options: the fields that the host sent."""
+
+    def __init_subclass__(cls, **kwargs):
+        pass
+
+    def model_copy(self, *, update=None):
+        copied = type(self).__new__(type(self))
+        copied.__dict__.update(self.__dict__, **(update or {}))
+        return copied
+
+
+def anything(*args, **kwargs):
+    """Stands for pydantic's functions, also for its decorators."""
+    return anything
+
+
+def keep(*args, **kwargs):
+    return lambda function: function
+
+
+def with_stand_in(function, *args):
+    """Call a function that imports our options, with the stand-in for pydantic."""
+    names = ("pydantic", "pydantic_core")
+    real = {name: sys.modules.pop(name) for name in names if name in sys.modules}
+    for name in names:
+        module = sys.modules[name] = types.ModuleType(name)
+        module.__getattr__ = lambda word: keep if word.endswith("_validator") else anything
+        module.BaseModel = Model
+    try:
+        return function(*args)
+    finally:
+        for name in names:
+            del sys.modules[name]
+        sys.modules.update(real)
+
+
+class Server:
+    """Answers calls, one after the other."""
+
+    def __init__(self, connection):
+        from embodied.envs.interpreter import wire
+
+        self.wire, self.ended = wire.Wire(connection, self.options), wire.Ended
+        self.kind = self.env = None
+        self.experts = []
+
+    def options(self, fields):
+        made = self.kind.__new__(self.kind)
+        made.__dict__.update(fields)
+        return made
+
+    def serve(self, nested=False):
+        while True:
+            try:
+                name, args = self.wire.receive()
+            except self.ended:
+                os._exit(0)
+            if nested and name == "go_on":
+                return
+            try:
+                answer = {"value": getattr(self, name)(*args)}
+            except BaseException as err:
+                answer = {"raised": described(err)}
+            try:
+                self.wire.send(answer, shared=True)
+            except self.ended:
+                os._exit(0)
+            except Exception as err:  # it holds something that cannot be sent
+                self.wire.send({"raised": described(err)})
+
+    def begin(self, name):
+        """Take the options' class of this env."""
+        from embodied.core.plugins import ENVS, OURS
+        from embodied.envs.config import ENV_CONFIGS, kind_of
+
+        self.kind = with_stand_in(lambda: [ENV_CONFIGS[kind] for kind in (*OURS[ENVS], kind_of({"name": name}))])[-1]
+
+    def describe(self, config):
+        """The class attributes that commands read."""
+        from embodied.core.errors import ConfigError
+
+        kind = self.env_class(config)
+        if kind.speaks:
+            raise ConfigError(f"env.name={config.name} is a text env, and env.python runs simulators only; leave it out")
+        return {"worker": kind.worker, "mixes_tasks": kind.mixes_tasks, "draws_on_gpus": kind.draws_on_gpus}
+
+    def ask(self, config, method, args):
+        """Call a class method."""
+        return getattr(self.env_class(config), method)(config, *args)
+
+    def env_class(self, config):
+        from embodied.envs import env_class
+
+        return env_class(config)
+
+    def build(self, config, num_envs):
+        self.env = self.env_class(config)(config, num_envs)
+        return self.env.env_spec, self.env.dtype.str, self.env.saves_state
+
+    def call(self, method, args):
+        return getattr(self.env, method)(*args)
+
+    def start(self, seed, options):
+        return self.env.reset(seed=seed, options=options)
+
+    def step_chunk(self, actions, frames):
+        return self.env.step_chunk(actions, on_frame=self.frame if frames else None)
+
+    def frame(self, moved):
+        """An env step of a chunk is over: the host may now ask for frames."""
+        self.wire.send({"frame": moved})
+        self.serve(nested=True)
+
+    def expert(self, kind):
+        self.experts.append(self.env.expert(kind, lambda: self.wire.send({"tick": True})))
+        return len(self.experts) - 1
+
+    def expert_begin(self, number, rows):
+        self.experts[number].begin(rows)
+
+    def expert_act(self, number):
+        return self.experts[number].act()
+
+    def close(self):
+        self.env.close()
+
+
+def described(err):
+    """An exception: its type, its text, and where it was raised."""
+    from embodied.core.errors import EmbodiedError, in_a_line
+    from embodied.envs.own_modules import line_of
+
+    if isinstance(err, (EmbodiedError, ValueError)):
+        return type(err).__name__, str(err)
+    if isinstance(err, NotImplementedError):
+        import traceback
+
+        return "NotImplementedError", traceback.extract_tb(err.__traceback__)[-1].name
+    return "", f"{in_a_line(err)}{line_of(err)}"
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,291 @@
+"""A simulator in an interpreter of its own: `env.python=FOLDER/bin/python`.
+
+`ForeignEnv` is an env like any other for whoever plays it. It starts `child.py` in that interpreter, where the real env
+lives, and passes every call on (`wire.py`). Questions to the env's class are answered there too, so commands never
+import its packages. A death of the process is an error after which the sim worker is replaced; a hang is found by
+`faults.hang_s` as for envs in process, since the sim worker waits for the answer.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+import threading
+import weakref
+from collections import deque
+from collections.abc import Callable
+from contextlib import suppress
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from embodied.core import errors
+from embodied.core.arrays import Observation, is_tensor
+from embodied.core.types import ChunkResult
+from embodied.envs.capabilities import Expert
+from embodied.envs.interpreter.wire import VERSION, Ended, Wire
+from embodied.envs.vector_env import VectorEnv
+
+CHILD = Path(__file__).with_name("child.py")
+PACKAGE = Path(errors.__file__).parents[1]
+# The working directory is the first place in which Python finds modules; a script's own folder would be this one.
+BOOT = "import sys; path = sys.argv.pop(1); exec(compile(open(path).read(), path, 'exec'))"
+START_S = 120.0  # for the interpreter's start
+WAIT_S = 3600.0  # for an answer; in runs `faults.hang_s` ends the wait earlier
+END_S = 10.0  # for the simulator to clean up
+LAST_LINES = 5
+
+
+class ProcessDied(errors.Unusable):
+    """The process of a simulator has died."""
+
+
+class Process:
+    """A process of the interpreter, and calls to it.
+
+        process = Process(config)
+        process.call("build", config, 4)
+    """
+
+    def __init__(self, config: Any) -> None:
+        self.what = f"env.python={config.python}"
+        ours, theirs = socket.socketpair()
+        command = [str(config.python), "-c", BOOT, CHILD, PACKAGE, theirs.fileno(), os.getpid()]
+        with theirs:
+            try:
+                self.process = subprocess.Popen(
+                    [*map(str, command)],
+                    stdin=subprocess.DEVNULL,
+                    stderr=subprocess.PIPE,
+                    pass_fds=[theirs.fileno()],
+                    start_new_session=True,  # Ctrl-C goes to the host only
+                    env={**os.environ, "PYTHONPATH": os.pathsep.join(own_folders())},
+                )
+            except OSError as err:
+                raise errors.ConfigError(f"{self.what}: {err.strerror}; name the file FOLDER/bin/python") from None
+        self.last: deque[str] = deque(maxlen=LAST_LINES)
+        self.printer = threading.Thread(target=pass_on, args=(self.process.stderr, self.last), daemon=True)
+        self.printer.start()
+        self.wire, self.lock = Wire(ours), threading.RLock()
+        self.end = weakref.finalize(self, end, self.process, self.wire)
+        try:
+            self._greet(ours)
+            self.call("begin", config.name)
+        except BaseException:
+            self.end()
+            raise
+
+    def call(self, name: str, *args: Any, tick: Callable[[], None] = lambda: None, on_frame: Any = None) -> Any:
+        """The result of a call. Meanwhile a frame or a sign of life may come."""
+        with self.lock:
+            try:
+                self.wire.send([name, args])
+                while True:
+                    answer = self.wire.receive(WAIT_S)
+                    if "tick" in answer:
+                        tick()
+                    elif "frame" in answer:
+                        on_frame(answer["frame"])
+                        self.wire.send(["go_on", ()])
+                    else:
+                        break
+            except Ended:
+                raise ProcessDied(f"{self.what}: {self._end_in_words()}") from None
+        if "raised" in answer:
+            raise self._error(*answer["raised"])
+        return answer["value"]
+
+    def _greet(self, connection: socket.socket) -> None:
+        """Wait until the interpreter says that it has what it needs."""
+        connection.settimeout(START_S)
+        lines = connection.makefile("rb", buffering=0)
+        try:
+            if lines.readline() != b"embodied\n":
+                raise errors.ConfigError(f"{self.what} is no Python interpreter: {self._end_in_words()}")
+            said = lines.readline().decode().strip()
+        except TimeoutError:
+            raise errors.ConfigError(f"{self.what} did not start within {START_S:g} seconds") from None
+        if not said:
+            raise errors.ConfigError(f"{self.what}: {self._end_in_words()}")
+        if not said.isdigit():
+            raise errors.ConfigError(f"{self.what}: {said}")
+        if int(said) != VERSION:
+            raise errors.ConfigError(
+                f"{self.what} speaks version {said} of the protocol, this is {VERSION}: it has another embodied-loop; "
+                "use the same version in both"
+            )
+
+    def _end_in_words(self) -> str:
+        with suppress(subprocess.TimeoutExpired):
+            self.process.wait(END_S)
+        self.printer.join(END_S)
+        code = self.process.returncode
+        how = f"died with signal {-code}" if code and code < 0 else f"ended with exit code {code}"
+        said = " | ".join(self.last)
+        return f"its process {how}{f'; its last lines: {said}' * bool(said)}"
+
+    def _error(self, kind: str, text: str) -> Exception:
+        if kind == "NotImplementedError":
+            return errors.ConfigError(f"{self.what}: the env does not implement {text}")
+        if kind == "ValueError":
+            return ValueError(text)
+        known = getattr(errors, kind, None) if kind else None
+        return known(text) if known else RuntimeError(f"{self.what}: {text}")
+
+
+def pass_on(lines: Any, last: deque[str]) -> None:
+    """Pass on what a process prints, and remember its last lines."""
+    with lines:
+        for line in lines:
+            text = line.decode(errors="replace")
+            last.append(text.strip())
+            sys.stderr.write(text)
+
+
+def end(process: subprocess.Popen, wire: Wire) -> None:
+    process.kill()
+    process.wait(END_S)
+    wire.close()
+
+
+def own_folders() -> list[str]:
+    """The folders of Python's path that hold the user's modules, not this interpreter's packages."""
+    ours = [Path(folder).resolve() for folder in (sys.prefix, sys.base_prefix)]
+    folders = [Path(folder).resolve() for folder in sys.path if folder]
+    return [str(folder) for folder in folders if not any(folder.is_relative_to(prefix) for prefix in ours)]
+
+
+@cache
+def questioned(process_id: int, name: str, python: Path) -> dict[str, Process]:
+    """The place of the process that answers questions."""
+    return {}
+
+
+def question(config: Any, name: str, *args: Any) -> Any:
+    """Ask the interpreter. One process answers all questions about an env; when it has died, another one."""
+    place = questioned(os.getpid(), config.name, config.python)
+    if "process" not in place or place["process"].process.poll() is not None:
+        place["process"] = Process(config)
+    return place["process"].call(name, of_child(config), *args)
+
+
+def of_child(config: Any) -> Any:
+    """The options as the env gets them."""
+    return config.model_copy(update={"python": None})
+
+
+def asked(method: str) -> Any:
+    """A class method that the env's class answers in its interpreter."""
+    return classmethod(lambda cls, config, *args: question(config, "ask", method, args))
+
+
+def foreign_class(config: Any) -> type[ForeignEnv]:
+    """The class of this config's env: a `ForeignEnv` that knows its class attributes."""
+    return type("ForeignEnv", (ForeignEnv,), question(config, "describe"))
+
+
+class ForeignEnv(VectorEnv):
+    tasks = asked("tasks")
+    protocols = asked("protocols")
+    plays_together = asked("plays_together")
+    longest_episode = asked("longest_episode")
+    check = asked("check")
+    remarks = asked("remarks")
+    rehearse = asked("rehearse")
+    check_expert = asked("check_expert")
+
+    @classmethod
+    def resolve(cls, config: Any) -> Any:
+        return cls._changed(config, "resolve")
+
+    @classmethod
+    def on_cores(cls, config: Any) -> Any:
+        return cls._changed(config, "on_cores")
+
+    @classmethod
+    def plain_config(cls, config: Any) -> Any:
+        return cls._changed(config, "plain_config")
+
+    @classmethod
+    def _changed(cls, config: Any, method: str) -> Any:
+        fields = question(config, "ask", method, ())
+        return config.model_copy(update={**fields, "python": config.python})
+
+    def __init__(self, config: Any, num_envs: int) -> None:
+        self._process = Process(config)
+        try:
+            spec, dtype, self._saves_state = self._process.call("build", of_child(config), num_envs)
+        except BaseException:
+            self._process.end()
+            raise
+        super().__init__(config.model_copy(update={"reward": "own"}), num_envs, spec, np.dtype(dtype).type)
+        self.config = config  # the reward is given in the interpreter
+
+    def _ask(self, method: str, *args: Any) -> Any:
+        return self._process.call("call", method, args)
+
+    def reset(
+        self, *, seed: int | None = None, options: dict[str, Any] | None = None
+    ) -> tuple[Observation, dict[str, Any]]:
+        obs, info = self._process.call("start", seed, options)
+        self._success = info.get("success", self._success)
+        return obs, info
+
+    def step_chunk(self, actions: np.ndarray, on_frame: Callable[[np.ndarray], None] | None = None) -> ChunkResult:
+        if is_tensor(actions):
+            actions = actions.detach().cpu().numpy()
+        result = self._process.call("step_chunk", actions, on_frame is not None, on_frame=on_frame)
+        if result.success is not None:
+            self._success = result.success[:, -1]
+        return result
+
+    def observe(self, rows: np.ndarray | None = None) -> Observation:
+        return self._ask("observe", rows)
+
+    def last_step(self) -> tuple[np.ndarray, np.ndarray]:
+        return self._ask("last_step")
+
+    def render_rows(self, rows: np.ndarray) -> np.ndarray:
+        return self._ask("render_rows", rows)
+
+    def video_problem(self) -> str:
+        return self._ask("video_problem")
+
+    def facts(self) -> dict[str, str]:
+        return self._ask("facts")
+
+    @property
+    def saves_state(self) -> bool:
+        return self._saves_state
+
+    def get_state(self) -> dict[str, np.ndarray]:
+        return self._ask("get_state")
+
+    def set_state(self, state: dict[str, np.ndarray]) -> Observation:
+        return self._ask("set_state", state)
+
+    def expert(self, kind: str = "scripted", tick: Callable[[], None] = lambda: None) -> Expert:
+        return ForeignExpert(self._process, kind, tick)
+
+    def close_extras(self, **kwargs: Any) -> None:
+        with suppress(errors.EmbodiedError, RuntimeError):
+            self._process.call("close")
+        self._process.end()
+
+
+class ForeignExpert:
+    """An expert in the interpreter."""
+
+    def __init__(self, process: Process, kind: str, tick: Callable[[], None]) -> None:
+        self._process, self._tick = process, tick
+        self._number = process.call("expert", kind, tick=tick)
+
+    def begin(self, rows: np.ndarray) -> None:
+        self._process.call("expert_begin", self._number, rows, tick=self._tick)
+
+    def act(self) -> np.ndarray:
+        return self._process.call("expert_act", self._number, tick=self._tick)
