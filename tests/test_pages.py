@@ -38,6 +38,7 @@ class Step(NamedTuple):
 
 FEW = "env.num_envs=4 algo.rollout_decisions=8 algo.minibatch_size=16"
 ROBOT = "env.num_envs=8 algo.rollout_decisions=5 algo.minibatch_size=20 env.max_episode_steps=6 eval.videos=1"
+THIS_PYTHON = ("simulator_env/bin/python", sys.executable)  # for one that the page makes
 GROUPS = "env.num_envs=8 algo.groups=2 algo.group_size=4"
 BRIEF = "run.iterations=2 eval.episodes=2 eval.videos=0 run.start_from=null run.env_steps=null"
 SEEDS = "seeds=0-1 run.iterations=2 eval.episodes=4 env.num_envs=4 algo.minibatch_size=32"
@@ -98,6 +99,8 @@ PAGES = {
         Step("check env.name=my_gym", ("state of 2 numbers", "success reported in every step", "contract kept")),
         Step("check env.name=my_gym", "set env.max_episode_steps=", "env.max_episode_steps=null", code=2),
         Step("train .*run.name=slide", "success_once", ROBOT),
+        Step("check env.name=my_gym.*env.python", ("success reported", "contract kept"), swap=THIS_PYTHON, slow=True),
+        Step("train .*run.name=apart", "success_once", ROBOT, swap=THIS_PYTHON, slow=True),
         Step(
             "check env.name=my_door",
             ("state of 3 numbers, images of eye_front [40, 40, 3], an instruction", "6 choices", "contract kept"),

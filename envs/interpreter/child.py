@@ -39,13 +39,15 @@ def main():
 
 def missing():
     """The packages that this interpreter lacks, in words."""
-    if sys.version_info < (3, 10):
+    if sys.version_info < (3, 10):  # noqa: UP036  # not the interpreter of the toolkit
         return f"it is Python {sys.version.split()[0]}, and 3.10 or later is needed"
     try:
         import numpy
         from gymnasium.vector import AutoresetMode
     except ImportError as err:
-        return f'it lacks numpy or gymnasium ({err}); {sys.executable} -m pip install numpy "gymnasium>=1.1" installs them'
+        return (
+            f'it lacks numpy or gymnasium ({err}); {sys.executable} -m pip install numpy "gymnasium>=1.1" installs them'
+        )
     return "" if numpy and AutoresetMode else "it lacks numpy"
 
 
@@ -141,7 +143,9 @@ class Server:
 
         kind = self.env_class(config)
         if kind.speaks:
-            raise ConfigError(f"env.name={config.name} is a text env, and env.python runs simulators only; leave it out")
+            raise ConfigError(
+                f"env.name={config.name} is a text env, and env.python runs simulators only; leave it out"
+            )
         return {"worker": kind.worker, "mixes_tasks": kind.mixes_tasks, "draws_on_gpus": kind.draws_on_gpus}
 
     def ask(self, config, method, args):

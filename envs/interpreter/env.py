@@ -47,8 +47,8 @@ class ProcessDied(errors.Unusable):
 class Process:
     """A process of the interpreter, and calls to it.
 
-        process = Process(config)
-        process.call("build", config, 4)
+    process = Process(config)
+    process.call("build", config, 4)
     """
 
     def __init__(self, config: Any) -> None:
@@ -66,6 +66,7 @@ class Process:
                     env={**os.environ, "PYTHONPATH": os.pathsep.join(own_folders())},
                 )
             except OSError as err:
+                ours.close()
                 raise errors.ConfigError(f"{self.what}: {err.strerror}; name the file FOLDER/bin/python") from None
         self.last: deque[str] = deque(maxlen=LAST_LINES)
         self.printer = threading.Thread(target=pass_on, args=(self.process.stderr, self.last), daemon=True)
@@ -102,11 +103,11 @@ class Process:
     def _greet(self, connection: socket.socket) -> None:
         """Wait until the interpreter says that it has what it needs."""
         connection.settimeout(START_S)
-        lines = connection.makefile("rb", buffering=0)
         try:
-            if lines.readline() != b"embodied\n":
-                raise errors.ConfigError(f"{self.what} is no Python interpreter: {self._end_in_words()}")
-            said = lines.readline().decode().strip()
+            with connection.makefile("rb", buffering=0) as lines:
+                if lines.readline() != b"embodied\n":
+                    raise errors.ConfigError(f"{self.what} is no Python interpreter: {self._end_in_words()}")
+                said = lines.readline().decode().strip()
         except TimeoutError:
             raise errors.ConfigError(f"{self.what} did not start within {START_S:g} seconds") from None
         if not said:

@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 
-from embodied.core.arrays import is_text, is_tensor
+from embodied.core.arrays import is_tensor, is_text
 from embodied.core.errors import DeadlineExceeded, EmbodiedError
 from embodied.core.types import ActionSpec, ChunkResult, EnvSpec, EpisodeSpec
 from embodied.envs.capabilities import EvaluationProtocol

@@ -21,7 +21,6 @@ class TextConfig(CommonEnvConfig):
     after_success: ClassVar[int] = 0
     stagger: ClassVar[bool] = False
     retries: ClassVar[int] = 0
-    python: ClassVar[Any] = None
 
     num_envs: int = Field(
         64,
@@ -30,6 +29,13 @@ class TextConfig(CommonEnvConfig):
         description="Simultaneous conversations of the whole run, divided among the sims.",
     )
     side_by_side: int = side_by_side()
+    rules = (
+        only_with(
+            "python",
+            {"name": lambda name: name.startswith("verifiers:")},
+            "other text envs run in this interpreter; leave it out",
+        ),
+    )
 
 
 class ToyTextConfig(TextConfig):

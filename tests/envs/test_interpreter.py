@@ -1,0 +1,191 @@
+"""Simulators in an interpreter of their own: the same results as in process, and its failures."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+from pydantic import TypeAdapter
+
+from embodied.core.arrays import leaves
+from embodied.core.errors import ConfigError, Unusable
+from embodied.core.types import EpisodeSpec
+from embodied.envs import check_vector_env, env_class, make_env
+from embodied.envs.config import EnvConfig
+
+ROWS = 4
+OWN = """
+import os, sys
+import gymnasium, numpy as np
+from gymnasium import spaces
+print("the own env is here")
+if "{fault}":
+    print("it ends at once", file=sys.stderr)
+    os._exit(3)
+
+class Own(gymnasium.Env):
+    observation_space = spaces.Box(-2, 2, (2,), np.float32)
+    action_space = spaces.Box(-0.1, 0.1, (1,), np.float32)
+    def __init__(self, start=1.0):
+        self.start = start
+    def reset(self, *, seed=None, options=None):
+        super().reset(seed=seed)
+        self.place = self.np_random.uniform(-self.start, self.start)
+        return np.array([self.place, os.getpid() * 0], np.float32), {{}}
+    def step(self, action):
+        self.place += action[0]
+        return np.array([self.place, 1], np.float32), -abs(self.place), False, False, {{}}
+"""
+ENVS = {
+    "pointmass": {"name": "pointmass", "cameras": ["top"], "image_size": 96, "instruction": True},
+    "gym": {"name": "gym:CartPole-v1"},
+    "own": {"name": "own_env:Own", "max_episode_steps": 20, "kwargs": {"start": 0.5}},
+}
+
+
+def config(python=sys.executable, **options):
+    return TypeAdapter(EnvConfig).validate_python({**options, "python": python})
+
+
+@pytest.fixture
+def own_env(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+
+    def write(fault="", module="own_env"):
+        Path(f"{module}.py").write_text(OWN.format(fault=fault))
+
+    yield write
+    sys.modules.pop("own_env", None)
+
+
+def played(env):
+    """All that an env returns in a few decisions."""
+    action, rng = env.env_spec.action, np.random.default_rng(0)
+    episodes = [EpisodeSpec("any", -1, seed, seed) for seed in range(ROWS)]
+    yield from leaves(env.reset(options={"episodes": episodes})[0])
+    for _ in range(30):
+        if action.discrete:
+            actions = rng.integers(action.num_choices, size=(ROWS, 3, 1))
+        else:
+            actions = rng.uniform(-1, 1, (ROWS, 3, action.dim)).astype(np.float32)
+        result = env.step_chunk(actions)
+        yield from leaves(result.obs)
+        yield from (result.rewards, result.terminated, result.truncated, result.mask)
+
+
+@pytest.fixture(params=[sys.executable, pytest.param("another", marks=pytest.mark.slow)], ids=["this", "another"])
+def python(request, tmp_path_factory):
+    """This interpreter, and one that has other versions of numpy and gymnasium and nothing else."""
+    if request.param != "another":
+        return request.param
+    folder = tmp_path_factory.getbasetemp() / "venv"
+    if not folder.exists():
+        subprocess.run([sys.executable, "-m", "venv", folder], check=True, timeout=120)
+        pip = [folder / "bin" / "python", "-m", "pip", "install", "-q", "gymnasium==1.1.1", "numpy==1.26.4"]
+        if subprocess.run(pip, check=False, timeout=300).returncode:
+            pytest.skip("the packages cannot be installed here")
+    return str(folder / "bin" / "python")
+
+
+@pytest.mark.parametrize("name", ENVS)
+def test_an_env_in_its_own_interpreter_gives_the_same_numbers(name, own_env, python):
+    own_env()
+    there = config(python, **ENVS[name])
+    here = there.model_copy(update={"python": None})
+    assert env_class(there).protocols(there) == env_class(here).protocols(here)
+    env, same = make_env(there, ROWS), make_env(here, ROWS)
+    assert env.env_spec == same.env_spec
+    for one, other in zip(played(env), played(same), strict=True):
+        np.testing.assert_array_equal(one, other)
+    check_vector_env(env)
+    env.close()
+
+
+def test_states_frames_experts_and_rewards_pass_through():
+    there = config(name="pointmass", reward="difference", cameras=["near"])
+    env, same = make_env(there, ROWS), make_env(there.model_copy(update={"python": None}), ROWS)
+    seen = []
+    for one in (env, same):
+        one.reset(seed=1)
+        actions = one.expert().act()[:, None]
+        frames = []
+        result = one.step_chunk(np.repeat(actions, 3, 1), lambda moved: frames.append(env_frame(one)))  # noqa: B023
+        state = one.get_state()
+        one.step_chunk(actions)
+        again = one.set_state(state)
+        seen.append([actions, *frames, result.rewards, *state.values(), *leaves(again), *one.last_step()])
+    for one, other in zip(*seen, strict=True):
+        np.testing.assert_array_equal(one, other)
+    env.close()
+
+
+def env_frame(env):
+    return env.render_rows(np.array([0, 2]))
+
+
+def script(path, text):
+    path.write_text(f"#!/bin/sh\n{text}\n")
+    path.chmod(0o755)
+    return path
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        (None, "No such file or directory"),
+        ("echo hello >&2; exit 4", "is no Python interpreter: .* exit code 4; its last lines: hello"),
+        (f'exec {sys.executable} -S "$@"', "lacks numpy or gymnasium"),
+        (f"exec {sys.executable} -c 'import os, sys, time; os.write(int(sys.argv[1]), b\"embodied\\n99\\n\"); "
+         "time.sleep(60)' $5", "speaks version 99"),
+    ],
+    ids=["missing", "no_python", "no_gymnasium", "other_version"],
+)  # fmt: skip
+def test_an_unusable_interpreter_is_refused_in_a_line(tmp_path, text, words):
+    python = tmp_path / "python" if text is None else script(tmp_path / "python", text)
+    with pytest.raises(ConfigError, match=words) as refused:
+        env_class(config(python, name="pointmass"))
+    assert "\n" not in str(refused.value)
+
+
+def test_an_env_that_dies_at_import_shows_its_last_lines(own_env):
+    own_env("dies", "dying_env")
+    with pytest.raises(Unusable, match=r"exit code 3; its last lines: .*it ends at once"):
+        env_class(config(name="dying_env:Own"))
+
+
+def test_a_text_env_is_refused():
+    with pytest.raises(ConfigError, match="is a text env"):
+        env_class(config(name="talking_env:Digits"))
+
+
+def test_a_killed_simulator_is_an_error_after_which_the_worker_is_replaced():
+    env = make_env(config(name="pointmass"), ROWS)
+    env.reset(seed=0)
+    os.kill(env._process.process.pid, signal.SIGKILL)
+    with pytest.raises(Unusable, match="died with signal 9"):
+        env.step_chunk(np.zeros((ROWS, 1, 2), np.float32))
+
+
+HOST = """
+import sys, time
+from embodied.envs import make_env
+from embodied.envs.pointmass.config import PointMassConfig
+env = make_env(PointMassConfig(name="pointmass", python=sys.executable), 2)
+print(env._process.process.pid, flush=True)
+time.sleep(600)
+"""
+
+
+def test_a_stopped_simulator_dies_with_its_killed_host():
+    with subprocess.Popen([sys.executable, "-c", HOST], stdout=subprocess.PIPE, text=True) as host:
+        child = int(host.stdout.readline())
+        os.kill(child, signal.SIGSTOP)
+        host.kill()
+    until = time.monotonic() + 60
+    while Path(f"/proc/{child}").exists() and "Z" not in Path(f"/proc/{child}/stat").read_text().split()[2]:
+        assert time.monotonic() < until
