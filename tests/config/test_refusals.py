@@ -137,6 +137,7 @@ PPO policy.name=cnn policy.kernels=[4] -> describe the same layers; give each as
 PPO faults.hang_s=900 -> faults.hang_s=900 is longer than faults.timeout_s=600
 SUMS env.task=add3 -> is not a task of sums (known: add2, fewshot_sums, calc2, mul2); did you mean 'add2'?
 SUMS env.name=reverse_text env.task=letters env.file=x -> it holds sentences; leave one of them out
+SUMS env.python=x -> other text envs run in this interpreter; leave it out
 SUMS policy.engine=http -> it asks a server; set policy.url=http://127.0.0.1:8000
 SUMS policy.tensor_parallel=2 -> policy.tensor_parallel=2 has no effect with policy.engine=transformers; leave it out
 SUMS policy.engine=vllm policy.tensor_parallel=3 -> does not divide the model's 4 attention heads and 4 key-value heads
