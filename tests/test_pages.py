@@ -96,10 +96,18 @@ PAGES = {
             "env.reward_kwargs.price=1",
             code=2,
         ),
-        Step("check env.name=my_gym", ("state of 2 numbers", "success reported in every step", "contract kept")),
-        Step("check env.name=my_gym", "set env.max_episode_steps=", "env.max_episode_steps=null", code=2),
+        Step(
+            "check env.name=my_gym:Slide env.max_episode_steps=40$",
+            ("state of 2 numbers", "success reported in every step", "contract kept"),
+        ),
+        Step(
+            "check env.name=my_gym:Slide env.max_episode_steps=40$",
+            "set env.max_episode_steps=",
+            "env.max_episode_steps=null",
+            code=2,
+        ),
         Step("train .*run.name=slide", "success_once", ROBOT),
-        Step("check env.name=my_gym.*env.python", ("success reported", "contract kept"), swap=THIS_PYTHON, slow=True),
+        Step("check env.name=my_gym.*env.python", ("success reported", "contract kept"), swap=THIS_PYTHON),
         Step("train .*run.name=apart", "success_once", ROBOT, swap=THIS_PYTHON, slow=True),
         Step(
             "check env.name=my_door",

@@ -34,7 +34,7 @@ CHILD = Path(__file__).with_name("child.py")
 PACKAGE = Path(errors.__file__).parents[1]
 # The working directory is the first place in which Python finds modules; a script's own folder would be this one.
 BOOT = "import sys; path = sys.argv.pop(1); exec(compile(open(path).read(), path, 'exec'))"
-START_S = 120.0  # for the interpreter's start
+START_S = 120.0  # for the interpreter's start, and for an answer about the env's class
 WAIT_S = 3600.0  # for an answer; in runs `faults.hang_s` ends the wait earlier
 END_S = 10.0  # for the simulator to clean up
 LAST_LINES = 5
@@ -80,13 +80,21 @@ class Process:
             self.end()
             raise
 
-    def call(self, name: str, *args: Any, tick: Callable[[], None] = lambda: None, on_frame: Any = None) -> Any:
-        """The result of a call. Meanwhile a frame or a sign of life may come."""
+    def call(
+        self,
+        name: str,
+        *args: Any,
+        tick: Callable[[], None] = lambda: None,
+        on_frame: Any = None,
+        wait_s: float = WAIT_S,
+    ) -> Any:
+        """The result of a call. Meanwhile a frame or a sign of life may come. A process that is silent for `wait_s`
+        is ended."""
         with self.lock:
             try:
                 self.wire.send([name, args])
                 while True:
-                    answer = self.wire.receive(WAIT_S)
+                    answer = self.wire.receive(wait_s)
                     if "tick" in answer:
                         tick()
                     elif "frame" in answer:
@@ -96,6 +104,9 @@ class Process:
                         break
             except Ended:
                 raise ProcessDied(f"{self.what}: {self._end_in_words()}") from None
+            except errors.DeadlineExceeded:
+                self.end()
+                raise
         if "raised" in answer:
             raise self._error(*answer["raised"])
         return answer["value"]
@@ -171,7 +182,7 @@ def question(config: Any, name: str, *args: Any) -> Any:
     place = questioned(os.getpid(), config.name, config.python)
     if "process" not in place or place["process"].process.poll() is not None:
         place["process"] = Process(config)
-    return place["process"].call(name, of_child(config), *args)
+    return place["process"].call(name, of_child(config), *args, wait_s=START_S)
 
 
 def of_child(config: Any) -> Any:

@@ -12,10 +12,11 @@ import pytest
 from pydantic import TypeAdapter
 
 from embodied.core.arrays import leaves
-from embodied.core.errors import ConfigError, Unusable
+from embodied.core.errors import ConfigError, DeadlineExceeded, Unusable
 from embodied.core.types import EpisodeSpec
 from embodied.envs import check_vector_env, env_class, make_env
 from embodied.envs.config import EnvConfig
+from embodied.envs.interpreter.env import Process, of_child
 
 ROWS = 4
 OWN = """
@@ -169,6 +170,15 @@ def test_a_killed_simulator_is_an_error_after_which_the_worker_is_replaced():
     os.kill(env._process.process.pid, signal.SIGKILL)
     with pytest.raises(Unusable, match="died with signal 9"):
         env.step_chunk(np.zeros((ROWS, 1, 2), np.float32))
+
+
+def test_a_silent_process_is_ended_at_its_deadline():
+    there = config(name="pointmass")
+    process = Process(there)
+    os.kill(process.process.pid, signal.SIGSTOP)
+    with pytest.raises(DeadlineExceeded, match=r"within 0.2 seconds"):
+        process.call("describe", of_child(there), wait_s=0.2)
+    assert process.process.returncode == -signal.SIGKILL
 
 
 HOST = """
