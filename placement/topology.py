@@ -89,7 +89,7 @@ class DeviceClass:
 
     @property
     def peak_flops(self) -> float:
-        """Operations a second that no program exceeds on one of these devices; infinite where that is unknown."""
+        """Operations a second in bfloat16 that one of these devices cannot exceed; infinite where that is unknown."""
         return PEAK_FLOPS.get(self.model, max(PEAK_FLOPS.values())) if self.kind == "gpu" else inf
 
     def __str__(self) -> str:

@@ -282,6 +282,11 @@ class PolicyOptimizer:
         if not new:
             torch._foreach_lerp_([state[MEAN] for state in states], self.masters, weight)
 
+    def means(self) -> dict[str, Tensor]:
+        """The mean of weights by name; {} before the first update."""
+        state = {name: self.adam.state[master] for name, master in zip(self.names, self.masters, strict=True)}
+        return {name: entries[MEAN] for name, entries in state.items() if MEAN in entries}
+
     @torch.no_grad()
     def show_mean(self, shown: bool) -> None:
         """Let the parameters hold the mean of weights, if there is one, or the weights again; neither is lost."""

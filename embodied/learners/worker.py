@@ -361,15 +361,18 @@ class LearnerWorker(Worker):
     def _write(self, folder: Path) -> None:
         shown = self.optimizer.mean_shown  # in an evaluation
         self.optimizer.show_mean(False)
-        self._write_policy(folder / POLICY)
+        self._write_policy(folder / POLICY, self._whole_tensors(self.dtypes.keys()))
         self.optimizer.save(folder / "learner", self.rank)
-        if self.optimizer.keeps_mean:
+        if self.optimizer.keeps_mean and self.config.shard:  # gathered from the parameters, which nobody else reads
             self.optimizer.show_mean(True)
-            self._write_policy(folder / AVERAGE)
+            self._write_policy(folder / AVERAGE, self._whole_tensors(self.dtypes.keys()))
+        elif self.optimizer.keeps_mean:
+            means, weights = self.optimizer.means(), self.policy.state_dict()
+            tensors = ((name, means.get(name, tensor).to(tensor.dtype)) for name, tensor in weights.items())
+            self._write_policy(folder / AVERAGE, tensors)
         self.optimizer.show_mean(shown)
 
-    def _write_policy(self, folder: Path) -> None:
-        whole = self._whole_tensors(self.dtypes.keys())
+    def _write_policy(self, folder: Path, whole: Iterable[tuple[str, Tensor]]) -> None:
         if self.rank == 0:
             self.policy.save_pretrained(folder, whole, self.store.specs)
 

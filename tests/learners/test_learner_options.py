@@ -200,6 +200,30 @@ def test_weights_that_are_loaded_are_published_with_the_frozen_ones(tmp_path):
     worker.close()
 
 
+def test_a_save_leaves_weights_that_others_may_be_reading_as_they_are(tmp_path):
+    algo = PPOConfig(rollout_decisions=toy.T, average=3)
+    worker = LearnerWorker(toy.make().config, algo, LearnerConfig(), 0, None)
+    worker.rank, worker.world_size, worker.timers = 0, 1, Timers()
+    worker.build(toy.ENV, "0" * 16, snapshot=False)
+    first = {name: tensor.clone() for name, tensor in worker.policy.named_parameters()}
+    worker.optimizer.add_to_mean(1.0)
+    with torch.no_grad():
+        for master in worker.optimizer.masters:
+            master.add_(1.0)
+    save, seen = worker.policy.save_pretrained, []
+
+    def look(folder, tensors, specs):
+        seen.extend((worker.store.live[name] - tensor).min() for name, tensor in first.items())
+        save(folder, tensors, specs)
+
+    worker.policy.save_pretrained = look
+    worker.save(tmp_path)
+    assert len(seen) == 2 * len(first) and min(seen) > 0.9  # while either folder is written
+    mean = read_weights(tmp_path / "average")
+    assert all(torch.equal(torch.from_numpy(mean[name]), tensor) for name, tensor in first.items())
+    worker.close()
+
+
 def test_a_learner_that_has_left_its_device_sends_its_weights_still():
     worker = LearnerWorker(toy.make().config, PPO, LearnerConfig(), 0, None)
     worker.rank, worker.world_size, worker.timers = 0, 1, Timers()
