@@ -2,6 +2,7 @@
 # make test            set up if needed, vLLM too, then run the tests;  make test-all  also learning curves and chaos
 # make test-numbers    tests that compare numbers, as two other processors would round
 # make vllm            add vLLM, for recipes with policy.engine=vllm
+# make sims NAME       the environment of a simulator whose packages do not fit here, for env.python=auto
 # make lint            formatting, lint and types
 # make docs-check      every command and snippet of the README and docs/
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
@@ -14,7 +15,7 @@ AVX2 = MKL_ENABLE_INSTRUCTIONS=AVX2 ONEDNN_MAX_CPU_ISA=AVX2 ATEN_CPU_CAPABILITY=
 # MKL obeys MKL_CBWR on every processor, MKL_ENABLE_INSTRUCTIONS on Intel's alone.
 SSE = MKL_CBWR=COMPATIBLE ONEDNN_MAX_CPU_ISA=SSE41 ATEN_CPU_CAPABILITY=default
 
-.PHONY: train test test-all test-numbers lint docs-check format setup vllm
+.PHONY: train test test-all test-numbers lint docs-check format setup sims vllm
 
 train: setup
 	@$(RUN) -m embodied.train recipe=maniskill_ppo $(ARGS)
@@ -43,3 +44,11 @@ setup:
 
 vllm:
 	@$(PYTHON) scripts/setup.py vllm
+
+sims: setup
+	@$(RUN) -m embodied.sims $(filter-out sims,$(MAKECMDGOALS)) $(ARGS)
+
+ifeq (sims,$(firstword $(MAKECMDGOALS)))
+%:  # the name of a simulator is no target
+	@:
+endif

@@ -14,6 +14,7 @@ from embodied.core.files import as_path
 from embodied.core.plugins import ENGINE_CLASSES, ENVS, OURS, PACKAGE, Entry, Plugins
 from embodied.envs import env_class, plugin
 from embodied.envs.config import ENV_CONFIGS, EnvConfig
+from embodied.envs.interpreter import locked
 from embodied.policies.config import POLICY_CONFIGS
 from embodied.policies.hub import how_to_get
 from embodied.run import launch
@@ -22,11 +23,12 @@ from embodied.system.machine import ENGINES, NO_VLLM, Machine, why_no_engine, wh
 NVIDIA = "/dev/nvidiactl"
 USAGE = """List recipes, envs, tasks, policies, models and engines: their needs, and whether they run here.
 
-usage: python -m embodied.list [recipes|envs|tasks|policies|models|engines] [--help]
+usage: python -m embodied.list [recipes|envs|tasks|sims|policies|models|engines] [--help]
 
   recipes                       recipe=NAME: configurations of runs
   envs                          env.name=NAME: simulators, and envs that ask in words
   tasks                         env.task=NAME, by simulator (takes some seconds: it starts the simulators)
+  sims                          env.python=auto: environments of simulators with packages of their own
   policies                      policy.name=NAME: families of robot policies, and language models
   models                        policy.pretrained=NAME: language models on this machine, and those of recipes
   engines                       policy.engine=NAME: programs that generate a language model's answers
@@ -55,7 +57,7 @@ def start(argv: list[str]) -> int:
         raise ConfigError(f"{unknown[0]}: no such list{hint} there are {', '.join(LISTS)}; --help says more")
     machine = Machine()
     problems = set()
-    for name in argv or ["recipes", "envs", "policies", "models", "engines"]:
+    for name in argv or ["recipes", "envs", "sims", "policies", "models", "engines"]:
         items = list(LISTS[name](machine))
         print_list(name, items)
         problems |= {item.problem for item in items}
@@ -121,6 +123,14 @@ def lacks_model(name: str | None, models: Container[str], machine: Machine) -> s
 
 def envs(machine: Machine) -> Iterable[Item]:
     return plugins(ENV_CONFIGS, machine)
+
+
+def sims(machine: Machine) -> Iterable[Item]:
+    for name in locked.names():
+        purpose, versions = locked.about(name)
+        packages = ", ".join(f"{package} {version}" for package, version in versions.items())
+        problem = locked.problem_of(name)
+        yield Item(name, f"{purpose}: {packages}.", problem and f"{problem}: python -m embodied.sims {name}")
 
 
 def policies(machine: Machine) -> Iterable[Item]:
@@ -205,6 +215,7 @@ LISTS: dict[str, Callable[[Machine], Iterable[Item]]] = {
     "recipes": recipes,
     "envs": envs,
     "tasks": tasks,
+    "sims": sims,
     "policies": policies,
     "models": models,
     "engines": engines,

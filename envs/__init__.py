@@ -66,7 +66,7 @@ def env_class(config: Any) -> type[Any]:
     from embodied.envs.vector_env import VectorEnv
 
     imported = import_class(config.name)
-    if inspect.isclass(imported) and issubclass(imported, VectorEnv | TextEnv):
+    if inspect.isclass(imported) and issubclass(imported, (VectorEnv, TextEnv)):
         return imported
     if simulator := simulator_of(imported):
         raise ConfigError(f"{config.name} is a task of env.name={simulator}: set env.task={config.name}")

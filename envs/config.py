@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection, Mapping
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, get_args, get_origin
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Union, get_args, get_origin
 
 from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
@@ -26,12 +26,12 @@ EXTERNAL = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*")
 
 def played_task(name: Any, task: Any) -> str:
     """The env and its tasks: `maniskill PushCube-v1`; `my_envs:Count` if the name ends with the task."""
-    tasks = ", ".join(map(str, task)) if isinstance(task, list | tuple) else str(task)
+    tasks = ", ".join(map(str, task)) if isinstance(task, (list, tuple)) else str(task)
     return str(name) if str(name).endswith(f":{tasks}") else f"{name} {tasks}"
 
 
 def a_name_or_names(value: Any) -> Any:
-    names = value if isinstance(value, list | tuple) else [value]
+    names = value if isinstance(value, (list, tuple)) else [value]
     if not names or not all(isinstance(name, str) for name in names):
         raise ValueError("should be the name of a task, or a list of names")
     return value
@@ -59,7 +59,7 @@ Side = Annotated[int, Field(ge=8, le=2048)]
 ImageSize = Annotated[tuple[Side, Side], BeforeValidator(lambda size: (size, size) if isinstance(size, int) else size)]
 Share = Annotated[float, Field(ge=0, le=1)]
 Region = Annotated[tuple[Share, Share, Share, Share], AfterValidator(not_empty)]
-Tasks = Annotated[str | tuple[str, ...], BeforeValidator(a_name_or_names)]
+Tasks = Annotated[Union[str, tuple[str, ...]], BeforeValidator(a_name_or_names)]  # noqa: UP007  # for Python 3.9
 Modules = Annotated[tuple[str, ...], BeforeValidator(lambda value: [value] if isinstance(value, str) else value)]
 
 
@@ -119,10 +119,10 @@ class CommonEnvConfig(Strict):
         description="Your modules to import before envs are made: tasks, robots, controllers that register "
         "themselves. They are found in the working directory and on Python's path.",
     )
-    python: LocalPath | None = Field(
+    python: LocalPath | Literal["auto"] | None = Field(
         None,
         description="Another interpreter for the simulator, FOLDER/bin/python, with packages of its own "
-        "(docs/own_task.md).",
+        "(docs/own_task.md); auto: the locked one that python -m embodied.sims makes.",
     )
     stagger: bool = Field(
         False,
@@ -171,6 +171,11 @@ class CommonEnvConfig(Strict):
     def elsewhere(self) -> bool:
         """True if the simulator runs in an interpreter of its own."""
         return self.python is not None and not self.speaks
+
+    @property
+    def lock(self) -> str:
+        """The name of the locked environment that `env.python=auto` takes (interpreter/locks)."""
+        return str(self.name).partition(":")[0]
 
     @property
     def physics(self) -> str:

@@ -13,6 +13,7 @@ from embodied.config.command_line import COMMANDS, FLAGS
 from embodied.config.recipe import load
 from embodied.config.recipe_files import recipe_names
 from embodied.core.errors import ConfigError
+from embodied.envs.interpreter import locked
 from embodied.list import LISTS
 from embodied.run import launch
 from embodied.run.run_folder import RunFolder
@@ -98,6 +99,8 @@ def check(command, words, run):
         assert workers.read_words(words)
     elif command == "list":
         assert {*words} <= {*LISTS}
+    elif command == "sims":
+        assert {*words} <= {*locked.names(), "NAME", "python=PATH", BARE}
     elif command in ("report", "datasets.quantiles", "policies.openvla.components"):
         assert all(word == str(run) for word in words)
     else:

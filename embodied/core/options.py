@@ -113,7 +113,7 @@ def written(value: Any) -> str:
     """A value as it is written in a recipe."""
     if value is None or isinstance(value, bool):
         return {None: "null", True: "true", False: "false"}[value]
-    if isinstance(value, tuple | list):
+    if isinstance(value, (tuple, list)):
         return f"[{', '.join(map(written, value))}]"
     return f"{value:g}" if isinstance(value, float) else str(value)
 
@@ -156,10 +156,10 @@ class Strict(BaseModel):
         name = str(info.field_name)
         kinds = set(types_of(cls.model_fields[name].annotation))
         numbers_only = bool(kinds & {int, float}) and bool not in kinds
-        for item in value if isinstance(value, list | tuple) else [value]:
+        for item in value if isinstance(value, (list, tuple)) else [value]:
             if isinstance(item, bool) and numbers_only:
                 raise ValueError("should be a number" if item is value else f"{str(item).lower()} is not a number")
-            if isinstance(item, int | float) and kinds & {int, float}:
+            if isinstance(item, (int, float)) and kinds & {int, float}:
                 check_size(name, item)
             if isinstance(item, str) and "\0" in item:
                 raise ValueError("holds a NUL character, which no name or path may have; leave it out")
@@ -241,9 +241,9 @@ def pinned(values: Any) -> Any:
         return values.model_copy(update=changes) if changes else values
     if isinstance(values, dict):
         return {key: pinned(value) for key, value in values.items()}
-    if isinstance(values, list | tuple):
+    if isinstance(values, (list, tuple)):
         return type(values)(pinned(value) for value in values)
-    if isinstance(values, str | Path) and is_data_set(values):
+    if isinstance(values, (str, Path)) and is_data_set(values):
         from embodied.core.hub import data_files
 
         name, _, revision = str(values).partition("@")

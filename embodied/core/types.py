@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from itertools import pairwise, repeat
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Union
 
 import numpy as np
 
@@ -260,7 +260,8 @@ class BatchEnd:
     seconds: float = 0.0  # since the learners began to wait for units
 
 
-ForLearner = Trajectory | Unit | BatchEnd  # items of a learner's channel: from players or roles, and the driver
+# Items of a learner's channel: from players or roles, and the driver. (Simulators' Python 3.9 reads this too.)
+ForLearner = Union[Trajectory, Unit, BatchEnd]  # noqa: UP007
 
 
 # Messages between roles during a rollout

@@ -240,7 +240,7 @@ def unpack_returned(name: str, method: str, values: Any) -> tuple[Any, ...]:
 def action_spec(name: str, space: spaces.Space) -> ActionSpec:
     if isinstance(space, spaces.Discrete):
         return ActionSpec(1, int(space.n))
-    if isinstance(space, spaces.MultiDiscrete | spaces.MultiBinary):
+    if isinstance(space, (spaces.MultiDiscrete, spaces.MultiBinary)):
         if (combinations := math.prod(map(int, np.ravel(choices_of(space))))) > MOST_CHOICES:
             raise ConfigError(
                 f"env.name={name!r} has actions {space}, which have {combinations:,} combinations; at most "

@@ -61,7 +61,7 @@ class ObservationParts:
     def _refuse_unfit(self, part: Part) -> None:
         where = f"env.name={self.env_name!r}: {part} is {part.space!s:.200}"
         leave_out = "leave it out (gymnasium.wrappers.FilterObservation does)"
-        if not isinstance(part.space, spaces.Box | spaces.Discrete | spaces.MultiDiscrete | spaces.MultiBinary):
+        if not isinstance(part.space, (spaces.Box, spaces.Discrete, spaces.MultiDiscrete, spaces.MultiBinary)):
             raise ConfigError(
                 f"{where}; only Box, Discrete, MultiDiscrete, MultiBinary and Text spaces, in Dict or Tuple, can be "
                 f"observed: give it a fixed size, a padded Box for example, or {leave_out}"

@@ -1,14 +1,16 @@
 """Runs in the interpreter `env.python`: builds an env there and answers the calls of its sim host (`env.py`).
 
-The interpreter needs numpy and gymnasium, and whatever the simulator needs. Our own source is taken from where the host
-has it, and no package beside it: only the import of `embodied` is redirected. Options come validated from the host, so
-a stand-in with fields and nothing else takes the place of pydantic while our `config.py` files are imported.
-What the simulator prints goes to the host's log.
+The interpreter is Python 3.9 or later and needs numpy and gymnasium, and whatever the simulator needs. Our own source
+is taken from where the host has it, and no package beside it: only the import of `embodied` is redirected. Options come
+validated from the host, so a stand-in with fields and nothing else takes the place of pydantic while our `config.py`
+files are imported. What the simulator prints goes to the host's log.
 """
 
+import builtins
 import ctypes
 import importlib.machinery
 import importlib.util
+import itertools
 import os
 import signal
 import socket
@@ -29,6 +31,7 @@ def main():
     if problem:
         connection.sendall(f"{problem}\n".encode())
         return
+    fill_in()
     load(package)
     with_stand_in(importlib.import_module, "embodied.envs.config")
     from embodied.envs.interpreter.wire import VERSION
@@ -39,8 +42,8 @@ def main():
 
 def missing():
     """The packages that this interpreter lacks, in words."""
-    if sys.version_info < (3, 10):  # noqa: UP036  # not the interpreter of the toolkit
-        return f"it is Python {sys.version.split()[0]}, and 3.10 or later is needed"
+    if sys.version_info < (3, 9):  # noqa: UP036  # not the interpreter of the toolkit
+        return f"it is Python {sys.version.split()[0]}, and 3.9 or later is needed"
     try:
         import numpy
         from gymnasium.vector import AutoresetMode
@@ -49,6 +52,26 @@ def missing():
             f'it lacks numpy or gymnasium ({err}); {sys.executable} -m pip install numpy "gymnasium>=1.1" installs them'
         )
     return "" if numpy and AutoresetMode else "it lacks numpy"
+
+
+class Zip(zip):
+    def __new__(cls, *parts, strict=False):
+        parts = [list(part) for part in parts] if strict else parts
+        if strict and len({len(part) for part in parts}) > 1:
+            raise ValueError("the parts of zip differ in length")
+        return super().__new__(cls, *parts)
+
+
+def pairwise(items):
+    first, second = itertools.tee(items)
+    next(second, None)
+    return zip(first, second)
+
+
+def fill_in():
+    """Give Python 3.9 what our source takes from later versions."""
+    if sys.version_info < (3, 10):  # noqa: UP036
+        builtins.zip, itertools.pairwise, sys.orig_argv = Zip, pairwise, sys.argv
 
 
 def load(package):

@@ -27,6 +27,7 @@ from embodied.core import errors
 from embodied.core.arrays import Observation, is_tensor
 from embodied.core.types import ChunkResult
 from embodied.envs.capabilities import Expert
+from embodied.envs.interpreter import locked
 from embodied.envs.interpreter.wire import VERSION, Ended, Wire
 from embodied.envs.vector_env import VectorEnv
 
@@ -53,8 +54,9 @@ class Process:
 
     def __init__(self, config: Any) -> None:
         self.what = f"env.python={config.python}"
+        python = locked.python_of(config.lock) if config.python == "auto" else config.python
         ours, theirs = socket.socketpair()
-        command = [str(config.python), "-c", BOOT, CHILD, PACKAGE, theirs.fileno(), os.getpid()]
+        command = [str(python), "-c", BOOT, CHILD, PACKAGE, theirs.fileno(), os.getpid()]
         with theirs:
             try:
                 self.process = subprocess.Popen(
@@ -172,7 +174,7 @@ def own_folders() -> list[str]:
 
 
 @cache
-def questioned(process_id: int, name: str, python: Path) -> dict[str, Process]:
+def questioned(process_id: int, name: str, python: Path | str) -> dict[str, Process]:
     """The place of the process that answers questions."""
     return {}
 

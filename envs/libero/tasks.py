@@ -121,7 +121,7 @@ def class_of(task: str) -> type | None:
 def bddl_of(task: str) -> Path:
     kind = class_of(task)
     named = getattr(kind, "bddl_file", None)
-    if not isinstance(named, str | Path):
+    if not isinstance(named, (str, Path)):
         raise ConfigError(f'env.task={task!r}: name the file of its task in the class: bddl_file = "my_task.bddl"')
     return Path(inspect.getfile(kind)).absolute().parent / named
 

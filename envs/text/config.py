@@ -158,7 +158,7 @@ class MixtureConfig(TextConfig):
             yield "env.mixture is empty: name text envs, such as {sums: {name: sums}, sort: {name: sort}}"
         for name, options in self.mixture.items():
             weight = options.get("weight", 1)
-            if isinstance(weight, bool) or not isinstance(weight, int | float) or not 0 < weight < float("inf"):
+            if isinstance(weight, bool) or not isinstance(weight, (int, float)) or not 0 < weight < float("inf"):
                 yield f"env.mixture.{name}.weight={weight!r}: should be a number above 0"
             if options.get("name") in (None, "mixture") or not re.fullmatch(r"[\w-]+", name):
                 yield f"env.mixture.{name}: takes the options of a text env, its name among them"

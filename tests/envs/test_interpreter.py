@@ -1,6 +1,9 @@
 """Simulators in an interpreter of their own: the same results as in process, and its failures."""
 
+import ast
 import os
+import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -79,14 +82,19 @@ def played(env):
         yield from (result.rewards, result.terminated, result.truncated, result.mask)
 
 
-@pytest.fixture(params=[sys.executable, pytest.param("another", marks=pytest.mark.slow)], ids=["this", "another"])
+@pytest.fixture(params=["this", *(pytest.param(name, marks=pytest.mark.slow) for name in ("another", "3.9"))])
 def python(request, tmp_path_factory):
-    """This interpreter, and one that has other versions of numpy and gymnasium and nothing else."""
-    if request.param != "another":
-        return request.param
-    folder = tmp_path_factory.getbasetemp() / "venv"
+    """This interpreter, one that has other versions of numpy and gymnasium and nothing else, and Python 3.9 with the
+    same."""
+    if request.param == "this":
+        return sys.executable
+    older = shutil.which("python3.9") or shutil.which("pypy3.9")
+    if request.param == "3.9" and older is None:
+        pytest.skip("there is no Python 3.9 here")
+    folder = tmp_path_factory.getbasetemp() / f"venv-{request.param}"
     if not folder.exists():
-        subprocess.run([sys.executable, "-m", "venv", folder], check=True, timeout=120)
+        made_with = older if request.param == "3.9" else sys.executable
+        subprocess.run([made_with, "-m", "venv", folder], check=True, timeout=120)
         pip = [folder / "bin" / "python", "-m", "pip", "install", "-q", "gymnasium==1.1.1", "numpy==1.26.4"]
         if subprocess.run(pip, check=False, timeout=300).returncode:
             pytest.skip("the packages cannot be installed here")
@@ -127,6 +135,51 @@ def test_states_frames_experts_and_rewards_pass_through():
 
 def env_frame(env):
     return env.render_rows(np.array([0, 2]))
+
+
+LOADED = """
+import importlib, sys
+from embodied.envs.config import ENV_CONFIGS
+from embodied.envs.interpreter import wire
+for options in ENV_CONFIGS.values():
+    if options.env and not options.speaks:
+        importlib.import_module(options.env.partition(":")[0])
+print(*(module.__file__ for name, module in sys.modules.items() if name.partition(".")[0] == "embodied"), sep="\\n")
+"""
+
+
+def later_than_3_9(source):
+    """What of a module Python 3.9 cannot read or run."""
+    tree = ast.parse(source, feature_version=(3, 9))
+    later = [ast.unparse(node) for node in ast.walk(tree) if isinstance(node, (ast.Match, ast.TryStar))]
+    for node in ast.walk(tree):
+        for part in ("annotation", "returns"):
+            if getattr(node, part, None) is not None:
+                setattr(node, part, None)  # never evaluated
+    for node in ast.walk(tree):
+        kinds = node.args[1:2] if isinstance(node, ast.Call) and getattr(node.func, "id", "") in CHECKS else []
+        union = isinstance(node, ast.BinOp) and isinstance(node.op, ast.BitOr)
+        if union and any(
+            isinstance(side, ast.Subscript) or TYPE.fullmatch(ast.unparse(side)) for side in (node.left, node.right)
+        ):
+            kinds.append(node)
+        later += [ast.unparse(kind) for kind in kinds if isinstance(kind, ast.BinOp)]
+        if isinstance(node, ast.keyword) and node.arg in ("slots", "kw_only"):
+            later.append(node.arg)
+    return later
+
+
+CHECKS = ("isinstance", "issubclass")
+TYPE = re.compile(r"str|int|float|bool|bytes|list|tuple|dict|set|None|(\w+\.)*[A-Z][a-z]\w*")
+
+
+def test_python_3_9_reads_what_a_simulators_process_loads():
+    assert later_than_3_9("a: int | None = 1 | 2") == []
+    for text in ("isinstance(1, a | b)", "Both = int | None", "def a(b=list[int] | None): pass"):
+        assert later_than_3_9(text)
+    files = subprocess.run([sys.executable, "-c", LOADED], capture_output=True, text=True, check=True).stdout.split()
+    later = {file: found for file in files if (found := later_than_3_9(Path(file).read_text()))}
+    assert len(files) > 40 and not later
 
 
 def script(path, text):
