@@ -2,6 +2,7 @@
 
     python -m benchmarks.pairs ../before recipe=sums_grpo run.iterations=8    # that checkout, beside this one
     python -m benchmarks.pairs . recipe=pointmass_ppo --share                 # alone, beside embodied.share of one run
+    python -m benchmarks.pairs . recipe=libero_ppo --other env.python=auto    # beside itself with other options
 
 Both run at the same time; each starts first in turn. If benchmarks/recipes holds a copy of the recipe, both take that.
 Prints for each pair the speed-up of the second checkout's median iteration, and the median over pairs.
@@ -45,11 +46,12 @@ def begin(checkout: Path, words: Sequence[str], home: Path, share: bool) -> subp
     return subprocess.Popen(command, cwd=checkout, env=env, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
 
 
-def pair(checkouts: Sequence[Path], words: Sequence[str], share: bool, first: int) -> float:
-    """The speed-up of the second checkout."""
+def pair(checkouts: Sequence[Path], words: Sequence[str], other: Sequence[str], share: bool, first: int) -> float:
+    """The speed-up of the second checkout, which runs with `other` options."""
     with tempfile.TemporaryDirectory() as folder:
         homes = [Path(folder) / name for name in ("one", "other")]
-        going = {i: begin(checkouts[i], words, homes[i], share and i == 1) for i in (first, 1 - first)}
+        more = ((), other)
+        going = {i: begin(checkouts[i], (*words, *more[i]), homes[i], share and i == 1) for i in (first, 1 - first)}
         try:
             codes = [process.wait(WAIT_S) for process in going.values()]
         finally:
@@ -72,10 +74,11 @@ def main() -> None:
     parser.add_argument("words", nargs="+", help="recipe=NAME and keys that both have")
     parser.add_argument("--pairs", type=int, default=7)
     parser.add_argument("--share", action="store_true", help="this checkout's run goes on under embodied.share")
+    parser.add_argument("--other", nargs="*", default=[], help="keys of this checkout's run alone")
     asked = parser.parse_args()
     found = []
     for number in range(asked.pairs):
-        found.append(pair([asked.checkout.resolve(), ROOT], asked.words, asked.share, number % 2))
+        found.append(pair([asked.checkout.resolve(), ROOT], asked.words, asked.other, asked.share, number % 2))
         print(f"{number + 1}: {found[-1]:.3f}", flush=True)
     print(f"median {median(found):.3f}, from {min(found):.3f} to {max(found):.3f}")
 

@@ -24,7 +24,7 @@ from embodied import let_call
 from embodied.config.command_line import ON_COMMAND_LINE, from_python
 from embodied.config.recipe import RunConfig, load
 from embodied.core.errors import ConfigError, DeadlineExceeded
-from embodied.envs import env_class
+from embodied.envs import env_class, interpreter_of
 from embodied.envs.config import played_task
 from embodied.envs.own_modules import file_name
 from embodied.run import launch
@@ -142,6 +142,8 @@ def check(config: RunConfig, stage: CheckStage, images: bool = False) -> None:
     kind.check(config.env)
     task = played_task(config.env.name, config.env.task)
     stage.show("task", task)
+    for versions in interpreter_of(config.env).values():
+        stage.show("interpreter", ", ".join(f"{name} {version}" for name, version in versions.items()))
     if names_own_objects(config, ()) and not kind.speaks:  # a conversation says in which line it hangs
         stage.doing = f"making {task} once, in a process of its own"
         try_own_objects(config, config.env, ())

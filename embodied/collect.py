@@ -23,7 +23,7 @@ from embodied.config.recipe import Loaded, RunConfig, load
 from embodied.core.errors import ConfigError, EmbodiedError
 from embodied.core.files import as_path, check_place
 from embodied.core.types import EnvSpec, EpisodeList, EpisodeResult, Recording
-from embodied.envs import env_class
+from embodied.envs import env_class, interpreter_of
 from embodied.envs.capabilities import AS_TRAINED, EnvCapabilities
 from embodied.envs.text.text_env import TextEnv
 from embodied.evaluate import players
@@ -164,7 +164,8 @@ def collect(loaded: Loaded, out: Path, checkpoint: str | None) -> None:
         warn_of_time(episodes, spec.max_episode_steps)
     kept = write(out, spec, config, episodes, buffers)
     by = {"by": name, "policy": source.described() if checkpoint else None, "played": results["overall"]}
-    metadata = {**by, "env": config.env.model_dump(mode="json"), "provenance": provenance()}
+    env = {"env": config.env.model_dump(mode="json"), **interpreter_of(config.env)}
+    metadata = {**by, **env, "provenance": provenance()}
     (out / SOURCE).write_text(json.dumps(metadata, indent=2) + "\n", encoding="utf-8")
     shutil.rmtree(buffers)  # after a failure the folder stays, with the workers' logs
     print(f"{name}: {describe_results(results)}{describe_tasks(results)}")

@@ -23,7 +23,7 @@ from embodied.config.recipe import COMMAND_LINE, Loaded, RunConfig, load
 from embodied.core.errors import ConfigError, EmbodiedError, EvaluationStopped
 from embodied.core.options import pinned
 from embodied.core.types import EpisodeResult
-from embodied.envs import env_class
+from embodied.envs import env_class, interpreter_of
 from embodied.envs.capabilities import choose_protocol
 from embodied.envs.own_modules import file_name
 from embodied.placement import PlacementPlan
@@ -448,6 +448,7 @@ def played_by(evaluators: list[Evaluator]) -> dict[str, Any]:
         **({"messages": policy.model_dump(mode="json", include={*TEMPLATE, "chat"})} if policy.speaks else {}),
         "eval": first.config.eval.model_dump(mode="json"),
         "backend": ", ".join(dict.fromkeys(evaluator.spec.backend for evaluator in evaluators)),
+        **interpreter_of(first.config.env),
         "max_episode_steps": max(evaluator.spec.max_episode_steps for evaluator in evaluators),
     }
 

@@ -130,7 +130,7 @@ def sims(machine: Machine) -> Iterable[Item]:
         purpose, versions = locked.about(name)
         packages = ", ".join(f"{package} {version}" for package, version in versions.items())
         problem = locked.problem_of(name)
-        yield Item(name, f"{purpose}: {packages}.", problem and f"{problem}: python -m embodied.sims {name}")
+        yield Item(name, f"{purpose}: {packages}.", problem and f"{problem}: {locked.how_to_make(name)}")
 
 
 def policies(machine: Machine) -> Iterable[Item]:

@@ -1,4 +1,4 @@
-"""Make the environment of a simulator, for env.python=auto: python -m embodied.sims NAME"""
+"""Make the environment of a simulator that needs packages of its own: python -m embodied.sims NAME"""
 
 from __future__ import annotations
 

@@ -21,6 +21,7 @@ from embodied.config.recipe import Loaded, RunConfig, commands_of_recipe, load
 from embodied.core.errors import CheckpointError, ConfigError, EmbodiedError, NothingToLearn, StepGivenUp, WorkerFailed
 from embodied.core.files import read_arrays, reading
 from embodied.core.options import pinned
+from embodied.envs import interpreter_of
 from embodied.placement import PlacementPlan
 from embodied.records.progress import RECENT_EPISODES, Console
 from embodied.run import launch
@@ -135,7 +136,7 @@ def follow(
         opened(folder.path)
         with closing(folder, interruption):
             console = Console(folder.path, folder.log.note, command=command, advice=without_success(config))
-            folder.record(placement=asdict(plan))
+            folder.record(placement=asdict(plan), **interpreter_of(config.env))
             console.say("\n".join([launch.describe(config, plan, weights=checkpoint), *launch.notes(loaded)]))
             console.say(launch.describe_saving(config))
             for line in folder.log.begin(config.run.log, bool(config.cluster.joined)):

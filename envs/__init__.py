@@ -42,6 +42,11 @@ def make_env(config: Any, num_envs: int) -> VectorEnv:
     return env_class(config)(config, num_envs)
 
 
+def interpreter_of(config: Any) -> dict[str, dict[str, str]]:
+    """The versions of Python and packages in a simulator's own interpreter, as `interpreter`; empty without one."""
+    return {"interpreter": env_class(config).versions(config)} if config.elsewhere else {}
+
+
 def plugin(name: str) -> type[Any]:
     """The class of a registered env."""
     module, _, cls = ENV_CONFIGS[name].env.partition(":")

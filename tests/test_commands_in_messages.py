@@ -100,7 +100,7 @@ def check(command, words, run):
     elif command == "list":
         assert {*words} <= {*LISTS}
     elif command == "sims":
-        assert {*words} <= {*locked.names(), "NAME", "python=PATH", BARE}
+        assert {*words} <= {*locked.names(), "NAME", "python=PATH", str(run)}
     elif command in ("report", "datasets.quantiles", "policies.openvla.components"):
         assert all(word == str(run) for word in words)
     else:

@@ -7,8 +7,10 @@ files are imported. What the simulator prints goes to the host's log.
 """
 
 import builtins
+import contextlib
 import ctypes
 import importlib.machinery
+import importlib.metadata
 import importlib.util
 import itertools
 import os
@@ -83,7 +85,10 @@ def load(package):
 
 
 class Model:
-    """Options: the fields that the host sent."""
+    """Options: the fields that the host sent, or that an env gives when it makes options of ours."""
+
+    def __init__(self, **fields):
+        self.__dict__.update(fields)
 
     def __init_subclass__(cls, **kwargs):
         pass
@@ -99,6 +104,11 @@ def anything(*args, **kwargs):
     return anything
 
 
+def default_of(default=None, *, default_factory=None, **kwargs):
+    """Stands for pydantic's `Field`: the attribute of the class is the default."""
+    return default_factory() if default_factory else default
+
+
 def keep(*args, **kwargs):
     return lambda function: function
 
@@ -110,7 +120,7 @@ def with_stand_in(function, *args):
     for name in names:
         module = sys.modules[name] = types.ModuleType(name)
         module.__getattr__ = lambda word: keep if word.endswith("_validator") else anything
-        module.BaseModel = Model
+        module.BaseModel, module.Field = Model, default_of
     try:
         return function(*args)
     finally:
@@ -126,8 +136,8 @@ class Server:
         from embodied.envs.interpreter import wire
 
         self.wire, self.ended = wire.Wire(connection, self.options), wire.Ended
-        self.kind = self.env = None
-        self.experts = []
+        self.kind = None
+        self.envs, self.experts = [], []
 
     def options(self, fields):
         made = self.kind.__new__(self.kind)
@@ -180,26 +190,38 @@ class Server:
 
         return env_class(config)
 
+    def versions(self, config):
+        """Versions of Python, of the packages that are loaded, and of those that this env needs."""
+        loaded = [module for name, module in sys.modules.copy().items() if "." not in name]
+        installed = [module for module in loaded if "-packages" in str(getattr(module, "__file__", ""))]
+        found = {module.__name__: getattr(module, "__version__", None) for module in installed}
+        for name in config.needs.packages:
+            with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+                found[name] = importlib.metadata.version(name)
+        known = {name: version for name, version in sorted(found.items()) if isinstance(version, str)}
+        return {"python": sys.version.split()[0], **known}
+
     def build(self, config, num_envs):
-        self.env = self.env_class(config)(config, num_envs)
-        return self.env.env_spec, self.env.dtype.str, self.env.saves_state
+        env = self.env_class(config)(config, num_envs)
+        self.envs.append(env)
+        return len(self.envs) - 1, env.env_spec, env.dtype.str, env.saves_state
 
-    def call(self, method, args):
-        return getattr(self.env, method)(*args)
+    def call(self, number, method, args):
+        return getattr(self.envs[number], method)(*args)
 
-    def start(self, seed, options):
-        return self.env.reset(seed=seed, options=options)
+    def start(self, number, seed, options):
+        return self.envs[number].reset(seed=seed, options=options)
 
-    def step_chunk(self, actions, frames):
-        return self.env.step_chunk(actions, on_frame=self.frame if frames else None)
+    def step_chunk(self, number, actions, frames):
+        return self.envs[number].step_chunk(actions, on_frame=self.frame if frames else None)
 
     def frame(self, moved):
         """An env step of a chunk is over: the host may now ask for frames."""
         self.wire.send({"frame": moved})
         self.serve(nested=True)
 
-    def expert(self, kind):
-        self.experts.append(self.env.expert(kind, lambda: self.wire.send({"tick": True})))
+    def expert(self, number, kind):
+        self.experts.append(self.envs[number].expert(kind, lambda: self.wire.send({"tick": True})))
         return len(self.experts) - 1
 
     def expert_begin(self, number, rows):
@@ -208,8 +230,9 @@ class Server:
     def expert_act(self, number):
         return self.experts[number].act()
 
-    def close(self):
-        self.env.close()
+    def close(self, number):
+        env, self.envs[number] = self.envs[number], None
+        env.close()
 
 
 def described(err):

@@ -1,9 +1,10 @@
 """A simulator in an interpreter of its own: `env.python=FOLDER/bin/python`.
 
 `ForeignEnv` is an env like any other for whoever plays it. It starts `child.py` in that interpreter, where the real env
-lives, and passes every call on (`wire.py`). Questions to the env's class are answered there too, so commands never
-import its packages. A death of the process is an error after which the sim worker is replaced; a hang is found by
-`faults.hang_s` as for envs in process, since the sim worker waits for the answer.
+lives, and passes every call on (`wire.py`). The envs of a sim worker share a process, as they share scenes and contexts
+in process. Questions to the env's class are answered there too, so commands never import its packages. A death of the
+process is an error after which the sim worker is replaced; a hang is found by `faults.hang_s` as for envs in process,
+since the sim worker waits for the answer.
 """
 
 from __future__ import annotations
@@ -39,6 +40,7 @@ START_S = 120.0  # for the interpreter's start, and for an answer about the env'
 WAIT_S = 3600.0  # for an answer; in runs `faults.hang_s` ends the wait earlier
 END_S = 10.0  # for the simulator to clean up
 LAST_LINES = 5
+LOCAL = threading.local()
 
 
 class ProcessDied(errors.Unusable):
@@ -74,6 +76,7 @@ class Process:
         self.printer = threading.Thread(target=pass_on, args=(self.process.stderr, self.last), daemon=True)
         self.printer.start()
         self.wire, self.lock = Wire(ours), threading.RLock()
+        self.envs: set[int] = set()  # numbers of the envs that it holds
         self.end = weakref.finalize(self, end, self.process, self.wire)
         try:
             self._greet(ours)
@@ -112,6 +115,10 @@ class Process:
         if "raised" in answer:
             raise self._error(*answer["raised"])
         return answer["value"]
+
+    def end_if_unused(self) -> None:
+        if not self.envs:
+            self.end()
 
     def _greet(self, connection: socket.socket) -> None:
         """Wait until the interpreter says that it has what it needs."""
@@ -187,6 +194,15 @@ def question(config: Any, name: str, *args: Any) -> Any:
     return place["process"].call(name, of_child(config), *args, wait_s=START_S)
 
 
+def shared_process(config: Any) -> Process:
+    """The process of this thread's envs of this kind, started if there is none."""
+    key = (config.name, config.python, config.lock)
+    process = LOCAL.__dict__.setdefault("processes", weakref.WeakValueDictionary()).get(key)
+    if process is None or process.process.poll() is not None:
+        process = LOCAL.processes[key] = Process(config)
+    return process
+
+
 def of_child(config: Any) -> Any:
     """The options as the env gets them."""
     return config.model_copy(update={"python": None})
@@ -213,6 +229,10 @@ class ForeignEnv(VectorEnv):
     check_expert = asked("check_expert")
 
     @classmethod
+    def versions(cls, config: Any) -> dict[str, str]:
+        return question(config, "versions")
+
+    @classmethod
     def resolve(cls, config: Any) -> Any:
         return cls._changed(config, "resolve")
 
@@ -230,29 +250,30 @@ class ForeignEnv(VectorEnv):
         return config.model_copy(update={**fields, "python": config.python})
 
     def __init__(self, config: Any, num_envs: int) -> None:
-        self._process = Process(config)
+        self._process = shared_process(config)
         try:
-            spec, dtype, self._saves_state = self._process.call("build", of_child(config), num_envs)
+            self._number, spec, dtype, self._saves_state = self._process.call("build", of_child(config), num_envs)
         except BaseException:
-            self._process.end()
+            self._process.end_if_unused()
             raise
+        self._process.envs.add(self._number)
         super().__init__(config.model_copy(update={"reward": "own"}), num_envs, spec, np.dtype(dtype).type)
         self.config = config  # the reward is given in the interpreter
 
     def _ask(self, method: str, *args: Any) -> Any:
-        return self._process.call("call", method, args)
+        return self._process.call("call", self._number, method, args)
 
     def reset(
         self, *, seed: int | None = None, options: dict[str, Any] | None = None
     ) -> tuple[Observation, dict[str, Any]]:
-        obs, info = self._process.call("start", seed, options)
+        obs, info = self._process.call("start", self._number, seed, options)
         self._success = info.get("success", self._success)
         return obs, info
 
     def step_chunk(self, actions: np.ndarray, on_frame: Callable[[np.ndarray], None] | None = None) -> ChunkResult:
         if is_tensor(actions):
             actions = actions.detach().cpu().numpy()
-        result = self._process.call("step_chunk", actions, on_frame is not None, on_frame=on_frame)
+        result = self._process.call("step_chunk", self._number, actions, on_frame is not None, on_frame=on_frame)
         if result.success is not None:
             self._success = result.success[:, -1]
         return result
@@ -283,20 +304,21 @@ class ForeignEnv(VectorEnv):
         return self._ask("set_state", state)
 
     def expert(self, kind: str = "scripted", tick: Callable[[], None] = lambda: None) -> Expert:
-        return ForeignExpert(self._process, kind, tick)
+        return ForeignExpert(self._process, self._number, kind, tick)
 
     def close_extras(self, **kwargs: Any) -> None:
         with suppress(errors.EmbodiedError, RuntimeError):
-            self._process.call("close")
-        self._process.end()
+            self._process.call("close", self._number)
+        self._process.envs.discard(self._number)
+        self._process.end_if_unused()
 
 
 class ForeignExpert:
     """An expert in the interpreter."""
 
-    def __init__(self, process: Process, kind: str, tick: Callable[[], None]) -> None:
+    def __init__(self, process: Process, env: int, kind: str, tick: Callable[[], None]) -> None:
         self._process, self._tick = process, tick
-        self._number = process.call("expert", kind, tick=tick)
+        self._number = process.call("expert", env, kind, tick=tick)
 
     def begin(self, rows: np.ndarray) -> None:
         self._process.call("expert_begin", self._number, rows, tick=self._tick)

@@ -11,6 +11,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from shlex import quote
 
 from embodied.core.errors import ConfigError, EmbodiedError, nearest
 
@@ -50,10 +51,14 @@ def problem_of(name: str) -> str:
     return "" if stamp.read_text() == lock else "made from another lock"
 
 
+def how_to_make(name: str) -> str:
+    return f"python -m embodied.sims {quote(name)}"
+
+
 def python_of(name: str) -> Path:
     """The interpreter of this environment."""
     if problem := problem_of(name):
-        raise ConfigError(f"the locked environment {name} is {problem}: python -m embodied.sims {name}")
+        raise ConfigError(f"the locked environment {name} is {problem}: {how_to_make(name)}")
     return folder(name) / "bin" / "python"
 
 

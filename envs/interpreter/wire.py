@@ -24,7 +24,7 @@ from embodied.core.errors import DeadlineExceeded, EmbodiedError
 from embodied.core.types import ActionSpec, ChunkResult, EnvSpec, EpisodeSpec
 from embodied.envs.capabilities import EvaluationProtocol
 
-VERSION = 1  # both sides must have the same
+VERSION = 2  # both sides must have the same
 HEAD = struct.Struct("<IQ")  # bytes of the JSON, and of the arrays behind it
 INLINE = 1 << 16  # bytes of arrays that go with the message
 MOST_BLOCKS = 64  # that the reader holds; it copies what comes in more

@@ -2,6 +2,7 @@
 
 import json
 import os
+import platform
 import re
 import subprocess
 import sys
@@ -66,8 +67,9 @@ def test_a_run_goes_on_without_who_died_or_tells_why_it_cannot(cases):
 
 def faulty(folder: Path, backend: str, fault: str, place: str, **plan: object) -> dict[str, object]:
     """Arguments of a short run with this fault in `tests/support/faulty_env.py`."""
-    kwargs = ", ".join(f"{key}: {value}" for key, value in {"fault": fault, "place": place, **plan}.items())
-    env = {"env.name": "faulty_env:FaultyEnv", "env.kwargs": f"{{worker: sim-0, {kwargs}}}"}
+    plan = {"worker": "sim-0", "fault": fault, "place": place, **plan}
+    kwargs = ", ".join(f"{key}: {value}" for key, value in plan.items())
+    env = {"env.name": "faulty_env:FaultyEnv", "env.kwargs": f"{{{kwargs}}}"}
     return {**ARGUMENTS, **env, "cluster.backend": backend}
 
 
@@ -108,3 +110,53 @@ def test_an_evaluation_of_its_own_survives_a_fault(backend, tmp_path):
     (results,) = tmp_path.glob("runs/*/results.json")
     overall = json.loads(results.read_text())["overall"]
     assert (overall["episodes"], overall["errors"]) == (6, 0)
+
+
+APART = {"env.python": sys.executable}  # the simulator in a process of its own, in which it is the main thread
+PLACES = ("first_step", "rollout", "reset", "evaluation")
+
+
+def faulty_apart(folder: Path, backend: str, fault: str, place: str, worker: str = "MainThread") -> dict[str, object]:
+    return faulty(folder, backend, fault, place, worker=worker, once=folder / "struck") | APART
+
+
+CASES = [
+    *product(["local"], PLACES, ("sigkill", "sigstop", "hang", "exit", "nan_observation")),
+    *product(["ray"], PLACES, ("sigkill", "sigstop")),
+]
+OFTEN = ("local", "rollout", "sigkill")
+
+
+@pytest.mark.parametrize(
+    ("backend", "place", "fault"),
+    [OFTEN, *(pytest.param(*case, marks=chaos) for case in CASES if case != OFTEN)],
+)
+def test_a_run_survives_what_happens_to_the_process_of_its_simulator(backend, place, fault, tmp_path):
+    done = run("train", faulty_apart(tmp_path, backend, fault, place), tmp_path)
+    assert done.returncode == 0, done.stdout
+    assert (tmp_path / "struck").exists()
+    (info,) = tmp_path.glob("runs/*/run.json")
+    record = json.loads(info.read_text())
+    assert record["restarts"] == 1 and record["interpreter"]["python"] == platform.python_version()
+    (results,) = tmp_path.glob("runs/*/eval/v000003/results.json")
+    assert json.loads(results.read_text())["overall"]["episodes"] == 6
+
+
+@chaos
+@pytest.mark.parametrize("fault", ["sigkill", "sigstop"])
+@pytest.mark.parametrize("command", ["evaluate", "collect"])
+def test_commands_survive_the_death_of_the_process_of_their_simulator(command, fault, tmp_path):
+    given = faulty_apart(tmp_path, "local", fault, "evaluation" if command == "evaluate" else "rollout")
+    theirs, more = {
+        "evaluate": (("algo", "run"), {"checkpoint": "zero"}),
+        "collect": (("algo", "run", "eval"), {"out": tmp_path / "demos", "collect.episodes": 6}),  # by the expert
+    }[command]
+    options = {key: value for key, value in given.items() if key.split(".")[0] not in theirs}
+    done = run(command, {**options, **more}, tmp_path)
+    assert done.returncode == 0 and (tmp_path / "struck").exists(), done.stdout
+    assert "is started again (restart 1," in done.stdout
+
+
+def test_a_simulator_whose_process_dies_at_the_start_ends_the_run_with_its_last_lines(tmp_path):
+    done = run("train", faulty_apart(tmp_path, "local", "sigabrt", "constructor"), tmp_path)
+    assert done.returncode == 1 and "its process died with signal 6" in done.stdout, done.stdout

@@ -10,6 +10,7 @@ import sys
 import time
 from pathlib import Path
 
+import bare_environment
 import numpy as np
 import pytest
 from pydantic import TypeAdapter
@@ -82,17 +83,16 @@ def played(env):
         yield from (result.rewards, result.terminated, result.truncated, result.mask)
 
 
-@pytest.fixture(params=["this", *(pytest.param(name, marks=pytest.mark.slow) for name in ("another", "3.9"))])
+@pytest.fixture(params=["bare", *(pytest.param(name, marks=pytest.mark.slow) for name in ("another", "3.9"))])
 def python(request, tmp_path_factory):
-    """This interpreter, one that has other versions of numpy and gymnasium and nothing else, and Python 3.9 with the
-    same."""
-    if request.param == "this":
-        return sys.executable
+    """Interpreters that have numpy and gymnasium and nothing else: of these versions, of others, and Python 3.9."""
     older = shutil.which("python3.9") or shutil.which("pypy3.9")
     if request.param == "3.9" and older is None:
         pytest.skip("there is no Python 3.9 here")
     folder = tmp_path_factory.getbasetemp() / f"venv-{request.param}"
-    if not folder.exists():
+    if not folder.exists() and request.param == "bare":
+        bare_environment.make(folder)
+    elif not folder.exists():
         made_with = older if request.param == "3.9" else sys.executable
         subprocess.run([made_with, "-m", "venv", folder], check=True, timeout=120)
         pip = [folder / "bin" / "python", "-m", "pip", "install", "-q", "gymnasium==1.1.1", "numpy==1.26.4"]
@@ -131,6 +131,16 @@ def test_states_frames_experts_and_rewards_pass_through():
     for one, other in zip(*seen, strict=True):
         np.testing.assert_array_equal(one, other)
     env.close()
+
+
+def test_the_envs_of_a_worker_share_a_process_until_the_last_is_closed():
+    env, other = make_env(config(name="pointmass"), ROWS), make_env(config(name="pointmass"), 2)
+    assert env._process is other._process
+    assert (len(env.reset(seed=0)[0]["state"]), len(other.reset(seed=0)[0]["state"])) == (ROWS, 2)
+    env.close()
+    other.step_chunk(np.zeros((2, 1, 2), np.float32))
+    other.close()
+    assert env._process.process.returncode == -signal.SIGKILL
 
 
 def env_frame(env):

@@ -132,7 +132,7 @@ def test_tasks_come_from_the_simulators_and_name_what_they_lack():
 def test_an_unknown_word_is_refused_with_what_there_is(capsys):
     assert main(["zzz"]) == main(["receipts"]) == 2
     unlike, near = capsys.readouterr().err.splitlines()
-    assert "zzz: no such list; there are recipes, envs, tasks, policies" in unlike
+    assert "zzz: no such list; there are recipes, envs, tasks, sims, policies" in unlike
     assert "receipts: no such list, did you mean 'recipes'? there are recipes" in near
 
 
