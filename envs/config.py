@@ -5,7 +5,7 @@ env's folder, free of torch and simulators.
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Union, get_args, get_origin
 
 from pydantic import AfterValidator, BeforeValidator, Field, model_validator
@@ -21,12 +21,16 @@ PRIVILEGED = Field(
     description="With state=proprio: give the critic, never the actor, the other numbers of `full`.",
 )
 REWARDS = ("own", "success", "difference")
+OWN_SCORE = "correct"  # stands for the env's own reward in env.rewards
 EXTERNAL = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*")
 
 
 def played_task(name: Any, task: Any) -> str:
-    """The env and its tasks: `maniskill PushCube-v1`; `my_envs:Count` if the name ends with the task."""
+    """The env and its tasks: `maniskill PushCube-v1`; `my_envs:Count` if the name ends with the task; the tasks alone
+    of a class of ours, such as that of eval.sets."""
     tasks = ", ".join(map(str, task)) if isinstance(task, (list, tuple)) else str(task)
+    if str(name).startswith("embodied."):
+        return tasks
     return str(name) if str(name).endswith(f":{tasks}") else f"{name} {tasks}"
 
 
@@ -71,6 +75,44 @@ def side_by_side(of: str = "") -> Any:
         le=1024,
         description=f"{of}Conversations of a sim worker whose steps and scores may run at the same time, in threads, "
         "if they take milliseconds; 1: one after the other. Results are the same.",
+    )
+
+
+class WeightedReward(Strict):
+    name: str
+    weight: float = Field(1.0, allow_inf_nan=False)
+
+    @property
+    def label(self) -> str:
+        """Its name in metrics and transcripts."""
+        return self.name.rpartition(":")[2]
+
+    @model_validator(mode="before")
+    @classmethod
+    def _from_name(cls, value: Any) -> Any:
+        return {"name": value} if isinstance(value, str) else value
+
+    def conflicts(self) -> Iterator[str]:
+        if self.name != OWN_SCORE and not EXTERNAL.fullmatch(self.name):
+            yield f"{self.name!r} is neither {OWN_SCORE} nor my_pkg.my_module:my_reward"
+
+
+def different_labels(rewards: tuple[WeightedReward, ...]) -> tuple[WeightedReward, ...]:
+    labels = [reward.label for reward in rewards]
+    if again := next((label for label in labels if labels.count(label) > 1), None):
+        raise ValueError(f"{again} is there twice: metrics could not tell them apart")
+    return rewards
+
+
+Rewards = Annotated[tuple[WeightedReward, ...], AfterValidator(different_labels)]
+
+
+def rewards(of: str = "") -> Any:
+    """The option of text envs, ours or the user's."""
+    return Field(
+        (),
+        description=f"{of}Rewards to add up instead of the env's own: correct is that, my_pkg.my_module:my_reward a "
+        "function of the prompt and the last answer, such as [correct, {name: my_pkg:short, weight: 0.1}].",
     )
 
 
@@ -220,6 +262,7 @@ class ExternalEnvConfig(CommonEnvConfig):
     )
     kwargs: dict[str, Any] = Field(default_factory=dict, description="Options for your own class.")
     side_by_side: int = side_by_side("Text envs: ")
+    rewards: Rewards = rewards("Text envs: ")
 
     @model_validator(mode="before")
     @classmethod

@@ -172,6 +172,7 @@ def own_modules(env: Any) -> list[str]:
     tasks = [env.task] if isinstance(env.task, str) else list(env.task)
     named = tasks if env.task_base else []
     named += [where for where in (env.name, env.reward) if names_a_class(where)]
+    named += [reward.name for reward in getattr(env, "rewards", ())]
     return list(dict.fromkeys([*env.modules, *(where.partition(":")[0] for where in named if is_own(where))]))
 
 

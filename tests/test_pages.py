@@ -204,6 +204,7 @@ PAGES = {
         Step("train .*my_envs:Doubling", "task my_envs:Doubling", "run.start_from=null"),
         Step("check env.name=my_pictures", "contract kept"),
         Step("check env.name=my_guesses", ("contract kept", "at most 10 answers")),
+        Step("train .*env.rewards", "success_once", f"run.start_from=null {GROUPS}"),
         Step("check env.name=math", ("1/2 + 1/3", "contract kept")),
         Step("train recipe=./my_mixture", "task mixture mixture"),
         Step("check env.name=verifiers", ("held out 0?", "contract kept")),

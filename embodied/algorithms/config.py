@@ -33,7 +33,9 @@ class PolicyGradientConfig(Strict):
     lr_schedule: Literal["constant", "linear", "cosine"] = Field(
         "constant", description="linear, cosine: learning rates fall so to final_lr at the end of the run."
     )
-    final_lr: float = Field(0.0, ge=0, description="Where lr_schedule=linear and cosine end; value_lr in proportion.")
+    final_lr: float = Field(
+        0.0, ge=0, description="Where lr_schedule=linear and cosine end; value_lr, roles.critic_lr in proportion."
+    )
     warmup_iterations: int = Field(0, ge=0, description="Iterations in which learning rates climb to lr.")
     adam_eps: float = Field(
         1e-5,

@@ -90,7 +90,7 @@ class RolesSection(Strict):
         only_with("critic_lr", {"critic": True}),
         never_with("reward_weight", dict.fromkeys(SCORERS), "there is no other reward; leave it out, or set one"),
         *(
-            never_with(one, {other: bool}, "rewards come from one of them; leave the other out")
+            never_with(one, {other: bool}, "one of them; a verifier beside it goes into env.rewards")
             for one, other in combinations(SCORERS, 2)
         ),
     )

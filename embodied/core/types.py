@@ -206,6 +206,7 @@ class EpisodeResult(NamedTuple):
     prompt_tokens: int = 0  # tokens of the first prompt
     all_tokens: int = 0  # tokens of the whole conversation
     places: int = 0  # picture tokens among these
+    rewards: dict[str, float] | None = None  # by env.rewards, without weights
 
 
 @dataclass(frozen=True)

@@ -503,6 +503,15 @@ def lr_factor(schedule: str, progress: float, last: float = 0.0) -> float:
     return last + (1 - last) * (1.0 - progress) if schedule == "linear" else 1.0
 
 
+def scheduled(algo: Any, iteration: int, total: int) -> float:
+    """The factor in this iteration of RL: with two iterations of warmup 1/3, 2/3, then the schedule."""
+    warm = algo.warmup_iterations
+    if iteration < warm:
+        return (iteration + 1) / (warm + 1)
+    last = algo.final_lr / algo.lr if algo.lr else 0.0
+    return lr_factor(algo.lr_schedule, (iteration - warm) / max(1, total - warm), last)
+
+
 # Rows of weights that are sharded over the ranks (`sharding.py`)
 
 

@@ -23,7 +23,7 @@ from embodied.core.arrays import flat_dict, is_tensor, leaves, map_obs
 from embodied.core.errors import ConfigError, Diverged, EmbodiedError, WrongShape
 from embodied.core.rng import minibatches
 from embodied.core.types import BatchEnd, Trajectory
-from embodied.learners.model import KEPT_BYTES, Model, Pass, PolicyOptimizer, lr_factor
+from embodied.learners.model import KEPT_BYTES, Model, Pass, PolicyOptimizer, scheduled
 from embodied.learners.train_batch import OF_ITEMS, RankBatch, step_items
 from embodied.policies.base import Scores
 from embodied.runtime.collective import Collective
@@ -191,12 +191,8 @@ class PolicySteps(GradientSteps):
         return {f"train/{name}": float(np.mean([row[name] for row in history])) for name in names} | metrics
 
     def lr_factor(self, end: BatchEnd) -> float:
-        """The factor on learning rates in this iteration: with two iterations of warmup 1/3, 2/3, then the schedule."""
-        config, warm = self.config, self.config.warmup_iterations
-        if end.iteration < warm:
-            return (end.iteration + 1) / (warm + 1)
-        last = config.final_lr / config.lr if config.lr else 0.0
-        return lr_factor(config.lr_schedule, (end.iteration - warm) / max(1, end.total - warm), last)
+        """The factor on learning rates in this iteration."""
+        return scheduled(self.config, end.iteration, end.total)
 
 
 class FixedPass:

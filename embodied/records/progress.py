@@ -223,6 +223,10 @@ def text_numbers(finished: list[EpisodeResult], elapsed_s: float) -> dict[str, f
         "text/tokens": tokens / turns,  # per answer, on average
         "text/tokens_per_s": tokens / elapsed_s,
     }
+    if any(episode.rewards for episode in played):
+        from embodied.records.success_stats import mean_rewards
+
+        metrics |= {f"reward/{name}": score for name, score in mean_rewards(played).items()}
     by_task: dict[str, list[EpisodeResult]] = {}
     for episode in played:
         by_task.setdefault(episode.task, []).append(episode)

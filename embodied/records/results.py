@@ -36,13 +36,14 @@ RESULTS = "results.json"
 EPISODES = "episodes.csv"
 UNWRITTEN = ("prompt_tokens", "all_tokens", "places")  # used to distribute episodes over learners
 FIELDS = {name: kind for name, kind in get_type_hints(EpisodeResult).items() if name not in UNWRITTEN}
-TEXT_COLUMNS = ("truncated", "tokens")  # of language policies alone
+TEXT_COLUMNS = ("truncated", "tokens", "rewards")  # of language policies alone
 COLUMNS = tuple(name for name in FIELDS if name not in TEXT_COLUMNS)
 PARSERS = {
     int: int,
     float: float,
     str: str,
     bool | None: {"": None, "true": True, "false": False}.__getitem__,
+    dict[str, float] | None: lambda text: json.loads(text) if text else None,
 }
 COMPARISON = "comparison.json"
 METHODS = {
@@ -97,6 +98,8 @@ def episodes_csv(episodes: Iterable[EpisodeResult]) -> str:
 def cell(value: Any) -> str:
     if value is None:
         return ""
+    if isinstance(value, dict):
+        return json.dumps(value)
     return str(value).lower() if isinstance(value, (bool, np.bool_)) else str(value)
 
 
@@ -139,6 +142,7 @@ TextFigures = TypedDict(
         "pass": dict[Annotated[str, Field(pattern=r"^\d+$")], PromptRate | None],
         "truncated": Measure | None,
         "tokens": FiniteFloat | None,
+        "rewards": NotRequired[dict[str, FiniteFloat]],
     },
 )
 

@@ -118,7 +118,14 @@ def text_figures(played: list[EpisodeResult]) -> dict[str, Any]:
         "pass": {str(k): pass_rate(outcomes.values(), k) for k in sizes},
         "truncated": measure([episode.truncated for episode in played], prompts),
         "tokens": sum(episode.tokens for episode in played) / turns if turns else None,
+        **({"rewards": means} if (means := mean_rewards(played)) else {}),
     }
+
+
+def mean_rewards(played: list[EpisodeResult]) -> dict[str, float]:
+    """The mean of each of `env.rewards`, without its weight."""
+    scores = gather((name, score) for episode in played for name, score in (episode.rewards or {}).items())
+    return {name: fmean(some) for name, some in scores.items()}
 
 
 def pass_rate(by_prompt: Iterable[list[bool]], k: int) -> dict[str, Any] | None:

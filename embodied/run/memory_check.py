@@ -23,6 +23,7 @@ from embodied.core.files import as_path
 from embodied.core.options import broken_rules, never_with, only_with
 from embodied.core.types import deal_by_task
 from embodied.envs import env_class, import_class
+from embodied.envs.config import OWN_SCORE
 from embodied.placement import PlacementPlan, PlannedHost, Topology
 from embodied.runtime.published_weights import read_safetensors
 
@@ -505,6 +506,7 @@ PLAYING = (
     ),
     only_with("eval.top_p eval.top_k eval.min_p", TEXT, "actions are no tokens; leave it out"),
     only_with("eval.samples eval.sets", TEXT, "every episode begins in a state of its own; leave it out"),
+    only_with("env.rewards", TEXT, "a robot's reward is env.reward=my_pkg.my_module:my_reward"),
 )
 
 
@@ -537,8 +539,11 @@ def check_speech(config: RunConfig, kind: Any, learn: bool) -> None:
 
 
 def check_scorers(config: RunConfig) -> None:
-    """Refuse a verifier that cannot be imported, and folders without a reward model or judge."""
+    """Refuse rewards and a verifier that cannot be imported, and folders without a reward model or judge."""
     roles = config.roles
+    for reward in getattr(config.env, "rewards", ()):
+        if reward.name != OWN_SCORE:
+            import_class(reward.name, "env.rewards")
     if roles.verifier and not callable(verifier := import_class(roles.verifier, "roles.verifier")):
         raise ConfigError(f"roles.verifier={roles.verifier} is of type {type(verifier).__name__}, not a function")
     for key in ("reward_model", "judge"):

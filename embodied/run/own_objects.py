@@ -21,7 +21,6 @@ import numpy as np
 from pydantic import TypeAdapter
 
 from embodied.config.recipe import RunConfig
-from embodied.core.conversations import in_words
 from embodied.core.errors import ConfigError, EmbodiedError
 from embodied.core.types import EpisodeSpec
 from embodied.envs import env_class, import_class, make_env
@@ -113,6 +112,7 @@ def play(kind: Any, env: Any, policies: Sequence[Any], answer: Path) -> None:
 
 def converse(kind: Any, env: Any, policies: Sequence[Any], answer: Path, verifier: str | None) -> None:
     """Begin a held-out conversation, answer once, and let the verifier score that."""
+    from embodied.envs.text.rewards import RewardSum, as_text
     from embodied.envs.text.text_env import checked_said
 
     with kind.explain_errors(env):
@@ -122,13 +122,15 @@ def converse(kind: Any, env: Any, policies: Sequence[Any], answer: Path, verifie
             said = conversation.reset(EpisodeSpec(kind.tasks(env)[0], 0, 0, 0))
             checked_said(said, kind, kind.shows_pictures(env))
             conversation.step("")
+            if rewards := env.rewards:
+                answer.write_text(f"calling env.rewards={[reward.name for reward in rewards]}")
+                RewardSum(rewards).of_conversation(as_text(said), "", conversation.solution)
         finally:
             kind.unload(shared)
     if verifier:
         answer.write_text(f"calling roles.verifier={verifier}")
         with explain_errors(f"roles.verifier={verifier}", "score an answer"):
-            asked = said if isinstance(said, str) else "".join(map(in_words, said))
-            float(import_class(verifier, "roles.verifier")(asked, ""))
+            float(import_class(verifier, "roles.verifier")(as_text(said), ""))
     for policy in policies:
         answer.write_text(f"making policy.name={policy.name}")
         with explain_errors(f"policy.name={policy.name}", "be made"):

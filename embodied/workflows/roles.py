@@ -37,7 +37,7 @@ from embodied.core.types import EnvSpec, EpisodeResult, Servers, Trajectory, cho
 from embodied.envs import import_class
 from embodied.envs.own_modules import explain_errors
 from embodied.learners.config import LearnerConfig
-from embodied.learners.model import Model, Pass, PolicyOptimizer
+from embodied.learners.model import Model, Pass, PolicyOptimizer, scheduled
 from embodied.learners.train_batch import (
     REFERENCE,
     RankBatch,
@@ -140,9 +140,17 @@ class CriticWorker(NetworkWorker):
     algo: PPOConfig
 
     def __init__(
-        self, policy: Any, algo: PPOConfig, learner: LearnerConfig, seed: int, device: str, lr: float | None
+        self,
+        policy: Any,
+        algo: PPOConfig,
+        learner: LearnerConfig,
+        seed: int,
+        device: str,
+        lr: float | None,
+        iterations: int,
     ) -> None:
         rate = next(each for each in (lr, algo.value_lr, algo.lr) if each is not None)
+        self.lr_factor = partial(scheduled, algo, total=iterations)  # as the policy's learning rate falls
         algo = algo.model_copy(update={"lr": rate, "value_lr": rate})
         super().__init__(policy.model_copy(update={"value_head": True}), algo, learner, seed, device)
         self.updates = 0
@@ -193,7 +201,8 @@ class CriticWorker(NetworkWorker):
         total, tokens = self.summed(np.array([count, trained.sum()], np.float64)).tolist()
         size = algo.minibatch_size or max(total, 1)
         steps = max(1, round(total / size))
-        steps_taken, self.updates = GradientSteps(self.model, self.optimizer, ["value_loss"]), self.updates + 1
+        steps_taken, lr_factor = GradientSteps(self.model, self.optimizer, ["value_loss"]), self.lr_factor(self.updates)
+        self.updates += 1
         if batch is not None:
             batch = batch.with_targets({"values": values, "returns": returns, "weights": trained}, self.model)
         for epoch in range(algo.epochs):
@@ -202,7 +211,7 @@ class CriticWorker(NetworkWorker):
                 if batch is not None:
                     passes = batch.passes(self.model, torch.from_numpy(np.sort(units)))
                     steps_taken.add_passes(passes, partial(self.value_loss, batch), tokens / steps)
-                steps_taken.step(1.0, epoch, len(units), tokens / steps)
+                steps_taken.step(lr_factor, epoch, len(units), tokens / steps)
         losses = [row["value_loss"] for row in steps_taken.read(steps_taken.steps)[0]]
         if not np.isfinite(losses).all():
             raise Diverged("the critic's loss is not finite; try a lower roles.critic_lr")
@@ -210,7 +219,12 @@ class CriticWorker(NetworkWorker):
         sums = self.summed(np.array([errors.sum(), moments.sum(), np.square(moments).sum()]))
         spread = sums[2] - sums[1] ** 2 / max(tokens, 1)
         explained = 1 - sums[0] / spread if spread > 0 else 0.0
-        return {"critic/value_loss": float(np.mean(losses)), "critic/explained_variance": float(explained)}
+        rate = self.algo.lr * lr_factor
+        return {
+            "critic/value_loss": float(np.mean(losses)),
+            "critic/explained_variance": float(explained),
+            "critic/lr": rate,
+        }
 
     def value_loss(self, batch: RankBatch, micro_batch: Pass) -> tuple[Tensor, Tensor]:
         scores, items = self.model.score(micro_batch.inputs(batch)), batch.select_loss_arrays(micro_batch.items)

@@ -55,4 +55,5 @@ def network_arguments(workers: Workers, role: str = "reference") -> tuple:
 
 
 def critic_arguments(workers: Workers) -> tuple:
-    return *network_arguments(workers, "critic"), workers.config.roles.critic_lr
+    config = workers.config
+    return *network_arguments(workers, "critic"), config.roles.critic_lr, config.run.iterations

@@ -10,7 +10,7 @@ from pydantic import Field, model_validator
 
 from embodied.core.errors import nearest
 from embodied.core.options import LocalPath, Requirement, one_or_several, only_with
-from embodied.envs.config import CommonEnvConfig, Tasks, side_by_side, with_task
+from embodied.envs.config import CommonEnvConfig, Rewards, Tasks, rewards, side_by_side, with_task
 
 
 class TextConfig(CommonEnvConfig):
@@ -29,6 +29,7 @@ class TextConfig(CommonEnvConfig):
         description="Simultaneous conversations of the whole run, divided among the sims.",
     )
     side_by_side: int = side_by_side()
+    rewards: Rewards = rewards()
     rules = (
         only_with(
             "python",

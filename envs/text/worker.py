@@ -13,7 +13,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from statistics import median_low
 from time import perf_counter
@@ -27,6 +27,7 @@ from embodied.core.request_queue import RequestClient, Waiting
 from embodied.core.types import EnvSpec, EpisodeResult, EpisodeSpec, Route, Trajectory
 from embodied.envs import env_class
 from embodied.envs.player import PlayerWorker, Tally
+from embodied.envs.text.rewards import RewardSum, as_text
 from embodied.envs.text.text_env import TextEnv, Turn, checked_said
 from embodied.runtime import Timers
 
@@ -141,6 +142,7 @@ class Part:
         self.waiting, self.open = deque(self.tally.job.episodes), 0
         self.spec = self.kind.env_spec(self.config)
         self.turns = self.spec.max_episode_steps
+        self.rewards = RewardSum(self.config.rewards) if self.config.rewards else None
 
     def begin(self, timers: Timers) -> list[Conversation]:
         """Begin as many conversations as have room."""
@@ -181,6 +183,18 @@ class Conversation:
     success: list[bool] = field(default_factory=list)  # of each turn
     pictures: list[str] = field(default_factory=list)  # that its tokens show
     problem: str = ""  # why it does not count
+    scores: dict[str, float] = field(default_factory=dict)  # by env.rewards, without weights
+
+    def weighted(self, answer: str, turn: Turn, reward: float, over: bool) -> tuple[Turn, float]:
+        """The turn and its reward by `env.rewards`; functions score the last answer."""
+        rewards = self.part.rewards
+        scores = rewards.own(reward)
+        if over:
+            before = [as_text(turn["said"]) + turn["answer"] for turn in self.turns]
+            scores |= rewards.of_conversation("".join([*before, as_text(self.said)]), answer, self.env.solution)
+        for name, score in scores.items():
+            self.scores[name] = self.scores.get(name, 0.0) + score
+        return replace(turn, facts={**(turn.facts or {}), **scores}), rewards.total(scores)
 
     def append_answer(self, completion: Completion, turn: Turn, reward: float) -> None:
         """Append an answer and the env's turn."""
@@ -245,6 +259,7 @@ class Conversation:
             prompt_tokens=int((~columns[0]["sampled"]).sum()) if columns else 0,
             all_tokens=sum(len(each["tokens"]) for each in columns),
             places=sum(int((each["tokens"] < 0).sum()) for each in columns),
+            rewards=self.scores or None,
         )
 
     def sample(self) -> dict[str, Any]:
@@ -402,6 +417,7 @@ def pass_answer(conversation: Conversation, completion: Completion) -> bool:
     last = completion.truncated or len(conversation.turns) + 1 >= conversation.part.turns
     if last and not turn.done:
         turn = conversation.env.cut_short(turn)
+    over = turn.done or not turn.said or last
     if turn.dropped:
         conversation.problem = " ".join(str(turn.dropped).split())[:LONGEST_PROBLEM]
         conversation.append_answer(completion, Turn(), 0.0)
@@ -411,8 +427,9 @@ def pass_answer(conversation: Conversation, completion: Completion) -> bool:
         raise EmbodiedError(
             f"{type(conversation.env).__name__}.step gave the reward {reward} for {completion.text[:80]!r}"
         )
+    if conversation.part.rewards:
+        turn, reward = conversation.weighted(completion.text, turn, reward, over)
     conversation.append_answer(completion, turn, reward)
-    over = turn.done or not turn.said or last
     if not over:
         checked_said(turn.said, type(conversation.env), conversation.part.spec.pictures)
     return over

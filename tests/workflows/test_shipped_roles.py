@@ -78,11 +78,12 @@ def test_the_reference_of_robots_is_that_of_the_learners(place, pieces, tmp_path
 
 def test_a_critic_learns_what_conversations_come_to_and_resumes(tmp_path):
     """The policy stays as it is (lr 0), so that what its answers come to can be learned."""
-    with Talk(tmp_path / "run", *CRITIC, placement=placed(critic="fake:0-1")) as run:
+    with Talk(tmp_path / "run", *CRITIC, "algo.warmup_iterations=1", placement=placed(critic="fake:0-1")) as run:
         rows = [numbers for _, numbers in run.some(8)]
         state = run.loop.workers.save()
     losses = [row["critic/value_loss"] for row in rows]
     assert np.mean(losses[-2:]) < 0.7 * losses[0]
+    assert [row["critic/lr"] for row in rows] == [0.005, *[0.01] * 7]
     assert all(row["train/value_loss"] == 0 and row["train/grad_norm"] > 0 for row in rows)
     assert {name.partition(".")[0] for name in state} == {"critic-0", "critic-1"}
     first, second = ({name[9:]: each for name, each in state.items() if name[:8] == f"critic-{n}"} for n in (0, 1))

@@ -1,5 +1,7 @@
 """Conversations as the sim worker holds them, with a policy that is played by the test."""
 
+import csv
+import io
 import threading
 from collections import deque
 from dataclasses import replace
@@ -14,6 +16,8 @@ from embodied.envs.config import ExternalEnvConfig
 from embodied.envs.player import Tally
 from embodied.envs.text.text_env import TextEnv, Turn
 from embodied.envs.text.worker import ConversationClient, Part, SideBySide, play_conversations
+from embodied.records.results import episode, episodes_csv
+from embodied.records.success_stats import summarize
 from embodied.runtime import Timers
 
 CONFIG = ExternalEnvConfig(name="my_pkg.mod:Counting", max_episode_steps=3)
@@ -62,7 +66,7 @@ class Policy:
         return replace(Completion(**known, version=4, text=text), **changes)
 
 
-def held(policy, indices, rows=2, meanwhile=None, kind=None, most=1, **more):
+def held(policy, indices, rows=2, meanwhile=None, kind=None, most=1, config=CONFIG, **more):
     """All conversations, by episode, in the order in which they ended; at most so many env steps at the same time."""
     specs = [EpisodeSpec("counting", -1, 7, index) for index in indices]
     talk, get = ConversationClient(policy.route, Timers()), policy.replies.get
@@ -76,7 +80,7 @@ def held(policy, indices, rows=2, meanwhile=None, kind=None, most=1, **more):
 
     policy.replies.get = answered
     playing = play_conversations(
-        [Part(kind or Counting, CONFIG, None, Tally(Job(specs, **more)), rows)], talk, Timers(), steps_of(most)
+        [Part(kind or Counting, config, None, Tally(Job(specs, **more)), rows)], talk, Timers(), steps_of(most)
     )
     return {one.spec.index: one for ended in playing for one in ended}
 
@@ -100,6 +104,36 @@ def test_a_conversation_is_one_stream_of_tokens_of_which_those_of_the_env_are_ma
     result = one.result()
     assert (result.length, result.total_reward, result.tokens) == (3, 3.0, 4)  # three turns: max_episode_steps
     assert (result.success_once, result.success_at_end, result.truncated) == (True, True, False)
+
+
+def short(asked, answer):
+    return float(len(asked) + len(answer))
+
+
+def off(asked, answer, solution):
+    return np.nan if answer == "6" else float(solution)
+
+
+class Solved(Counting):
+    def solution(self):
+        return "2"
+
+
+def test_rewards_of_several_functions_are_added_by_their_weights_and_kept_apart():
+    wanted = ["correct", {"name": f"{__name__}:short", "weight": 0.5}, {"name": f"{__name__}:off", "weight": -1}]
+    config = ExternalEnvConfig(name="my_pkg.mod:Solved", max_episode_steps=3, rewards=wanted)
+    (one,) = held(Policy(), [8], kind=Solved, config=config).values()
+    before, answer = "8?89?910?", "10"
+    scores = {"correct": 3.0, "short": float(len(before + answer)), "off": 2.0}
+    last = 1 + 0.5 * scores["short"] - 2
+    assert one.trajectory().rewards.ravel().tolist() == [0, 0, 1, 0, 0, 1, 0, 0, 0, 0, last]
+    assert one.result().rewards == scores and one.result().total_reward == 2 + last
+    assert one.turns[0]["facts"] == {"correct": 1} and one.turns[2]["facts"] == {**scores, "correct": 1}
+    assert summarize([one.result()])["overall"]["text"]["rewards"] == scores
+    (read,) = csv.DictReader(io.StringIO(episodes_csv([one.result()])))
+    assert episode(read).rewards == scores
+    with pytest.raises(EmbodiedError, match=r"env.rewards: .*:off gave the reward nan for '6'"):
+        held(Policy(), [4], kind=Solved, config=config)
 
 
 def test_earlier_turns_go_to_the_policy_as_tokens_and_only_what_is_new_as_text():
