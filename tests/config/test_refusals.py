@@ -111,7 +111,7 @@ SUMS roles.verifier=my_rules:right -> there is no module my_rules; install it or
 SUMS env.rewards=[right] -> 'right' is neither correct nor my_pkg.my_module:my_reward
 SUMS env.rewards=[my_a:short,my_b:short] -> short is there twice: metrics could not tell them apart
 SUMS env.rewards=[my_rules:short] -> there is no module my_rules; install it or start from the folder that holds it
-PPO env.name=benchmarks.gpu_points:GpuPoints env.rewards=[correct] -> a robot's reward is env.reward=my_pkg.my_module:my_reward
+PPO env.name=benchmarks.gpu_points:GpuPoints env.rewards=[correct] -> a robot's reward is env.reward=my_pkg.my
 SUMS roles.reward_weight=1 -> there is no other reward; leave it out, or set one
 PPO algo.average=20 eval.interleave=true -> evaluations beside a rollout play the weights that act in it
 SUMS eval.interleave=true run.eval_every=null -> the only evaluation is the last; leave it out, or set run.eval_every=5
