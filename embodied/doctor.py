@@ -21,17 +21,14 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from embodied.core.errors import ConfigError
-from embodied.core.options import Requirement
+from embodied.core.options import RAY, ROOT, Requirement
 from embodied.envs import plugin
 from embodied.envs.config import ENV_CONFIGS
 from embodied.run import launch
 from embodied.system.machine import (
     ENGINES,
     NO_VLLM,
-    RAY,
-    ROOT,
     Machine,
-    install,
     missing_packages,
     normal,
     why_no_engine,
@@ -194,7 +191,7 @@ class Part:
     def __call__(self, machine: Machine) -> list[Finding]:
         if self.needs and (missing := missing_packages(self.needs, machine)):
             detail = "; ".join(filter(None, [f"not installed: {', '.join(missing)}", self.without]))
-            return [Finding(self.name, ABSENT, detail, install(self.needs, machine))]
+            return [Finding(self.name, ABSENT, detail, self.needs.install)]
         done = machine.probe(*self.probe.split(), env=QUIET)
         if done.problem:
             return [Finding(self.name, self.broken, done.problem, self.fix)]
@@ -285,7 +282,7 @@ def check_language(machine: Machine) -> list[Finding]:
     findings = []
     for name, engine in ENGINES.items():
         if problem := why_no_engine(name, machine):
-            fix = f"cd {ROOT} && make vllm" if problem == NO_VLLM else install(engine.needs[0], machine)
+            fix = f"cd {ROOT} && make vllm" if problem == NO_VLLM else engine.needs[0].install
             findings.append(Finding("engines", ABSENT, f"{problem}; only {engine.users} needs it", fix))
         else:
             findings.append(Finding("engines", OK, name))
@@ -358,7 +355,7 @@ def assets_of(kind: str, machine: Machine) -> list[Finding]:
     simulator, done = plugin(kind), machine.probe("tasks", kind)
     name = f"{simulator.catalogue} tasks"
     if done.problem:
-        return [Finding(name, FAILED, done.problem, install(ENV_CONFIGS[kind].needs, machine))]
+        return [Finding(name, FAILED, done.problem, ENV_CONFIGS[kind].needs.install)]
     needed = [task["missing"] for task in done.answer.values()]
     lacking = Counter(asset for missing in needed for asset in missing)
     findings = [

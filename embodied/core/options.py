@@ -18,14 +18,17 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from importlib import metadata
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, get_args
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, ValidationInfo, field_validator, model_validator
 from pydantic_core import CoreSchema, PydanticKnownError, core_schema
 
+from embodied.core.errors import ConfigError
 from embodied.core.files import as_path, is_data_set
 
+ROOT = Path(__file__).resolve().parents[2]  # of a checkout
 LARGEST_FLOAT = 1e30  # float32 ends at 3e38
 LARGEST_INT = 2**63 - 1
 LONGEST_S = 2e6  # 23 days; the operating system's waits end at 2**31 milliseconds
@@ -220,6 +223,24 @@ class Requirement:
         parts = [*self.packages, *(["a Vulkan driver"] if self.vulkan else [])]
         parts += [f"an interpreter that has {self.elsewhere}"] if self.elsewhere else []
         return ", ".join(parts) or "nothing more"
+
+    @property
+    def install(self) -> str:
+        """The command that installs the packages; in a checkout with the locked versions."""
+        if (ROOT / "scripts" / "setup.py").exists():
+            return f"python -m pip install -c {ROOT}/constraints.txt -e '{ROOT}[{self.extra}]'"
+        return f"python -m pip install 'embodied-loop[{self.extra}]'"
+
+    def check(self, what: str) -> None:
+        """Raise ConfigError if a package is missing that `what` needs."""
+        if missing := [name for name in self.packages if not any(metadata.distributions(name=name))]:
+            raise ConfigError(f"{what} needs {', '.join(missing)}, which is not installed: {self.install}")
+
+
+# Of what is neither an env nor a policy; these state their own (`needs`)
+RAY = Requirement(("ray",), "ray")
+DATASETS = Requirement(("pyarrow",), "datasets")
+SERVERS = Requirement(("aiohttp",), "serve")
 
 
 @dataclass(frozen=True)

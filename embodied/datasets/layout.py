@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import math
 import re
-from importlib.util import find_spec
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -122,12 +121,6 @@ def image_shape(feature: dict[str, Any]) -> tuple[int, ...]:
     shape = tuple(feature["shape"])
     channels_first = feature["dtype"] in ("video", "image") and len(shape) == 3 and shape[0] == 3 != shape[2]
     return (*shape[1:], 3) if channels_first else shape
-
-
-def check_pyarrow() -> None:
-    """Raise ConfigError if pyarrow is not installed."""
-    if find_spec("pyarrow") is None:
-        raise ConfigError("LeRobot datasets are parquet files; to use them: pip install 'embodied-loop[datasets]'")
 
 
 AGAIN = "download it, or collect it, again"

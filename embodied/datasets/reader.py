@@ -19,6 +19,7 @@ import numpy as np
 
 from embodied.core.errors import ConfigError, EmbodiedError
 from embodied.core.files import as_path, read_object, reading
+from embodied.core.options import DATASETS
 from embodied.core.types import Observation
 from embodied.datasets import layout
 from embodied.datasets.layout import (
@@ -187,7 +188,7 @@ class Dataset:
 def read_dataset(path: Path | str, images: bool = True, names: Mapping[str, str] | None = None) -> Dataset:
     """Open the dataset in this folder; `names`: its names of "action", "state" or a camera, if they are not
     LeRobot's."""
-    layout.check_pyarrow()
+    DATASETS.check("a LeRobot dataset, parquet files,")
     path = as_path(path)
     if not (path / layout.INFO).is_file():
         raise ConfigError(f"{path} is no LeRobot dataset: there is no {layout.INFO} in it")

@@ -23,6 +23,7 @@ import numpy as np
 from embodied.core.arrays import Observation, host
 from embodied.core.errors import EmbodiedError, printable
 from embodied.core.files import encode
+from embodied.core.options import DATASETS
 from embodied.core.types import ChunkResult, EpisodeResult, EpisodeSpec, Recording
 from embodied.datasets import layout
 from embodied.datasets.layout import (
@@ -59,7 +60,7 @@ class DatasetWriter:
     """
 
     def __init__(self, path: Path | str, fps: int, features: Features, data_mb=DATA_MB, video_mb=VIDEO_MB) -> None:
-        layout.check_pyarrow()
+        DATASETS.check("a LeRobot dataset, parquet files,")
         if int(fps) != fps or fps < 1:
             raise ValueError(f"fps={fps}: LeRobot datasets have a whole number of frames per second")
         self.path, self.fps, self.features = Path(path), int(fps), complete_features(features)

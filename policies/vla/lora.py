@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from embodied.core.errors import CheckpointError, ConfigError, nearest
 from embodied.core.files import reading
 from embodied.policies.policy_folder import own_layer, read_json, write_tensors
-from embodied.policies.vla.config import LORA_FIELDS, LoraOptions
+from embodied.policies.vla.config import ADAPTERS, LORA_FIELDS, LoraOptions
 from embodied.policies.vla.layers import ADAPTER
 from embodied.runtime.published_weights import Blob, read_safetensors, tensor_of
 
@@ -50,12 +50,9 @@ Scaling = Callable[[str, int], float]  # an adapter's scale, by its layer's name
 def add_lora(parts: Mapping[str, nn.Module], config: LoraOptions, whole: Iterable[nn.Module] = ()) -> None:
     """Freeze these networks, by name, and add an adapter to each layer of `policy.lora_targets`. Layers in `whole` and
     modules_to_save are trained in full. A network that was frozen before gets no adapters."""
-    try:
-        from peft import inject_adapter_in_model
-    except ModuleNotFoundError:
-        raise ConfigError(
-            "policy.lora_rank needs the package peft, which is missing: python -m pip install 'embodied-loop[vla]'"
-        ) from None
+    ADAPTERS.check("policy.lora_rank")
+    from peft import inject_adapter_in_model
+
     whole = [*whole]
     kept = {id(p) for layer in whole for p in layer.parameters() if p.requires_grad}
     saved = [layer for prefix, part in parts.items() for layer in saved_layers(part, config, prefix)]

@@ -26,6 +26,7 @@ from embodied.core.errors import CheckpointError, ConfigError
 from embodied.core.types import EnvSpec, Observation
 from embodied.policies.policy_folder import CONFIG, TOKENIZER, copy_files, write_shards
 from embodied.policies.published import PublishedPolicy
+from embodied.policies.vla.config import TOKENIZERS
 from embodied.policies.vla.lora import is_adapter, read_adapters, with_adapter_options
 from embodied.runtime.published_weights import Blob
 
@@ -38,12 +39,9 @@ def fast_tokenizer(folder: Path | None, model: str, advice: str):
     path = next(filter(Path.is_file, places), places[0])
     if not path.is_file():
         raise CheckpointError(f"{folder} has no {TOKENIZER}; {advice}")
-    try:
-        from tokenizers import Tokenizer
-    except ModuleNotFoundError:
-        raise ConfigError(
-            f"{path} needs the package tokenizers, which is not installed: python -m pip install 'embodied-loop[vla]'"
-        ) from None
+    TOKENIZERS.check(str(path))
+    from tokenizers import Tokenizer
+
     try:
         tokenizer = Tokenizer.from_str(path.read_text(encoding="utf-8"))
     except Exception as err:  # the package raises nothing more specific

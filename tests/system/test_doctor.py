@@ -120,7 +120,7 @@ NEEDS = [  # (what is needed, how it is found, on which machine, words of the fi
     ),
     ("Vulkan driver", "failed", {"vulkan": "no usable Vulkan driver"}, "python -m embodied.vulkan"),
     ("maniskill frame", "failed", {"probes": {"frame": CRASH}}, "died with SIGSEGV: no device"),
-    ("maniskill frame", "absent", {"packages": {"sapien": None}}, "embodied-loop[maniskill]"),
+    ("maniskill frame", "absent", {"packages": {"sapien": None}}, "[maniskill]'"),
     ("MuJoCo frame", "failed", {"probes": {"mujoco": CRASH}}, "apt-get install"),
     ("MuJoCo frame", "warning", {"probes": {("mujoco", "egl"): CRASH}}, "export MUJOCO_GL=osmesa"),
     ("ffmpeg", "failed", {"probes": {"video": Done(1, err="no exe")}}, "no exe"),

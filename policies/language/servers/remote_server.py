@@ -11,7 +11,6 @@ from __future__ import annotations
 import asyncio
 import base64
 import contextlib
-import importlib.util
 import os
 import secrets
 import time
@@ -22,6 +21,7 @@ from typing import Any
 
 from embodied.core.errors import ConfigError, EmbodiedError, in_a_line
 from embodied.core.files import as_path
+from embodied.core.options import SERVERS
 from embodied.policies.language.config import LanguageConfig
 from embodied.policies.language.http_messages import (
     NOT_FINITE,
@@ -50,8 +50,7 @@ EXTENSION = "embodied.policies.language.vllm.FromFolder"  # loads our weights in
 
 def check_servers(config: LanguageConfig) -> None:
     """Refuse servers of another kind, or if none answers. Called before workers start."""
-    if importlib.util.find_spec("aiohttp") is None:
-        raise ConfigError("policy.engine=http needs aiohttp. Run: python -m pip install 'embodied-loop[serve]'")
+    SERVERS.check("policy.engine=http")
 
     async def look() -> None:
         servers = servers_of(config)
