@@ -437,6 +437,33 @@ def bridge(asked: argparse.Namespace) -> Figures:
         env.close()
 
 
+def drawing(asked: argparse.Namespace) -> Figures:
+    """Eight processes draw beside matrix products: whether that works, and milliseconds for a decision's pictures."""
+    from embodied.envs.libero.config import LiberoConfig
+    from embodied.envs.maniskill.config import ManiSkillConfig
+    from embodied.envs.pointmass.config import PointMassConfig
+    from embodied.run.devices import discover, seats_on
+    from embodied.system.drawing import Limits, probe
+
+    views = {
+        "libero": LiberoConfig(name="libero", cameras=("agentview", "wrist"), image_size=256),
+        "maniskill": ManiSkillConfig(task="PickCube-v1", cameras=("base_camera",), image_size=(128, 128)),
+    }
+    seats, limits = [{}], Limits(together=1)
+    if asked.tiny:
+        views = {"points": PointMassConfig(name="pointmass", cameras=("near",))}
+    else:
+        seats, limits = seats_on(discover().nodes[0].gpus, 8), Limits()
+    figures: Figures = {}
+    for name, env in views.items():
+        result = probe(env, seats, limits)
+        figures |= {name: result.problem or "works", f"{name}_by": result.by, f"{name}_grey_levels_off": result.off}
+        figures |= {f"{name}_ms": 1000 * result.picture_s, f"{name}_software_ms": 1000 * result.software_s}
+        if result.one_each is not None:
+            figures[f"{name}_in_one_process"] = result.one_each or "works"
+    return figures
+
+
 def libero(asked: argparse.Namespace) -> Figures:
     """A small Pi0 plays 256 rows of LIBERO that draw on the GPU, in two stages: env steps a second."""
     options = ["policy.preset=tiny", "pipeline.stages=2", "env.task=libero_spatial/0", "env.num_envs=256"]
@@ -451,7 +478,8 @@ def libero(asked: argparse.Namespace) -> Figures:
 
 
 BLOCKS: dict[str, Callable[[argparse.Namespace], Figures]] = {
-    "ppo": ppo, "ppo_maniskill": ppo_maniskill, "ppo_fast": ppo_fast, "points": points, "plan": plan, "swap": swap,
+    "drawing": drawing, "ppo": ppo, "ppo_maniskill": ppo_maniskill, "ppo_fast": ppo_fast, "points": points,
+    "plan": plan, "swap": swap,
     "weights": weights, "openvla": openvla, "lora": lora, "pi0": pi0, "language": language, "divided": divided,
     "bridge": bridge, "libero": libero,
 }  # fmt: skip

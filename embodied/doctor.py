@@ -25,6 +25,7 @@ from embodied.core.options import RAY, ROOT, Requirement
 from embodied.envs import plugin
 from embodied.envs.config import ENV_CONFIGS
 from embodied.run import launch
+from embodied.system.drawing import Result
 from embodied.system.machine import (
     ENGINES,
     NO_VLLM,
@@ -263,6 +264,23 @@ def check_gpu_rendering(machine: Machine) -> list[Finding]:
     return [Finding("GPU rendering", OK, name)]
 
 
+def check_drawing(machine: Machine) -> list[Finding]:
+    """Checks that GPUs draw while they compute, for each simulator that draws there."""
+    if not graphics_cards(machine):
+        return []
+    here = [kind for kind in DRAWN if not why_not(ENV_CONFIGS[kind].needs, machine) and plugin(kind).draws_on_gpus]
+    return [drawing_of(kind, machine) for kind in here]
+
+
+def drawing_of(kind: str, machine: Machine) -> Finding:
+    done = machine.probe("drawing", kind)
+    if done.problem:
+        return Finding(f"{kind} on GPUs", WARNING, done.problem, "env.renderer=cores")
+    result = Result(**done.answer)
+    fix = "" if result.on_gpus else result.ways_out() if result.problem else GRAPHICS_FIX
+    return Finding(f"{kind} on GPUs", OK if result.on_gpus else WARNING, result.describe(), fix)
+
+
 def check_egl(machine: Machine) -> list[Finding]:
     """Checks that MuJoCo draws without a screen, through EGL or at least through OSMesa."""
     if machine.version("mujoco") is None:
@@ -383,6 +401,7 @@ CHECKS: tuple[Check, ...] = (
     check_vulkan,
     *map(frame, DRAWN),
     check_egl,
+    check_drawing,
     check_assets,
     *map(scoring, SCORED),
     check_language,

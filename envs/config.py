@@ -20,6 +20,12 @@ PRIVILEGED = Field(
     False,
     description="With state=proprio: give the critic, never the actor, the other numbers of `full`.",
 )
+RENDERER = Field(
+    "auto",
+    description="What draws the images of simulators on cores: GPUs, the cores themselves by software, or auto: GPUs "
+    "if a probe shows that they draw while they compute (docs/gpu.md).",
+)
+Renderer = Literal["auto", "gpu", "cores"]
 REWARDS = ("own", "success", "difference")
 OWN_SCORE = "correct"  # stands for the env's own reward in env.rewards
 EXTERNAL = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*")

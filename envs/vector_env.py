@@ -128,6 +128,10 @@ class VectorEnv(EnvCapabilities, GymnasiumVectorEnv):
         """Why `render_rows` cannot work on this machine; empty if it can."""
         return " ".join(self._missing_frames())
 
+    def drawn_by(self) -> str:
+        """The name of what draws the images, as its driver gives it; empty if unknown."""
+        return ""
+
     @classmethod
     def _missing_frames(cls) -> list[str]:
         drawn = cls.render_rows is not VectorEnv.render_rows

@@ -13,7 +13,7 @@ import platform
 import re
 import shutil
 import subprocess
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -113,7 +113,8 @@ def has_small_steps(config: RunConfig) -> bool:
 
 def draws_on_gpus(env: Any) -> bool:
     """True if simulators of this env run on cores and render on the machine's GPUs."""
-    return bool(env.observed_images) and env_class(env).draws_on_gpus
+    chosen = getattr(env, "renderer", "auto")
+    return chosen != "cores" and bool(env.observed_images) and env_class(env).draws_on_gpus
 
 
 def torch_device(kind: str) -> str:
@@ -131,6 +132,17 @@ def environment(host: PlannedHost) -> dict[str, str]:
         variables |= {"MUJOCO_EGL_DEVICE_ID": str(first.index if first.card is None else first.card)}
         variables |= {"EMBODIED_RENDER_FILE": first.render} if first.render else {}
     return variables | ({"EMBODIED_RENDER": host.render} if host.render else {})
+
+
+def seats_of(plan: PlacementPlan) -> list[dict[str, str]]:
+    """The environment variables of the plan's processes that draw on GPUs."""
+    return [environment(host) for host in plan.hosts if host.render]
+
+
+def seats_on(cards: Sequence[Gpu], count: int) -> list[dict[str, str]]:
+    """The same for `count` processes that draw on these GPUs in turns."""
+    used = [cards[i % len(cards)] for i in range(count)]
+    return [environment(PlannedHost("", ("sim",), (), 1, render=f"gpu:{card.index}", gpus=(card,))) for card in used]
 
 
 def host_plans(
@@ -162,6 +174,8 @@ def check_devices(config: RunConfig, plan: PlacementPlan) -> None:
             raise ConfigError(
                 f"placement: sim on {where}, but env.backend=cuda simulates on a GPU; try gpu:0, or placement=auto"
             )
+        if host.render and getattr(config.env, "renderer", "auto") == "cores":
+            raise ConfigError(f"placement: sim draws on {host.render}, but env.renderer=cores; leave out one of them")
         if {"policy", "learner"} & {*host.roles} and wanted != "auto" and on_gpu != (wanted == "cuda"):
             raise ConfigError(
                 f"placement: {' and '.join(host.roles)} on {where}, but learner.device={wanted}; "

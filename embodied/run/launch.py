@@ -38,6 +38,7 @@ from embodied.run.ending import Interrupted
 from embodied.runtime import Cluster, choose_backend, describe_backend
 
 if TYPE_CHECKING:
+    from embodied.system import drawing
     from embodied.workflows.rl_loop import EmbodiedLoop
 
 WIDTH = 118
@@ -115,6 +116,7 @@ def planned(
     config = chosen_cluster(config, len(topology.nodes) > 1)
     try:
         config, plan = with_placement(config, topology, learn, roles)
+        config, plan = with_renderer(config, plan, topology, learn, roles, dry)
     except PlacementError as err:
         raise ConfigError(f"placement: {err}") from None
     check_devices(config, plan)
@@ -319,6 +321,37 @@ def with_placement(
     return config, replace(plan, reason="; ".join(filter(None, [plan.reason, uncounted])))
 
 
+def with_renderer(
+    config: RunConfig, plan: PlacementPlan, topology: Topology, learn: bool, roles: tuple[PlacedRole, ...], dry: bool
+) -> tuple[RunConfig, PlacementPlan]:
+    """The config and the plan; with images drawn on cores if GPUs of this machine do not draw while they compute. Only
+    a plan that draws on GPUs asks, and a dry run only for a remembered result."""
+    result = drawing_result(config, plan, dry)
+    if result is None or result.on_gpus:
+        return config, plan
+    if result.problem and (not isinstance(config.placement, str) or not result.software_s):
+        raise ConfigError(f"drawing: {result.describe()}; {result.ways_out()}")
+    config = config.with_values("env", renderer="cores")
+    config, plan = with_placement(config, topology, learn, roles)
+    reason = f"drawing on cores, since {result.describe()}{f'; {result.ways_out()}' * bool(result.problem)}"
+    return config, replace(plan, reason="; ".join(filter(None, [plan.reason, reason])))
+
+
+def drawing_result(config: RunConfig, plan: PlacementPlan, dry: bool) -> drawing.Result | None:
+    """What is known of drawing on the plan's GPUs; None if nothing is, or if nobody asks."""
+    seats = devices.seats_of(plan)
+    if (
+        not seats
+        or getattr(config.env, "renderer", "gpu") != "auto"
+        or config.cluster.joined
+        or config.cluster.machines
+    ):
+        return None
+    from embodied.system import drawing
+
+    return drawing.recorded(config.env, seats) if dry else drawing.ask(config.env, seats, say)
+
+
 def chosen_cluster(config: RunConfig, several: bool) -> RunConfig:
     """The config with the backend decided."""
     several = several or bool(named_nodes(config.placement))
@@ -361,6 +394,7 @@ def describe(config: RunConfig, plan: PlacementPlan, weights: Path | str | None 
         *wrap(f"evaluation  {protocol.name}: {protocol.rules}", WIDTH, subsequent_indent=" " * 12),
         f"policy      {config.policy.name}{describe_weights(config, weights)}",
         *placement_lines(plan),
+        *drawing_lines(config, plan),
         *(schedule_lines(config) if plan.count("learner") else []),
         *(whole_networks(config) if plan.count("learner") else []),
         *[f"{'' if i else 'memory':<12}{line}" for i, line in enumerate(plan.memory)],
@@ -371,6 +405,15 @@ def describe(config: RunConfig, plan: PlacementPlan, weights: Path | str | None 
 
 def placement_lines(plan: PlacementPlan) -> list[str]:
     return [f"{'' if i else 'placement':<12}{line}" for i, line in enumerate(plan.describe())]
+
+
+def drawing_lines(config: RunConfig, plan: PlacementPlan) -> list[str]:
+    """What a probe found about drawing on the plan's GPUs, and what an iteration's images cost there and on cores."""
+    result = drawing_result(config, plan, dry=True)
+    if result is None:
+        return []
+    text = f"{result.describe()}; {result.price(memory_check.decisions_of(config), plan.count('sim'))}"
+    return wrap(f"drawing     {text}", WIDTH, subsequent_indent=" " * 12)
 
 
 def notes(loaded: Loaded) -> list[str]:

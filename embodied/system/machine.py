@@ -30,6 +30,7 @@ from embodied.run.run_folder import version_of
 
 END_S = 10.0  # limit for a killed process to end
 PROBE_S = 180.0  # a simulator's first frame compiles shaders, which takes long on a busy machine
+LONGER_S = {"drawing": 900.0}  # it has deadlines of its own
 
 
 @dataclass(frozen=True)
@@ -181,7 +182,7 @@ class Machine:
         """Run a probe in a separate process, so that a crash or a hang does no harm; its files are removed."""
         command = [sys.executable, "-W", "ignore", "-m", "embodied.system.probes", name, *arguments]
         with tempfile.TemporaryDirectory(prefix="probe-", ignore_cleanup_errors=True) as folder:
-            return self.run(command, PROBE_S, {**(env or {}), "TMPDIR": folder})
+            return self.run(command, LONGER_S.get(name, PROBE_S), {**(env or {}), "TMPDIR": folder})
 
 
 def kill(process: subprocess.Popen) -> None:

@@ -5,14 +5,19 @@ Each probe uses the code of a run, so its result holds for runs.
 
 from __future__ import annotations
 
+import ctypes
+import dataclasses
 import json
 import os
+import signal
 import sys
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+MOST_DRAWERS = 8  # of a GPU
+PR_SET_PDEATHSIG = 1
 FLAT = 1.0  # a frame with a smaller deviation of grey values is blank
 
 
@@ -77,6 +82,69 @@ def mujoco() -> dict[str, Any]:
     return {"through": os.environ.get("MUJOCO_GL", "")}
 
 
+def drawing(kind: str) -> dict[str, Any]:
+    """Probe whether this kind of simulator draws on GPUs while they compute, in a process per core, and remember it."""
+    from embodied.envs.config import ENV_CONFIGS
+    from embodied.run.devices import cores, discover, seats_on
+    from embodied.system import drawing
+
+    follow_parent()
+    env, cards = ENV_CONFIGS[kind](name=kind), discover().nodes[0].gpus
+    seats = seats_on(cards, min(len(cores()), MOST_DRAWERS * len(cards)))
+    return dataclasses.asdict(drawing.record(env, seats, drawing.probe(env, seats)))
+
+
+def draw(folder: str, name: str) -> dict[str, Any]:
+    """Play an env's first decisions again and again until the file `stop` exists, and write a line about every picture
+    (`drawing.py`). Without software's pictures to compare with, these are drawn and stored."""
+    import numpy as np
+
+    from embodied.envs import make_env
+    from embodied.system import drawing
+
+    follow_parent()
+    at, lines = Path(folder), (Path(folder) / f"{name}.lines").open("w", buffering=1)
+    stored, stop = at / "pictures.npy", at / "stop"
+    expected = np.load(stored) if stored.exists() else None
+    env = make_env(drawing.read_env(at, expected is None), 1)
+    print(json.dumps({"by": env.drawn_by()}), file=lines)
+    while not stop.exists():
+        pictures: list[np.ndarray] = []
+        for picture, seconds in drawing.pictures(env):
+            off, fault = drawing.judge(picture, pictures, expected)
+            pictures.append(picture)
+            print(json.dumps({"s": seconds, "off": off, "fault": fault}), file=lines)
+            if stop.exists():
+                break
+        if expected is None:
+            np.save(stored, np.stack(pictures))
+            break
+    env.close()
+    return {}
+
+
+def multiply(folder: str, name: str) -> dict[str, Any]:
+    """Multiply matrices until the file `stop` exists, on the GPU if there is one, and write a line about every sum."""
+    import torch
+
+    follow_parent()
+    at, lines = Path(folder), (Path(folder) / f"{name}.lines").open("w", buffering=1)
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    factors = torch.ones((8192, 8192) if device == "cuda" else (256, 256), device=device)
+    print(json.dumps({"by": device}), file=lines)
+    while not (at / "stop").exists():
+        for _ in range(10):
+            product = factors @ factors
+        fault = "" if float(product[0, 0]) == len(factors) else "a wrong product"
+        print(json.dumps({"s": 0.0, "off": 0.0, "fault": fault}), file=lines)
+    return {}
+
+
+def follow_parent() -> None:
+    """Let the kernel end this process with its parent, even if a driver hangs."""
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
 def scoring(kind: str) -> dict[str, Any]:
     """Score a right and a wrong answer as the text envs of this kind do."""
     from embodied.envs import plugin
@@ -131,7 +199,8 @@ def tasks(kind: str) -> dict[str, Any]:
 
 
 PROBES: dict[str, Callable[..., dict[str, Any]]] = {
-    probe.__name__: probe for probe in (torch, frame, renderer, mujoco, scoring, video, ray, tasks)
+    probe.__name__: probe
+    for probe in (torch, frame, renderer, mujoco, drawing, draw, multiply, scoring, video, ray, tasks)
 }
 
 

@@ -290,6 +290,9 @@ class ForeignEnv(VectorEnv):
     def video_problem(self) -> str:
         return self._ask("video_problem")
 
+    def drawn_by(self) -> str:
+        return self._ask("drawn_by")
+
     def facts(self) -> dict[str, str]:
         return self._ask("facts")
 

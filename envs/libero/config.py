@@ -15,7 +15,7 @@ from pydantic import Field
 
 from embodied.core.errors import nearest
 from embodied.core.options import LocalPath, Requirement
-from embodied.envs.config import CommonEnvConfig, OnSuccess, Tasks
+from embodied.envs.config import RENDERER, CommonEnvConfig, OnSuccess, Renderer, Tasks
 
 # Measured: a worker, MuJoCo's cache of files if there are several tasks, each task.
 SIM_BYTES, CACHED_BYTES, SCENE_BYTES, SCENE_WITH_IMAGES_BYTES = 0.3e9, 0.4e9, 0.3e9, 0.8e9
@@ -180,6 +180,7 @@ class LiberoConfig(CommonEnvConfig):
     fast_images: bool = Field(
         False, description="No antialiasing, no reflections: several times faster, but not the benchmark's pixels."
     )
+    renderer: Renderer = RENDERER
     tasks_in_memory: int = Field(
         10, gt=0, description="Unused tasks that a sim worker keeps loaded: 0.3 GB each, with images 0.8."
     )

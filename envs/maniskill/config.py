@@ -8,8 +8,8 @@ from typing import Annotated, ClassVar, Literal
 from pydantic import Field
 
 from embodied.core.errors import nearest
-from embodied.core.options import Requirement
-from embodied.envs.config import PRIVILEGED, SIZE_HELP, CommonEnvConfig, ImageSize, Region, Tasks
+from embodied.core.options import Requirement, never_with
+from embodied.envs.config import PRIVILEGED, RENDERER, SIZE_HELP, CommonEnvConfig, ImageSize, Region, Renderer, Tasks
 from embodied.envs.maniskill.bridge_tasks import CONTROL, PLATES, asset_folder, is_bridge
 
 REWARD_MODES = ("normalized_dense", "dense", "sparse")  # reward modes of ManiSkill's own tasks
@@ -84,6 +84,7 @@ class ManiSkillConfig(CommonEnvConfig):
         description="Region of the image: left, top, right and bottom as fractions of width and height (of the square "
         "image with env.image_fov, of 640 x 480 in bridge tasks); unset: the whole image.",
     )
+    renderer: Renderer = RENDERER
     fast_images: bool = Field(
         False, description="Render coarse copies of fine meshes: several times faster on a CPU, with different pixels."
     )
@@ -91,6 +92,8 @@ class ManiSkillConfig(CommonEnvConfig):
         "default", description="ManiSkill shader pack of the camera that records videos; rt traces rays, slowly."
     )
     video_size: int = Field(256, gt=15, multiple_of=2, description="Width and height of video frames, in pixels.")
+
+    rules = (never_with({"renderer": "cores"}, {"backend": "cuda"}, "the GPU draws what it simulates; leave it out"),)
 
     @classmethod
     def is_task(cls, task: str) -> bool:

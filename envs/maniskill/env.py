@@ -289,6 +289,10 @@ class ManiSkillEnv(VectorEnv):
     def video_problem(self) -> str:
         return "" if self.envs[0].backend.render_device else NO_DRAWING
 
+    def drawn_by(self) -> str:
+        device = self.envs[0].backend.render_device
+        return "" if device is None else device.name if device.is_cuda() else "lavapipe"
+
     def _reset_rows(self, rows: np.ndarray, episodes: list[EpisodeSpec]) -> Array | None:
         if self.batched:
             from embodied.envs.maniskill.cpu_batch import begin_episodes
@@ -413,10 +417,10 @@ class ManiSkillEnv(VectorEnv):
             env.close()
 
 
-def draws_on_gpu() -> bool:
+def draws_on_gpu(config: ManiSkillConfig) -> bool:
     """True if this process can render on a GPU; SAPIEN uses the GPU that CUDA sees. Containers often lack the driver's
     graphics part; images are then rendered on cores."""
-    return bool(os.environ.get("EMBODIED_RENDER")) and has_nvidia()
+    return config.renderer != "cores" and bool(os.environ.get("EMBODIED_RENDER")) and has_nvidia()
 
 
 def gpu_draws() -> bool:
@@ -452,7 +456,7 @@ def load_gpu_physics() -> None:
 def render_backend(config: ManiSkillConfig) -> str:
     """ManiSkill's name of the render device; none for states on a GPU that cannot render."""
     if config.backend != "cuda":
-        return "gpu" if draws_on_gpu() else "cpu"
+        return "gpu" if draws_on_gpu(config) else "cpu"
     if gpu_draws():
         return "gpu"
     if config.cameras:

@@ -52,8 +52,16 @@ class MujocoEnv(VectorEnv):
             **more,
         )
 
+    def __init__(self, config: Any, num_envs: int, env_spec: EnvSpec) -> None:
+        if config.renderer == "cores":
+            rendering.draw_on_cores()
+        super().__init__(config, num_envs, env_spec)
+
     def video_problem(self) -> str:
         return rendering.opengl_problem()
+
+    def drawn_by(self) -> str:
+        return rendering.renderer_name()
 
 
 def in_mujoco(protocol: EvaluationProtocol) -> EvaluationProtocol:

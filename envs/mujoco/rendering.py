@@ -24,6 +24,7 @@ ARRAYS = ("geom_xpos", "geom_xmat", "site_xpos", "site_xmat", "cam_xpos", "cam_x
 SHOWN = (*ARRAYS, "site_rgba")
 MAX_GEOMS = 1000  # of a drawn scene, robosuite's number
 LIBRARIES = {"egl": ("libEGL.so.1", "libGL.so.1"), "osmesa": ("libOSMesa.so.8",)}
+MESA = "/usr/share/glvnd/egl_vendor.d/50_mesa.json"  # EGL's description of Mesa's driver
 PACKAGES = "libegl1 libgl1 libegl-mesa0 libgl1-mesa-dri (or libosmesa6)"
 
 _mine = threading.local()
@@ -64,6 +65,23 @@ def make_current() -> None:
         atexit.register(context.free)  # before the display is closed, or its destructor complains
         _mine.context = context
     _mine.context.make_current()
+
+
+def draw_on_cores() -> None:
+    """Let this process draw by software, before it has a context: through OSMesa, or Mesa's EGL without a card."""
+    os.environ.pop(CHOICE, None)
+    if loads(*LIBRARIES["osmesa"]):
+        os.environ["MUJOCO_GL"] = "osmesa"
+    else:
+        os.environ |= {"MUJOCO_GL": "egl", "LIBGL_ALWAYS_SOFTWARE": "1", "__EGL_VENDOR_LIBRARY_FILENAMES": MESA}
+
+
+def renderer_name() -> str:
+    """OpenGL's name of what draws: `NVIDIA H200/PCIe/SSE2`, or `llvmpipe (LLVM 15.0.6, 256 bits)`."""
+    make_current()
+    from OpenGL import GL
+
+    return GL.glGetString(GL.GL_RENDERER).decode()
 
 
 class Row(Protocol):

@@ -7,7 +7,7 @@ from typing import Any, ClassVar, Literal
 from pydantic import Field
 
 from embodied.core.options import Requirement
-from embodied.envs.config import CommonEnvConfig, Tasks
+from embodied.envs.config import RENDERER, CommonEnvConfig, Renderer, Tasks
 
 ROBOSUITE_BYTES, ROW_BYTES, ROW_WITH_IMAGES_BYTES = 0.7e9, 0.07e9, 0.4e9  # measured: worker, each row
 
@@ -44,6 +44,7 @@ class RobosuiteConfig(CommonEnvConfig):
     )
     cameras: tuple[str, ...] = Field((), description="Cameras whose images are observed: agentview, frontview, ...")
     image_size: int = Field(84, ge=16, le=1024, description="Width and height of these images, in pixels.")
+    renderer: Renderer = RENDERER
     video_size: int = Field(256, gt=15, le=1024, multiple_of=2, description="Width and height of video frames.")
 
     @property

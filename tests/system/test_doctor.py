@@ -6,11 +6,13 @@ import select
 import signal
 import subprocess
 import sys
+from dataclasses import asdict
 
 import pytest
 
 from embodied.doctor import CHECKS, Finding, examine
 from embodied.envs.config import ENV_CONFIGS
+from embodied.system.drawing import Result
 from embodied.system.machine import Done, LoadMeter, Machine, under_load
 
 GIB = 1 << 30
@@ -19,6 +21,7 @@ FINE = {
     "frame": {"task": "PushCube-v1", "size": [256, 256], "backend": "cpu"},
     "renderer": {"name": "NVIDIA H200", "draws": True},
     "mujoco": {"through": "egl"},
+    "drawing": asdict(Result(8, 1, "NVIDIA H200", 0.001, 0.05)),
     "video": {"bytes": 1000},
     "scoring": {"scored": 2},
     "ray": {"version": "2.60.0"},
@@ -98,6 +101,8 @@ CRASH = Done(-signal.SIGSEGV, err="loading driver\nno device\n")
 CARD = {"/dev/nvidiactl": ""}
 SMI = Done(0, "NVIDIA H200, 140000 MiB, 143771 MiB, 570.1\n")
 DRAWS_NOTHING = Done(0, json.dumps({"name": "H100", "draws": False}))
+HANGS = Done(0, json.dumps(asdict(Result(8, 1, problem="drawer-3 hangs at picture 1", one_each=""))))
+BY_CORES = Done(0, json.dumps(asdict(Result(8, 1, "llvmpipe"))))
 HALF_USED = {"/sys/fs/cgroup/memory.max": f"{4 * GIB}", "/sys/fs/cgroup/memory.current": f"{2 * GIB}"}
 NEEDS = [  # (what is needed, how it is found, on which machine, words of the finding and its fix)
     ("Python", "failed", {"python": (3, 9, 1)}, "3.9.1"),
@@ -117,6 +122,18 @@ NEEDS = [  # (what is needed, how it is found, on which machine, words of the fi
         "warning",
         {"files": CARD, "smi": SMI, "probes": {"renderer": Done(1, err="none")}},
         "no GPU: none",
+    ),
+    (
+        "libero on GPUs",
+        "warning",
+        {"files": CARD, "smi": SMI, "probes": {"drawing": HANGS}},
+        "8 processes on 1 GPU beside matrix products: drawer-3 hangs at picture 1; one drawing process per GPU works",
+    ),
+    (
+        "maniskill on GPUs",
+        "warning",
+        {"files": CARD, "smi": SMI, "probes": {"drawing": BY_CORES}},
+        "although there is a GPU",
     ),
     ("Vulkan driver", "failed", {"vulkan": "no usable Vulkan driver"}, "python -m embodied.vulkan"),
     ("maniskill frame", "failed", {"probes": {"frame": CRASH}}, "died with SIGSEGV: no device"),

@@ -1,0 +1,350 @@
+"""Probes drawing as a run will draw: as many processes as planned, beside matrix products on the same GPUs.
+
+Drivers of data-centre GPUs hang, abort or repeat pictures if several processes draw while the GPU computes; a frame
+that one process draws on an idle GPU shows none of it. A drawer is a child process (`probes.draw`) that plays the env
+of the recipe for ten seconds, and compares each picture with the picture that software drew of the same state. Results
+are remembered in the user's cache, for each driver, set of GPUs, env and size of images.
+
+    result = ask(config.env, seats_of(plan), say=print)  # remembered, or probed now
+    if not result.works: ...
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import math
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import numpy as np
+
+from embodied.core.files import replace_text
+from embodied.system.machine import END_S, Done, kill
+
+Seat = Mapping[str, str]  # a drawer's environment variables, `run.devices.environment`
+PICTURES = 16  # decisions of the episode that is played
+FLAT = 1.0  # a picture with a smaller deviation of grey values is blank
+MOST_OFF = 8.0  # mean difference from software's picture in grey levels; antialiasing and textures differ
+STILL = 0.02  # two states whose pictures differ less are not told apart
+KEPT_S = 7 * 86400.0
+POLL_S = 0.05
+SOFTWARE = ("llvmpipe", "lavapipe", "softpipe", "swrast", "swiftshader")
+DRIVER = Path("/proc/driver/nvidia/version")
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Deadlines in seconds, and how long all drawers draw together."""
+
+    build: float = 180.0
+    first: float = 60.0  # the first picture, for which shaders are compiled
+    next: float = 20.0
+    together: float = 10.0
+
+
+@dataclass(frozen=True)
+class Result:
+    """What a probe found."""
+
+    drawers: int
+    gpus: int
+    by: str = ""  # the renderer, as its driver names it
+    picture_s: float = 0.0  # median seconds of a decision's pictures, while all draw
+    software_s: float = 0.0  # the same by software on one core; 0: software does not draw here
+    off: float = 0.0  # largest mean difference from software's pictures, in grey levels
+    problem: str = ""
+    one_each: str | None = None  # the problem of one drawing process per GPU, "" if that works; None: not tried
+    at: float = 0.0  # time of the probe
+
+    @property
+    def works(self) -> bool:
+        return not self.problem
+
+    @property
+    def on_gpus(self) -> bool:
+        """True if a run may draw on these GPUs while they compute."""
+        return self.works and not self.by_software
+
+    @property
+    def by_software(self) -> bool:
+        return any(word in self.by.lower() for word in SOFTWARE)
+
+    def counts_for(self, drawers: int) -> bool:
+        """True if it also holds for so many drawers."""
+        return drawers <= self.drawers if self.works else drawers >= self.drawers
+
+    def describe(self) -> str:
+        """The finding in a line."""
+        who = f"{self.drawers} process{'es' * (self.drawers > 1)} on {self.gpus} GPU{'s' * (self.gpus > 1)}"
+        if not self.works:
+            return f"{who} beside matrix products: {self.problem}"
+        if self.by_software:
+            return f"{who} draw by software on cores ({self.by}), although there is a GPU: its driver does not draw"
+        times = (
+            f"{1000 * self.picture_s:.3g} ms for the pictures of a decision, {1000 * self.software_s:.3g} by software"
+        )
+        slow = "; software is faster" * (self.picture_s > self.software_s)
+        return f"{who} draw beside matrix products ({self.by}): {times}{slow}"
+
+    def price(self, decisions: int, workers: int) -> str:
+        """Seconds of drawing for so many decisions: by this number of drawers, and by software on the cores of so many
+        workers."""
+        on_gpus, on_cores = decisions * self.picture_s / self.drawers, decisions * self.software_s / workers
+        return f"an iteration's {decisions} decisions take {on_gpus:.3g} s there, {on_cores:.3g} s on cores"
+
+    def ways_out(self) -> str:
+        """What to try if it does not work."""
+        ways = ["env.renderer=cores draws on cores"]
+        if self.one_each == "":
+            place = """sim: {devices: "cpu:0", render: "gpu:0"}"""
+            ways.insert(0, f"one drawing process per GPU works: a placement with {place} (docs/gpu.md)")
+        return "; or ".join([*ways, "env.renderer=gpu draws on GPUs all the same"])
+
+
+# What a run asks
+
+
+def ask(env: Any, seats: Sequence[Seat], say: Callable[[str], object] = lambda line: None) -> Result:
+    """The remembered result for drawers on these seats, else that of a probe now, announced with `say`."""
+    if known := recorded(env, seats):
+        return known
+    say(
+        f"drawing     can {len(seats)} process{'es' * (len(seats) > 1)} draw on GPUs that compute? They try for "
+        f"{Limits.together:g} s (env.renderer=gpu|cores: without asking)"
+    )
+    return record(env, seats, probe(env, seats))
+
+
+def recorded(env: Any, seats: Sequence[Seat]) -> Result | None:
+    """The result of the last days that holds for these seats; None if drawing must be probed."""
+    try:
+        result = Result(**json.loads(place_of(env, seats).read_text()))
+    except (OSError, ValueError, TypeError):
+        return None
+    return result if result.counts_for(len(seats)) and abs(time.time() - result.at) < KEPT_S else None
+
+
+def record(env: Any, seats: Sequence[Seat], result: Result) -> Result:
+    """Remember a result; a cache that cannot be written is no reason to stop."""
+    result = replace(result, at=time.time())
+    with contextlib.suppress(OSError):
+        path = place_of(env, seats)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        replace_text(path, json.dumps(asdict(result), indent=1))
+    return result
+
+
+def place_of(env: Any, seats: Sequence[Seat]) -> Path:
+    """The file of results for this driver, these GPUs, this env's packages and its images."""
+    from embodied.run.run_folder import version_of
+
+    packages = [(name, version_of(name)) for name in env.needs.packages]
+    driver = DRIVER.read_text() if DRIVER.exists() else ""
+    what = [
+        driver,
+        sorted(gpus_of(seats)),
+        env.name,
+        str(env.python or ""),
+        packages,
+        sorted(env.observed_images.items()),
+    ]
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    return cache / "embodied-loop" / "drawing" / f"{hashlib.sha256(json.dumps(what).encode()).hexdigest()[:16]}.json"
+
+
+def gpus_of(seats: Sequence[Seat]) -> list[str]:
+    return list(dict.fromkeys(seat.get("CUDA_VISIBLE_DEVICES", "") for seat in seats))
+
+
+# The probe
+
+
+def probe(env: Any, seats: Sequence[Seat], limits: Limits = Limits()) -> Result:
+    """Draw on all seats at once; if that fails, once more with one process per GPU."""
+    gpus = gpus_of(seats)
+    result = Result(len(seats), len(gpus))
+    with tempfile.TemporaryDirectory(prefix="drawing-", ignore_cleanup_errors=True) as name:
+        folder = Path(name)
+        (folder / "env.json").write_text(env.model_copy(update={"num_envs": 1}).model_dump_json())
+        problem, lines = run(folder, {"software": ("draw", {})}, replace(limits, together=math.inf))
+        if problem:
+            return replace(result, problem=f"there is nothing to compare with, since {problem}")
+        result = replace(result, software_s=median_s(lines))
+        problem, lines = run(folder, drawers_on(seats), limits)
+        if lines:
+            by, off = lines[0].get("by", ""), max((line["off"] for line in lines if "off" in line), default=0.0)
+            result = replace(result, by=by, picture_s=median_s(lines), off=off)
+        if not problem or len(seats) == len(gpus):
+            return replace(result, problem=problem)
+        one_each = {seat.get("CUDA_VISIBLE_DEVICES", ""): seat for seat in reversed(seats)}
+        return replace(result, problem=problem, one_each=run(folder, drawers_on([*one_each.values()]), limits)[0])
+
+
+def drawers_on(seats: Sequence[Seat]) -> dict[str, tuple[str, Seat]]:
+    """Name -> probe and environment: matrix products on each GPU, and a drawer on every seat."""
+    gpus = {seat.get("CUDA_VISIBLE_DEVICES", ""): seat for seat in seats}
+    computing = {f"computing-{i}": ("multiply", seat) for i, seat in enumerate(gpus.values())}
+    return computing | {f"drawer-{i}": ("draw", seat) for i, seat in enumerate(seats)}
+
+
+def median_s(lines: Sequence[Mapping[str, Any]]) -> float:
+    return median([line["s"] for line in lines if "s" in line] or [0.0])
+
+
+def run(folder: Path, work: Mapping[str, tuple[str, Seat]], limits: Limits) -> tuple[str, list[dict[str, Any]]]:
+    """Run these probes until each has drawn for `limits.together` seconds beside the others, or has ended. Returns the
+    first problem, and the drawers' lines. Whatever hangs is killed."""
+    (folder / "stop").unlink(missing_ok=True)
+    children: list[Child] = []
+    try:
+        for name, (what, seat) in work.items():
+            children.append(Child(folder, name, what, seat))
+        problem = watch(children, limits) or first_problem(children, limits)
+        (folder / "stop").touch()
+        return problem, [line for child in children if child.draws for line in child.lines]
+    finally:
+        for child in children:
+            child.end()
+
+
+def watch(children: Sequence[Child], limits: Limits) -> str:
+    """Wait until all have worked together for long enough, or have done their work; returns the first problem. Each has
+    to go on after the end, since a drawer that hangs in the last seconds hangs too."""
+    until = math.inf
+    while not all(child.is_done or child.since > until for child in children):
+        if problem := first_problem(children, limits):
+            return problem
+        if until == math.inf and all(len(child.lines) > 1 for child in children):
+            until = time.monotonic() + limits.together
+        time.sleep(POLL_S)
+    return ""
+
+
+def first_problem(children: Sequence[Child], limits: Limits) -> str:
+    return next(filter(None, (child.problem(limits) for child in children)), "")
+
+
+class Child:
+    """A process that draws or multiplies, and the lines that it has written: its renderer, then one per picture."""
+
+    def __init__(self, folder: Path, name: str, what: str, seat: Seat) -> None:
+        self.name, self.draws = name, what == "draw"
+        self.lines: list[dict[str, Any]] = []
+        self.since, self._rest = time.monotonic(), ""
+        self.errors = folder / f"{name}.err"
+        path = folder / f"{name}.lines"
+        path.touch()
+        self._reader = path.open()
+        command = [sys.executable, "-W", "ignore", "-m", "embodied.system.probes", what, str(folder), name]
+        same = {"OMP_NUM_THREADS": "1", "LP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+        with self.errors.open("wb") as errors:
+            self.process = subprocess.Popen(
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                stderr=errors,
+                env={**os.environ, **same, **seat},
+                start_new_session=True,
+            )
+
+    @property
+    def is_done(self) -> bool:
+        """True for software's drawer once its pictures are stored; others work until they are stopped."""
+        return self.name == "software" and self.process.poll() == 0
+
+    def problem(self, limits: Limits) -> str:
+        """What is wrong with it so far, in words."""
+        code = self.process.poll()
+        *whole, self._rest = (self._rest + self._reader.read()).split("\n")
+        if whole:
+            self.lines += map(json.loads, whole)
+            self.since = time.monotonic()
+        drawn = len(self.lines) - 1
+        fault = next((f"{line['fault']} (number {i})" for i, line in enumerate(self.lines) if line.get("fault")), "")
+        if fault:
+            return f"{self.name} {fault}"
+        what = "picture" if self.draws else "product"
+        where = "before it began" if drawn < 0 else f"at {what} {drawn + 1}"
+        if code is not None and not self.is_done:
+            ended = Done(code, err=self.errors.read_text(errors="replace")).problem or "its process ended"
+            return f"{self.name}: {ended}, {where}"
+        allowed = (limits.build, limits.first, limits.next)[min(drawn + 1, 2)]
+        if code is None and time.monotonic() - self.since > allowed:
+            return f"{self.name} hangs {where}: nothing for {allowed:g} s"
+        return ""
+
+    def end(self) -> None:
+        """End the process; a driver may hold even a killed process for a while, which is not waited for."""
+        kill(self.process)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self.process.wait(END_S)
+        self._reader.close()
+
+
+# Inside a drawer
+
+
+def read_env(folder: Path, by_software: bool) -> Any:
+    """The options of the env that is drawn."""
+    from pydantic import TypeAdapter
+
+    from embodied.envs.config import EnvConfig
+
+    env = TypeAdapter(EnvConfig).validate_json((folder / "env.json").read_text())
+    chosen = {"renderer": "cores" if by_software else "gpu"} if "renderer" in type(env).model_fields else {}
+    return env.model_copy(update=chosen)
+
+
+def pictures(env: Any) -> Iterator[tuple[np.ndarray, float]]:
+    """The images after each of an episode's first decisions (uint8, in a row), and the seconds of drawing them."""
+    from embodied.core.types import EpisodeList
+
+    action = env.env_spec.action
+    moves = np.zeros((1, 1, action.dim), int) if action.discrete else np.full((1, 1, action.dim), 0.5, np.float32)
+    begun = EpisodeList(0, "eval", env.tasks(env.config)).first(1)
+    env.reset(options={"reset_mask": np.array([True]), "episodes": begun})
+    for _ in range(PICTURES):
+        stepped: list[float] = []
+        obs = env.step_chunk(moves, lambda moved, at=stepped: at.append(time.perf_counter())).obs
+        if not stepped:  # the episode is over
+            return
+        seen = [obs["images"][name][0] for name in sorted(env.env_spec.images)] or [env.render_rows(np.array([0]))[0]]
+        yield np.concatenate([np.asarray(image).ravel() for image in seen]), time.perf_counter() - stepped[-1]
+
+
+def judge(picture: np.ndarray, before: Sequence[np.ndarray], expected: np.ndarray | None) -> tuple[float, str]:
+    """How far the next picture after `before` is from software's `expected` ones [decisions, pixels], in grey levels,
+    and what is wrong with it."""
+    if expected is None:
+        return 0.0, "is blank" if picture.std() < FLAT else ""
+    place = len(before)
+    wanted = expected[place]
+    if picture.shape != wanted.shape:
+        return 255.0, f"has {picture.size} numbers, {wanted.size} by software"
+    distances = np.abs(expected.astype(np.int16) - picture).mean(axis=1)
+    off, nearest = float(distances[place]), int(distances.argmin())
+    if picture.std() < FLAT <= wanted.std():
+        return off, "draws a blank picture"
+    moved = place > 0 and distance(wanted, expected[place - 1]) > STILL
+    if moved and np.array_equal(picture, before[-1]):
+        return off, "draws the picture before once more"
+    if off > MOST_OFF:
+        return off, f"draws a wrong picture, {off:.0f} grey levels from software's"
+    apart = distance(wanted, expected[nearest])
+    if apart > STILL and off - distances[nearest] > apart / 2:
+        return off, f"draws the picture of another time, {nearest - place:+d} decisions away"
+    return off, ""
+
+
+def distance(one: np.ndarray, other: np.ndarray) -> float:
+    return float(np.abs(one.astype(np.int16) - other).mean())
