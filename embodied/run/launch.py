@@ -327,9 +327,9 @@ def with_renderer(
     """The config and the plan; with images drawn on cores if GPUs of this machine do not draw while they compute. Only
     a plan that draws on GPUs asks, and a dry run only for a remembered result."""
     result = drawing_result(config, plan, dry)
-    if result is None or result.on_gpus:
+    if result is None or result.on_gpus or not result.software_s:
         return config, plan
-    if result.problem and (not isinstance(config.placement, str) or not result.software_s):
+    if result.problem and not isinstance(config.placement, str):
         raise ConfigError(f"drawing: {result.describe()}; {result.ways_out()}")
     config = config.with_values("env", renderer="cores")
     config, plan = with_placement(config, topology, learn, roles)
@@ -412,8 +412,8 @@ def drawing_lines(config: RunConfig, plan: PlacementPlan) -> list[str]:
     result = drawing_result(config, plan, dry=True)
     if result is None:
         return []
-    text = f"{result.describe()}; {result.price(memory_check.decisions_of(config), plan.count('sim'))}"
-    return wrap(f"drawing     {text}", WIDTH, subsequent_indent=" " * 12)
+    price = f"; {result.price(memory_check.decisions_of(config), plan.count('sim'))}" if result.works else ""
+    return wrap(f"drawing     {result.describe()}{price}", WIDTH, subsequent_indent=" " * 12)
 
 
 def notes(loaded: Loaded) -> list[str]:

@@ -36,7 +36,7 @@ PICTURES = 16  # decisions of the episode that is played
 FLAT = 1.0  # a picture with a smaller deviation of grey values is blank
 MOST_OFF = 8.0  # mean difference from software's picture in grey levels; antialiasing and textures differ
 STILL = 0.02  # two states whose pictures differ less are not told apart
-KEPT_S = 7 * 86400.0
+KEPT_S = {True: 7 * 86400.0, False: 86400.0}  # a result that it works, and one that it does not
 POLL_S = 0.05
 SOFTWARE = ("llvmpipe", "lavapipe", "softpipe", "swrast", "swiftshader")
 DRIVER = Path("/proc/driver/nvidia/version")
@@ -60,7 +60,7 @@ class Result:
     gpus: int
     by: str = ""  # the renderer, as its driver names it
     picture_s: float = 0.0  # median seconds of a decision's pictures, while all draw
-    software_s: float = 0.0  # the same by software on one core; 0: software does not draw here
+    software_s: float = 0.0  # the same by software on one core; 0: it does not draw here, so nothing was compared
     off: float = 0.0  # largest mean difference from software's pictures, in grey levels
     problem: str = ""
     one_each: str | None = None  # the problem of one drawing process per GPU, "" if that works; None: not tried
@@ -131,7 +131,8 @@ def recorded(env: Any, seats: Sequence[Seat]) -> Result | None:
         result = Result(**json.loads(place_of(env, seats).read_text()))
     except (OSError, ValueError, TypeError):
         return None
-    return result if result.counts_for(len(seats)) and abs(time.time() - result.at) < KEPT_S else None
+    is_fresh = abs(time.time() - result.at) < KEPT_S[result.works]
+    return result if is_fresh and result.counts_for(len(seats)) else None
 
 
 def record(env: Any, seats: Sequence[Seat], result: Result) -> Result:

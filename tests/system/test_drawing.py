@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 from contextlib import suppress
 from dataclasses import replace
 
@@ -19,7 +20,7 @@ from embodied.run.devices import discover, seats_on
 from embodied.system import drawing
 from embodied.system.drawing import Limits, Result, judge, probe, record, recorded
 
-SOON = Limits(build=120, first=120, next=5, together=0.5)
+SOON = Limits(together=0.5)
 SEAT = {"EMBODIED_RENDER": "gpu:0", "CUDA_VISIBLE_DEVICES": ""}
 
 
@@ -43,8 +44,10 @@ def test_a_drawer_that_fails_on_the_gpu_is_named_with_the_picture(kwargs, words)
 
 def test_a_drawer_that_hangs_costs_its_deadline_and_is_killed(tmp_path):
     pids = tmp_path / "pid"
-    result = probe(drawn(fault="hang", at=3, pids=str(pids)), [SEAT], SOON)
-    assert result.problem == "drawer-0 hangs at picture 2: nothing for 5 s"
+    result = probe(drawn(fault="hang", at=3, pids=str(pids)), [SEAT], replace(SOON, next=10))
+    assert re.fullmatch(
+        r"(drawer-0 hangs at picture 2|computing-0 hangs at product \d+): nothing for 10 s", result.problem
+    )
     with pytest.raises(ProcessLookupError):
         os.kill(int(pids.read_text()), 0)
 
@@ -151,6 +154,11 @@ def test_a_run_draws_where_the_probe_says_and_its_first_lines_say_the_price(two_
     assert "SIGABRT" in plan.describe()[0] and "env.renderer=gpu" in plan.describe()[0]
     config, plan = planned(replace(PROBLEM, problem="", by="llvmpipe"))
     assert config.env.renderer == "cores" and "although there is a GPU" in plan.describe()[0]
+
+
+def test_without_software_to_compare_with_a_run_draws_on_gpus_and_says_so(two_gpus):
+    config, plan = planned(replace(PROBLEM, software_s=0.0, problem="there is nothing to compare with"))
+    assert devices.seats_of(plan) and "nothing to compare with" in " ".join(launch.drawing_lines(config, plan))
 
 
 def test_a_map_that_draws_where_the_probe_failed_is_refused_with_the_ways_out(two_gpus):
