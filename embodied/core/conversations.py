@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Union
 
 import numpy as np
 
@@ -24,7 +24,8 @@ from embodied.core.types import SamplingRule
 Message = dict[str, Any]
 """{"role": "user", "content": "..."}, or with pictures a list of parts as content: {"type": "image", "image": NAME} and
 {"type": "text", "text": "..."}."""
-Said = str | tuple[Message, ...]  # text that is continued as it is, or messages that a chat template puts into words
+# Text that is continued as it is, or messages that a chat template puts into words. (Read by Python 3.9 too.)
+Said = Union[str, tuple[Message, ...]]  # noqa: UP007
 
 
 FIRST_PLACE = -1  # the token of a picture's first place; its next places are -2, -3
@@ -53,7 +54,7 @@ def is_content(value: Any) -> bool:
     if isinstance(value, str):
         return True
     keys = {"text": {"type", "text"}, "image": {"type", "image"}}
-    return isinstance(value, list | tuple) and all(
+    return isinstance(value, (list, tuple)) and all(
         isinstance(part, dict)
         and all(isinstance(each, str) for each in part.values())
         and part.keys() == keys.get(part.get("type", ""))

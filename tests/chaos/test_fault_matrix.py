@@ -137,7 +137,8 @@ def test_a_run_survives_what_happens_to_the_process_of_its_simulator(backend, pl
     assert (tmp_path / "struck").exists()
     (info,) = tmp_path.glob("runs/*/run.json")
     record = json.loads(info.read_text())
-    assert record["restarts"] == 1 and record["interpreter"]["python"] == platform.python_version()
+    assert record["restarts"] in (1, 2)  # both sim workers may be struck at the same time
+    assert record["interpreter"]["python"] == platform.python_version()
     (results,) = tmp_path.glob("runs/*/eval/v000003/results.json")
     assert json.loads(results.read_text())["overall"]["episodes"] == 6
 

@@ -86,16 +86,13 @@ def played(env):
 @pytest.fixture(params=["bare", *(pytest.param(name, marks=pytest.mark.slow) for name in ("another", "3.9"))])
 def python(request, tmp_path_factory):
     """Interpreters that have numpy and gymnasium and nothing else: of these versions, of others, and Python 3.9."""
-    older = shutil.which("python3.9") or shutil.which("pypy3.9")
-    if request.param == "3.9" and older is None:
-        pytest.skip("there is no Python 3.9 here")
+    made_with = shutil.which("python3.9") if request.param == "3.9" else sys.executable
     folder = tmp_path_factory.getbasetemp() / f"venv-{request.param}"
     if not folder.exists() and request.param == "bare":
         bare_environment.make(folder)
     elif not folder.exists():
-        made_with = older if request.param == "3.9" else sys.executable
-        if subprocess.run([made_with, "-m", "venv", folder], check=False, timeout=120).returncode:
-            pytest.skip(f"{made_with} makes no environment here")
+        if not made_with or subprocess.run([made_with, "-m", "venv", folder], check=False, timeout=120).returncode:
+            pytest.skip("no such Python here")  # or a shim of one
         pip = [folder / "bin" / "python", "-m", "pip", "install", "-q", "gymnasium==1.1.1", "numpy==1.26.4"]
         if subprocess.run(pip, check=False, timeout=300).returncode:
             pytest.skip("the packages cannot be installed here")
@@ -114,6 +111,52 @@ def test_an_env_in_its_own_interpreter_gives_the_same_numbers(name, own_env, pyt
         np.testing.assert_array_equal(one, other)
     check_vector_env(env)
     env.close()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_libero_in_its_own_interpreter_gives_the_same_numbers_and_pictures():
+    there = config(name="libero", cameras=["agentview", "wrist"], image_size=64, task=["libero_goal/3", "libero_10/0"])
+    env, same = make_env(there, 2), make_env(there.model_copy(update={"python": None}), 2)
+    assert env.env_spec == same.env_spec
+    drawn = [EpisodeSpec(task, -1, 7, at) for at, task in enumerate(there.task)]
+    stored = [EpisodeSpec(task, 25, 7, at) for at, task in enumerate(there.task)]
+    rng = np.random.default_rng(0)
+    for episodes in (drawn, stored):
+        for one, other in zip(*(leaves(each.reset(options={"episodes": episodes})[0]) for each in (env, same))):
+            np.testing.assert_array_equal(one, other)
+        for _ in range(5):
+            actions = rng.uniform(-1, 1, (2, 4, 7)).astype(np.float32)
+            here, apart = same.step_chunk(actions), env.step_chunk(actions)
+            for one, other in zip(leaves(apart.obs), leaves(here.obs), strict=True):
+                np.testing.assert_array_equal(one, other)
+            np.testing.assert_array_equal(apart.rewards, here.rewards)
+    np.testing.assert_array_equal(env.render_rows(np.arange(2)), same.render_rows(np.arange(2)))
+    env.close()
+    same.close()
+
+
+def test_tensors_are_refused_in_a_line(own_env):
+    Path("tensor_env.py").write_text(TENSORS)
+    env = make_env(config(name="tensor_env:Tensors"), ROWS)
+    with pytest.raises(Exception, match="tensors cannot leave the simulator's process") as refused:
+        env.reset(seed=0)
+    assert "\n" not in str(refused.value)
+
+
+TENSORS = """
+import torch
+from embodied.core.types import ActionSpec, EnvSpec
+from embodied.envs.vector_env import VectorEnv
+
+class Tensors(VectorEnv):
+    def __init__(self, config, num_envs):
+        super().__init__(config, num_envs, EnvSpec(ActionSpec(1), state_dim=1, max_episode_steps=5, has_success=False))
+    def _reset_rows(self, rows, episodes):
+        pass
+    def _observe(self):
+        return {"state": torch.zeros(self.num_envs, 1)}
+"""
 
 
 def test_states_frames_experts_and_rewards_pass_through():
@@ -152,6 +195,7 @@ LOADED = """
 import importlib, sys
 from embodied.envs.config import ENV_CONFIGS
 from embodied.envs.interpreter import wire
+from embodied.envs.text import text_env
 for options in ENV_CONFIGS.values():
     if options.env and not options.speaks:
         importlib.import_module(options.env.partition(":")[0])
