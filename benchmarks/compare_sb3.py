@@ -16,7 +16,7 @@ import json
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -145,8 +145,17 @@ def make_env(config: dict) -> gymnasium.Env:
     return SuccessTruncates(CPUGymWrapper(gymnasium.make(config["task"], **fixed, **given)))
 
 
-def peer(config: dict, processes: int, iterations: int, options: dict) -> dict:
-    """stable-baselines3's PPO, in a process of its own, as its documentation would have you run it."""
+def peer(
+    config: dict,
+    processes: int,
+    iterations: int,
+    options: dict,
+    make_envs: Callable[[dict, int], Any] | None = None,
+    score: Callable[[Any, Any], float] | None = None,
+    eval_every: int = EVAL_EVERY,
+) -> dict:
+    """stable-baselines3's PPO, in a process of its own, as its documentation would have you run it.
+    `make_envs(config, processes)` makes its envs, and `score(model, envs)` evaluates it."""
     import torch
     from stable_baselines3 import PPO
     from stable_baselines3.common.callbacks import BaseCallback
@@ -167,8 +176,8 @@ def peer(config: dict, processes: int, iterations: int, options: dict) -> dict:
                 self.began = time.perf_counter()
                 return
             ends.append(time.perf_counter() - self.began)
-            if len(ends) % EVAL_EVERY == 0:
-                evaluations.append((ends[-1], success_once(self.model, evaluated)))
+            if len(ends) % eval_every == 0:
+                evaluations.append((ends[-1], (score or success_once)(self.model, evaluated)))
                 self.began = time.perf_counter() - ends[-1]
 
         _on_training_end = _on_rollout_start
@@ -183,8 +192,8 @@ def peer(config: dict, processes: int, iterations: int, options: dict) -> dict:
     algo, policy = config["algo"], config["policy"]
     assert policy["activation"] == "tanh", "the network that stable-baselines3 makes by itself"
     norm = {"norm_reward": False, "epsilon": policy["normalize_floor"] ** 2}
-    make = [lambda: make_env(config["env"])] * processes
-    envs, evaluated = (VecNormalize(SubprocVecEnv(make), **norm) for _ in range(2))
+    make_envs = make_envs or (lambda config, count: SubprocVecEnv([lambda: make_env(config["env"])] * count))
+    envs, evaluated = (VecNormalize(make_envs(config, processes), **norm) for _ in range(2))
     evaluated.training, evaluated.obs_rms = False, envs.obs_rms
     network = {"net_arch": dict.fromkeys(("pi", "vf"), policy["hidden"]), "log_std_init": policy["initial_log_std"]}
     # It asks for the rate of what is left after an iteration's steps, ours before them.

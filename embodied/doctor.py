@@ -23,7 +23,7 @@ from pathlib import Path
 from embodied.core.errors import ConfigError
 from embodied.core.options import RAY, ROOT, Requirement
 from embodied.envs import plugin
-from embodied.envs.config import ENV_CONFIGS
+from embodied.envs.config import ENV_CONFIGS, NamedWithKind
 from embodied.run import launch
 from embodied.system.drawing import Result
 from embodied.system.machine import (
@@ -42,7 +42,11 @@ AT_ONCE = 4  # simultaneous checks, at most: a simulator takes a gigabyte
 NEWEST, OLDEST = (3, 12), (3, 11)
 # With a CPU-only torch these packages break the import of other packages.
 CUDA_ONLY = ("torchvision", "torchaudio", "torchcodec", "timm")
-INSTALLED = {kind: options.speaks for kind, options in ENV_CONFIGS.items() if options.needs.packages}
+INSTALLED = {  # an env that needs the name of a task as well is not drawn
+    kind: options.speaks
+    for kind, options in ENV_CONFIGS.items()
+    if options.needs.packages and (options.speaks or not issubclass(options, NamedWithKind))
+}
 DRAWN, SCORED = ([kind for kind, text in INSTALLED.items() if text is scored] for scored in (False, True))
 
 

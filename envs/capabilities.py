@@ -9,7 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, ClassVar, Protocol, TypedDict
 
@@ -159,6 +160,16 @@ class EvaluationProtocol:
     def published_name(self) -> str:
         """Its name with the physics of published results."""
         return self.name.partition("+")[0]
+
+
+def of_version(protocol: EvaluationProtocol, package: str, measured: str) -> EvaluationProtocol:
+    """The protocol; its name contains the version of this package if another one than `measured` is installed."""
+    try:
+        installed = version(package)
+    except PackageNotFoundError:  # planned here, played on another machine
+        return protocol
+    same = installed == measured
+    return replace(protocol, name=protocol.name if same else f"{protocol.name}+{package}{installed}")
 
 
 AS_TRAINED = EvaluationProtocol(

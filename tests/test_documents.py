@@ -4,6 +4,7 @@ import json
 import re
 import shlex
 import sys
+from importlib.util import find_spec
 
 import pytest
 from pages import ROOT, Page, newest, runner
@@ -16,6 +17,7 @@ from embodied.config.recipe_files import recipe_names
 from embodied.core.types import EpisodeResult
 from embodied.envs import env_class
 from embodied.envs.gym.config import GymConfig
+from embodied.envs.interpreter import locked
 from embodied.envs.maniskill.config import ManiSkillConfig
 from embodied.envs.pointmass.config import PointMassConfig
 from embodied.envs.text.config import PicturesConfig, SumsConfig
@@ -60,7 +62,10 @@ def test_a_command_says_what_its_recipe_takes(name, command, tmp_path, monkeypat
 
 
 def slow_where_it_takes_long(command):
-    return pytest.param(command, marks=[pytest.mark.slow] if re.search("libero|robosuite", command) else [])
+    marks = [pytest.mark.slow] if re.search("libero|robosuite", command) else []
+    for word, lacks in {"envpool": find_spec("envpool") is None, "metaworld": locked.problem_of("metaworld")}.items():
+        marks += [pytest.mark.skipif(word in command and bool(lacks), reason=f"needs {word}")]
+    return pytest.param(command, marks=marks)
 
 
 @pytest.mark.parametrize(
@@ -140,7 +145,7 @@ def test_settings_in_the_readmes_table_are_valid():
 
 def test_the_protocols_and_columns_of_evaluations_are_those_there_are():
     page = Page("evaluation.md").text
-    named = set(re.findall(r"`([a-z-]+-v\d+)` \|", page)) - {"libero-v1", "libero-pro-v1"}
+    named = set(re.findall(r"`([a-z-]+-v\d+)` \|", page)) - {"libero-v1", "libero-pro-v1", "envpool-v1", "metaworld-v1"}
     envs = [ManiSkillConfig(), PointMassConfig(name="pointmass"), GymConfig(name="gym:CartPole-v1")]
     assert named == {protocol.name for config in envs for protocol in env_class(config).protocols(config)}
     assert tuple(re.search(r"has the columns `([^`]*)`", page)[1].replace("\n", " ").split(", ")) == COLUMNS

@@ -33,6 +33,8 @@ OURS = {
         "reasoning_gym": "embodied.envs.reasoning_gym.config:ReasoningGymConfig",
         "verifiers": "embodied.envs.verifiers.config:VerifiersConfig",
         "gym": "embodied.envs.gym.config:GymConfig",
+        "envpool": "embodied.envs.envpool.config:EnvPoolConfig",
+        "metaworld": "embodied.envs.metaworld.config:MetaWorldConfig",
     },
     FAMILIES: {  # policy.name -> its options, which name the policy's class
         "mlp": "embodied.policies.config:MLPConfig",

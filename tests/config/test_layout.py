@@ -182,7 +182,10 @@ def test_the_toolkit_knows_no_simulator_and_no_robot_policy_by_name():
 
 
 ASIDE = (
-    *(f"embodied.envs.{name}" for name in ("verifiers", "reasoning_gym", "robosuite", "maniskill.motion_planner")),
+    *(
+        f"embodied.envs.{name}"
+        for name in ("verifiers", "reasoning_gym", "robosuite", "envpool", "metaworld", "maniskill.motion_planner")
+    ),
     "embodied.policies.language.servers",
 )
 

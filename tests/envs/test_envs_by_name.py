@@ -56,7 +56,8 @@ def test_a_finished_config_is_taken_as_it_is():
         ({"name": "pointmas"}, "did you mean 'pointmass'"),
         (
             {"name": "CartPole-v1"},
-            "math, mixture, reasoning_gym:<task>, verifiers:<environment>, gym:<id>, my_pkg.my_module:MyEnv",
+            "math, mixture, reasoning_gym:<task>, verifiers:<environment>, gym:<id>, envpool:<id>, metaworld:<task>, "
+            "my_pkg.my_module:MyEnv",
         ),
         ({"name": "pointmass", "shader": "x"}, "Extra inputs"),
         ({"name": "pointmass", "num_envs": 0}, "greater than 0"),

@@ -1,0 +1,1 @@
+"""MetaWorld's tasks."""
