@@ -27,7 +27,7 @@ RECIPE, PEER, NEEDS = "envpool_ppo", "--peer", ("stable-baselines3==2.9.2",)
 TASKS = ("MetaWorld/Reach-v3", "Ant-v5")
 GIVEN = {
     "MetaWorld/Reach-v3": ["env.on_success=continue"],
-    "Ant-v5": ["env.kwargs=null", "env.max_episode_steps=null"],
+    "Ant-v5": ["env.kwargs={}", "env.max_episode_steps=null"],
 }
 EPISODES, TIMEOUT_S = 20, 3600.0
 HEADER = ["task", "PPO", "env steps/s", "return, by round", "times as fast, by round"]

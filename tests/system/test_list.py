@@ -53,7 +53,9 @@ def named(kind, machine):
 def test_every_recipe_env_and_policy_is_listed_and_says_what_it_is():
     assert sorted(named("recipes", Bare())) == sorted(recipe_names())
     families = [item.family for item in named("recipes", Bare()).values()]
-    assert [family for family, _ in groupby(families)] == ["maniskill", "libero", "robosuite", "toys", "language"]
+    assert [family for family, _ in groupby(families)] == [
+        *("maniskill", "envpool", "libero", "metaworld", "robosuite", "toys", "language")
+    ]
     assert list(named("envs", Bare())) == list(OURS["embodied.envs"])
     assert list(named("policies", Bare())) == list(OURS["embodied.families"])
     assert list(named("engines", Bare())) == list(OURS["embodied.engines"])
