@@ -16,7 +16,7 @@ from embodied.records.results import read_results
 from embodied.serving.config import ServeConfig
 
 ROOT = Path(__file__).parents[1]
-PAGES = (ROOT / "README.md").read_text() + (ROOT / "docs" / "own_policy.md").read_text()
+PAGES = "".join((ROOT / "docs" / f"{page}.md").read_text() for page in ("own_task", "own_policy"))
 INLINE = ["cluster.backend=inline"]  # where it is no matter that hosts find the class
 ONE_HOST = "placement={'sim,policy': cpu:0, learner: cpu:0}"
 SHORT = ["run.iterations=2", "eval.episodes=4", "eval.videos=0"]
@@ -57,7 +57,7 @@ class Normalised(my_nets.Linear):
 
 @pytest.fixture(autouse=True)
 def mine(monkeypatch, tmp_path):
-    """The files of README and page in a folder of the user's, who works there."""
+    """The files of both pages in a folder of the user's, who works there."""
     for kind, text in re.findall(r"^```(python|yaml)\n(.*?)^```", PAGES, re.M | re.S):
         assert kind
         (tmp_path / text.splitlines()[0].removeprefix("# ")).write_text(text)
