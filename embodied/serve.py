@@ -1,7 +1,7 @@
 """Answer robots and other programs with a policy: python -m embodied.serve checkpoint=RUN_DIR
 
-Robot policies speak openpi's websocket protocol, so its client (the package openpi-client) works; language models speak
-OpenAI's HTTP protocol.
+Robot policies speak the websocket protocols of openpi and vla-eval, so robots with openpi-client and the benchmarks of
+vla-eval ask them; language models speak OpenAI's HTTP protocol.
 
 usage: python -m embodied.serve checkpoint=... [key=value ...] [--help]
        env.name=... env.task=... policy.KEY=...: options of a published model that acts

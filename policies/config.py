@@ -216,7 +216,29 @@ class ExternalPolicyConfig(PolicyOptions):
         return 0  # unknown
 
 
-POLICY_CONFIGS = Plugins(FAMILIES, "policy.name", {"external": ExternalPolicyConfig})
+class RemoteConfig(PolicyOptions):
+    """A server that acts, in vla-eval's model protocol. It is evaluated, and learns nothing."""
+
+    policy = "embodied.policies.remote.policy:RemotePolicy"
+    worker = "embodied.policies.remote.policy:RemoteWorker"
+    chunk: ClassVar[int] = 1
+    compile: ClassVar[bool] = False
+    dtype: ClassVar[str] = ""
+
+    name: Literal["remote"] = "remote"
+    url: str = Field(pattern=r"^wss?://\S+$", description="Address of the server, such as ws://127.0.0.1:8000.")
+    token_from: str = Field(
+        "EMBODIED_SERVE_TOKEN",
+        description="Environment variable, or file with a / in its name, that holds the server's token.",
+    )
+    answer_s: float = Field(120.0, gt=0, description="Seconds in which the server must answer an observation.")
+
+    @property
+    def few_weights(self) -> float:
+        return 0
+
+
+POLICY_CONFIGS = Plugins(FAMILIES, "policy.name", {"external": ExternalPolicyConfig, "remote": RemoteConfig})
 
 
 def family_of(value: Any) -> str:

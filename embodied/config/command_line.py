@@ -98,7 +98,8 @@ COMMANDS = {
         "Play a fixed list of episodes with a trained policy and report its success.",
         {
             "checkpoint": "A run's folder, one of its checkpoints, a policy folder, a hub id, random, zero, "
-            "or my_pkg.my_module:MyPolicy; several as [A,B,random] play the same episodes and are compared."
+            "my_pkg.my_module:MyPolicy, or the address of a server, ws://HOST:PORT; several as [A,B,random] play the "
+            "same episodes and are compared."
         },
         unused=("policy", "algo", "sft", "collect", "roles", "resume", "eval.interleave"),
     ),
@@ -171,7 +172,7 @@ def base_recipe(
             return str(run / CONFIG)
         return named
     for stored in (values.get("resume"), *arguments.get("checkpoint", ())):
-        if isinstance(stored, str) and (recipe_path := stored_recipe(as_path(stored))):
+        if isinstance(stored, str) and not is_server(stored) and (recipe_path := stored_recipe(as_path(stored))):
             return str(recipe_path)
     if family := published(values | arguments):
         from embodied.envs.config import env_that_knows
@@ -223,15 +224,32 @@ def without_recipe(command: Command, values: dict[str, Any], arguments: dict[str
     family of a published model that needs no protocol."""
     if command.name != "evaluate":
         return []
-    family = "language" if values.keys() & {*ANSWERING} else published(values | arguments)
+    speaks = bool(values.keys() & {*ANSWERING}) and "policy.name" not in values
+    family = "language" if speaks else published(values | arguments)
     policy = [(("policy", "name"), family)] if family else []
     return [Source("no recipe", Path.cwd(), [(("run", "iterations"), 1), *policy])]
 
 
 def has_options(values: dict[str, Any]) -> bool:
-    """True if the checkpoint takes its options from the command line: a user's class or a published model."""
+    """True if the checkpoint takes its options from the command line: a server, a user's class or a published model."""
     mine = own_classes(values.get("checkpoint"))
-    return values.get("policy.name", mine[0]) in mine if mine else bool(published(values))
+    return (
+        values.get("policy.name", mine[0]) in mine
+        if mine
+        else is_server(values.get("policy.url")) or bool(published(values))
+    )
+
+
+def name_server(values: dict[str, Any]) -> None:
+    """Without a checkpoint, the server in policy.url is the policy to evaluate, as in checkpoint=ws://HOST:PORT."""
+    named = values.get("policy.url", values.get("checkpoint"))
+    if is_server(named):
+        values.update({"checkpoint": named, "policy.name": "remote"} | values | {"policy.url": named})
+
+
+def is_server(named: Any) -> bool:
+    """True for the address of a server that acts."""
+    return isinstance(named, str) and named.startswith(("ws://", "wss://"))
 
 
 def own_classes(checkpoints: Any) -> list[str]:
@@ -242,7 +260,7 @@ def own_classes(checkpoints: Any) -> list[str]:
 
 def is_class(checkpoint: str) -> bool:
     """True for my_pkg.my_module:MyPolicy, unless a folder has this name."""
-    return ":" in checkpoint and not as_path(checkpoint).exists()
+    return ":" in checkpoint and not is_server(checkpoint) and not as_path(checkpoint).exists()
 
 
 def published(values: dict[str, Any]) -> str | None:
@@ -255,7 +273,7 @@ def published(values: dict[str, Any]) -> str | None:
 
     (checkpoint,) = named if isinstance(named, list | tuple) and len(named) == 1 else (named,)
     find = folder_of if {"recipe", *ENV} & values.keys() else as_path
-    return published_family(find(checkpoint)) if isinstance(checkpoint, str) else None
+    return published_family(find(checkpoint)) if isinstance(checkpoint, str) and not is_server(checkpoint) else None
 
 
 def protocol_recipe(checkpoint: str, family: str, env: Any, problems: list[str]) -> str | None:

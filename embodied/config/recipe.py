@@ -22,6 +22,7 @@ from embodied.config.command_line import (
     base_recipe,
     from_python,
     has_options,
+    name_server,
     own_classes,
     parse,
     texts,
@@ -177,7 +178,11 @@ OF_ANSWERS = (
         "algo.name=grpo",
     ),
 )
+NO_SERVER = never_with(
+    {"policy.name": "remote"}, {}, "a server learns nothing here; python -m embodied.evaluate policy.url=... plays it"
+)
 TRAINING = (
+    NO_SERVER,
     never_with(
         "pipeline.granularity",
         {"pipeline.schedule": "async"},
@@ -268,6 +273,7 @@ TRAINING = (
     ),
 )
 IMITATION = (
+    NO_SERVER,
     never_with({"pipeline.schedule": ("periodic", "async")}, {}, "nothing is collected in the meantime; leave it out"),
     never_with("pipeline.async_level", {}, "nothing is collected in the meantime; leave it out"),
     never_with(
@@ -319,6 +325,8 @@ def load(argv: list[str], entry: str = "train") -> Loaded | None:
 
         print(help_text(command, root(RunConfig), [word for word in argv if re.fullmatch(r"[\w.]+", word)]), flush=True)
         return None
+    if "checkpoint" in command.arguments:
+        name_server(values)
     if "checkpoint" in command.arguments and has_options(values):
         command = replace(command, unused=tuple(name for name in command.unused if name != "policy"))
     loaded = _load(values, problems, frozenset(flags), command)

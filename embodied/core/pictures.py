@@ -37,9 +37,9 @@ class PictureError(EmbodiedError):
     """A picture cannot be loaded."""
 
 
-def load_picture(name: str) -> np.ndarray:
-    """The picture of this name, uint8 [H, W, 3]."""
-    if drawing := DRAWN.fullmatch(name):
+def load_picture(name: str | bytes) -> np.ndarray:
+    """The picture of this name, or of a file with these bytes, uint8 [H, W, 3]."""
+    if isinstance(name, str) and (drawing := DRAWN.fullmatch(name)):
         kind, seed, pixels = drawing[1], int(drawing[2]), int(drawing[3])
         return np.asarray(draw(kind, seed, pixels)[0])
     with opened_picture(name) as image:
@@ -55,17 +55,19 @@ def picture_size(name: str) -> tuple[int, int]:
 
 
 @contextmanager
-def opened_picture(name: str) -> Iterator[Image]:
+def opened_picture(name: str | bytes) -> Iterator[Image]:
     """The file of this picture, whose pixels are decoded on use."""
     from PIL import Image
 
-    source: io.BytesIO | str = name
-    if header := DATA.match(name):
+    source: io.BytesIO | str
+    if isinstance(name, bytes):
+        source, name = io.BytesIO(name), "of this message"
+    elif header := DATA.match(name):
         try:
             source = io.BytesIO(base64.b64decode(name[header.end() :], validate=True))
         except (binascii.Error, ValueError):
             raise PictureError(f"the picture {short_name(name)} is not base64") from None
-    elif not Path(name).is_file():
+    elif not Path(source := name).is_file():
         raise PictureError(f"there is no picture {short_name(name)}")
     try:
         with Image.open(source, formats=FORMATS) as image:

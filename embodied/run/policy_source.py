@@ -7,15 +7,16 @@ run may be a recipe: then it is the policy of that recipe's finished run, or of 
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import reduce
 from glob import escape
 from operator import getitem
 from pathlib import Path
 from shlex import join
 from typing import TYPE_CHECKING, Any
+from urllib.parse import urlsplit
 
-from embodied.config.command_line import COMMANDS, Command, is_class, stored_recipe
+from embodied.config.command_line import COMMANDS, Command, is_class, is_server, stored_recipe
 from embodied.config.read import COMMAND_LINE, read_yaml, write_yaml
 from embodied.config.recipe import Loaded, RunConfig, commands_of_recipe, load
 from embodied.config.recipe_files import recipe_names
@@ -23,7 +24,7 @@ from embodied.core.arrays import flat_dict
 from embodied.core.errors import CheckpointError, ConfigError, nearest
 from embodied.core.files import digest
 from embodied.envs import env_class
-from embodied.policies.config import ANSWERING, OF_SERVER, TEMPLATE
+from embodied.policies.config import ANSWERING, OF_SERVER, TEMPLATE, RemoteConfig
 from embodied.policies.hub import check_model, fetch, is_hub_id
 from embodied.policies.language.config import LanguageConfig
 from embodied.run.run_folder import locate, name_of, read_json
@@ -60,6 +61,7 @@ class PolicySource:
     weights: Weights | None = None  # None: a run's initial weights
     folder: Path | None = None  # of the policy
     out: Path | None = None  # folder of its results if it is the only policy; None: in `run.dir`
+    about: dict[str, Any] = field(default_factory=dict)  # further facts for results.json
 
     @property
     def published(self) -> bool:
@@ -73,7 +75,12 @@ class PolicySource:
         path = self.folder and self.folder / "model.safetensors"
         if path and not path.is_file():
             path = path.with_name(f"{path.name}.index.json")
-        facts = {"name": self.name, "family": self.config.name, "folder": str(self.folder) if path else None}
+        facts = {
+            "name": self.name,
+            "family": self.config.name,
+            "folder": str(self.folder) if path else None,
+            **self.about,
+        }
         return {**facts, "sha256": digest(path) if path else None}
 
 
@@ -100,6 +107,8 @@ def find(checkpoint: str, loaded: Loaded | None = None, trusted: str | None = No
     from embodied.policies.policy_folder import check_files, published_family, read_blobs, read_description
     from embodied.runtime.published_weights import Weights
 
+    if is_server(checkpoint):
+        return find_server(checkpoint, loaded)
     if checkpoint in BUILT_IN or is_class(checkpoint):
         return find_class(checkpoint, loaded)
     on_hub = is_hub_id(checkpoint)
@@ -183,6 +192,16 @@ def find_class(checkpoint: str, loaded: Loaded | None) -> PolicySource:
         config = ExternalPolicyConfig(name=checkpoint)
     check_package(checkpoint, "checkpoint")
     return PolicySource(checkpoint.rpartition(":")[2], config)
+
+
+def find_server(url: str, loaded: Loaded | None) -> PolicySource:
+    """A server that acts; raises EmbodiedError unless it answers."""
+    from embodied.policies.remote.client import first_look
+
+    config = loaded.config.policy if loaded and loaded.config.policy.name == "remote" else RemoteConfig(url=url)
+    config = config.model_copy(update={"url": url})
+    name = re.sub(r"[^\w.-]+", "-", urlsplit(url).netloc.rpartition("@")[2] + urlsplit(url).path).strip("-")
+    return PolicySource(name, config, about={"server": first_look(config)})
 
 
 def find_start(start: Path, policy: Any) -> PolicySource:

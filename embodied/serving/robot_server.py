@@ -1,10 +1,12 @@
 """The server for robots: admits clients, batches their requests, and answers with the policy.
 
-It speaks openpi's protocol: msgpack with numpy arrays (bytes, type and shape). No message is trusted: only plain
-numbers become arrays, and every count has a limit, since objects cost more than bytes: 30 MB of empty maps would take
-ten seconds and 2 GB. Images are looked up under `images/CAMERA`, `observation/CAMERA` and CAMERA; as in openpi's LIBERO
-example, the first camera is `observation/image` as well and the second `observation/wrist_image`. Errors are sent to
-the client as text, without internal details; these are printed by the server.
+It speaks openpi's protocol and vla-eval's (`core/robot_messages.py`), and knows them apart by the messages: the first
+one is openpi's metadata and vla-eval's greeting at once. openpi's clients get a whole chunk of actions. vla-eval's
+clients get one action for each observation, so the rest of a chunk waits here until the next observations come.
+
+Images are looked up under `images/CAMERA`, `observation/CAMERA` and CAMERA; as in openpi's LIBERO example, the first
+camera is `observation/image` as well and the second `observation/wrist_image`. Errors are sent to the client as text,
+without internal details; these are printed by the server.
 """
 
 from __future__ import annotations
@@ -15,6 +17,8 @@ import itertools
 import math
 import time
 import traceback
+from base64 import b64encode
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -23,7 +27,8 @@ import numpy as np
 
 from embodied.core import rng
 from embodied.core.arrays import finite_rows, host, join_rows, text_arrays, text_lists
-from embodied.core.errors import EmbodiedError
+from embodied.core.pictures import PictureError, load_picture
+from embodied.core.robot_messages import BadMessage, is_typed, pack, pack_typed, typed, unpack
 from embodied.core.types import EnvSpec, Observation
 from embodied.policies.base import Policy
 from embodied.serving.config import FOREIGN_HOST, ServeConfig, is_token_shown
@@ -31,7 +36,7 @@ from embodied.serving.config import FOREIGN_HOST, ServeConfig, is_token_shown
 ANSWER_S, SEND_S = 120.0, 30.0  # limits for making an answer, and for sending it
 # Codes of closing; 1007: the request is bad, 1011: the policy failed
 AWAY, REFUSED, BROKEN, FULL = 1001, 1007, 1011, 1013
-NOT_HTTP = "this server answers robots, over openpi's websocket protocol; policy.url takes servers of language models"
+NOT_HTTP = "this server answers robots, over the websocket protocols of openpi and vla-eval; try policy.url=ws://..."
 ANY_SIZE_MB = 32
 CLIENTS = 8
 
@@ -59,7 +64,7 @@ class Answers:
         self.noise = policy.noise_spec()
 
     def metadata(self) -> dict[str, Any]:
-        """The first message to a client: the policy's observations and its actions."""
+        """The policy's observations and its actions."""
         spec, config = self.policy.spec, self.policy.config
         return {
             "policy": config.name,
@@ -71,6 +76,16 @@ class Answers:
             "action_chunk": config.chunk,
         }
 
+    def greeting(self) -> bytes:
+        """The first message to a client: the metadata, which in vla-eval's protocol also answers the client's greeting
+        (its first message, number 1) and says which observations a benchmark has to send."""
+        spec = self.policy.spec
+        wanted = {"send_wrist_image": len(spec.images) > 1, "send_state": bool(spec.state_dim)}
+        wanted["quat_no_antipodal"] = wanted["send_state"]  # rotations as robosuite has them, which policies learned
+        asks = {name: True for name, is_wanted in wanted.items() if is_wanted}
+        about = {"protocol_version": 1, "model_server": "embodied-loop", "observation_params": asks}
+        return pack(self.metadata() | typed("hello", about, 1))
+
     @property
     def longest(self) -> int:
         """The most bytes a request may have."""
@@ -78,22 +93,24 @@ class Answers:
             return sum(array_bytes(self.policy.spec)) + OTHERS
         return (self.config.max_request_mb or ANY_SIZE_MB) * 1_000_000
 
-    def read(self, data: bytes, client: int, number: int) -> ClientRequest:
-        """The request in a client's message; raises BadMessage if it is invalid."""
-        any_size, spec = self.policy.any_image_size, self.policy.spec
-        request = unpack(data, None if any_size else max(*array_bytes(spec), OTHERS))
-        return ClientRequest(observation_of(request, spec, any_size), client, number)
+    def read(self, data: bytes) -> dict:
+        """The content of a client's message; raises BadMessage if it is invalid."""
+        return unpack(data, None if self.policy.any_image_size else max(*array_bytes(self.policy.spec), OTHERS))
 
-    def answer(self, requests: list[ClientRequest]) -> list[bytes | BadMessage]:
+    def request(self, asked: dict, client: int, number: int) -> ClientRequest:
+        """The observation that a client asks about; raises BadMessage if it is not the policy's."""
+        return ClientRequest(observation_of(asked, self.policy.spec, self.policy.any_image_size), client, number)
+
+    def answer(self, requests: list[ClientRequest]) -> list[dict[str, Any] | BadMessage]:
         """Answers in the order of the requests; requests with images of equal sizes share a pass."""
-        replies: dict[int, bytes | BadMessage] = {}
+        replies: dict[int, dict[str, Any] | BadMessage] = {}
         order = sorted(range(len(requests)), key=lambda at: requests[at].shapes)
         for _, alike in itertools.groupby(order, key=lambda at: requests[at].shapes):
             places = list(alike)
             replies |= dict(zip(places, self._answer([requests[at] for at in places]), strict=True))
         return [replies[at] for at in range(len(requests))]
 
-    def _answer(self, requests: list[ClientRequest]) -> list[bytes | BadMessage]:
+    def _answer(self, requests: list[ClientRequest]) -> list[dict[str, Any] | BadMessage]:
         began = time.perf_counter()
         draw = rng.normal if self.noise.kind == "normal" else rng.uniform
         clients, numbers = (np.array([getattr(request, key) for request in requests]) for key in ("client", "number"))
@@ -104,7 +121,7 @@ class Answers:
         sound = finite_rows(actions) & finite_rows(output.logprobs)  # tokens are finite even if all else is NaN
         spent = 1000 * (time.perf_counter() - began)
         odd = BadMessage("the policy's actions or their log-probs are not finite for this observation")
-        replies = [pack({"actions": row, "policy_timing": {"infer_ms": spent}}) for row in actions]
+        replies = [{"actions": row, "policy_timing": {"infer_ms": spent}} for row in actions]
         return [answer if fine else odd for answer, fine in zip(replies, sound, strict=True)]
 
 
@@ -115,13 +132,13 @@ class Batching:
     A request waits for further requests while a connected client has sent none, but never longer than `wait_s`.
     """
 
-    answer: Callable[[list[ClientRequest]], Sequence[bytes | Exception]]  # runs in a thread; `ask` raises exceptions
+    answer: Callable[[list[ClientRequest]], Sequence[Any]]  # runs in a thread; `ask` raises exceptions
     most: int
     wait_s: float
     clients: Callable[[], int]  # number of connected clients
     asked: asyncio.Queue[tuple[ClientRequest, asyncio.Future]] = field(default_factory=asyncio.Queue)
 
-    async def ask(self, request: ClientRequest) -> bytes:
+    async def ask(self, request: ClientRequest) -> Any:
         """Wait for the answer to this request."""
         answer = asyncio.get_running_loop().create_future()
         self.asked.put_nowait((request, answer))
@@ -165,6 +182,9 @@ class Client:
     """An admitted connection."""
 
     connection: Any
+    number: int
+    is_typed: bool = False  # True: it speaks vla-eval's protocol
+    actions: deque[np.ndarray] = field(default_factory=deque)  # the rest of a chunk, for its next observations
     silent_since: float | None = field(default_factory=lambda: time.monotonic())  # None while it is being answered
     farewell: asyncio.Task | None = None
 
@@ -203,14 +223,14 @@ class PolicyServer:
 
     def admit(self, connection: Any, request: Any) -> Any:
         """The HTTP response that refuses a connection, or None to admit it."""
-        refused, token = None, self.config.token
+        refused, shown = None, request.headers.get_all("Authorization")
         if not self.config.names_this_server(request.headers.get_all("Host")):
             refused = http.HTTPStatus.FORBIDDEN, FOREIGN_HOST
-        elif request.path == "/healthz":
+        elif request.path in ("/healthz", "/health"):
             refused = http.HTTPStatus.OK, "OK"
         elif not any(value.lower() == "websocket" for value in request.headers.get_all("Upgrade")):
             refused = http.HTTPStatus.UPGRADE_REQUIRED, NOT_HTTP
-        elif token is not None and not is_token_shown(request.headers.get_all("Authorization"), "Api-Key", token):
+        elif (token := self.config.token) and not any(is_token_shown(shown, *way) for way in ways_to_show(token)):
             refused = http.HTTPStatus.UNAUTHORIZED, "a valid token is needed"
         elif not self.has_room():
             refused = http.HTTPStatus.SERVICE_UNAVAILABLE, "too many clients"
@@ -224,14 +244,14 @@ class PolicyServer:
         if not self.has_room():  # several clients were admitted at the same time
             await connection.close(FULL, "too many clients")
             return
-        client = self.clients[number] = Client(connection)
+        client = self.clients[number] = Client(connection, number)
         self.notify(f"client {number} connected")
         try:
-            await asyncio.wait_for(connection.send(pack(self.answers.metadata())), SEND_S)
+            await asyncio.wait_for(connection.send(self.answers.greeting()), SEND_S)
             for asked in itertools.count():
                 data = await connection.recv()
                 client.silent_since = None
-                await self._reply(connection, data, number, asked)
+                await self._reply(client, data, asked)
                 client.silent_since = time.monotonic()
         except (ConnectionClosed, TimeoutError):
             self.notify(f"client {number} is gone")
@@ -250,96 +270,61 @@ class PolicyServer:
         client.farewell = asyncio.create_task(client.connection.close(AWAY, f"silent for {self.config.idle_s:g} s"))
         return True
 
-    async def _reply(self, connection: Any, data: bytes | str, client: int, number: int) -> None:
+    async def _reply(self, client: Client, data: bytes | str, number: int) -> None:
+        message: dict[str, Any] = {}
+        reply: bytes | str | None = None
         failure = None
         try:
             if isinstance(data, str):
                 raise BadMessage("requests are bytes, not text")
             async with asyncio.timeout(ANSWER_S):
-                request = await asyncio.to_thread(self.answers.read, data, client, number)
-                reply: bytes | str = await self.batching.ask(request)
+                message = await asyncio.to_thread(self.answers.read, data)
+                client.is_typed |= is_typed(message)
+                answering = self._answer_typed if client.is_typed else self._answer
+                reply = await answering(client, message, number)
         except BadMessage as err:
             reply, failure = f"error: {err}", (REFUSED, "the request cannot be answered")
         except Exception:
-            self.notify(f"client {client}: {traceback.format_exc()}")
+            self.notify(f"client {client.number}: {traceback.format_exc()}")
             reply, failure = "error: the policy failed; the server's log says why", (BROKEN, "the policy failed")
-        await asyncio.wait_for(connection.send(reply), SEND_S)
+        if failure and client.is_typed:  # its connection stays open
+            reply, failure = pack_typed("error", {"error": reply}, number_of(message)), None
+        if reply is not None:
+            await asyncio.wait_for(client.connection.send(reply), SEND_S)
         if failure:
-            await connection.close(*failure)
+            await client.connection.close(*failure)
+
+    async def _answer(self, client: Client, asked: dict[str, Any], number: int) -> bytes:
+        """A whole chunk of actions."""
+        request = await asyncio.to_thread(self.answers.request, asked, client.number, number)
+        return pack(await self.batching.ask(request))
+
+    async def _answer_typed(self, client: Client, message: dict[str, Any], number: int) -> bytes | None:
+        """The next action, in vla-eval's protocol; None for messages without an answer."""
+        kind, asked = message.get("type"), message.get("payload")
+        if kind in ("hello", "episode_start", "episode_end"):
+            client.actions.clear()
+            return None
+        if kind != "observation" or not isinstance(asked, dict):
+            raise BadMessage(f"messages of the type {str(kind)[:40]!r} are not taken, or not with this payload")
+        if asked.get("episode_restart"):
+            client.actions.clear()
+        if not client.actions:
+            asked = by_order(asked, self.answers.policy.spec)
+            request = await asyncio.to_thread(self.answers.request, asked, client.number, number)
+            client.actions.extend((await self.batching.ask(request))["actions"])
+        return pack_typed("action", {"actions": client.actions.popleft()}, number_of(message))
 
 
-# Messages
-
-KINDS = "biuf"
-MOST_KEYS = 64  # keys of a map, and entries of a list
-MOST_CONTAINERS = 512  # maps and lists in a message; an array is two
-LONGEST_TEXT = 8192  # bytes
+def ways_to_show(token: str) -> list[tuple[str, str]]:
+    """The schemes of an Authorization header, with what each shows: openpi's, and that of ws://token:SECRET@HOST."""
+    return [("Api-Key", token), ("Basic", b64encode(f"token:{token}".encode()).decode())]
 
 
-class BadMessage(EmbodiedError):
-    """An invalid request; the client gets the text."""
-
-
-def pack(message: Any) -> bytes:
-    import msgpack
-
-    return msgpack.packb(message, default=_pack_array)
-
-
-def unpack(data: bytes, largest: int | None = None) -> dict:
-    """The map in a message. `largest` limits the bytes of an array."""
-    import msgpack
-
-    containers = itertools.count(1)
-
-    def counted(container: Any) -> Any:
-        if next(containers) > MOST_CONTAINERS:
-            raise BadMessage(f"more than {MOST_CONTAINERS} maps and lists")
-        return container
-
-    longest = {"str": LONGEST_TEXT, "bin": largest or len(data), "array": MOST_KEYS, "map": MOST_KEYS, "ext": 0}
-    limits = {f"max_{kind}_len": most for kind, most in longest.items()} | {"max_buffer_size": len(data) + 1}
-    hooks = {"object_hook": lambda fields: _unpack_array(counted(fields)), "list_hook": counted}
-    unpacker = msgpack.Unpacker(strict_map_key=False, **hooks, **limits)
-    unpacker.feed(data)
-    message, where = {}, "the message"
-    try:
-        if (keys := unpacker.read_map_header()) > MOST_KEYS:
-            raise BadMessage(f"{keys} keys; at most {MOST_KEYS} are taken")
-        for _ in range(keys):
-            key = unpacker.unpack()
-            where = f"{str(key)[:40]!r} in the message"
-            message[key] = unpacker.unpack()
-        where = "the message"
-        if unpacker.tell() != len(data):
-            raise BadMessage("something follows its end")
-    except BadMessage as err:
-        raise BadMessage(f"{where}: {err}") from None
-    except (ValueError, TypeError, LookupError, ArithmeticError, RecursionError, msgpack.UnpackException) as err:
-        raise BadMessage(f"{where} cannot be read as msgpack: {str(err) or type(err).__name__}") from None
-    return message
-
-
-def _pack_array(value: Any) -> Any:
-    if isinstance(value, np.ndarray) and value.dtype.kind in KINDS:
-        return {b"__ndarray__": True, b"data": value.tobytes(), b"dtype": value.dtype.str, b"shape": value.shape}
-    if isinstance(value, np.generic) and value.dtype.kind in KINDS:
-        return {b"__npgeneric__": True, b"data": value.item(), b"dtype": value.dtype.str}
-    raise TypeError(f"{type(value).__name__} is not sent")
-
-
-def _unpack_array(fields: dict) -> Any:
-    """The array in a map; numpy refuses a shape that its bytes do not fit. Only plain numbers are taken, since objects
-    would be pickles."""
-    kind = {b"__ndarray__", b"__npgeneric__"} & fields.keys()
-    if not kind:
-        return fields
-    dtype, data = np.dtype(fields[b"dtype"]), fields[b"data"]
-    if dtype.kind not in KINDS:
-        raise BadMessage(f"arrays of type {str(fields[b'dtype'])[:20]!r} are not taken; send numbers or bytes")
-    if b"__npgeneric__" in kind:
-        return dtype.type(data)
-    return np.frombuffer(data, dtype).reshape(fields[b"shape"])
+def number_of(message: dict[str, Any]) -> int:
+    """The number of a message in vla-eval's protocol, which its answer has, too."""
+    number = message.get("seq")
+    return number if isinstance(number, int) else 0
 
 
 # A request as an observation of the policy
@@ -368,10 +353,21 @@ def observation_of(request: dict, spec: EnvSpec, any_size: bool) -> Observation:
             image = field_of(flat, f"images/{camera}", f"observation/{camera}", camera, *alias)
             obs["images"][camera] = image_of(image, size, any_size, camera)[None]
     if spec.state_dim:
-        obs["state"] = state_of(field_of(flat, "observation/state", "state"), spec.state_dim)[None]
+        obs["state"] = state_of(field_of(flat, "observation/state", "state", "states", "joint_state"), spec.state_dim)[
+            None
+        ]
     if spec.instruction:
-        obs["instruction"] = [text_of(field_of(flat, "prompt", "instruction"))]
+        obs["instruction"] = [text_of(field_of(flat, "prompt", "instruction", "task_description"))]
     return obs
+
+
+def by_order(request: dict, spec: EnvSpec) -> dict:
+    """The request with the policy's names of cameras. Benchmarks have names of their own: unless these are all of the
+    policy's, cameras count in order, as in vla-eval's own servers."""
+    images = request.get("images")
+    if not isinstance(images, dict) or spec.images.keys() <= images.keys():
+        return request
+    return request | {"images": dict(zip(spec.images, images.values()))}
 
 
 def field_of(flat: dict[str, Any], *names: str) -> Any:
@@ -382,7 +378,13 @@ def field_of(flat: dict[str, Any], *names: str) -> Any:
 
 
 def image_of(image: Any, size: tuple[int, int, int], any_size: bool, camera: str) -> np.ndarray:
-    """The image as uint8 [H, W, 3]; like openpi's, it may have the colours first, or floats from 0 to 1."""
+    """The image as uint8 [H, W, 3]; like openpi's, it may have the colours first, or floats from 0 to 1. Bytes are an
+    image file."""
+    if isinstance(image, bytes):
+        try:
+            image = load_picture(image)
+        except PictureError as err:
+            raise BadMessage(f"{camera!r}: {err}") from None
     if not isinstance(image, np.ndarray) or image.ndim != 3 or 3 not in (image.shape[0], image.shape[2]):
         raise BadMessage(f"the image of {camera!r} should be an array [height, width, 3]")
     if image.shape[2] != 3:

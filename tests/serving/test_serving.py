@@ -8,13 +8,13 @@ import signal
 import socket
 import subprocess
 import sys
-import threading
 import time
 from dataclasses import replace
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from served_robot import served
 
 from embodied import serve
 from embodied.core import rng
@@ -30,15 +30,9 @@ pytest.importorskip("websockets")
 from websockets.exceptions import ConnectionClosed, InvalidStatus  # noqa: E402
 from websockets.sync.client import connect  # noqa: E402
 
+from embodied.core.robot_messages import BadMessage, pack, unpack  # noqa: E402
 from embodied.serving import robot_server  # noqa: E402
-from embodied.serving.robot_server import (  # noqa: E402
-    Answers,
-    BadMessage,
-    PolicyServer,
-    observation_of,
-    pack,
-    unpack,
-)
+from embodied.serving.robot_server import observation_of  # noqa: E402
 
 SPEC = EnvSpec(ActionSpec(2), state_dim=3, images={"top": (16, 16, 3), "wrist": (16, 16, 3)}, instruction=True)
 SECRET = "a-secret-of-enough-letters"
@@ -56,28 +50,6 @@ def request(seed=0):
 def policy():
     config = CNNConfig(name="cnn", chunk=4, hidden=(8,), channels=(4,), kernels=(4,), strides=(4,), features=8)
     return make_policy(config, SPEC, seed=0)
-
-
-@contextlib.contextmanager
-def served(policy, **options):
-    config = ServeConfig(checkpoint="x", port=0, **options)
-    told, ports, started = [], [], threading.Event()
-    loop, stop = asyncio.new_event_loop(), asyncio.Event()
-
-    def ready(port):
-        ports.append(port)
-        started.set()
-
-    server = PolicyServer(Answers(policy, config), config, told.append)
-    thread = threading.Thread(target=lambda: loop.run_until_complete(server.run(ready, stop)))
-    thread.start()
-    assert started.wait(30)
-    try:
-        yield f"ws://127.0.0.1:{ports[0]}", told
-    finally:
-        loop.call_soon_threadsafe(stop.set)
-        thread.join(30)
-        loop.close()
 
 
 def ask(connection, message):
