@@ -97,7 +97,8 @@ def learned(recipe: str, name: str, seed: int, given: Sequence[str], episodes: i
     (run,) = folder.glob(f"{recipe}-*")
     published = resolved(recipe)["policy"].get("pretrained")
     start = next(folder.glob("sft-*"), None) or (Path(published).resolve() if published else None)
-    both = evaluated(recipe, [policy for policy in (start, run) if policy], folder, episodes, env)
+    env_options = [word for word in given if word.startswith("env.")]
+    both = evaluated(recipe, [policy for policy in (start, run) if policy], folder, episodes, env, env_options)
     rows, final = read_metrics(run), both[-1]
     return {
         "env_steps": rows[-1]["env_steps"],
@@ -113,10 +114,10 @@ def learned(recipe: str, name: str, seed: int, given: Sequence[str], episodes: i
 
 
 def evaluated(
-    recipe: str, policies: Sequence[Path], folder: Path, episodes: int, env: dict
+    recipe: str, policies: Sequence[Path], folder: Path, episodes: int, env: dict, given: Sequence[str] = ()
 ) -> list[tuple[dict, list[bool]]]:
     """For each policy its results on the held-out episodes, and the success of each episode, in order."""
-    asked = (f"recipe={recipe}", f"eval.episodes={episodes}", f"eval.seed={EVAL_SEED}", "eval.videos=0")
+    asked = (f"recipe={recipe}", f"eval.episodes={episodes}", f"eval.seed={EVAL_SEED}", "eval.videos=0", *given)
     named = f"checkpoint=[{','.join(map(str, policies))}]" if len(policies) > 1 else f"checkpoint={policies[0]}"
     measure([sys.executable, "-m", "embodied.evaluate", named, f"run.dir={folder}", *asked], env, TIMEOUT_S)
     if len(policies) > 1:
