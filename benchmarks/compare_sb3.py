@@ -199,7 +199,10 @@ def peer(
     # It asks for the rate of what is left after an iteration's steps, ours before them.
     options["learning_rate"] = lambda left: algo["lr"] * min(1.0, left + 1 / iterations)
     model = TwoRates("MlpPolicy", envs, policy_kwargs=network, seed=config["seed"], device="cpu", **options)
-    groups: list[dict] = [{"params": [], "factor": 1.0}, {"params": [], "factor": algo["value_lr"] / algo["lr"]}]
+    groups: list[dict] = [
+        {"params": [], "factor": 1.0},
+        {"params": [], "factor": (algo["value_lr"] or algo["lr"]) / algo["lr"]},
+    ]
     for name, part in model.policy.named_parameters():
         groups["value_net" in name]["params"].append(part)
     model.policy.optimizer = torch.optim.Adam(groups, lr=algo["lr"], eps=algo["adam_eps"])

@@ -195,7 +195,7 @@ class Server:
         loaded = [module for name, module in sys.modules.copy().items() if "." not in name]
         installed = [module for module in loaded if "-packages" in str(getattr(module, "__file__", ""))]
         found = {module.__name__: getattr(module, "__version__", None) for module in installed}
-        for name in config.needs.packages:
+        for name in filter(None, [*config.needs.packages, config.needs.elsewhere]):
             with contextlib.suppress(importlib.metadata.PackageNotFoundError):
                 found[name] = importlib.metadata.version(name)
         known = {name: version for name, version in sorted(found.items()) if isinstance(version, str)}
