@@ -4,10 +4,9 @@ import json
 import re
 import shlex
 import sys
-from importlib.util import find_spec
 
 import pytest
-from pages import ROOT, Page, newest, runner
+from pages import ROOT, Page, lacks, newest, runner
 
 from embodied.algorithms.config import PRESETS, GRPOConfig
 from embodied.benchmark import MODES
@@ -17,7 +16,6 @@ from embodied.config.recipe_files import recipe_names
 from embodied.core.types import EpisodeResult
 from embodied.envs import env_class
 from embodied.envs.gym.config import GymConfig
-from embodied.envs.interpreter import locked
 from embodied.envs.maniskill.config import ManiSkillConfig
 from embodied.envs.pointmass.config import PointMassConfig
 from embodied.envs.text.config import PicturesConfig, SumsConfig
@@ -63,9 +61,7 @@ def test_a_command_says_what_its_recipe_takes(name, command, tmp_path, monkeypat
 
 def slow_where_it_takes_long(command):
     marks = [pytest.mark.slow] if re.search("libero|robosuite", command) else []
-    for word, lacks in {"envpool": find_spec("envpool") is None, "metaworld": locked.problem_of("metaworld")}.items():
-        marks += [pytest.mark.skipif(word in command and bool(lacks), reason=f"needs {word}")]
-    return pytest.param(command, marks=marks)
+    return pytest.param(command, marks=[*marks, pytest.mark.skipif(bool(lacks(command)), reason=lacks(command))])
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import bare_environment
 import pytest
-from pages import Page, apart, runner
+from pages import Page, apart, lacks, runner
 from tiny_language import publish
 from verifiers_stand_in import stand_in
 
@@ -168,6 +168,14 @@ PAGES = {
         Step("train .*my_seeing", "success_once", "eval.videos=1"),
         Step("check env.name=pointmass", "state of 6 numbers"),
         Step("check env.task=PushCube-v1", "agent.qpos 9, agent.qvel 9", slow=True),  # as own_task.md does
+    ],
+    "simulators.md": [
+        Step("train recipe=envpool_ppo$", ("envpool-v1", "success_once"), ROBOT),
+        Step("train .*envpool:Ant-v5", "return", ROBOT, slow=True),
+        Step("collect recipe=metaworld_ppo", "expert: success_once 100.0%", "collect.episodes=1 env.num_envs=1"),
+        Step("sft recipe=metaworld_ppo", "success_once", "env.max_episode_steps=6 env.num_envs=2"),
+        Step("train recipe=metaworld_ppo", "success_once", ROBOT.replace("videos=1", "videos=0")),
+        Step("evaluate checkpoint=runs/metaworld_ppo", "metaworld-v1", "eval.videos=0 eval.episodes=2"),
     ],
     "placement.md": [
         Step("plan profile=published", re.compile("wins|are predicted equal")),
@@ -332,14 +340,18 @@ def of_page(page, begins):
 def test_a_page_is_followed(name, all_steps, begun, tmp_path_factory, monkeypatch, capsys):
     monkeypatch.setattr("embodied.envs.text.math.find_spec", lambda name: True)  # for plans alone
     page, (folder, done) = Page(name), begin(name, begun, tmp_path_factory.mktemp)
-    here = runner(folder, monkeypatch, capsys)
+    here, absent = runner(folder, monkeypatch, capsys), set()
     for step in [*BEFORE.get(name, ()), *PAGES[name]]:
         if step not in done and (all_steps or not step.slow):
             commands = of_page(page, step.begins)
             assert commands, f"{name} has no {step.begins}"
+            absent |= {lacks(command) for command in commands}
             for command in commands:
-                follow(step, command, folder, here)
+                if not lacks(command):
+                    follow(step, command, folder, here)
             done.append(step)
+    if absent - {""}:
+        pytest.skip(f"the rest needs {', '.join(sorted(absent - {''}))}")
     if name == "placement.md" and all_steps:
         swapped = [
             {(span.worker, span.name) for span in read_trace(path)}

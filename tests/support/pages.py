@@ -6,9 +6,12 @@ import re
 import shlex
 import subprocess
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 
 import numpy as np
+
+from embodied.envs.interpreter import locked
 
 ROOT = Path(__file__).parents[2]
 COMMAND = re.compile(r"^(?: {4})?((?:\w+=\S+ )*python -m embodied\.[\w.]+.*|embodied\b.*)", re.M)
@@ -91,3 +94,9 @@ def runner(folder, monkeypatch, capsys):
 
     here.program = program
     return here
+
+
+def lacks(command):
+    """The package that a command of a page needs and that is not here; empty if it can run."""
+    absent = {"envpool": find_spec("envpool") is None, "metaworld": locked.problem_of("metaworld")}
+    return next((word for word, problem in absent.items() if problem and re.search(rf"{word}[_:]", command)), "")
