@@ -129,7 +129,8 @@ class MetaWorldEnv(VectorEnv):
             self._renderers[key] = mujoco().Renderer(single.env.model, *size)
         renderer = self._renderers[key]
         renderer.update_scene(single.env.data, camera)
-        return renderer.render()
+        picture = renderer.render()
+        return picture[::-1, ::-1] if camera.startswith("corner") else picture  # these cameras hang upside down
 
 
 class Single:
