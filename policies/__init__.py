@@ -120,5 +120,6 @@ def load_policy(folder: Path | str, name: str | None = None) -> Policy:
         policy = make_policy(config, spec)
     except (MemoryError, OverflowError, RuntimeError, TypeError) as err:  # sizes that no memory has
         raise CheckpointError(f"{folder / CONFIG}: no policy can be built from it: {in_a_line(err)}") from err
-    policy.load_weights(read_weights(folder))
+    if config.sends_weights:
+        policy.load_weights(read_weights(folder))
     return policy

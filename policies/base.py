@@ -87,6 +87,23 @@ class Policy(nn.Module):
         noise = np.zeros((num_rows(obs), self.noise_spec().width))
         return host(self.act(obs, noise, temperature=0.0).actions)
 
+    def best_actions(self, obs: Observation, noise: Tensor | None) -> Tensor:
+        """For `embodied.export`: the actions [N, C, A] of `act` at temperature 0, by operations on tensors alone. `obs`
+        holds tensors, and as instruction the two of `prompt_tokens`; `noise` is [N, `starting_noise`]."""
+        raise NotImplementedError
+
+    def before_export(self) -> None:
+        """Called before `best_actions` is recorded, which cannot read numbers out of weights and buffers."""
+
+    def prompt_tokens(self, texts: list[str]) -> tuple[np.ndarray, np.ndarray]:
+        """The word ids [N, L] of these instructions, and their mask."""
+        raise NotImplementedError
+
+    @property
+    def starting_noise(self) -> int:
+        """How many numbers of a decision's noise, from the first on, its best actions depend on."""
+        return 0
+
     def value(self, obs: Observation) -> np.ndarray:
         """V(obs) [N], for bootstrapping."""
         raise NotImplementedError

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
-from pydantic import Field, PositiveInt
+from pydantic import Field, NonNegativeInt, PositiveInt
 
 from embodied.core.errors import ConfigError
 from embodied.core.options import ChosenByName, Requirement, Strict, never_with
@@ -53,6 +53,9 @@ class PolicyOptions(Strict):
 
     needs: ClassVar[Requirement] = Requirement()
     """Packages that it needs."""
+
+    sends_weights: ClassVar[bool] = True
+    """False: its workers read its folder themselves."""
 
     merged_rows: ClassVar[int] = 1
     """Env rows that a policy worker answers at once unless the recipe says otherwise."""
@@ -236,6 +239,30 @@ class RemoteConfig(PolicyOptions):
     @property
     def few_weights(self) -> float:
         return 0
+
+
+ONNX = "policy.onnx"  # in an exported folder; without it, operations of PyTorch
+
+
+class ExportedConfig(PolicyOptions):
+    """A policy that `embodied.export` wrote, without the code of its family."""
+
+    policy = "embodied.policies.exported:ExportedPolicy"
+    sends_weights = False
+
+    compile: ClassVar[bool] = False
+    dtype: ClassVar[str] = ""  # the program's
+
+    name: Literal["exported"] = Field(description="A policy that embodied.export wrote; it only acts.")
+    pretrained: str = Field(description="The folder that embodied.export wrote.")
+    chunk: int = Field(1, gt=0, description="Actions per decision: one policy call plays this many env steps.")
+    noise: tuple[Literal["normal", "uniform"], NonNegativeInt] = Field(
+        ("normal", 0), description="Kind and count of the random numbers of a decision, as of the policy it was."
+    )
+
+    @property
+    def few_weights(self) -> float:
+        return 0  # unknown
 
 
 POLICY_CONFIGS = Plugins(FAMILIES, "policy.name", {"external": ExternalPolicyConfig, "remote": RemoteConfig})

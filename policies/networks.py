@@ -174,6 +174,10 @@ class ActorCritic(Policy):
         values = np.zeros(len(head), np.float32) if unknown else as_asked(self._value(obs, features), obs)
         return PolicyOutput(as_asked(actions, obs), as_asked(logprobs, obs), values)
 
+    def best_actions(self, obs: Observation, noise: Tensor | None) -> Tensor:
+        head = self._head(self.features(obs))
+        return head.argmax(-1, keepdim=True) if self.spec.action.discrete else head
+
     @torch.inference_mode()
     def value(self, obs: Observation) -> Array:
         return as_asked(self._value(obs), obs)
@@ -214,7 +218,7 @@ class ActorCritic(Policy):
         return numbers if self.normalizer is None else self.normalizer(numbers, first)
 
     def _head(self, features: Tensor) -> Tensor:
-        return self.actor(features).view(len(features), self.config.chunk, self.per_step).to(self.exact)
+        return self.actor(features).view(features.shape[0], self.config.chunk, self.per_step).to(self.exact)
 
     def _value(self, obs: Observation, features: Tensor | None = None) -> Tensor:
         if self.spec.privileged_dim:

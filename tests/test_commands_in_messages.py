@@ -8,7 +8,7 @@ from shlex import quote
 
 import pytest
 
-from embodied import benchmark, plan, serve, share, workers
+from embodied import benchmark, export, plan, serve, share, workers
 from embodied.config.command_line import COMMANDS, FLAGS
 from embodied.config.recipe import load
 from embodied.config.recipe_files import recipe_names
@@ -95,6 +95,8 @@ def check(command, words, run):
         assert all(load(words) for words in share.read_order(words).runs)
     elif command == "serve":
         assert serve.read(words)
+    elif command == "export":
+        assert load(export.read(rest)[1], entry="evaluate")
     elif command == "workers":
         assert workers.read_words(words)
     elif command == "list":

@@ -4,6 +4,7 @@ import json
 import re
 import shlex
 import sys
+from importlib.util import find_spec
 from typing import NamedTuple
 
 import bare_environment
@@ -143,6 +144,15 @@ PAGES = {
         Step("share pointmass_ppo sums_grpo$", "2 of 2 runs finished", swap=("share ", f"share {BRIEF} "), slow=True),
         Step("share resume=", "2 of 2 runs finished", slow=True),
         Step("share join=", "no command is running them", code=1, slow=True),
+    ],
+    "export.md": [
+        Step("train recipe=pointmass_ppo", "success_once"),
+        Step("export .*format=torch", ("actions differ by at most", "graph.json")),
+        Step("export .*=reach_onnx", "policy.onnx")
+        if find_spec("onnxruntime")
+        else Step("export .*=reach_onnx", "pip install 'embodied-loop[onnx]'", code=2),
+        Step("evaluate", "comparison.html"),
+        Step("drive.py", "(1, 1, 2)"),
     ],
     "demonstrations.md": [
         Step("collect recipe=pointmass_ppo", "success_once"),

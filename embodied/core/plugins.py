@@ -45,6 +45,7 @@ OURS = {
         "pi05": "embodied.policies.pi0.config:Pi0Config",
         "smolvla": "embodied.policies.smolvla.config:SmolVLAConfig",
         "language": "embodied.policies.language.config:LanguageConfig",
+        "exported": "embodied.policies.config:ExportedConfig",
     },
     ENGINES: {  # policy.engine -> its class
         "transformers": "embodied.policies.language.slots:SlotEngine",

@@ -24,7 +24,7 @@ from embodied.core.arrays import flat_dict
 from embodied.core.errors import CheckpointError, ConfigError, nearest
 from embodied.core.files import digest
 from embodied.envs import env_class
-from embodied.policies.config import ANSWERING, OF_SERVER, TEMPLATE, RemoteConfig
+from embodied.policies.config import ANSWERING, OF_SERVER, ONNX, TEMPLATE, RemoteConfig
 from embodied.policies.hub import check_model, fetch, is_hub_id
 from embodied.policies.language.config import LanguageConfig
 from embodied.run.run_folder import locate, name_of, read_json
@@ -36,6 +36,7 @@ if TYPE_CHECKING:
 
 CLASS = re.compile(r"[\w.]+:\w+")
 BUILT_IN = {"random": "embodied.policies.networks:RandomPolicy", "zero": "embodied.policies.networks:ZeroPolicy"}
+FROM = "exported_from"  # in an exported folder's config.json: the policy that it was
 HOW = "policy.compile"  # an option of acting, not of the policy
 SERVER = ("engine", *OF_SERVER)  # options of the engine
 ANSWERS = (*SERVER, *TEMPLATE, "max_tokens", "max_length", "max_running", "cache_gb", "train_layers")  # of generation
@@ -72,16 +73,11 @@ class PolicySource:
 
     def described(self) -> dict[str, Any]:
         """The policy's entry in results.json; of sharded weights the index file is hashed."""
-        path = self.folder and self.folder / "model.safetensors"
-        if path and not path.is_file():
-            path = path.with_name(f"{path.name}.index.json")
-        facts = {
-            "name": self.name,
-            "family": self.config.name,
-            "folder": str(self.folder) if path else None,
-            **self.about,
-        }
-        return {**facts, "sha256": digest(path) if path else None}
+        facts = {"name": self.name, "family": self.config.name, "folder": self.folder and str(self.folder)} | self.about
+        if self.folder is None:
+            return {**facts, "sha256": None}
+        files = [self.folder / name for name in ("model.safetensors", ONNX, "model.safetensors.index.json")]
+        return {**facts, "sha256": digest(next(filter(Path.is_file, files), files[-1]))}
 
 
 def find_all(loaded: Loaded) -> list[PolicySource]:
@@ -125,8 +121,9 @@ def find(checkpoint: str, loaded: Loaded | None = None, trusted: str | None = No
     version = read_json(saved / "manifest.json")["version"] if saved else 0
     name = f"{run.resolve().name}-{name_of(version)}" if run else name
     out = (run or policy.parent) / "eval" / (f"{name_of(version)}-evaluate" if saved else policy.name)
-    weights = Weights(version, read_blobs(policy))
-    return PolicySource(name, answering(config, loaded), spec, weights, policy, None if on_hub else out)
+    weights = Weights(version, read_blobs(policy)) if config.sends_weights else None
+    about = {} if config.sends_weights else {FROM: read_json(policy / "config.json").get(FROM)}
+    return PolicySource(name, answering(config, loaded), spec, weights, policy, None if on_hub else out, about)
 
 
 def load_policy(policy: Any, name: str | None = None) -> Policy:

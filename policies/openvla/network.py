@@ -250,7 +250,7 @@ class Tower(nn.Module):
         """[N, 3, H, W] -> [N, patches, dim]; blocks with FiLM want the mean word too."""
         x = layers.patch_tokens(pixels, self.patch_embed.proj) + self.pos_embed
         if self.skip:
-            prefix = torch.cat([self.cls_token, self.reg_token], dim=1).expand(len(x), -1, -1)
+            prefix = torch.cat([self.cls_token, self.reg_token], dim=1).expand(x.shape[0], -1, -1)
             x = torch.cat([prefix.to(x.dtype), x], dim=1)
         for block in self.blocks[:-1]:
             x = block(x, *words)
@@ -514,9 +514,10 @@ class ActionTokens:
         self.centers = (self.edges[:-1] + self.edges[1:]) / 2
         self.bins = bins
 
-    def decode(self, tokens: np.ndarray) -> np.ndarray:
+    def decode(self, tokens: Tensor) -> Tensor:
         """Numbers in [-1, 1]."""
-        return self.centers[np.minimum(self.bins - 1 - tokens, self.bins - 2)]
+        centers = torch.from_numpy(self.centers).to(tokens.device)
+        return centers[(self.bins - 1 - tokens).clamp(max=self.bins - 2)]
 
     def encode(self, actions: np.ndarray) -> np.ndarray:
         return self.bins - np.digitize(np.clip(actions, -1, 1), self.edges)

@@ -137,7 +137,7 @@ class PrismaticPolicy(VLAPolicy):
         return self.projector
 
     def unit_state(self, state: Tensor) -> Tensor:
-        return tensor_of(self._statistics_of("proprio").to_unit(host(state).astype(np.float64)), self.device)
+        return self._statistics_of("proprio").to_unit(state)
 
     def start(self, name: str, shape: torch.Size, draw: torch.Generator) -> Tensor:
         if name.endswith("patch_embed.proj.weight"):
@@ -170,17 +170,18 @@ class PrismaticPolicy(VLAPolicy):
     def _statistics_of(self, part: str) -> statistics.Statistics:
         return statistics.statistics_of(self.norm_stats, self.data_set, self.where, part)
 
-    def actions_of(self, units: np.ndarray) -> np.ndarray:
+    def before_export(self) -> None:
+        self.stated, self.ranges = self.norm_stats, None
+
+    def actions_of(self, units: Tensor) -> Tensor:
         """Converts numbers in [-1, 1], [..., A], to the env's units."""
-        actions = self.statistics.from_unit(units)
-        actions[..., -1] = statistics.GRIPPERS[self.config.gripper](actions[..., -1])
-        return actions.astype(np.float32)
+        return statistics.for_env(self.statistics.from_unit(units), self.config.gripper)
 
     def units_of(self, actions: Array) -> np.ndarray:
         """Converts demonstrated actions [..., A] to numbers in [-1, 1]."""
         stored = host(actions).astype(np.float64)
         stored[..., -1] = statistics.STORED_GRIPPERS[self.config.gripper](stored[..., -1])
-        return self.statistics.to_unit(stored)
+        return host(self.statistics.to_unit(torch.from_numpy(stored)))
 
     def tokens_of(self, inputs: dict[str, Any]) -> Tensor:
         """The generated tokens [B, C, A], or the tokens of demonstrated actions."""
@@ -190,9 +191,8 @@ class PrismaticPolicy(VLAPolicy):
 
     # Prompts and images
 
-    def _prompt_ids(self, obs: Observation, count: int) -> tuple[np.ndarray, np.ndarray]:
-        """Ids of the prompts [N, L], and their mask."""
-        prompts = [self.settings.template.format(text.lower()) for text in self.instructions(obs, count)]
+    def prompt_tokens(self, texts: list[str]) -> tuple[np.ndarray, np.ndarray]:
+        prompts = [self.settings.template.format(text.lower()) for text in texts]
         return pad_rows([self.encode(text) for text in prompts], self.settings.pad_id, in_front=True)
 
     def encode(self, text: str) -> list[int]:
@@ -207,9 +207,9 @@ class PrismaticPolicy(VLAPolicy):
     ) -> tuple[Tensor, Tensor]:
         """Embeddings [N, L, D] of begin, images, text, `numbers` empty tokens and the last `after` words, and their
         mask."""
-        text, blank = words.shape[1] - after, words.new_zeros(len(words), numbers, words.shape[2])
+        text, blank = words.shape[1] - after, words.new_zeros(words.shape[0], numbers, words.shape[2])
         x = torch.cat([words[:, :1], patches.to(words.dtype), words[:, 1:text], blank, words[:, text:]], dim=1)
-        known = present.new_ones(1, 1).expand(len(words), -1)
+        known = present.new_ones(1, 1).expand(words.shape[0], -1)
         parts = (present[:, :1], known.expand(-1, patches.shape[1]), present[:, 1:text], known.expand(-1, numbers))
         return x, torch.cat([*parts, present[:, text:]], dim=1)
 
@@ -318,30 +318,34 @@ class OpenVLAPolicy(PrismaticPolicy):
 
     @torch.inference_mode()
     def act(self, obs: Observation, noise: np.ndarray, temperature: float = 1.0) -> PolicyOutput:
-        uniform = torch.as_tensor(noise).to(self.device)
-        written, logprobs, values = self.write(*self._prefix(obs), uniform, temperature)
-        chosen = written.cpu().numpy()
+        stack, uniform = self.language_model.model, torch.as_tensor(noise).to(self.device)
+        decoder = network.CompiledDecoder if self.config.compile else network.fastest_decoder(stack)
+        x, *masks = self._prefix(obs)
+        text = decoder(stack, self.cache, *masks, uniform.shape[1] - 1)
+        written, logprobs, values = self.write(text, x, uniform, temperature)
         return PolicyOutput(
-            self.actions_of(self.codes.decode(chosen))[:, None],
+            host(self.actions_of(self.codes.decode(written))[:, None]),
             logprobs[:, None].cpu().numpy(),
             values.cpu().numpy(),
-            {"tokens": chosen[:, None]},
+            {"tokens": host(written)[:, None]},
         )
 
-    @torch.inference_mode()
+    def best_actions(self, obs: Observation, noise: Tensor | None) -> Tensor:
+        x, *masks = self._prefix(obs)
+        uniform = x.new_zeros(x.shape[0], self.spec.action.dim)
+        text = network.Decoder(self.language_model.model, network.Cache(), *masks, uniform.shape[1] - 1)
+        return self.actions_of(self.codes.decode(self.write(text, x, uniform, 0.0)[0]))[:, None]
+
     def write(
-        self, x: Tensor, present: Tensor, padded: bool, uniform: Tensor, temperature: float
+        self, text: network.Decoder, x: Tensor, uniform: Tensor, temperature: float
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Action tokens and their log-probs [N, A], and values [N], from embeddings of image and prompt."""
-        stack, numbers = self.language_model.model, uniform.shape[1]
-        decoder = network.CompiledDecoder if self.config.compile else network.fastest_decoder(stack)
-        text = decoder(stack, self.cache, present, padded, numbers - 1)
         hidden = text.read(x)
         values = self._value(hidden)
         written, logits = [], [self._logits(hidden)]
-        for column in uniform.T:
+        for column in uniform.unbind(1):
             written.append(network.pick(logits[-1], column, temperature))
-            if len(written) < numbers:
+            if len(written) < uniform.shape[1]:
                 logits.append(self._logits(text.go_on(self._embed(written[-1]))))
         chosen = torch.stack(written, 1)
         return chosen, network.action_scores(torch.stack(logits, 1), chosen)[0], values
@@ -374,10 +378,10 @@ class OpenVLAPolicy(PrismaticPolicy):
         """Returns embeddings [N, L, D] of begin, image and text, their mask [N, L], and True if there is padding.
         `patches` [N, 1, P, D] are features of frozen towers."""
         seen = self._patch_features(*self._pixels(obs)) if patches is None else tensor_of(patches, self.device)[:, 0]
-        ids, mask = self._prompt_ids(obs, len(seen))
-        words = self.language_model.model.embed_tokens(tensor_of(ids, self.device))
-        x, present = self._sequence(words, tensor_of(mask, self.device), self.projector(seen))
-        return x, present, not mask.all()
+        ids, mask, padded = self.word_ids(obs, seen.shape[0])
+        words = self.language_model.model.embed_tokens(ids)
+        x, present = self._sequence(words, mask, self.projector(seen))
+        return x, present, padded
 
     def _embed(self, chosen: Tensor) -> Tensor:
         return self.language_model.model.embed_tokens(chosen + self.settings.first_action_id)
@@ -467,13 +471,20 @@ class OpenVLAOFTPolicy(PrismaticPolicy):
             center = self._center(hidden)
             units = center + temperature * self._log_scale().exp() * network.laplace_noise(uniform).to(self.exact)
             logprobs, _ = network.laplace(center, self._log_scale(), units)
-            chosen, replay = host(units), {"units": host(units)}
+            replay = {"units": host(units)}
         else:
             logits = self._logits(hidden)
             written = network.pick(logits, uniform, temperature)
             logprobs, _ = network.action_scores(logits, written)
-            chosen, replay = self.codes.decode(host(written)), {"tokens": host(written)}
-        return PolicyOutput(self.actions_of(chosen), host(logprobs), host(self._value(hidden[:, 0, 0])), replay)
+            units, replay = self.codes.decode(written), {"tokens": host(written)}
+        actions = host(self.actions_of(units))
+        return PolicyOutput(actions, host(logprobs), host(self._value(hidden[:, 0, 0])), replay)
+
+    def best_actions(self, obs: Observation, noise: Tensor | None) -> Tensor:
+        hidden = self._hidden(obs)
+        if self.head == "l1":
+            return self.actions_of(self._center(hidden))
+        return self.actions_of(self.codes.decode(self._logits(hidden).argmax(-1)))
 
     @torch.inference_mode()
     def value(self, obs: Observation) -> np.ndarray:
@@ -518,17 +529,15 @@ class OpenVLAOFTPolicy(PrismaticPolicy):
         """Hidden states [N, C, A, D] from which the numbers of the chunk are read; `patches` [N, cameras, P, D] are
         features of frozen towers."""
         hidden = self._states(obs, patches)
-        return hidden.view(len(hidden), self.config.chunk, self.spec.action.dim, -1)
+        return hidden.view(hidden.shape[0], self.config.chunk, self.spec.action.dim, -1)
 
     def _states(self, obs: Observation, patches: Tensor | None = None, more: int = 0) -> Tensor:
         """Hidden states [N, C * A + more, D] from which the action numbers, and `more` tokens after them, are read."""
-        count, numbers = len(obs["images"][self.cameras[0]]), self.config.chunk * self.spec.action.dim
-        ids, there = self._prompt_ids(obs, count)
+        count, numbers = obs["images"][self.cameras[0]].shape[0], self.config.chunk * self.spec.action.dim
+        ids, present, padded = self.word_ids(obs, count)
         after = int(self.config.stop_token)  # it follows the actions
-        ids = np.pad(ids, ((0, 0), (0, after)), constant_values=network.STOP)
-        there = np.pad(there, ((0, 0), (0, after)), constant_values=True)
-        present = tensor_of(there, self.device)
-        words = self.language_model.model.embed_tokens(tensor_of(ids, self.device))
+        present = nn.functional.pad(present, (0, after), value=True)
+        words = self.language_model.model.embed_tokens(nn.functional.pad(ids, (0, after), value=network.STOP))
         seen = (
             self._image_features(obs, words, present)
             if patches is None
@@ -536,13 +545,13 @@ class OpenVLAOFTPolicy(PrismaticPolicy):
         )
         seen = self.projector(seen)
         if self.proprio:
-            state = self.proprio_statistics.to_unit(host(obs["state"]).astype(np.float64))
-            seen = torch.cat([seen, self.proprio_projector(tensor_of(state, self.device).to(self.dtype))[:, None]], 1)
+            state = self.proprio_statistics.to_unit(tensor_of(obs["state"], self.device))
+            seen = torch.cat([seen, self.proprio_projector(state.to(self.dtype))[:, None]], 1)
         x, mask = self._sequence(words, present, seen, numbers, after)
         begin, both = x.shape[1] - numbers - after - 1, self.config.bidirectional
         read = slice(begin, begin + numbers + more)
         stack = for_acting(self.config, network.LlamaStack.forward, self.device)
-        return stack(self.language_model.model, x, mask, bidirectional=both, padded=not there.all(), read=read)
+        return stack(self.language_model.model, x, mask, bidirectional=both, padded=padded, read=read)
 
     def _image_features(self, obs: Observation, words: Tensor, present: Tensor) -> Tensor:
         """Vision features of all images, one after the other [N, cameras * P, D]."""
@@ -552,7 +561,7 @@ class OpenVLAOFTPolicy(PrismaticPolicy):
             mean = (words * weights).sum(1) / weights.sum(1)
             modulation = (mean.repeat(len(images), 1),)
         patches = self._patch_features(torch.cat(images), *modulation)
-        return torch.cat(patches.chunk(len(images)), dim=1)
+        return patches.unflatten(0, (len(images), -1)).transpose(0, 1).flatten(1, 2)
 
     def _center(self, hidden: Tensor) -> Tensor:
         return self.action_head.model(hidden.flatten(2)).to(self.exact)

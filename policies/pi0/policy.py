@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from embodied.core.arrays import tensor_of
+from embodied.core.errors import ConfigError
 from embodied.core.types import Observation
 from embodied.policies.pi0.config import Pi0Config
 from embodied.policies.policy_folder import TOKENIZER
@@ -259,7 +260,7 @@ class Pi0Network(networks.FlowNetwork):
         among = torch.ones(length, length, dtype=torch.bool, device=present.device)
         if not self.settings.adaptive:
             among[0, 1:] = False  # the state does not attend to actions
-        rows = len(present)
+        rows = present.shape[0]
         return torch.cat([present[:, None].expand(-1, length, -1), among.expand(rows, -1, -1)], dim=2)[:, None]
 
     def _freeze_unused(self) -> None:
@@ -382,17 +383,30 @@ class Pi0Policy(FlowPolicy):
             hidden = self.model.suffix(seen, None, torch.ones(len(seen.state), device=self.device))
         return hidden[:, 0]
 
+    def prompt_tokens(self, texts: list[str]) -> tuple[np.ndarray, np.ndarray]:
+        if self.settings.adaptive and self.config.state_in_prompt:
+            raise ConfigError(
+                "policy.state_in_prompt=true writes each state into the prompt, so its words are not known before; "
+                "python -m embodied.serve answers with such a policy"
+            )
+        return self._padded_words(texts, [None] * len(texts))
+
+    def _padded_words(self, texts: list[str], states: Any, width: int = 0) -> tuple[np.ndarray, np.ndarray]:
+        most = self.settings.max_tokens
+        sentences = [self.encode(prompt(text, row)) for text, row in zip(texts, states, strict=True)]
+        return pad_rows(sentences, most=most, least=most if self.config.dtype == "bfloat16" else width)
+
     def _prefix(self, obs: Observation, state: Tensor, width: int = 0, draws: Tensor | None = None) -> networks.Prefix:
         """The prefix of images and prompts, padded to at least `width` tokens. In half precision all prompts have one
         width, as in openpi: other padding changes rounding, by 0.1 nats of a log-prob."""
-        most = self.settings.max_tokens
-        texts = self.instructions(obs, len(state))
-        states: Any = [None] * len(texts)
-        if self.settings.adaptive and self.config.state_in_prompt:
-            states = np.zeros(state.shape) if state.is_meta else state.cpu().numpy()  # memory is counted by shapes
-        sentences = [self.encode(prompt(text, row)) for text, row in zip(texts, states, strict=True)]
-        least = most if self.config.dtype == "bfloat16" else width
-        words = [tensor_of(part, self.device) for part in pad_rows(sentences, most=most, least=least)]
+        words = obs.get("instruction")
+        if not isinstance(words, tuple):  # an exported program has ids as inputs
+            texts = self.instructions(obs, len(state))
+            states: Any = [None] * len(texts)
+            if self.settings.adaptive and self.config.state_in_prompt:
+                states = np.zeros(state.shape) if state.is_meta else state.cpu().numpy()  # memory is counted by shapes
+            padded = self._padded_words(texts, states, width)
+            words = tuple(tensor_of(part, self.device) for part in padded)
         pixels = self._pixels(obs)
         if draws is not None:
             pixels = augmented(pixels, draws.view(len(draws), -1, DRAWS))

@@ -15,11 +15,11 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, ClassVar
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from embodied.core.arrays import tensor_of
 from embodied.core.types import Observation
 from embodied.policies.vla import flow_network as networks
 from embodied.policies.vla.flow import FlowPolicy, FlowSettings, normalization_of
@@ -143,11 +143,11 @@ class SmolVLANetwork(networks.FlowNetwork):
         side, (count, dim) = self.settings.shuffle, patches.shape[1:]
         line = math.isqrt(count) // side
         squares = patches.view(-1, line, side, line, side, dim).transpose(2, 3)
-        return squares.reshape(len(patches), line * line, side * side * dim)
+        return squares.reshape(patches.shape[0], line * line, side * side * dim)
 
     def prefix(self, pixels: Tensor, ids: Tensor, is_word: Tensor, state: Tensor) -> networks.Prefix:
         """`pixels` [N, cameras, 3, S, S], word ids [N, L] and their mask [N, L], and states [N, state_dim]."""
-        rows, scale = len(pixels), math.sqrt(self.settings.language.dim)
+        rows, scale = pixels.shape[0], math.sqrt(self.settings.language.dim)
         images = self.read_patches(pixels) * scale
         words = self.language.embed_tokens(ids) * scale
         felt = self.state_proj(state.to(self.state_proj.weight.dtype))[:, None]
@@ -192,10 +192,11 @@ class SmolVLAPolicy(FlowPolicy):
         self, obs: Observation, known: dict[str, Any] | None = None, draws: Tensor | None = None
     ) -> networks.Prefix:
         state = self._unit_state(obs)
-        sentences = [self.encode(text) for text in self.instructions(obs, len(state))]
-        words = [tensor_of(part, self.device) for part in pad_rows(sentences, most=self.settings.max_tokens)]
         prefix = for_acting(self.config, SmolVLANetwork.prefix, self.device)
-        return prefix(self.model, self._pixels(obs), *words, self._padded_state(state))
+        return prefix(self.model, self._pixels(obs), *self.word_ids(obs, state.shape[0])[:2], self._padded_state(state))
+
+    def prompt_tokens(self, texts: list[str]) -> tuple[np.ndarray, np.ndarray]:
+        return pad_rows([self.encode(text) for text in texts], most=self.settings.max_tokens)
 
     def value_features(self, seen: networks.Prefix, hidden: Tensor | None) -> Tensor:
         return seen.hidden

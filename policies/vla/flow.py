@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from embodied.core.arrays import tensor_of
+from embodied.core.arrays import host, tensor_of
 from embodied.core.errors import CheckpointError, ConfigError
 from embodied.core.files import reading
 from embodied.core.types import EnvSpec, NoiseSpec, Observation, PolicyOutput
@@ -352,11 +352,22 @@ class FlowPolicy(VLAPolicy):
             chain.append(x)
         logprobs = torch.stack(densities).sum(0) / (len(densities) if self._joint else 1)
         return PolicyOutput(
-            self._env_actions(x, obs),
+            host(self._env_actions(x, obs)),
             self._played_numbers(logprobs).cpu().numpy(),
             values.cpu().numpy(),
             self._remember(chain, first),
         )
+
+    @property
+    def starting_noise(self) -> int:
+        return self.horizon * self.settings.action_dim
+
+    def best_actions(self, obs: Observation, noise: Tensor | None) -> Tensor:
+        x, seen, steps = noise.unflatten(1, (self.horizon, -1)).to(self.exact), self.read(obs), self.config.steps
+        for step in range(steps):
+            time = time_of(torch.full((x.shape[0],), step, device=x.device), steps)
+            x = plain_step(x, self.denoise(seen, x, time)[1], steps)
+        return self._env_actions(x, obs)
 
     @torch.inference_mode()
     def value(self, obs: Observation) -> np.ndarray:
@@ -464,7 +475,7 @@ class FlowPolicy(VLAPolicy):
 
     def _unit_state(self, obs: Observation) -> Tensor:
         if not self.spec.state_dim:
-            rows = len(next(iter(obs["images"].values())))
+            rows = next(iter(obs["images"].values())).shape[0]
             return torch.zeros(rows, 0, dtype=torch.float64, device=self.device)
         return self.state_scale.to_unit(tensor_of(obs["state"], self.device))
 
@@ -501,14 +512,13 @@ class FlowPolicy(VLAPolicy):
             points = torch.stack([points[rows, first], points[rows, first + 1]], dim=1)
         return {"chain": points.cpu().numpy(), "first": first.cpu().numpy()}
 
-    def _env_actions(self, x: Tensor, obs: Observation) -> np.ndarray:
+    def _env_actions(self, x: Tensor, obs: Observation) -> Tensor:
         """Converts points in the model's units to actions in the env's units."""
         actions = self.action_scale.from_unit(self._played_numbers(x))
         if count := self.config.relative_actions:
-            actions[..., :count] += tensor_of(obs["state"], self.device)[:, None, :count]
-        played = actions.cpu().numpy()
-        played[..., -1] = statistics.GRIPPERS[self.config.gripper](played[..., -1])
-        return played.astype(np.float32)
+            begin = tensor_of(obs["state"], self.device)[:, None, :count]
+            actions = torch.cat([actions[..., :count] + begin, actions[..., count:]], dim=-1)
+        return statistics.for_env(actions, self.config.gripper)
 
     def _unit_actions(self, actions: Tensor, obs: Observation) -> Tensor:
         """The reverse conversion [B, H, action_dim], padded with zeros."""

@@ -239,7 +239,7 @@ class FlowNetwork(nn.Module):
     def read_patches(self, pixels: Tensor) -> Tensor:
         """Image tokens [N, cameras * tokens, dim] of pixels [N, cameras, 3, S, S]."""
         patches = self.to_words(self.merge_patches(self.tower(pixels.flatten(0, 1))))
-        return patches.view(len(pixels), -1, patches.shape[-1])
+        return patches.view(pixels.shape[0], -1, patches.shape[-1])
 
     def merge_patches(self, patches: Tensor) -> Tensor:
         return patches

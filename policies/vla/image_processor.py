@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from embodied.core.arrays import host
+from embodied.core.errors import ConfigError
 
 # Resizing with exactly the grey levels of the libraries with which published models were trained.
 #
@@ -89,6 +90,11 @@ def as_tensorflow(frames: Tensor, size: int) -> Tensor:
 
 def through_jpeg(frames: Tensor) -> Tensor:
     """uint8 [N, H, W, 3] after JPEG compression."""
+    if torch.compiler.is_exporting():
+        raise ConfigError(
+            "policy.rlds_images=true compresses frames as JPEG, which no exported program does; "
+            "python -m embodied.serve answers with such a policy"
+        )
     from PIL import Image
 
     back = np.empty(frames.shape, np.uint8)
@@ -222,7 +228,7 @@ def letterbox(pixels: Tensor, colour: tuple[int, ...]) -> Tensor:
     side = max(height, width)
     bars = [(side - width) // 2, (side - height) // 2]
     canvas = column(torch.tensor([float(part) for part in colour], device=pixels.device))
-    canvas = canvas.expand(len(pixels), 3, height + 2 * bars[1], width + 2 * bars[0]).clone()
+    canvas = canvas.expand(pixels.shape[0], 3, height + 2 * bars[1], width + 2 * bars[0]).clone()
     canvas[:, :, bars[1] : bars[1] + height, bars[0] : bars[0] + width] = pixels
     return canvas
 
@@ -237,7 +243,7 @@ def crop(pixels: Tensor, area: float) -> Tensor:
     """Crops this part of a square frame's area and resizes it: bilinear with aligned corners, rounded to grey levels
     like TensorFlow, with which published models were tuned."""
     reach = math.sqrt(area)
-    theta = torch.tensor([[reach, 0.0, 0.0], [0.0, reach, 0.0]], device=pixels.device).expand(len(pixels), 2, 3)
+    theta = torch.tensor([[reach, 0.0, 0.0], [0.0, reach, 0.0]], device=pixels.device).expand(pixels.shape[0], 2, 3)
     grid = F.affine_grid(theta, list(pixels.shape), align_corners=True)
     looked = F.grid_sample(pixels, grid, mode="bilinear", padding_mode="border", align_corners=True)
     return (looked * (255.5 / 255)).floor().clamp(0, 255)

@@ -217,6 +217,14 @@ class VLAPolicy(PublishedPolicy):
         """The instruction of each of `count` rows."""
         return obs["instruction"] if self.spec.instruction else [self.config.instruction] * count
 
+    def word_ids(self, obs: Observation, count: int) -> tuple[Tensor, Tensor, bool]:
+        """The word ids [N, L] of the instructions of `count` rows, their mask, and whether there may be padding. In an
+        exported program ids and mask are inputs."""
+        if isinstance(given := obs.get("instruction"), tuple):
+            return *given, True
+        ids, is_word = self.prompt_tokens(self.instructions(obs, count))
+        return tensor_of(ids, self.device), tensor_of(is_word, self.device), not is_word.all()
+
     def write_folder(self, folder: Path, tensors=None, specs=None) -> None:
         super().write_folder(folder, tensors, specs)
         if self.origin:

@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from embodied.core.arrays import host
+from embodied.core.arrays import host, tensor_of
 from embodied.core.errors import CheckpointError, ConfigError
 from embodied.core.files import reading
 from embodied.core.types import EnvSpec
@@ -29,8 +29,8 @@ BOUNDS = {"quantiles": ("q01", "q99"), "extremes": ("min", "max")}
 
 GRIPPERS = {
     "as_is": lambda x: x,
-    "libero": lambda x: -np.sign(2 * x - 1),  # stored: 0 closed, 1 open; the robot closes with 1
-    "bridge": lambda x: np.where(x > 0.5, 1.0, -1.0),
+    "libero": lambda x: -torch.sign(2 * x - 1),  # stored: 0 closed, 1 open; the robot closes with 1
+    "bridge": lambda x: torch.where(x > 0.5, 1.0, -1.0),
 }
 STORED_GRIPPERS = {"as_is": lambda x: x, "libero": lambda x: (1 - x) / 2, "bridge": lambda x: (1 + x) / 2}  # and back
 DATA_SET = Path("meta", "stats.json")  # in LeRobot's layout
@@ -55,13 +55,21 @@ class Statistics:
     def width(self) -> np.ndarray:
         return self.high - self.low + self.slack
 
-    def from_unit(self, numbers: np.ndarray) -> np.ndarray:
-        return np.where(self.mask, 0.5 * (numbers + 1) * self.width + self.low, numbers)
+    def from_unit(self, numbers: Tensor) -> Tensor:
+        low, width, mask = (tensor_of(part, numbers.device) for part in (self.low, self.width, self.mask))
+        return torch.where(mask, 0.5 * (numbers + 1) * width + low, numbers.double())
 
-    def to_unit(self, numbers: np.ndarray) -> np.ndarray:
+    def to_unit(self, numbers: Tensor) -> Tensor:
         """Scales to [-1, 1] with clipping; -1 if a range has no width."""
         width = np.where(self.width == 0, 1.0, self.width)
-        return np.clip(np.where(self.mask, 2 * (numbers - self.low) / width - 1, numbers), -1, 1)
+        low, width, mask = (tensor_of(part, numbers.device) for part in (self.low, width, self.mask))
+        numbers = numbers.double()
+        return torch.where(mask, 2 * (numbers - low) / width - 1, numbers).clamp(-1, 1)
+
+
+def for_env(actions: Tensor, gripper: str) -> Tensor:
+    """Actions [..., A] with the last number converted for the env."""
+    return torch.cat([actions[..., :-1], GRIPPERS[gripper](actions[..., -1:])], dim=-1).to(torch.float32)
 
 
 def choose_key(norm_stats: dict[str, Any], key: str | None, where: str) -> str:

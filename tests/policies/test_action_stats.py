@@ -3,7 +3,6 @@
 import json
 from dataclasses import replace
 
-import numpy as np
 import pytest
 import tiny_vla
 import torch
@@ -31,8 +30,10 @@ def demos(tmp_path):
 
 def test_ranges_of_demonstrations_travel_with_the_weights(demos, tmp_path):
     made = build(statistics=str(demos))
-    assert made.proprio_statistics.to_unit(np.array([[0.04, 3.0]])).round(6).tolist() == [[1.0, 0.0]]
-    assert made.actions_of(np.array([1.0, 0.3, -1.0])).round(6).tolist() == [0.5, 0.0, -1.0]
+    assert made.proprio_statistics.to_unit(torch.tensor([[0.04, 3.0]]).double()).round(decimals=6).tolist() == [
+        [1.0, 0.0]
+    ]
+    assert made.actions_of(torch.tensor([1.0, 0.3, -1.0]).double()).round(decimals=6).tolist() == [0.5, 0.0, -1.0]
     made.save_pretrained(tmp_path / "policy")
     (demos / "meta" / "stats.json").unlink()
     again, plain = load_policy(tmp_path / "policy"), build()

@@ -1,13 +1,17 @@
 """What every policy keeps: it scores as it acted, in any company; its gradients, its best actions and its folder."""
 
+import copy
+from importlib.util import find_spec
+
 import numpy as np
 import pytest
 import torch
-from tiny_vla import ROBOT, noise, observe, scored
+from tiny_vla import ROBOT, TEXTS, noise, observe, scored
 
-from embodied.core.errors import CheckpointError
+from embodied.core.errors import CheckpointError, ConfigError
 from embodied.core.types import ActionSpec, EnvSpec
-from embodied.policies import load_policy, make_policy
+from embodied.policies import export_program, load_policy, make_policy
+from embodied.policies.base import Policy
 from embodied.policies.config import CNNConfig, MLPConfig
 from embodied.policies.openvla.config import OpenVLAConfig, OpenVLAOFTConfig
 from embodied.policies.pi0.config import Pi0Config
@@ -16,6 +20,8 @@ from embodied.policies.smolvla.config import SmolVLAConfig
 STATES, CHOICES = EnvSpec(ActionSpec(3), state_dim=4), EnvSpec(ActionSpec(1, num_choices=4), state_dim=4)
 EYES = {"name": "cnn", "channels": (4, 4), "kernels": (4, 3), "strides": (2, 1), "hidden": (16,), "chunk": 2}
 OFT = {"name": "openvla_oft", "chunk": 2, "proprio": True, "film": True}
+WITHOUT = pytest.mark.skipif(not find_spec("onnxruntime"), reason="the extra onnx is missing")
+ONNX = pytest.param("onnx", marks=[WITHOUT, pytest.mark.slow])
 FAMILIES = {
     "mlp": (MLPConfig(hidden=(16, 16), chunk=3, normalize_observations=True), STATES),
     "mlp that chooses": (MLPConfig(hidden=(16, 16), chunk=3), CHOICES),
@@ -114,3 +120,19 @@ def test_a_saved_policy_is_refused_with_any_bit_flipped_and_taken_without_its_ch
         load_policy(tmp_path)
     (tmp_path / "checksums.json").unlink()
     load_policy(tmp_path)
+
+
+@pytest.mark.parametrize("kind", ["torch", ONNX])
+def test_a_program_of_its_best_actions_acts_as_it_does(kind, family, tmp_path):
+    name, policy = family
+    if name == "pi05":
+        with pytest.raises(ConfigError, match="writes each state into the prompt"):
+            export_program.describe(policy, observe(), [*TEXTS])
+        return
+    reads = type(policy).prompt_tokens is not Policy.prompt_tokens
+    description = {"program": export_program.describe(policy, observe(2), [*TEXTS] if reads else [])}
+    runner = export_program.write(tmp_path, kind, description, copy.deepcopy(policy), observe(2))
+    for rows in (1, 3):  # it was recorded with two
+        obs, draws = observe(rows, seed=rows), noise(policy, rows)
+        found = runner.act(obs, draws[:, : policy.starting_noise])
+        np.testing.assert_allclose(found, policy.act(obs, draws, temperature=0.0).actions, atol=1e-5)

@@ -29,15 +29,15 @@ def test_action_tokens_by_hand():
     codes = ActionTokens(256)
     # 256 edges are 2/255 apart. Published ids are 32000 - bin with bins from 1, ours count from id 31744.
     assert codes.encode(np.array([-1.0, 1.0, 0.0])).tolist() == [255, 0, 128]
-    assert codes.decode(np.array([255]))[0] == pytest.approx(-1 + 1 / 255)
-    assert codes.decode(np.array([0]))[0] == codes.decode(np.array([1]))[0] == pytest.approx(1 - 1 / 255)
-    assert np.array_equal(codes.encode(codes.decode(np.arange(1, 256))), np.arange(1, 256))
+    assert codes.decode(torch.tensor([255]))[0] == pytest.approx(-1 + 1 / 255)
+    assert codes.decode(torch.tensor([0]))[0] == codes.decode(torch.tensor([1]))[0] == pytest.approx(1 - 1 / 255)
+    assert np.array_equal(codes.encode(codes.decode(torch.arange(1, 256)).numpy()), np.arange(1, 256))
 
 
 def test_statistics_scale_what_the_mask_says():
     statistics = Statistics(np.array([-2.0, 0.0]), np.array([4.0, 1.0]), np.array([True, False]))
-    assert statistics.from_unit(np.array([[0.5, 0.5]])).tolist() == [[2.5, 0.5]]  # 0.5 * 1.5 * 6 - 2
-    assert statistics.to_unit(np.array([[2.5, 0.5]])).tolist() == [[0.5, 0.5]]
+    assert statistics.from_unit(torch.tensor([[0.5, 0.5]])).tolist() == [[2.5, 0.5]]  # 0.5 * 1.5 * 6 - 2
+    assert statistics.to_unit(torch.tensor([[2.5, 0.5]])).tolist() == [[0.5, 0.5]]
     stats = {"a": {"action": {"q01": [0.0], "q99": [1.0]}}, "b_no_noops": {"action": {"q01": [0.0], "q99": [2.0]}}}
     assert statistics_of(stats, "b", "x").high == [2.0] and statistics_of(stats, "a", "x").mask.all()
     for key, words in ((None, r"policy\.statistics=a\|b_no_noops"), ("c", "there are: a, b_no_noops")):
@@ -64,7 +64,7 @@ def test_ranges_that_are_none_are_refused_unless_masked(change, words):
     with pytest.raises(CheckpointError, match=f"here: the action statistics of kitchen cannot be read: .*{words}"):
         statistics_of({"kitchen": {"action": RANGE | change}}, None, "here")
     masked = RANGE | {"q01": [0.0, NAN], "mask": [True, False]}
-    assert statistics_of({"kitchen": {"action": masked}}, None, "here").from_unit(torch.zeros(2).numpy())[1] == 0
+    assert statistics_of({"kitchen": {"action": masked}}, None, "here").from_unit(torch.zeros(2))[1] == 0
 
 
 def test_prompts_are_aligned_behind_the_first_token():

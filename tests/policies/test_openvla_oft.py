@@ -60,7 +60,7 @@ def test_it_reads_what_transformers_llama_gives_for_the_published_sequence(stop)
     ours = policy({"obs": obs, "tokens": tokens}).logprobs.detach()
     stack, numbers = policy.language_model.model, CHUNK * 3
     for row in range(2):
-        (ids,) = policy._prompt_ids({"instruction": [tiny.TEXTS[row]]}, 1)[0]
+        (ids,) = policy.prompt_tokens([tiny.TEXTS[row]])[0]
         frames = [policy.images(torch.from_numpy(obs["images"][c][row : row + 1])) for c in ("top", "wrist")]
         with torch.no_grad():
             words = stack.embed_tokens(torch.tensor([[*ids, 2]]))

@@ -53,7 +53,7 @@ def test_a_folder_comes_back_byte_by_byte_and_acts_wherever_it_is(family, folder
 def test_actions_of_openvla_have_the_units_of_the_statistics(folders):
     for family, more in (("openvla", {"gripper": "bridge"}), ("oft", {"statistics": "shelf"})):
         policy = opened(folders, family, **more)
-        assert policy.statistics.from_unit(np.zeros(3))[0] == pytest.approx(0.1)  # the middle of -0.1 and 0.3
+        assert policy.statistics.from_unit(torch.zeros(3))[0] == pytest.approx(0.1)  # the middle of -0.1 and 0.3
     assert policy.proprio_statistics.high[0] == 2.0
     actions = (
         opened(folders, "openvla", gripper="bridge").act(observe(), np.random.default_rng(0).random((4, 3))).actions
@@ -68,7 +68,7 @@ def test_states_and_actions_of_flows_have_the_units_of_the_statistics(folders, t
     played = policy._env_actions(unit, obs)
     np.testing.assert_allclose(played[:, 0, 0], 1.1 + obs["state"][:, 0], rtol=1e-5)  # 1 * 0.1 + 1, and the state
     np.testing.assert_allclose(played[:, :, 1:], 1.0, rtol=1e-5)
-    np.testing.assert_allclose(policy._unit_actions(torch.from_numpy(played), obs)[:, :, :3], 1.0, atol=1e-4)
+    np.testing.assert_allclose(policy._unit_actions(played, obs)[:, :, :3], 1.0, atol=1e-4)
     other = build("pi05", statistics=str(folders["pi0"]))  # of a data set, without its model; by quantiles
     np.testing.assert_allclose(other._env_actions(unit, obs), 4.0, rtol=1e-5)
     place = shutil.copytree(folders["pi0"], tmp_path / "rlinf")
