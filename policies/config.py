@@ -254,7 +254,7 @@ class ExportedConfig(PolicyOptions):
     dtype: ClassVar[str] = ""  # the program's
 
     name: Literal["exported"] = Field(description="A policy that embodied.export wrote; it only acts.")
-    pretrained: str = Field(description="The folder that embodied.export wrote.")
+    pretrained: str = Field(".", description="The folder that embodied.export wrote.")
     chunk: int = Field(1, gt=0, description="Actions per decision: one policy call plays this many env steps.")
     noise: tuple[Literal["normal", "uniform"], NonNegativeInt] = Field(
         ("normal", 0), description="Kind and count of the random numbers of a decision, as of the policy it was."
