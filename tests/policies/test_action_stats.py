@@ -30,9 +30,8 @@ def demos(tmp_path):
 
 def test_ranges_of_demonstrations_travel_with_the_weights(demos, tmp_path):
     made = build(statistics=str(demos))
-    assert made.proprio_statistics.to_unit(torch.tensor([[0.04, 3.0]]).double()).round(decimals=6).tolist() == [
-        [1.0, 0.0]
-    ]
+    numbers = torch.tensor([[0.04, 3.0]], dtype=torch.float64)
+    assert made.proprio_statistics.to_unit(numbers).round(decimals=6).tolist() == [[1.0, 0.0]]
     assert made.actions_of(torch.tensor([1.0, 0.3, -1.0]).double()).round(decimals=6).tolist() == [0.5, 0.0, -1.0]
     made.save_pretrained(tmp_path / "policy")
     (demos / "meta" / "stats.json").unlink()
