@@ -39,7 +39,17 @@ def started(env, *tasks, seed=5):
 
 
 def test_a_task_keeps_the_contract(env):
-    check_vector_env(env("push-v3", 4, max_episode_steps=8, cameras=["corner"], image_size=32))
+    check_vector_env(env("push-v3", 4, max_episode_steps=8))
+
+
+def test_pictures_follow_the_arm_and_stand_upright(env):
+    one = env("push-v3", 1, cameras=["corner"], image_size=48)
+    if one.video_problem():
+        pytest.skip(one.video_problem())
+    before = started(one, "push-v3")["images"]["corner"][0]
+    after = one.step_chunk(np.ones((1, 10, 4), np.float32)).obs["images"]["corner"][0]
+    assert before.shape == (48, 48, 3) and (before != after).any()
+    assert before[:5].std() < before[-20:].std()  # a plain wall above, the table below
 
 
 def test_a_script_solves_its_task_and_an_episode_is_the_same_on_any_row(env):
