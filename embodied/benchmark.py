@@ -28,32 +28,23 @@ from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field, replace
 from itertools import product
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal
+
+from pydantic import AfterValidator, BeforeValidator, PositiveFloat, PositiveInt
 
 from embodied import let_call
 from embodied.config.command_line import from_python
-from embodied.config.read import read_yaml
 from embodied.config.recipe import RunConfig, load
-from embodied.core.errors import ConfigError, nearest
-from embodied.core.files import as_path, check_place
+from embodied.core.errors import ConfigError
+from embodied.core.files import check_place
+from embodied.core.options import LocalPath, Strict
 from embodied.placement import PlacedRole, PlacementPlan, Topology, make_plan, roles_of
-from embodied.placement.deploy import as_placement, granularity
-from embodied.placement.iteration_cost import Pricer
-from embodied.placement.profile import Profile, read_profile, write_profile
-from embodied.placement.profile_planner import Choice
-from embodied.placement.reasons import describe_layout, mean_idle, why_not
-from embodied.plan import Planned, plan
+from embodied.placement.profile import read_profile, write_profile
+from embodied.placement.reasons import why_not
+from embodied.plan import plan
+from embodied.profiling import stored_profiles
 from embodied.profiling.measure import measure as measure_profile
-from embodied.profiling.stored_profiles import (
-    describe_devices,
-    fitted_to,
-    in_turns,
-    processor,
-    profile_for,
-    profile_path,
-    repeated,
-)
-from embodied.profiling.timed_run import Round, TimedRun, typical
+from embodied.profiling.timed_run import Round, TimedRun, timed_forecast, typical
 from embodied.records.progress import timestamp
 from embodied.reporting.benchmark_page import describe, warnings, write_report
 from embodied.run import launch
@@ -70,20 +61,37 @@ OTHER = "custom"  # the fastest layout without a mode's name
 ROUNDS = 7
 WARM_UP = 2
 OVERLAPPING = ("periodic", "async")  # schedules with overlapping rollouts and updates, shown beside the modes
-OWN = ("modes", "schedules", "tasks", "num_envs", "rounds", "profile", "seconds", "out")
 USAGE = (__doc__ or "").format(modes=", ".join(MODES), other=OTHER, rounds=ROUNDS, warm_up=WARM_UP)
 
 
-@dataclass(frozen=True)
-class Options:
-    modes: tuple[str, ...] = (*MODES, OTHER)
-    schedules: tuple[str, ...] = OVERLAPPING
-    tasks: tuple[Any, ...] = ()
-    num_envs: tuple[int, ...] = ()
-    rounds: int = ROUNDS
-    profile: str = ""
-    seconds: float = 60.0
-    out: str = ""
+def listed(value: Any) -> Any:
+    """modes=all is a list, and so is modes=collocated,hybrid."""
+    if isinstance(value, str):
+        return [word.strip() for word in value.split(",")]
+    return value if isinstance(value, list | tuple) else [value]
+
+
+def every_mode(chosen: tuple[str, ...]) -> tuple[str, ...]:
+    return (*MODES, OTHER) if "all" in chosen else chosen
+
+
+def every_schedule(chosen: tuple[str, ...]) -> tuple[str, ...]:
+    return OVERLAPPING if "all" in chosen else tuple(one for one in chosen if one != "none")
+
+
+Mode: Any = Literal["all", "collocated", "disaggregated", "hybrid", "custom"]
+Schedule: Any = Literal["all", "none", "periodic", "async"]
+
+
+class Options(Strict):
+    modes: Annotated[tuple[Mode, ...], BeforeValidator(listed), AfterValidator(every_mode)] = ("all",)
+    schedules: Annotated[tuple[Schedule, ...], BeforeValidator(listed), AfterValidator(every_schedule)] = ("all",)
+    tasks: Annotated[tuple[Any, ...], BeforeValidator(listed)] = ()
+    num_envs: Annotated[tuple[PositiveInt, ...], BeforeValidator(listed)] = ()
+    rounds: PositiveInt = ROUNDS
+    profile: Literal["stored", "new"] | None = None
+    seconds: PositiveFloat = 60.0
+    out: LocalPath | None = None
 
 
 @dataclass
@@ -105,7 +113,7 @@ class Result:
 
     @property
     def where(self) -> str:
-        return describe_devices(self.devices, self.nodes)
+        return stored_profiles.describe_devices(self.devices, self.nodes)
 
     def typical(self, mode: str) -> Round:
         return typical(self.rounds[mode])
@@ -129,11 +137,12 @@ def compare_placements(argv: list[str]) -> Path:
     """Measure, plan, time; returns the folder of the results."""
     named_program = [word for word in argv if word.startswith("program=")]
     program, argv = program_of(argv)
-    options, rest = read_options(argv)
+    options, rest = launch.own_options(Options, argv)
     configs = variants(options, rest)
     folder = new_folder(options.out, configs[0][1])
     header: dict[str, Any] = {"recipe": configs[0][1].run.name, "rounds": options.rounds, "warm_up": WARM_UP}
-    header |= {"date": timestamp(), "processor": processor(), **provenance(), "load": {"before": load_before()}}
+    header |= {"date": timestamp(), "processor": stored_profiles.processor(), **provenance()}
+    header["load"] = {"before": load_before()}
     results = [benchmark(config, [*named_program, *words], options, folder, program) for words, config in configs]
     others = [result.others for result in results if result.others is not None]
     header["load"]["during"] = {"others": max(others, default=None), "average": round(os.getloadavg()[0], 2)}
@@ -154,9 +163,10 @@ def benchmark(
     program: type[EmbodiedLoop] = EmbodiedLoop,
 ) -> Result:
     level = config.pipeline.async_level
-    config, _ = launch.planned(in_turns(repeated(config)), roles=roles_of_run(program, config))
+    config, _ = launch.planned(stored_profiles.timed_recipe(config), roles=roles_of_run(program, config))
     topology = machines(config)
-    profile = profile_of(config, arguments, options, topology, program)
+    path = profile_of(config, arguments, options, topology, program)
+    profile = stored_profiles.fitted_to(config, path, roles_of(roles_of_run(program, config)))
     profile = replace(profile, dataflow=replace(profile.dataflow, level=level))
     limits = config.cluster.memory_gb, draws_on_gpus(config.env), config.algo.why_not_periodic()
     planned = plan(profile, topology, *limits)
@@ -172,7 +182,7 @@ def benchmark(
     if not chosen:
         raise ConfigError("\n".join(f"{mode}: {reason}" for mode, reason in refused.items()))
     fastest_first = sorted(chosen.items(), key=lambda item: item[1].price.seconds)
-    expected = {name: predicted(planned, name, choice) for name, choice in fastest_first}
+    expected = {name: planned.forecast(choice) for name, choice in fastest_first}
     used = {str(c): c.count for c in planned.planner.classes}
     result = Result(str(config.env.task), config.env.num_envs, used, len(topology.nodes), expected, refused)
     result.profile = dict(profile.made)
@@ -181,28 +191,14 @@ def benchmark(
     what = f"{result.task}, {result.num_envs} envs on {result.where}"
     print(f"\n{what}: expected, written to {folder / name} before anything is measured")
     for mode, forecast in expected.items():
-        print(f"  {mode:<14}{forecast['env_steps_per_s']:>9.0f} env steps/s   {forecast['layout']}")
+        print(f"  {mode:<14}{forecast['env_steps_per_s']:>9.0f} env steps/s   {forecast['in_words']}")
     meter = LoadMeter()
     run_all(config, topology, options.rounds, result, folder, program)
     result.others = None if config.cluster.backend == "ray" else meter.load_of_others()  # Ray's workers would count
+    stored = read_profile(path)
+    timed = [timed_forecast(forecast, result.rounds[mode]) for mode, forecast in expected.items()]
+    write_profile(replace(stored, runs=[*stored.runs, *timed]), path)
     return result
-
-
-def predicted(planned: Planned, name: str, choice: Choice) -> dict[str, Any]:
-    """The prediction for the fastest layout of a mode or schedule."""
-    schedule, dataflow, planner = name if name in OVERLAPPING else "sync", planned.profile.dataflow, planned.planner
-    pricer = Pricer(dataflow.with_schedule(schedule), planner.pricer.profile, planner.classes)
-    return {
-        "schedule": schedule,
-        "async_level": dataflow.level if schedule == "async" else 1,
-        "seconds": choice.price.seconds,
-        "env_steps_per_s": planned.steps_per_s(choice),
-        "idle": mean_idle(pricer, choice.layout, planner.classes),
-        "layout": describe_layout(choice.layout, pricer),
-        "placement": as_placement(pricer, choice.layout, planned.topology, planned.draws),
-        "stages": choice.layout.stages,
-        "granularity": granularity(choice.layout, dataflow),
-    }
 
 
 # The runs that are timed
@@ -254,51 +250,25 @@ def runnable(
 
 def profile_of(
     config: RunConfig, arguments: Sequence[str], options: Options, topology: Topology, program: type[EmbodiedLoop]
-) -> Profile:
+) -> Path:
     """The stored profile of these machines, or a new one. `arguments`: of the recipe."""
     roles = roles_of(roles_of_run(program, config))
-    path, why_none = profile_for(config, topology, roles) if options.profile != "new" else (None, "")
-    if path is None and options.profile == "stored":
+    path, why_none = stored_profiles.profile_for(config, topology, roles) if options.profile != "new" else (None, "")
+    if path is not None:
+        print(f"profile     {path}, measured {read_profile(path).made.get('date', 'earlier')}")
+        return path
+    if options.profile == "stored":
         reason = why_none or "none has been measured for this recipe here"
         raise ConfigError(f"profile=stored, but {reason}; try profile=new")
     if why_none:
         print(f"profile     {why_none}")
-    if path is not None:
-        profile = fitted_to(config, read_profile(path), path, roles)
-        print(f"profile     {path}, measured {profile.made.get('date', 'earlier')}")
-        return profile
     profile = measure_profile(config, arguments, options.seconds, print, program)
-    write_profile(profile, profile_path(config, profile.made, roles))
-    return profile
+    path = stored_profiles.profile_path(config, profile.made, roles)
+    write_profile(profile, path)
+    return path
 
 
 # The command's own words
-
-
-def read_options(argv: list[str]) -> tuple[Options, list[str]]:
-    values, problems, rest = launch.split_keys(argv, OWN)
-    for key in ("modes", "schedules", "tasks", "num_envs"):
-        if isinstance(values.get(key), str) and "," in values[key]:  # modes=collocated,hybrid
-            values[key] = read_yaml(f"[{values[key]}]")
-        if key in values:
-            values[key] = tuple(values[key]) if isinstance(values[key], list) else (values[key],)
-    if values.get("modes") == ("all",):
-        values["modes"] = (*MODES, OTHER)
-    if values.get("schedules") in (("all",), ("none",)):
-        values["schedules"] = OVERLAPPING if values["schedules"] == ("all",) else ()
-    for key, more, names in (("schedules", ("all", "none"), OVERLAPPING), ("modes", ("all",), (*MODES, OTHER))):
-        for unknown in (name for name in values.get(key, ()) if name not in names):
-            hint = nearest(str(unknown), [*more, *names], before=", ") or ";"
-            problems.append(f"{key}={unknown}: unknown{hint} known: {', '.join([*more, *names])}")
-    for key, kind in (("rounds", int), ("seconds", (int, float))):
-        if key in values and (not isinstance(values[key], kind) or values[key] <= 0):
-            problems.append(f"{key}={values[key]!r}: should be a number above 0")
-    if values.get("profile", "new") not in ("new", "stored"):
-        problems.append(f"profile={values['profile']}: should be new or stored")
-    if problems:
-        raise ConfigError("\n".join(problems))
-    given: dict[str, Any] = {key: str(value) if key == "out" else value for key, value in values.items()}
-    return Options(**given), rest
 
 
 def variants(options: Options, rest: list[str]) -> list[tuple[list[str], RunConfig]]:
@@ -312,11 +282,11 @@ def variants(options: Options, rest: list[str]) -> list[tuple[list[str], RunConf
     return [(words, loaded.config) for words, loaded in recipes if loaded]
 
 
-def new_folder(out: str, config: RunConfig) -> Path:
+def new_folder(out: Path | None, config: RunConfig) -> Path:
     from datetime import datetime
 
     stamp = datetime.now().strftime("%Y%m%d-%H%M%S")
-    folder = check_place("out", as_path(out)) if out else Path(config.run.dir) / "bench" / f"{config.run.name}-{stamp}"
+    folder = check_place("out", out) if out else Path(config.run.dir) / "bench" / f"{config.run.name}-{stamp}"
     if (folder / "bench.json").exists():
         raise ConfigError(f"out={folder} has results already; name another folder")
     folder.mkdir(parents=True, exist_ok=True)

@@ -19,11 +19,13 @@ from textwrap import wrap
 from typing import Any
 
 import numpy as np
+from pydantic import Field
 
 from embodied import let_call
 from embodied.config.command_line import ON_COMMAND_LINE, from_python
 from embodied.config.recipe import RunConfig, load
 from embodied.core.errors import ConfigError, DeadlineExceeded
+from embodied.core.options import Strict
 from embodied.envs import env_class, interpreter_of
 from embodied.envs.config import played_task
 from embodied.envs.own_modules import file_name
@@ -33,10 +35,14 @@ from embodied.run.own_objects import names_own_objects, try_own_objects
 
 ROWS = 4
 STEPS = 8  # random steps between two images
-LIMIT_S, MOST_S = 1800.0, 1e6
 CLOSE_S = 10.0  # seconds to close an env after the limit
 TELL_S = 10.0  # between two lines about a step in progress
 ATOL = 1e-5  # tolerance: a row's numbers may depend slightly on the rows simulated with it
+
+
+class Options(Strict):
+    images: bool = False
+    limit_s: float = Field(1800.0, gt=0, le=1e6)
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -58,23 +64,16 @@ def call(*words: str | Mapping[str, Any]) -> dict[str, str]:
 
 def find(argv: list[str]) -> dict[str, str] | None:
     """Check the env's tasks and print the findings; None for --help and --cfg."""
-    own, problems, rest = launch.split_keys(argv, ("images", "limit_s"))
-    images, limit_s = own.get("images", False), own.get("limit_s", LIMIT_S)
-    if not isinstance(images, bool):
-        problems.append(f"images={images}: should be true or false")
-    if isinstance(limit_s, bool) or not isinstance(limit_s, int | float) or not 0 < limit_s <= MOST_S:
-        problems.append(f"limit_s={limit_s}: should be seconds, such as {LIMIT_S:g}, and at most {MOST_S:.0f}")
-    if problems:
-        raise ConfigError("\n".join(problems))
+    options, rest = launch.own_options(Options, argv)
     loaded = load(["run.iterations=1", *rest], entry="check")
     if loaded is None:
         return None
     for line in launch.notes(loaded):
         print(line)
     kind = env_class(loaded.config.env)
-    with bounded(limit_s) as stage:
+    with bounded(options.limit_s) as stage:
         for task in kind.tasks(loaded.config.env) if not kind.mixes_tasks else [loaded.config.env.task]:
-            check(loaded.config.with_values("env", task=task), stage, images)
+            check(loaded.config.with_values("env", task=task), stage, options.images)
     return stage.findings
 
 

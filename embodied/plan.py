@@ -22,7 +22,8 @@ import json
 import time
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -32,30 +33,44 @@ from embodied.config.recipe import RunConfig, load
 from embodied.config.sections import RunSection
 from embodied.core.arrays import gather
 from embodied.core.errors import ConfigError
-from embodied.core.files import as_path, check_place
+from embodied.core.files import aligned, check_place
+from embodied.core.options import LocalPath, Strict
 from embodied.envs import env_class
 from embodied.placement import PlacedRole, PlacementError, reasons, roles_of
 from embodied.placement.dataflow import SCHEDULES
-from embodied.placement.deploy import as_placement, granularity
+from embodied.placement.deploy import forecast
 from embodied.placement.grammar import EMBODIED
+from embodied.placement.iteration_cost import Choice
 from embodied.placement.profile import Profile, read_profile
-from embodied.placement.profile_planner import STAGES, Choice, Planner
+from embodied.placement.profile_planner import STAGES, Planner
 from embodied.placement.schedule_overlap import overlaps
 from embodied.placement.timeline import Timeline, timeline_of
 from embodied.placement.topology import DeviceClass, Topology, read_topology
 from embodied.profiling import stored_profiles
-from embodied.reporting.page import Block, Row, Rows, bullets, page, rows_chart, section, short, table, write_page
+from embodied.reporting.page import Block, Row, Rows, bullets, grid, page, rows_chart, section, short, table, write_page
 from embodied.run import launch
 from embodied.run.devices import discover, draws_on_gpus, machines
 from embodied.run.launch import program_of, proofs
 from embodied.system.machine import under_load
 from embodied.workflows.shipped_roles import roles_of_run
 
-OWN = ("cluster", "profile", "out")
 MODES = ("collocated", "disaggregated", "hybrid", "custom")
 NOT_PERIODIC = "its groups are not known, or not learned from in one gradient step"
 FIRST = ("sim", "policy", "learner")  # roles with fixed colours in all charts
 USAGE = __doc__ or ""
+COLUMNS = (
+    ("s/iteration", "seconds", "{:.4g}".format),
+    ("measured", "measured_s", "{:.4g}".format),
+    ("env steps/s", "env_steps_per_s", "{:.4g}".format),
+    ("idle", "idle", "{:.0%}".format),
+    ("layout", "in_words", str),
+)
+
+
+class Options(Strict):
+    cluster: str | None = None
+    profile: str | None = None
+    out: LocalPath | None = None
 
 
 @dataclass(frozen=True)
@@ -92,7 +107,7 @@ class Planned:
     def reasons(self) -> list[str]:
         """Why the fastest mode wins over slower ones."""
         slower = {mode: choice for mode, choice in self.modes.items() if choice and mode not in self.equal}
-        return reasons.why_it_wins(self.planner.pricer, self.winner, slower)
+        return reasons.why_it_wins(self.winner, slower)
 
     @property
     def verdict(self) -> str:
@@ -101,8 +116,19 @@ class Planned:
             f"{reasons.join_words(self.equal)} are predicted equal" if len(self.equal) > 1 else f"{self.equal[0]} wins"
         )
 
-    def steps_per_s(self, choice: Choice) -> float:
-        return self.profile.dataflow.env_steps / choice.price.seconds
+    @cached_property
+    def forecasts(self) -> dict[str, dict[str, Any]]:
+        return {mode: self.forecast(choice) for mode, choice in self.ranked.items()}
+
+    @cached_property
+    def of_schedules(self) -> dict[str, dict[str, Any]]:
+        """The forecasts of the fastest layouts of schedules."""
+        return {one: self.forecast(choice) for one, choice in self.schedules.items() if not isinstance(choice, str)}
+
+    def forecast(self, choice: Choice) -> dict[str, Any]:
+        """What is predicted of a layout, and its measured seconds where it has been timed."""
+        predicted = forecast(choice, self.topology, self.draws)
+        return {**predicted, "measured_s": self.profile.measured_s(predicted)}
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -123,17 +149,14 @@ def compare_predictions(argv: list[str]) -> Path:
     """Plan and print the result; returns the folder of the results."""
     named_program = [word for word in argv if word.startswith("program=")]
     program, argv = program_of(argv)
-    values, problems, rest = launch.split_keys(argv, OWN)
-    if problems:
-        raise ConfigError("\n".join(problems))
-    own = {key: str(value) for key, value in values.items()}
+    options, rest = launch.own_options(Options, argv)
     try:
-        config = recipe_of(own.get("profile"), rest)
+        config = recipe_of(options.profile, rest)
         if config:
             stored_profiles.check_policy(config)
         roles = roles_of(roles_of_run(program, config) if config else program.roles)
-        topology = read_topology(own["cluster"]) if "cluster" in own else machines(config) if config else discover()
-        profile, name = find_profile(own.get("profile"), config, [*named_program, *rest], topology, roles)
+        topology = read_topology(options.cluster) if options.cluster else machines(config) if config else discover()
+        profile, name = find_profile(options.profile, config, [*named_program, *rest], topology, roles)
         where = stored_profiles.device_kinds(config, topology, roles) if config else None
         if why := why_not_measured(profile, topology, name, where):
             raise ConfigError(why)
@@ -142,7 +165,7 @@ def compare_predictions(argv: list[str]) -> Path:
     except PlacementError as err:
         raise ConfigError(str(err)) from None
     runs = config.run.dir if config else RunSection.model_fields["dir"].default
-    out = check_place("out", as_path(own.get("out") or runs / "plans" / f"{name}-{topology.name.replace(' ', '-')}"))
+    out = check_place("out", options.out or runs / "plans" / f"{name}-{topology.name.replace(' ', '-')}")
     print("\n".join(describe(planned, name)))
     write(planned, name, out)
     print(f"\nplan        {out / 'plan.html'}, plan.json")
@@ -174,16 +197,12 @@ def find_profile(
 ) -> tuple[Profile, str]:
     """The named profile, else this recipe's profile of equal machines, else its newest; and its name. With a recipe the
     profile gets the recipe's dataflow. `arguments`: of the recipe."""
-    if named:
-        path = packaged(named)
-    else:
-        path, _ = stored_profiles.profile_for(config, topology, roles)
-        path = path or stored_profiles.newest_profile(config, arguments, roles)
-    profile = read_profile(path)
-    if config:
-        profile = stored_profiles.fitted_to(config, profile, path, roles)
-        profile = replace(profile, made={**profile.made, "arguments": [*arguments]})  # of a new measurement
-    return profile, path.stem
+    if config is None:
+        return read_profile(packaged(named)), packaged(named).stem
+    path = packaged(named) if named else stored_profiles.profile_for(config, topology, roles)[0]
+    path = path or stored_profiles.newest_profile(config, arguments, roles)
+    profile = stored_profiles.fitted_to(config, path, roles)
+    return replace(profile, made={**profile.made, "arguments": [*arguments]}), path.stem  # of a new measurement
 
 
 def why_not_measured(
@@ -267,30 +286,26 @@ def fastest_under(planner: Planner, schedule: str, modes: dict[str, Choice | Non
 
 
 def describe(planned: Planned, name: str) -> list[str]:
-    winner = planned.winner
     lines = [
         f"profile     {name}: {planned.profile.made.get('name', '')}".rstrip(": "),
         f"cluster     {planned.topology.name}: {'; '.join(planned.topology.describe())}",
         *load_warning(planned.profile),
         f"search      {planned.search_s * 1000:.0f} ms",
         "",
-        f"{'mode':<14}{'s/iteration':>12}{'env steps/s':>13}{'idle':>6}  layout",
+        *aligned(*grid("mode", COLUMNS, planned.forecasts)),
+        *[f"{mode:<14}does not fit: {reason}" for mode, reason in planned.refused.items()],
+        "",
+        *aligned(*grid("schedule", COLUMNS, planned.of_schedules)),
+        *[f"{one:<14}no plan: {why}" for one, why in planned.schedules.items() if isinstance(why, str)],
     ]
-    lines += [row(planned, mode, choice, mean_idle(planned, choice)) for mode, choice in planned.ranked.items()]
-    lines += [f"{mode:<14}{'does not fit':>12}: {reason}" for mode, reason in planned.refused.items()]
-    lines += ["", f"{'schedule':<14}{'s/iteration':>12}{'env steps/s':>13}{'':>6}  layout"]
-    for schedule, fastest in planned.schedules.items():
-        fits = not isinstance(fastest, str)
-        lines.append(row(planned, schedule, fastest) if fits else f"{schedule:<14}{'no plan':>12}: {fastest}")
     left = [c.name for c in planned.topology.classes() if c.count and c.name not in planned.planner.pricer.classes]
     lines += [f"nothing of this recipe runs on {one} (learner.device, env.backend)" for one in left if one != "cpu"]
     lines += ["", planned.verdict, *(f"  {line}" for line in (*planned.reasons, *describe_waiting(planned)))]
-    placement = as_placement(planned.planner.pricer, winner.layout, planned.topology, planned.draws)
-    pieces = granularity(winner.layout, planned.profile.dataflow)
-    cut = f" pipeline.granularity={pieces}" if pieces else ""
+    winner = planned.forecast(planned.winner)
+    cut = f" pipeline.granularity={winner['granularity']}" if winner["granularity"] else ""
     if overlaps(planned.profile.dataflow):
-        cut = f" pipeline.schedule={planned.profile.dataflow.schedule}"
-    return [*lines, "", f"placement='{json.dumps(placement)}' pipeline.stages={winner.layout.stages}{cut}"]
+        cut = f" pipeline.schedule={winner['schedule']}"
+    return [*lines, "", f"placement='{json.dumps(winner['placement'])}' pipeline.stages={winner['stages']}{cut}"]
 
 
 def describe_waiting(planned: Planned) -> list[str]:
@@ -307,23 +322,6 @@ def load_warning(profile: Profile) -> list[str]:
     return [why] if busy else []
 
 
-def row(planned: Planned, name: str, choice: Choice, idle: float | None = None) -> str:
-    """A line of the tables: seconds, speed, the idle share where it is known, the layout."""
-    numbers = f"{choice.price.seconds:>12.4g}{planned.steps_per_s(choice):>13.4g}"
-    waiting = f"{'':>6}" if idle is None else f"{idle:>6.0%}"
-    return f"{name:<14}{numbers}{waiting}  {layout_of(planned, choice)}"
-
-
-def layout_of(planned: Planned, choice: Choice) -> str:
-    return reasons.describe_layout(choice.layout, planned.planner.pricer)
-
-
-def mean_idle(planned: Planned, choice: Choice) -> float:
-    """The mean idle share of the devices in use."""
-    used = [c for c in planned.planner.classes if any(zone.device_class == c.name for zone in choice.layout.zones)]
-    return reasons.mean_idle(planned.planner.pricer, choice.layout, used)
-
-
 def write(planned: Planned, name: str, out: Path) -> None:
     """plan.json, and the page with its charts."""
     out.mkdir(parents=True, exist_ok=True)
@@ -332,45 +330,23 @@ def write(planned: Planned, name: str, out: Path) -> None:
 
 
 def as_json(planned: Planned, name: str) -> dict:
-    modes = {mode: choice_as_json(planned, choice) for mode, choice in planned.ranked.items()}
-    schedules = {
-        name: {"refused": choice} if isinstance(choice, str) else choice_as_json(planned, choice)
-        for name, choice in planned.schedules.items()
-    }
+    no_plan = {schedule: {"refused": why} for schedule, why in planned.schedules.items() if isinstance(why, str)}
     fields = {"profile": name, "cluster": planned.topology.name}
     fields |= {"winner": planned.equal[0] if len(planned.equal) == 1 else None, "equal": planned.equal}
-    fields |= {"modes": modes, "schedules": schedules}
+    fields |= {"modes": planned.forecasts, "schedules": planned.of_schedules | no_plan}
     return fields | ({"refused": planned.refused} if planned.refused else {})
 
 
-def choice_as_json(planned: Planned, choice: Choice) -> dict:
-    return {
-        "seconds": choice.price.seconds,
-        "env_steps_per_s": planned.steps_per_s(choice),
-        "used_bytes": dict(choice.price.used_bytes),
-        "placement": as_placement(planned.planner.pricer, choice.layout, planned.topology, planned.draws),
-        "layout": {**asdict(choice.layout), "swapped": sorted(choice.layout.swapped)},
-    }
-
-
 def plan_page(planned: Planned, name: str) -> Block:
-    def rows(choices: dict[str, Choice | str]) -> list[list[str]]:
-        return [
-            [one, f"{c.price.seconds:.4g}", f"{planned.steps_per_s(c):.4g}", layout_of(planned, c)]
-            for one, c in choices.items()
-            if not isinstance(c, str)
-        ]
-
-    head, pricer = ["s per iteration", "env steps/s", "layout"], planned.planner.pricer
     drawn = {
-        f"{mode}: {layout_of(planned, choice)}": timeline_of(pricer, choice.layout)
+        f"{mode}: {planned.forecasts[mode]['in_words']}": timeline_of(choice.pricer, choice.layout)
         for mode, choice in planned.ranked.items()
     }
     return page(
         f"Plan of {name} on {planned.topology.name}",
         [
-            section("Predicted", table(["mode", *head], rows(planned.ranked))),
-            section("Under each schedule", table(["schedule", *head], rows(planned.schedules))),
+            section("Predicted", table(*grid("mode", COLUMNS, planned.forecasts))),
+            section("Under each schedule", table(*grid("schedule", COLUMNS, planned.of_schedules))),
             section("Why", bullets(planned.reasons)),
             section("An iteration", draw(drawn)),
         ],

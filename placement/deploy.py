@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
+from dataclasses import asdict
 from typing import Any
 
 from embodied.placement.dataflow import Dataflow
 from embodied.placement.grammar import text_of
-from embodied.placement.iteration_cost import Pricer
+from embodied.placement.iteration_cost import Choice, Pricer
 from embodied.placement.layout import Layout, Zone
 from embodied.placement.placement_plan import with_drawing
+from embodied.placement.reasons import describe_layout, mean_idle
 from embodied.placement.topology import DeviceClass, PlacementError, Topology
 
 
@@ -34,6 +38,26 @@ def as_placement(
             workers[zone.device_class] = first + zone.devices
     on_cores = draws and all(pricer.classes[layout.zone_of(name).device_class].kind == "cpu" for name in askers)
     return with_drawing(placement, topology) if on_cores and topology else placement
+
+
+def forecast(choice: Choice, topology: Topology | None = None, draws: bool = False) -> dict[str, Any]:
+    """What is predicted of a layout, and how it is run: as in plan.json, bench.json and the runs of a profile."""
+    pricer, layout, dataflow = choice.pricer, choice.layout, choice.pricer.dataflow
+    return {
+        "mode": layout.mode,
+        "seconds": choice.price.seconds,
+        "env_steps_per_s": dataflow.env_steps / choice.price.seconds,
+        "idle": mean_idle(pricer, layout),
+        "used_bytes": dict(choice.price.used_bytes),
+        "layout": {**asdict(layout), "swapped": sorted(layout.swapped)},
+        "in_words": describe_layout(layout, pricer),
+        "work": hashlib.sha256(json.dumps(dataflow.to_json()).encode()).hexdigest()[:12],  # of equal runs
+        "schedule": dataflow.schedule,
+        "async_level": dataflow.level if dataflow.schedule == "async" else 1,
+        "placement": as_placement(pricer, layout, topology, draws),
+        "stages": layout.stages,
+        "granularity": granularity(layout, dataflow),
+    }
 
 
 def granularity(layout: Layout, dataflow: Dataflow) -> int | None:

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, cached_property
 
 import numpy as np
 
@@ -458,6 +458,18 @@ class Pricer:
         kept_items = schedule_overlap.held_items(self.dataflow) if learns else 0
         unequal = self.dataflow.learner_ratios(on.count) if learns else None
         return make_table(component, cost, on, stages if component.splits else 1, groups, kept_items, unequal)
+
+
+@dataclass(frozen=True)
+class Choice:
+    """A layout, and the pricer of its dataflow."""
+
+    pricer: Pricer
+    layout: Layout
+
+    @cached_property
+    def price(self) -> Price:
+        return self.pricer.price(self.layout)
 
 
 # Memory

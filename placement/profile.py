@@ -159,6 +159,7 @@ def relative_range(values: Sequence[float]) -> float:
 FORMAT = "embodied-profile/1"
 NOTHING = constant(0)
 CURVES = ("bytes", "last_s", "exchange_s")  # of a Cost, besides `seconds`
+SAME = ("work", "placement", "stages", "granularity")  # of a forecast, and of a run of it
 NETWORKS = ("policy", "learner")  # components that run on one kind of device
 Array = Any  # numpy array, or a number
 
@@ -212,6 +213,7 @@ class Profile:
     link: Link = Link()
     made: Mapping[str, Any] = field(default_factory=dict)  # how, when, where and from which recipe; not used here
     sources: Mapping[str, str] = field(default_factory=dict)  # dotted path of a number or section -> source
+    runs: Sequence[Mapping[str, Any]] = ()  # real ones: a forecast (`deploy.py`) and its timed rounds; the newest last
 
     def __post_init__(self) -> None:
         missing = [c.name for c in self.dataflow.components if not self.costs.get(c.name)]
@@ -222,6 +224,11 @@ class Profile:
         """The cost of a component on devices of this class; None where it does not run."""
         known = self.costs[component]
         return next((known[key] for key in on.keys if key in known), None)
+
+    def measured_s(self, forecast: Mapping[str, Any]) -> float | None:
+        """The median seconds of an iteration of this work under this placement; None if it was never timed."""
+        runs = [run for run in self.runs if all(run[key] == forecast[key] for key in SAME)]
+        return median(one["seconds"] for one in runs[-1]["rounds"]) if runs else None
 
     def check_speed(self, classes: Sequence[DeviceClass]) -> None:
         """Refuse costs in which a device does more operations a second than its data sheet allows."""
@@ -291,6 +298,7 @@ def profile_from_json(content: Any, name: str = "the profile") -> Profile:
             Link(**link),
             content.get("made", {}),
             content.get("sources", {}),
+            content.get("runs", ()),
         )
     except (KeyError, TypeError, ValueError, AttributeError) as err:
         raise PlacementError(f"{name} is damaged: {type(err).__name__}: {err}; measure again") from None
@@ -306,7 +314,8 @@ def profile_to_json(profile: Profile) -> dict[str, Any]:
     }
     if profile.link != Link():
         content["link"] = {"latency_s": profile.link.latency_s, "bytes_per_s": profile.link.bytes_per_s}
-    return content | ({"sources": dict(profile.sources)} if profile.sources else {})
+    more = {"sources": dict(profile.sources), "runs": [*profile.runs]}
+    return content | {key: value for key, value in more.items() if value}
 
 
 def cost_from_json(content: Mapping[str, Any]) -> Cost:

@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import cache, cached_property, partial
 from itertools import accumulate, combinations, pairwise, product
 from typing import Any
@@ -25,7 +24,7 @@ from typing import Any
 import numpy as np
 
 from embodied.placement.dataflow import Component, Dataflow
-from embodied.placement.iteration_cost import Price, Pricer, Terms, zone_bytes, zones_at
+from embodied.placement.iteration_cost import Choice, Pricer, Terms, zone_bytes, zones_at
 from embodied.placement.layout import Layer, Layout, Zone, arrangements, layer_sets
 from embodied.placement.profile import Array, Profile
 from embodied.placement.schedule_overlap import has_learner_devices, overlaps
@@ -41,12 +40,6 @@ BOXES = 1024  # of a way that are divided
 CORNERS = 8  # boxes of a way whose corners are priced
 FEW = 100  # boxes are divided again before they are priced if there are fewer
 ROUNDING = 1e-9
-
-
-@dataclass(frozen=True)
-class Choice:
-    layout: Layout
-    price: Price
 
 
 class LayerTerms:
@@ -300,7 +293,7 @@ class Planner:
                 best_s, best = min((best_s, best), way.fastest_corner(), key=lambda found: found[0])
                 if way.level:
                     heapq.heappush(heap, (least_s, number, way))
-        return Choice(best, self.pricer.price(best)) if best else None
+        return Choice(self.pricer, best) if best else None
 
     @cached_property
     def _options(self) -> dict[str, list[tuple[float, tuple]]]:

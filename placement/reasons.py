@@ -6,12 +6,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from embodied.placement.iteration_cost import Pricer
+from embodied.placement.iteration_cost import Choice, Pricer
 from embodied.placement.layout import LOOP, Layout, named
-from embodied.placement.profile_planner import Choice, Planner
+from embodied.placement.profile_planner import Planner
 from embodied.placement.schedule_overlap import overlaps
 from embodied.placement.timeline import timeline_of
-from embodied.placement.topology import DeviceClass
 
 GB = 1e9
 SMALL = 0.01  # share of an iteration; smaller differences are not mentioned
@@ -66,12 +65,12 @@ def join_words(names: Sequence[str]) -> str:
     return f"{', '.join(others)} and {last}" if others else last
 
 
-def why_it_wins(pricer: Pricer, winner: Choice, others: Mapping[str, Choice]) -> list[str]:
+def why_it_wins(winner: Choice, others: Mapping[str, Choice]) -> list[str]:
     """A line for each other mode: how much slower it is, and in which part of the iteration."""
-    winner_phases = phases(pricer, winner.layout)
+    winner_phases = phases(winner.pricer, winner.layout)
     lines = []
     for mode, other in sorted(others.items(), key=lambda item: item[1].price.seconds):
-        theirs = phases(pricer, other.layout)
+        theirs = phases(other.pricer, other.layout)
         seconds = winner.price.seconds
         gains = {name: theirs.get(name, 0.0) - winner_phases.get(name, 0.0) for name in {**winner_phases, **theirs}}
         parts = [
@@ -148,7 +147,8 @@ def envs_hint(planner: Planner) -> str:
     return ", ".join(f"{name} has {items} envs" for name, items in envs.items()) or "see the profile"
 
 
-def mean_idle(pricer: Pricer, layout: Layout, classes: Sequence[DeviceClass]) -> float:
-    """The mean idle share of all devices of these classes."""
-    timeline = timeline_of(pricer, layout)
+def mean_idle(pricer: Pricer, layout: Layout) -> float:
+    """The mean idle share of all devices of the classes in use."""
+    timeline, used = timeline_of(pricer, layout), {zone.device_class for zone in layout.zones}
+    classes = [c for name, c in pricer.classes.items() if name in used]
     return sum(timeline.idle_share(c.name, c.count) * c.count for c in classes) / sum(c.count for c in classes)

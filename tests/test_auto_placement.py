@@ -1,18 +1,20 @@
 """`placement=auto` takes the plan that a stored profile says is fastest, and says so."""
 
+import re
 from dataclasses import replace
 
 import pytest
 
 from embodied.config.recipe import load
 from embodied.placement import PlacementError, Topology
-from embodied.placement.profile import Cost, Curve, Profile, Sync, constant, write_profile
+from embodied.placement.profile import Cost, Curve, Profile, Sync, constant, read_profile, write_profile
 from embodied.placement.topology import GB, Gpu, Node, one_machine, read_topology
-from embodied.plan import plan
+from embodied.plan import compare_predictions, plan
 from embodied.profiling.stored_profiles import (
     cost_key,
     dataflow_of,
     device_counts,
+    fitted_to,
     plan_from_profile,
     profile_for,
     profile_path,
@@ -88,6 +90,31 @@ def test_weights_that_are_dear_to_hand_over_stay_in_one_process(tmp_path):
     _, plan = auto(config)
     assert [host.roles for host in plan.hosts] == [("sim",), ("policy", "learner")]
     assert "hybrid" in plan.reason
+
+
+def test_of_placements_that_were_timed_the_fastest_is_taken_where_the_predicted_one_is_among_them(tmp_path, capsys):
+    config = recipe(tmp_path)
+    path = store(config, Curve((1, 8), (0.01, 0.08)))
+    modes = plan(fitted_to(config, path), TWO).forecasts
+    assert next(iter(modes)) == "collocated"
+
+    def time(mode, seconds):
+        stored = read_profile(path)
+        run = {**modes[mode], "rounds": [{"seconds": each} for each in (seconds, 9 * seconds, seconds)]}
+        write_profile(replace(stored, runs=[*stored.runs, run]), path)
+        return auto(config)[1]
+
+    assert "collocated: the fastest by the profile" in time("hybrid", 0.5).reason  # nothing compares with it
+    placed = time("collocated", 1.0)
+    assert [host.roles for host in placed.hosts] == [("sim",), ("policy", "learner")]
+    assert "hybrid with 2 stages: the fastest of those timed here (02 Jan 2026" in placed.reason
+    assert "128 env steps/s measured" in placed.reason
+    assert "collocated: the fastest of those timed" in time("collocated", 0.25).reason  # the newest time counts
+    assert auto(config.with_values("env", num_envs=4))[1].reason.startswith("collocated: the fastest by the profile")
+    assert compare_predictions([*ENVS, f"run.dir={tmp_path}", "cluster=2xCPU", f"out={tmp_path}/plan"])
+    assert re.search(
+        r"\nmode +s/iteration +measured .*\ncollocated +\S+ +0.25 .*\nhybrid +\S+ +0.5 ", capsys.readouterr().out
+    )
 
 
 @pytest.mark.parametrize(

@@ -19,9 +19,10 @@ from embodied.placement.profile import Cost, Curve, Profile, constant
 from embodied.placement.topology import DeviceClass, read_topology
 from embodied.profiling import measure, timed_run
 from embodied.profiling.role_probe import ProbeWorker, standalone_worker
-from embodied.profiling.stored_profiles import cost_key, dataflow_of, in_turns, newest_profile, repeated
+from embodied.profiling.stored_profiles import cost_key, dataflow_of, newest_profile, timed_recipe
 from embodied.profiling.timed_run import Round, TimedRun
 from embodied.reporting.benchmark_page import describe, paired_ratio
+from embodied.run import launch
 from embodied.runtime.device_memory import num_bytes
 
 SMALL = ("recipe=pointmass_ppo", "env.num_envs=4", "algo.rollout_decisions=8", "algo.minibatch_size=16")
@@ -33,7 +34,7 @@ def rounds(*seconds, steps=100):
 
 
 def result(**measured):
-    expected = {mode: {"seconds": 1.0 + i, "env_steps_per_s": 100, "layout": mode} for i, mode in enumerate(measured)}
+    expected = {mode: {"seconds": 1.0 + i, "env_steps_per_s": 100, "in_words": mode} for i, mode in enumerate(measured)}
     found = benchmark.Result("reach", 4, {"cpu": 2}, 1, expected, {"disaggregated": "needs 3 devices"})
     found.rounds = {mode: rounds(*seconds) for mode, seconds in measured.items()}
     found.idle = dict.fromkeys(measured, 0.25)
@@ -45,7 +46,7 @@ def test_the_table_puts_predicted_next_to_measured():
     lines = describe(result(collocated=[1.0, 1.25, 1.5], hybrid=[2.0, 2.0, 2.0]))
     first = next(line for line in lines if line.lstrip().startswith("collocated"))
     assert first.split()[8] == "0.626"  # until the first backward pass: half of an iteration of 1.25 s, and 1 ms
-    assert first.split()[-5:] == ["s", "1.250", "s", "-20%", "20%"]  # quartiles 1.125 and 1.375 around 1.25
+    assert first.split()[-4:] == ["1.000", "1.250", "-20%", "20%"]  # quartiles 1.125 and 1.375 around 1.25
     assert "disaggregated  not run: needs 3 devices" in "\n".join(lines)
     assert lines[-1].startswith("the order of modes is the predicted one; placement=auto takes collocated, the fastest")
 
@@ -62,10 +63,10 @@ def test_schedules_are_compared_with_the_fastest_mode_and_not_with_what_auto_tak
 def test_a_row_of_a_schedule_is_run_under_it(tmp_path):
     config = load([*SMALL, "pipeline.schedule=async", "pipeline.async_level=2"]).config
     costs = {name: {"cpu": Cost(constant(1))} for name in ("sim", "policy", "learner")}
-    planned = benchmark.plan(Profile(dataflow_of(in_turns(config)), costs), read_topology("2xCPU"))
+    planned = benchmark.plan(Profile(dataflow_of(timed_recipe(config)), costs), read_topology("2xCPU"))
     for name, asked in {"collocated": "sync", "async": "async"}.items():
         choice = planned.modes.get(name) or planned.schedules[name]
-        expected = benchmark.predicted(planned, name, choice)
+        expected = planned.forecast(choice)
         changed, plan = benchmark.runnable(config, expected, planned.topology, EMBODIED)
         assert changed.pipeline.schedule == asked
         assert plan.has_own_devices("learner") == (asked == "async")
@@ -80,21 +81,24 @@ def test_paired_rounds_cancel_a_slow_minute():
 @pytest.mark.parametrize(
     ("arguments", "answer"),
     [
-        (["modes=colocated"], r"modes=colocated: unknown, did you mean 'collocated'\? known: all, collocated"),
-        (["modes=7"], "modes=7: unknown; known: all, collocated"),
-        (["schedules=sync"], r"schedules=sync: unknown, did you mean 'async'\? known: all, none, periodic, async"),
-        (["rounds=0"], "rounds=0: should be a number above 0"),
-        (["profile=old"], "should be new or stored"),
+        (
+            ["modes=hybrid,colocated"],
+            r"modes\.1='colocated': unknown, did you mean 'collocated'\? known: all, collocated",
+        ),
+        (["modes=7"], r"modes\.0=7: unknown; known: all"),
+        (["schedules=sync"], r"schedules\.0='sync': unknown, did you mean 'async'\? known: all, none, periodic, async"),
+        (["rounds=0", "seconds=true"], "rounds=0: should be greater than 0\nseconds=true: should be a number"),
+        (["profile=old"], "profile='old': unknown; known: stored, new"),
     ],
 )
 def test_wrong_arguments_are_told(arguments, answer):
     with pytest.raises(ConfigError, match=answer):
-        benchmark.read_options(arguments)
+        launch.own_options(benchmark.Options, arguments)
 
 
 def test_tasks_and_numbers_of_envs_multiply():
-    options, rest = benchmark.read_options(["recipe=pointmass_ppo", "num_envs=[8,16]", "modes=all"])
-    commas, _ = benchmark.read_options(["num_envs=8,16", "modes=collocated,hybrid"])
+    options, rest = launch.own_options(benchmark.Options, ["recipe=pointmass_ppo", "num_envs=[8,16]", "modes=all"])
+    commas, _ = launch.own_options(benchmark.Options, ["num_envs=8,16", "modes=collocated,hybrid"])
     assert commas.num_envs == options.num_envs and commas.modes == ("collocated", "hybrid")
     assert options.modes == (*benchmark.MODES, benchmark.OTHER)
     assert [config.env.num_envs for _, config in benchmark.variants(options, rest)] == [8, 16]
@@ -144,7 +148,7 @@ GROUPED = ("recipe=pointmass_grpo", "env.num_envs=4", "algo.groups=2", "algo.gro
 
 @pytest.mark.parametrize("arguments", [SMALL, GROUPED])
 def test_the_graph_is_what_went_through_the_channels_of_a_real_iteration(tmp_path, arguments):
-    config = repeated(load([*arguments, "cluster.backend=inline"]).config)
+    config = timed_recipe(load([*arguments, "cluster.backend=inline"]).config)
     plan = make_plan({"sim": "cpu:0", "policy": "cpu:0", "learner": "cpu:0"}, (0,), config.env.num_envs)
     with TimedRun(config, plan, tmp_path) as run:
         run.iterate()
@@ -202,18 +206,18 @@ def test_what_a_policy_and_a_learner_with_shards_need_is_what_a_run_counts():
 
 def test_an_iteration_of_whole_episodes_is_one_round_of_all_groups():
     config = load([*GROUPED, "algo.filter=resample", "algo.minibatch_size=16", "algo.epochs=3"]).config
-    assert repeated(config).algo.filter == "none"
+    assert timed_recipe(config).algo.filter == "none"
     dataflow = dataflow_of(config, episode_decisions=6)
     assert dataflow["sim"].calls == 12  # two rounds of four episodes
     assert dataflow["learner"].calls == 3 * 3 and dataflow.env_steps == 8 * 6
-    assert cost_key(config) == cost_key(repeated(config))
+    assert cost_key(config) == cost_key(timed_recipe(config))
 
 
 def test_every_iteration_that_is_timed_does_the_same_work():
     for recipe in ("recipe=pointmass_ppo", "recipe=pointmass_grpo"):
         config = load([recipe, "algo.lr=0.1"]).config
-        assert set(learning_rates(repeated(config).algo).values()) == {0.0}
-        assert cost_key(config) == cost_key(repeated(config))
+        assert set(learning_rates(timed_recipe(config).algo).values()) == {0.0}
+        assert cost_key(config) == cost_key(timed_recipe(config))
 
 
 def test_whole_episodes_that_would_take_too_long_become_fewer_and_then_shorter():
@@ -276,16 +280,18 @@ def test_handing_over_is_measured_however_little_time_there_is(tmp_path, monkeyp
     def real_run(config, plan, logs, clock, program):
         rollout_s, publish_s = next(took)
         seen = Round(rollout_s + publish_s, rollout_s, 0.0, publish_s, 0.0, 0.0, None, 1, {})
-        return seen, dataflow_of(config).edges
+        return (seen,), dataflow_of(config).edges
 
     monkeypatch.setattr(timed_run, "real_run", real_run)
-    config = in_turns(load([*SMALL]).config)
+    config = timed_recipe(load([*SMALL]).config)
     costs = {name: {"cpu": Cost(constant(0.01))} for name in ("sim", "policy", "learner")}
     profile, clock = Profile(dataflow_of(config), costs), timed_run.Clock(1e-9)
     found = timed_run.calibrate(
         config, profile, read_topology("2xCPU"), clock, tmp_path, lambda line: None, 0.0, embodied.EmbodiedLoop
     )
     assert found.link.latency_s > 0.01 and found.sync.shared_s == 0.2
+    assert [run["rounds"][0]["rollout_s"] for run in found.runs] == [0.4, 1.3]
+    assert found.measured_s(found.runs[1]) == 1.5
 
 
 def test_the_idle_share_counts_every_core():

@@ -15,6 +15,7 @@ from embodied.config.recipe_files import recipe_names
 from embodied.core.errors import ConfigError
 from embodied.envs.interpreter import locked
 from embodied.list import LISTS
+from embodied.profiling import measure
 from embodied.run import launch
 from embodied.run.run_folder import RunFolder
 from embodied.sweeps.seeds_and_sweeps import read_order
@@ -87,10 +88,10 @@ def check(command, words, run):
         order = read_order(rest, sweep=True)
         assert all(load(order.words_of(setting)) for setting in order.settings)
     elif command == "benchmark":
-        benchmark.variants(*benchmark.read_options(rest))
+        benchmark.variants(*launch.own_options(benchmark.Options, rest))
     elif command in ("plan", "profiling"):
-        _, problems, rest = launch.split_keys(rest, plan.OWN if command == "plan" else ("seconds",))
-        assert not problems and load(rest)
+        _, rest = launch.own_options((plan if command == "plan" else measure).Options, rest)
+        assert load(rest)
     elif command == "share":
         assert all(load(words) for words in share.read_order(words).runs)
     elif command == "serve":

@@ -1,6 +1,7 @@
 """`python -m embodied.plan` predicts every mode, draws the best, and starts nothing."""
 
 import json
+import re
 
 import pytest
 
@@ -240,7 +241,7 @@ def test_every_schedule_has_a_row_with_its_fastest_placement(capsys, tmp_path):
     groups = ("algo.epochs=1", "algo.minibatch_size=null")
     out, found = plan_of(capsys, tmp_path, "pointmass_grpo", *groups)
     assert {"sync", "periodic", "async"} == {*found}
-    assert all(f"\n{name:<14}{each['seconds']:>12.4g}" in out for name, each in found.items())
+    assert all(re.search(rf"\n{name} +{each['seconds']:.4g} ", out) for name, each in found.items())
     assert found["periodic"]["placement"] == found["async"]["placement"] == {"sim,policy": "cpu:0", "learner": "cpu:1"}
     assert "pipeline.schedule" not in out.splitlines()[-3]  # of the placement to paste: the recipe's is sync
 

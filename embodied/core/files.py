@@ -15,7 +15,7 @@ import re
 import secrets
 import shutil
 import sys
-from collections.abc import Generator, Iterator
+from collections.abc import Generator, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from importlib.util import find_spec
 from pathlib import Path
@@ -134,6 +134,12 @@ def show(text: str, stream: TextIO | None) -> None:
         show(text.encode("ascii", "backslashreplace").decode(), stream)
     except OSError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), (stream or sys.stdout).fileno())
+
+
+def aligned(head: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
+    """The lines of a table on the console."""
+    widths = [max(map(len, column)) for column in zip(head, *rows, strict=True)]
+    return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths)).rstrip() for row in (head, *rows)]
 
 
 def digest(path: Path) -> str:

@@ -23,9 +23,10 @@ from statistics import median
 from typing import TYPE_CHECKING
 
 import numpy as np
+from pydantic import Field
 
 from embodied.config.recipe import RunConfig, load
-from embodied.core.errors import ConfigError
+from embodied.core.options import Strict
 from embodied.learners.config import DEGREES
 from embodied.placement import PlacementPlan, PlannedHost, Topology, roles_of
 from embodied.placement.dataflow import Lengths
@@ -35,18 +36,7 @@ from embodied.placement.placement_plan import hosts_on
 from embodied.placement.profile import NOTHING, Cost, Profile, constant, fit, write_profile
 from embodied.placement.reasons import join_words
 from embodied.placement.topology import DeviceClass
-from embodied.profiling.stored_profiles import (
-    check_policy,
-    cost_key,
-    dataflow_of,
-    describe_devices,
-    device_counts,
-    device_kinds,
-    in_turns,
-    processor,
-    profile_path,
-    repeated,
-)
+from embodied.profiling import stored_profiles
 from embodied.profiling.timed_run import FEWEST_DECISIONS, Clock, calibrate
 from embodied.records.progress import timestamp
 from embodied.run import devices, launch
@@ -60,7 +50,6 @@ from embodied.workflows.shipped_roles import roles_of_run
 if TYPE_CHECKING:
     from embodied.profiling.role_probe import Moves
 
-SECONDS = 60.0
 REPEATS = 3
 QUANTILES = 33  # number of quantiles of the lengths of answers
 PROBING = 0.4  # share of the time for the parts; the rest is for short real runs
@@ -73,22 +62,23 @@ PROBERS = {  # the measuring worker, for language policies and for robot policie
 }
 
 
+class Options(Strict):
+    seconds: float = Field(60.0, gt=0)
+
+
 def main(argv: list[str] | None = None) -> int:
     return launch.run(start, argv, __doc__)
 
 
 def start(argv: list[str]) -> None:
     program, words = program_of(argv)
-    values, problems, rest = launch.split_keys(words, ("seconds",))
-    seconds = values.get("seconds", SECONDS)
-    if problems or not isinstance(seconds, int | float) or not 0 < seconds < float("inf"):
-        raise ConfigError("\n".join(problems) or f"seconds={seconds}: should be a number above 0, seconds=60 say")
+    options, rest = launch.own_options(Options, words)
     loaded = load(rest)
     if loaded is None:
         return
-    config, _ = launch.planned(in_turns(loaded.config), roles=roles_of_run(program, loaded.config))
-    profile = measure(config, argv, seconds, print, program)
-    path = profile_path(config, profile.made, roles_of(roles_of_run(program, loaded.config)))
+    config, _ = launch.planned(stored_profiles.timed_recipe(loaded.config), roles=roles_of_run(program, loaded.config))
+    profile = measure(config, argv, options.seconds, print, program)
+    path = stored_profiles.profile_path(config, profile.made, roles_of(roles_of_run(program, loaded.config)))
     write_profile(profile, path)
     print("\n".join(describe(profile)))
     print(f"\nprofile     {path}")
@@ -103,13 +93,13 @@ def measure(
 ) -> Profile:
     """Measure the parts, then calibrate with short real runs of the program, which also measure other roles.
     `arguments`: of the command that measures this recipe."""
-    check_policy(config)
+    stored_profiles.check_policy(config)
     roles = roles_of(roles_of_run(program, config))
-    config = in_turns(repeated(config)).with_values("cluster", memory_gb=None)  # without a memory limit
+    config = stored_profiles.timed_recipe(config).with_values("cluster", memory_gb=None)
     clock = Clock(seconds)
     topology = devices.machines(config)
-    counts, nodes = device_counts(topology), len(topology.nodes)
-    on = describe_devices(counts, nodes)
+    counts, nodes = stored_profiles.device_counts(topology), len(topology.nodes)
+    on = stored_profiles.describe_devices(counts, nodes)
     before, meter = load_before(), LoadMeter()
     with tempfile.TemporaryDirectory(prefix="embodied-profile-") as logs:
         say(f"measuring on {on}, about {seconds:.0f} s: {', '.join(map(str, sites_of(config, topology)))}")
@@ -117,8 +107,8 @@ def measure(
         made = {
             "recipe": config.run.name,
             "arguments": [*arguments],
-            "name": f"{config.run.name} on {processor()}, {on}",
-            "key": cost_key(config, roles),
+            "name": f"{config.run.name} on {stored_profiles.processor()}, {on}",
+            "key": stored_profiles.cost_key(config, roles),
             "devices": counts,
             "nodes": nodes,
             "commit": commit(),
@@ -130,16 +120,16 @@ def measure(
             # Episodes of an untrained policy last until their step limit.
             made["episode_decisions"] = probed.horizon
         costs = probed.costs | {
-            role.name: {str(c): Cost(NOTHING) for c in device_kinds(config, topology, roles)[role.name]}
+            role.name: {str(c): Cost(NOTHING) for c in stored_profiles.device_kinds(config, topology, roles)[role.name]}
             for role in extra_roles(roles)
         }
         if probed.lengths:
             made["lengths"] = asdict(probed.lengths)
-        whole = dataflow_of(config, probed.horizon, roles, probed.lengths)
+        whole = stored_profiles.dataflow_of(config, probed.horizon, roles, probed.lengths)
         profile = Profile(whole, costs, made=made)
         profile = calibrate(config, profile, topology, clock, Path(logs), say, probed.reset_s, program)
-        whole = replace(whole, edges=profile.dataflow.edges, fixed_s=profile.dataflow.fixed_s)
-        profile = replace(profile, dataflow=whole)
+        traced = profile.dataflow
+        profile = replace(profile, dataflow=replace(whole, edges=traced.edges, fixed_s=traced.fixed_s))
     # Workers on a Ray cluster are not child processes of this one, and would count as other programs.
     during = None if config.cluster.backend == "ray" else meter.load_of_others()
     busy = {"before": before["others"], "during": during}
@@ -166,12 +156,12 @@ class Site:
         return list(dict.fromkeys(max(1, share) for share in shares))[:MOST_SIZES]
 
     def __str__(self) -> str:
-        return f"{join_words(self.parts)} on {describe_devices({str(self.on): self.on.count})}"
+        return f"{join_words(self.parts)} on {stored_profiles.describe_devices({str(self.on): self.on.count})}"
 
 
 def sites_of(config: RunConfig, topology: Topology) -> list[Site]:
     """Every used kind of device, the simulators' kind first."""
-    where = device_kinds(config, topology)
+    where = stored_profiles.device_kinds(config, topology)
     kinds = {c.name: c for classes in where.values() for c in classes}
     sims = sum(c.count for c in where["sim"])
     return [Site(c, tuple(role for role, classes in where.items() if c in classes), sims) for c in kinds.values()]
@@ -347,7 +337,8 @@ def describe(profile: Profile) -> list[str]:
         "the driver": profile.dataflow.fixed_s,
     }
     lines += [f"{name} {1000 * seconds:.2f} ms" for name, seconds in rest.items()]
-    lines.append(f"measured in {profile.made['seconds']:.0f} s on {describe_devices(counts, profile.made['nodes'])}")
+    on = stored_profiles.describe_devices(counts, profile.made["nodes"])
+    lines.append(f"measured in {profile.made['seconds']:.0f} s on {on}")
     if busy := under_load(profile.made.get("busy") or {}, counts["cpu"]):
         lines.append(f"{busy}: measure again when the machine is quiet")
     return lines

@@ -21,10 +21,11 @@ from embodied.config.recipe import RunConfig
 from embodied.core.errors import ConfigError
 from embodied.placement import PlacedRole, PlacementError, PlacementPlan, Topology, make_plan
 from embodied.placement.dataflow import Dataflow, Lengths, embodied_dataflow, lengths_from_json
-from embodied.placement.deploy import as_placement, granularity
+from embodied.placement.deploy import forecast
 from embodied.placement.grammar import EMBODIED, PARALLEL, extra_roles
+from embodied.placement.iteration_cost import Choice
 from embodied.placement.profile import NOTHING, Profile, read_profile
-from embodied.placement.profile_planner import Choice, Planner
+from embodied.placement.profile_planner import Planner
 from embodied.placement.reasons import why_not, why_not_apart
 from embodied.placement.topology import GB, DeviceClass, number
 from embodied.run.devices import divides_requests, draws_on_gpus, networks_on
@@ -41,16 +42,12 @@ AMOUNTS = {
 PAYS = 0.05  # of an iteration; a smaller gain may be an error of the prices
 
 
-def in_turns(config: RunConfig) -> RunConfig:
-    """The recipe with rollouts and updates in turns, for measuring its parts."""
-    return config.with_values("pipeline", schedule="sync", async_level=1)
-
-
-def repeated(config: RunConfig) -> RunConfig:
-    """The recipe with the same work in every iteration: groups are played once and never dropped. The learning rate is
-    zero, since a robot that learns to touch objects increases the simulator's work."""
+def timed_recipe(config: RunConfig) -> RunConfig:
+    """The recipe with the same work in every iteration, and rollouts and updates in turns: groups are played once and
+    never dropped. The learning rate is zero, since a robot that learns to touch objects increases the simulator's
+    work."""
     same = {"lr": 0.0, "value_lr": 0.0} if config.algo.name == "ppo" else {"lr": 0.0, "filter": "none"}
-    return config.with_values("algo", **same)
+    return config.with_values("algo", **same).with_values("pipeline", schedule="sync", async_level=1)
 
 
 def dataflow_of(
@@ -224,10 +221,10 @@ def newest_profile(config: RunConfig, arguments: Sequence[str], roles: Sequence[
     return path
 
 
-def fitted_to(config: RunConfig, profile: Profile, path: Path, roles: Sequence[PlacedRole] = EMBODIED) -> Profile:
-    """The profile with this recipe's dataflow."""
-    key = profile.made.get("key")
-    if key != cost_key(config, roles):
+def fitted_to(config: RunConfig, path: Path, roles: Sequence[PlacedRole] = EMBODIED) -> Profile:
+    """The profile of this file with this recipe's dataflow."""
+    profile = read_profile(path)
+    if profile.made.get("key") != cost_key(config, roles):
         raise ConfigError(
             f"{path} was measured for {profile.made.get('recipe', 'another workload')}, whose env, policy, algorithm "
             "or processor costs something else; leave out profile=, or plan for the former without recipe="
@@ -246,10 +243,9 @@ def plan_from_profile(
     config: RunConfig, machines: Topology, path: Path, roles: Sequence[PlacedRole] = EMBODIED
 ) -> tuple[RunConfig, PlacementPlan]:
     """The config with the plan's stages, granularity and schedule, and the plan, on all devices of the profile."""
-    profile = fitted_to(config, read_profile(path), path, roles)
-    profile, classes = with_memory(profile, machines, config.cluster.memory_gb)
-    asked = config.pipeline.stages
+    profile, asked = fitted_to(config, path, roles), config.pipeline.stages
     stages = (asked,) if asked > 1 else tuple(profile.made.get("stages", (1,)))
+    profile, classes = with_memory(profile, machines, config.cluster.memory_gb)
     planner = Planner(profile.dataflow, profile, classes, stages)
     best = planner.fastest()
     if best is None:
@@ -257,15 +253,16 @@ def plan_from_profile(
         if planner.dataflow.schedule != "sync":
             reasons = [f"{why_not_apart(planner)}; try pipeline.schedule=sync"]
         raise PlacementError("\n".join([f"no plan fits by {path}; allow more memory, or name a placement", *reasons]))
-    schedule = planner.dataflow.schedule
     if config.pipeline.schedule == "auto" and periodic_is_the_same(config):
-        best, schedule = periodic_if_it_pays(planner, best)
-    placement = as_placement(planner.pricer, best.layout, machines, draws_on_gpus(config.env))
-    counts = config.env.num_envs, best.layout.stages
-    plan = make_plan(placement, machines, *counts, roles=roles, shared=divides_requests(config))
-    pieces = config.pipeline.granularity or granularity(best.layout, profile.dataflow)
-    reason = reason_for_placement(best, profile.dataflow.env_steps, path, profile.made.get("date"), schedule)
-    config = config.with_values("pipeline", stages=best.layout.stages, granularity=pieces, schedule=schedule)
+        best = periodic_if_it_pays(planner, best)
+    chosen, measured_s = forecast(best, machines, draws_on_gpus(config.env)), None
+    if config.cluster.memory_gb is None:  # with a limit other memory counts than where it was timed without
+        chosen, measured_s = fastest_timed(chosen, profile, classes, stages)
+    counts = config.env.num_envs, chosen["stages"]
+    plan = make_plan(chosen["placement"], machines, *counts, roles=roles, shared=divides_requests(config))
+    reason = reason_for_placement(chosen, path, profile.made.get("date"), measured_s)
+    pieces = config.pipeline.granularity or chosen["granularity"]
+    config = config.with_values("pipeline", stages=counts[1], granularity=pieces, schedule=chosen["schedule"])
     return config, replace(plan, mode="auto", reason=reason)
 
 
@@ -277,20 +274,29 @@ def periodic_is_the_same(config: RunConfig) -> bool:
     return algo.filter != "resample" or algo.surplus == "discard"
 
 
-def periodic_if_it_pays(planner: Planner, best: Choice) -> tuple[Choice, str]:
-    """The fastest layout and its schedule, among schedules with the same result."""
-    if planner.dataflow.groups:
-        other = planner.with_schedule("periodic").fastest()
-        if other and other.price.seconds < (1 - PAYS) * best.price.seconds:
-            return other, "periodic"
-    return best, "sync"
+def periodic_if_it_pays(planner: Planner, best: Choice) -> Choice:
+    """The fastest layout among schedules with the same result."""
+    other = planner.with_schedule("periodic").fastest() if planner.dataflow.groups else None
+    return other if other and other.price.seconds < (1 - PAYS) * best.price.seconds else best
 
 
-def reason_for_placement(best: Choice, env_steps: int, path: Path, date: str | None, schedule: str) -> str:
-    stages = f" with {best.layout.stages} stages" if best.layout.stages > 1 else ""
-    what = f"{best.layout.mode}{stages}" if schedule == "sync" else f"{schedule}, {best.layout.mode}{stages}"
+def fastest_timed(
+    best: Mapping[str, Any], profile: Profile, classes: Sequence[DeviceClass], stages: Sequence[int]
+) -> tuple[Mapping[str, Any], float | None]:
+    """The placement with the shortest measured iteration of the same work, if that of `best` has been measured, too;
+    and its seconds. Else `best`: a measurement and a prediction do not compare."""
+    if profile.measured_s(best) is None:
+        return best, None
+    room = {c.name: c.memory_bytes for c in classes}
+    runs = [run for run in profile.runs if run["work"] == best["work"] and run["stages"] in stages]
+    fitting = [run for run in runs if all(used <= room[name] for name, used in run["used_bytes"].items())]
+    return min(((run, profile.measured_s(run)) for run in (best, *fitting)), key=lambda run: run[1])
+
+
+def reason_for_placement(chosen: Mapping[str, Any], path: Path, date: str | None, measured_s: float | None) -> str:
+    stages = f" with {chosen['stages']} stages" if chosen["stages"] > 1 else ""
+    schedule = f"{chosen['schedule']}, " if chosen["schedule"] != "sync" else ""
     when = f"{datetime.fromisoformat(date):%d %b %Y}, " if date else ""
-    return (
-        f"{what}: the fastest by the profile measured here ({when}{path}), "
-        f"{env_steps / best.price.seconds:.0f} env steps/s expected"
-    )
+    how, sure = ("of those timed here", "measured") if measured_s else ("by the profile measured here", "expected")
+    speed = chosen["env_steps_per_s"] * chosen["seconds"] / (measured_s or chosen["seconds"])
+    return f"{schedule}{chosen['mode']}{stages}: the fastest {how} ({when}{path}), {speed:.0f} env steps/s {sure}"

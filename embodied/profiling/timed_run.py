@@ -1,16 +1,16 @@
 """Short real runs: timed iterations of the real recipe under one plan, without writing any file.
 
-A benchmark compares them with predictions. A profile takes from them the costs of a real run beyond its parts:
-transfers between processes, sims and learners waiting for each other, weight sync, the driver, and roles without a
-probe.
+A profile takes from them the costs of a real run beyond its parts: transfers between processes, sims and learners
+waiting for each other, weight sync, the driver, and roles without a probe. A benchmark compares them with predictions.
+Both store them in the profile (`Profile.runs`), for `plan` and `placement=auto`.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -18,11 +18,12 @@ from typing import Any
 from embodied.config.recipe import RunConfig
 from embodied.placement import PlacedRole, PlacementPlan, Topology, make_plan, roles_of
 from embodied.placement.dataflow import Edge, traced_edges
-from embodied.placement.deploy import as_placement
+from embodied.placement.deploy import as_placement, forecast
 from embodied.placement.grammar import EMBODIED, extra_roles
-from embodied.placement.iteration_cost import Pricer
+from embodied.placement.iteration_cost import Choice, Pricer
 from embodied.placement.layout import Layout, Zone
 from embodied.placement.profile import Cost, Curve, Link, Profile, Sync, constant
+from embodied.placement.reasons import phases
 from embodied.placement.topology import DeviceClass
 from embodied.profiling.stored_profiles import dataflow_of, device_kinds
 from embodied.records.timeline import Timeline
@@ -38,6 +39,7 @@ PHASES = ("rollout", "update", "publish")
 # The work of an iteration by role; other roles are measured as a whole.
 OUTER = {"sim": ("play",), "policy": ("serve",), "learner": ("learn",)}
 WAITING = ("wait", "sync")
+AFTER = ("update", "encoding", "swap", "weights", "rest")  # parts of an iteration besides the rollout
 
 
 @dataclass(frozen=True)
@@ -69,6 +71,11 @@ def typical(rounds: Sequence[Round]) -> Round:
 
     numbers = {field.name: middle(getattr(r, field.name) for r in rounds) for field in fields(Round)[:-1]}
     return Round(**numbers, busy={role: median(r.busy[role] for r in rounds) for role in rounds[0].busy})
+
+
+def timed_forecast(predicted: Mapping[str, Any], rounds: Sequence[Round]) -> dict[str, Any]:
+    """A run as a profile keeps it: the forecast, and the rounds under its placement."""
+    return {**predicted, "rounds": [asdict(one) for one in rounds]}
 
 
 class TimedRun:
@@ -223,19 +230,22 @@ def calibrate(
     expected_s = Pricer(profile.dataflow, profile, classes).price(layouts[0]).seconds
     config, profile = shorten_iterations(config, profile, expected_s, clock, roles)
     resets_s = more_resets(config, profile, reset_s)
-    profile = with_sim(profile, resets_s)
+    profile, timed = with_sim(profile, resets_s), {}
     for place, layout in enumerate(layouts):
         say(f"a short real run: {layout}")
         pricer = Pricer(profile.dataflow, profile, classes)
         placement, shared = as_placement(pricer, layout, topology, draws), divides_requests(config)
         plan = make_plan(placement, topology, config.env.num_envs, roles=roles, shared=shared)
-        seen, edges = real_run(config, plan, logs / f"run-{place}", clock, program)
+        timed[layout], edges = real_run(config, plan, logs / f"run-{place}", clock, program)
+        seen = typical(timed[layout])
         if not place:
             profile = replace(profile, dataflow=replace(profile.dataflow, edges=edges))
             profile = with_others(profile, pricer, layout, seen, extra_roles(roles))
             pricer = Pricer(profile.dataflow, profile, classes)
         profile = (with_turns if not place else with_apart)(profile, pricer, layout, seen)
-    return with_sim(profile, -resets_s)
+    choices = [Choice(Pricer(profile.dataflow, profile, classes), layout) for layout in layouts]
+    runs = [timed_forecast(forecast(one, topology, draws), timed[one.layout]) for one in choices]
+    return replace(with_sim(profile, -resets_s), runs=runs)
 
 
 def timed_layouts(
@@ -260,20 +270,23 @@ def positions(layout: Layout) -> dict[str, tuple[Zone, int]]:
     return {name: (zone, zone.devices) for zone in layout.zones for name in zone.components}
 
 
-def latency_of(profile: Profile, pricer: Pricer, layout: Layout, seen: Round) -> float:
+def longer_s(pricer: Pricer, layout: Layout, seen: Round) -> float:
+    """Seconds by which a rollout, with the roles between sims and learners, was longer than its parts."""
+    spent = phases(pricer, layout)
+    return max(seen.rollout_s - sum(seconds for part, seconds in spent.items() if part not in AFTER), 0.0)
+
+
+def latency_of(pricer: Pricer, layout: Layout, seen: Round) -> float:
     """Seconds of a transfer between a sim's process and a policy's, from a rollout."""
-    expected = float(pricer.node_seconds(("sim", "policy"), positions(layout), 1))
-    expected += beside_sims_s(profile, pricer, layout)
-    return (
-        max(seen.rollout_s - seen.barrier_s - expected, 0.0) / (profile.dataflow["sim"].calls + 1) / 2
-    )  # there and back
+    there_and_back = max(longer_s(pricer, layout, seen) - seen.barrier_s, 0.0) / (pricer.dataflow["sim"].calls + 1)
+    return there_and_back / 2
 
 
 def with_apart(profile: Profile, pricer: Pricer, layout: Layout, seen: Round) -> Profile:
     """The profile with costs from the second run: shared weights without a transfer, and requests with one."""
     link = profile.link
     if link == Link():
-        link = Link(latency_s=latency_of(profile, pricer, layout, seen))
+        link = Link(latency_s=latency_of(pricer, layout, seen))
     return replace(profile, link=link, sync=replace(profile.sync, shared_s=seen.publish_s))
 
 
@@ -314,28 +327,20 @@ def with_others(profile: Profile, pricer: Pricer, layout: Layout, seen: Round, m
     return profile
 
 
-def beside_sims_s(profile: Profile, pricer: Pricer, layout: Layout) -> float:
-    """Seconds of a rollout in roles other than sims and policies."""
-    known = {role.name for role in EMBODIED}
-    names = [c.name for c in profile.dataflow.components if c.name not in known]
-    return sum(float(pricer.node_seconds((name,), positions(layout), 1)) for name in names)
-
-
 def with_turns(profile: Profile, pricer: Pricer, layout: Layout, seen: Round) -> Profile:
     """The profile with the first run's additional seconds assigned to its parts."""
     at, dataflow = positions(layout), profile.dataflow
     ranks = int(pricer.count("learner", at, 1))
-    update = float(pricer.node_seconds(("learner",), at, 1) + pricer.encoding_seconds("learner", at))
-    besides = max(seen.update_s - update, 0.0)
+    spent = phases(pricer, layout)
+    besides = max(seen.update_s - spent["update"] - spent.get("encoding", 0.0), 0.0)
     exchange = min(seen.sync_s, besides)
     if at["sim"][0] is at["policy"][0]:
-        rollout = float(pricer.node_seconds(("sim", "policy"), at, 1)) + beside_sims_s(profile, pricer, layout)
-        more = max(seen.rollout_s - rollout, 0.0)
+        more = longer_s(pricer, layout, seen)
         barrier = min(seen.barrier_s, more)
         profile = with_sim(profile, (more - barrier) / dataflow["sim"].calls)
         profile = with_barrier(profile, int(pricer.count("sim", at, 1)), barrier / dataflow["sim"].calls)
     else:
-        profile = replace(profile, link=Link(latency_s=latency_of(profile, pricer, layout, seen)))
+        profile = replace(profile, link=Link(latency_s=latency_of(pricer, layout, seen)))
 
     def learning(cost: Cost) -> Cost:
         cost = replace(cost, fixed_s=cost.fixed_s + besides - exchange)
@@ -383,10 +388,10 @@ def fewer_episodes(config: RunConfig, share: float, length: int) -> tuple[RunCon
 
 def real_run(
     config: RunConfig, plan: PlacementPlan, logs: Path, clock: Clock, program: type
-) -> tuple[Round, tuple[Edge, ...]]:
-    """A typical iteration, and the edges between roles. At least two iterations; the first is a warm-up."""
+) -> tuple[tuple[Round, ...], tuple[Edge, ...]]:
+    """Iterations, at least one after a warm-up, and the edges between roles."""
     with TimedRun(config, plan, logs, program) as timed_run:
         rounds = [timed_run.iterate()]
         while len(rounds) < 2 or (len(rounds) < REAL_ITERATIONS and clock.has_left(1.0)):
             rounds.append(timed_run.iterate())
-        return typical(rounds[1:]), traced_edges(timed_run.flows())
+        return tuple(rounds[1:]), traced_edges(timed_run.flows())

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from statistics import median
@@ -12,13 +12,16 @@ from typing import Any
 
 import numpy as np
 
+from embodied.core.files import aligned
 from embodied.placement.reasons import equal_to_the_fastest, join_words
 from embodied.reporting.page import (
     Block,
+    Columns,
     Row,
     Rows,
     bullets,
     facts_table,
+    grid,
     page,
     rows_chart,
     section,
@@ -29,7 +32,7 @@ from embodied.reporting.page import (
 from embodied.reporting.sections import is_move, pieces_of, worker_rows
 from embodied.system.machine import under_load
 
-COLUMNS: tuple[tuple[str, str, Callable[[float], str]], ...] = (  # head, key in a row, text
+COLUMNS: Columns = (  # titles and keys name the kind of device
     ("steps/s", "env_steps_per_s", "{:.0f}".format),
     ("per {device}", "env_steps_per_s_and_{device}", "{:.0f}".format),
     ("rollout s", "rollout_s", "{:.3f}".format),
@@ -38,8 +41,8 @@ COLUMNS: tuple[tuple[str, str, Callable[[float], str]], ...] = (  # head, key in
     ("idle", "idle", "{:.0%}".format),
     ("MB", "peak_bytes", lambda num_bytes: f"{num_bytes / 1e6:.0f}"),
     ("backward s", "first_backward_s", "{:.3f}".format),
-    ("predicted", "predicted_s", "{:.3f} s".format),
-    ("measured", "measured_s", "{:.3f} s".format),
+    ("predicted s", "predicted_s", "{:.3f}".format),
+    ("measured s", "measured_s", "{:.3f}".format),
     ("error", "error", "{:+.0%}".format),
     ("spread", "spread", "{:.0%}".format),
 )
@@ -70,14 +73,11 @@ def unit(result: Any) -> tuple[str, int]:
     return ("GPU", gpus) if gpus else ("core", result.devices["cpu"])
 
 
-def head_of(result: Any) -> list[str]:
-    return ["mode", *(head.format(device=unit(result)[0]) for head, _, _ in COLUMNS)]
-
-
-def cells(result: Any, mode: str, row: dict[str, float | None]) -> list[str]:
-    """The text of a row; empty where a value is unknown."""
-    values = [(row[key.format(device=unit(result)[0].lower())], text) for _, key, text in COLUMNS]
-    return [mode, *("" if value is None else text(value) for value, text in values)]
+def shown_table(result: Any) -> tuple[list[str], list[list[str]]]:
+    """The head and the rows of the table."""
+    device = unit(result)[0]
+    columns = [(title.format(device=device), key.format(device=device.lower()), text) for title, key, text in COLUMNS]
+    return grid("mode", columns, rows_of(result))
 
 
 def rows_of(result: Any) -> dict[str, dict[str, float | None]]:
@@ -91,17 +91,16 @@ def rows_of(result: Any) -> dict[str, dict[str, float | None]]:
 def describe(result: Any) -> list[str]:
     """The table, and its conclusions."""
     lines = ["", f"{result.task}, {result.num_envs} envs, {result.where}; medians of {num_rounds(result)} rounds"]
-    rows = [cells(result, mode, row) for mode, row in rows_of(result).items()]
-    lines += ["".join([f"{first:>14}", *(f"{cell:>13}" for cell in rest)]) for first, *rest in (head_of(result), *rows)]
-    lines += [f"{mode:>14}  {layout_of(result, mode)}" for mode in rows_of(result)]
-    lines += [f"{mode:>14}  not run: {reason}" for mode, reason in result.refused.items()]
+    lines += aligned(*shown_table(result))
+    lines += [f"{mode:<13}  {layout_of(result, mode)}" for mode in rows_of(result)]
+    lines += [f"{mode:<13}  not run: {reason}" for mode, reason in result.refused.items()]
     return [*lines, *conclusions(result)]
 
 
 def layout_of(result: Any, mode: str) -> str:
     """The roles on each device, and the share of time in which each role's workers were busy."""
     busy = ", ".join(f"{role} {share:.0%}" for role, share in result.typical(mode).busy.items())
-    return f"{result.expected[mode]['layout']}; at work: {busy}"
+    return f"{result.expected[mode]['in_words']}; at work: {busy}"
 
 
 def conclusions(result: Any) -> list[str]:
@@ -181,12 +180,11 @@ def write_report(results: Sequence[Any], header: dict[str, Any], folder: Path) -
 def benchmark_page(results: Sequence[Any], header: dict[str, Any]) -> Block:
     parts = [section("Measured", measurement(results, header), chart(results))]
     for result in results:
-        shown = table(head_of(result), [cells(result, mode, row) for mode, row in rows_of(result).items()])
         plans = [f"{mode}: {layout_of(result, mode)}" for mode in result.expected]
         refused = [f"{mode} was not run: {reason}" for mode, reason in result.refused.items()]
         traced = [part for mode, path in result.traces.items() for part in timeline(mode, Path(path))]
         blocks = [
-            shown,
+            table(*shown_table(result)),
             *[text(line, note=False) for line in conclusions(result)],
             bullets([*plans, *refused]),
             *traced,

@@ -19,7 +19,7 @@ import json
 import math
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from html import escape
@@ -119,6 +119,16 @@ def named_table(head: str, rows: Sequence[tuple[object, Mapping[str, object]]]) 
     """A table of rows that may have different columns."""
     names = list(dict.fromkeys(name for _, row in rows for name in row))
     return table([head, *names], [[key, *[row.get(name, "-") for name in names]] for key, row in rows])
+
+
+Columns = Sequence[tuple[str, str, Callable[[Any], str]]]  # title, key of the values, their text
+
+
+def grid(what: str, columns: Columns, rows: Mapping[str, Mapping[str, Any]]) -> tuple[list[str], list[list[str]]]:
+    """The head and the texts of named rows, without columns of which no row knows a value."""
+    known = [column for column in columns if any(row[column[1]] is not None for row in rows.values())]
+    texts = {name: ["" if row[key] is None else text(row[key]) for _, key, text in known] for name, row in rows.items()}
+    return [what, *(title for title, _, _ in known)], [[name, *cells] for name, cells in texts.items()]
 
 
 def facts_table(facts: Mapping[str, object]) -> Block:

@@ -14,15 +14,17 @@ from dataclasses import replace
 from pathlib import Path
 from shlex import quote
 from textwrap import wrap
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from pydantic import ValidationError
 
 from embodied import _stop_at_once
 from embodied.config.command_line import parse
-from embodied.config.read import recipe_of_task
+from embodied.config.read import Tree, recipe_of_task, root
 from embodied.config.recipe import Loaded, RunConfig, load
 from embodied.core.errors import ConfigError, EmbodiedError, MissingAsset
 from embodied.core.files import show
-from embodied.core.options import broken_rules
+from embodied.core.options import Strict, broken_rules
 from embodied.envs import env_class, import_class
 from embodied.envs.capabilities import choose_protocol
 from embodied.envs.config import CommonEnvConfig, played_task
@@ -41,6 +43,7 @@ if TYPE_CHECKING:
     from embodied.system import drawing
     from embodied.workflows.rl_loop import EmbodiedLoop
 
+OwnOptions = TypeVar("OwnOptions", bound=Strict)
 WIDTH = 118
 LONGER = 4  # factor for the advised length of a run without success
 
@@ -89,6 +92,20 @@ def split_keys(argv: list[str], keys: tuple[str, ...]) -> tuple[dict[str, Any], 
     of_command = [arg for arg in argv if arg.partition("=")[0] in keys]
     _, values, problems = parse(of_command)
     return values, problems, [arg for arg in argv if arg not in of_command]
+
+
+def own_options(model: type[OwnOptions], argv: list[str]) -> tuple[OwnOptions, list[str]]:
+    """A command's own options, whose mistakes are all refused at once, and the recipe's arguments."""
+    values, problems, rest = split_keys(argv, tuple(model.model_fields))
+    try:
+        options = model.model_validate(values)
+    except ValidationError as err:
+        from embodied.config.answers import explain
+
+        problems += explain(err.errors(), root(model), Tree(values))
+    if problems:
+        raise ConfigError("\n".join(problems))
+    return options, rest
 
 
 # From a recipe to a plan for these machines

@@ -25,8 +25,8 @@ from types import MappingProxyType
 from typing import Any
 
 from embodied.core.errors import printable
-from embodied.core.files import reading, show
-from embodied.reporting.page import Block, Row, Rows, page, percent, rows_chart, section, short, table, tiles
+from embodied.core.files import aligned, reading, show
+from embodied.reporting.page import Block, Row, Rows, named_table, page, percent, rows_chart, section, short, tiles
 from embodied.sharing.run_turns import FORMAT, RECORD
 
 WHEN = "%Y-%m-%d %H:%M UTC"
@@ -76,7 +76,7 @@ def table_lines(record: ShareRecord, now_s: float, folders: Mapping[str, Path]) 
     the progress of its batch."""
     used, targets = record.device_seconds(), record.targets()
     whole = len(record.devices) * now_s or 1.0
-    rows = [HEAD]
+    rows = []
     for run in record.runs.values():
         iteration, speed = last_iteration(folders.get(run.name))
         waited = f"{record.waited_s(run.name):.0f} s{' now' if run.waits_since is not None else ''}"
@@ -84,13 +84,7 @@ def table_lines(record: ShareRecord, now_s: float, folders: Mapping[str, Path]) 
         shares = f"{used[run.name] / whole:.0%}", f"{targets[run.name]:.0%}"
         rows.append((run.name, holds_of(record, run), *shares, waited, batch, iteration, speed))
     title = f"{now_s:.0f} s, {len(record.devices)} devices, rule {record.rule}"
-    return [title, *aligned(rows)]
-
-
-def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
-    """The lines of a table."""
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths)).rstrip() for row in rows]
+    return [title, *aligned(HEAD, rows)]
 
 
 def holds_of(record: ShareRecord, run: SharingRun) -> str:
@@ -169,8 +163,6 @@ def changes(record: ShareRecord) -> list[tuple]:
 
 
 def runs_table(record: ShareRecord, predicted: ShareRecord | None) -> Block:
-    head: list[object] = ["run", "owns", "end", "waited", "share of the devices", "target", "updates", "borrowed"]
-    head += ["iterations", "predicted", "error"] if predicted else []
     used, targets = record.device_seconds(), record.targets()
     whole = len(record.devices) * record.makespan_s() or 1.0
     rows = []
@@ -179,15 +171,16 @@ def runs_table(record: ShareRecord, predicted: ShareRecord | None) -> Block:
         updates = sum(hold.seconds for hold in holds if hold.phase == UPDATE)
         lent = sum(hold.seconds for hold in holds if hold.device not in run.own)
         end = run.ended_s if run.ended_s is not None else record.now_s
-        row: list[object] = [name, len(run.own), f"{short(end)} s", f"{short(record.waited_s(name))} s"]
-        row += [percent(used[name] / whole), percent(targets[name])]
-        row += [percent(updates / used[name] if used[name] else 0), percent(lent / used[name] if used[name] else 0)]
+        row = {"owns": len(run.own), "end": f"{short(end)} s", "waited": f"{short(record.waited_s(name))} s"}
+        row |= {"share of the devices": percent(used[name] / whole), "target": percent(targets[name])}
+        row |= {"updates": percent(updates / (used[name] or 1)), "borrowed": percent(lent / (used[name] or 1))}
         if predicted:
             trained, expected = record.trained_s(name), predicted.trained_s(name) if name in predicted.runs else 0.0
             error = f"{expected / trained - 1:+.1%}" if expected and trained else "-"
-            row += [f"{short(trained)} s", f"{short(expected)} s" if expected else "-", error]
-        rows.append(row)
-    return table(head, rows)
+            row |= {"iterations": f"{short(trained)} s", "predicted": f"{short(expected)} s" if expected else "-"}
+            row |= {"error": error}
+        rows.append((name, row))
+    return named_table("run", rows)
 
 
 def gantt(records: Mapping[str, tuple[ShareRecord, float]]) -> Block:

@@ -15,16 +15,16 @@ from typing import Any
 
 from embodied.config.recipe import RunConfig
 from embodied.core.errors import ConfigError
+from embodied.core.files import aligned
 from embodied.placement import roles_of
 from embodied.placement.grammar import extra_roles
 from embodied.placement.iteration_cost import Pricer
 from embodied.placement.layout import Layout, Zone
-from embodied.placement.profile import read_profile
 from embodied.placement.topology import number
 from embodied.plan import load_warning
 from embodied.profiling import stored_profiles
 from embodied.run.devices import divides_requests, machines, networks_on
-from embodied.sharing.page import aligned, record_of
+from embodied.sharing.page import record_of
 from embodied.sharing.run_turns import FORMAT, LEND_FACTOR
 from embodied.sharing.runs import SharedRuns, load_run, planned
 from embodied.workflows.rl_loop import EmbodiedLoop
@@ -68,7 +68,7 @@ def run_cost(config: RunConfig, arguments: Sequence[str], own: int, runs: int, w
     path, why = stored_profiles.profile_for(config, topology, roles)
     if path is None:
         raise ConfigError(f"{name}: {why or 'it has not been measured here'}; {advice}")
-    profile = stored_profiles.fitted_to(config, read_profile(path), path, roles)
+    profile = stored_profiles.fitted_to(config, path, roles)
     profile, classes = stored_profiles.with_memory(profile, topology, config.cluster.memory_gb)
     if profile.missing(classes, stored_profiles.device_kinds(config, topology, roles)):
         raise ConfigError(f"{name}: {path} was measured on other devices; {advice}")
@@ -218,10 +218,10 @@ def describe_prediction(predicted: Mapping[str, Sequence[Mapping[str, Any]]], ru
     records = {name: record_of(lines) for name, lines in predicted.items()}
     serial = records["serial"].makespan_s()
     head = ["predicted", "makespan", "x serial", *(f"{name} ends (share)" for name in records[rule].runs)]
-    rows = [head]
+    rows = []
     for name, record in records.items():
         makespan, used = record.makespan_s(), record.device_seconds()
         whole = len(record.devices) * makespan or 1.0
         ends = [f"{run.ended_s:.4g} s ({used[run.name] / whole:.0%})" for run in record.runs.values()]
         rows.append([f"{name}{' *' if name == rule else ''}", f"{makespan:.4g} s", f"{serial / makespan:.2f}", *ends])
-    return aligned(rows)
+    return aligned(head, rows)
