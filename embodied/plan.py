@@ -293,10 +293,10 @@ def describe(planned: Planned, name: str) -> list[str]:
         f"search      {planned.search_s * 1000:.0f} ms",
         "",
         *aligned(*grid("mode", COLUMNS, planned.forecasts)),
-        *[f"{mode:<14}does not fit: {reason}" for mode, reason in planned.refused.items()],
+        *[f"{mode:<15}does not fit: {reason}" for mode, reason in planned.refused.items()],
         "",
         *aligned(*grid("schedule", COLUMNS, planned.of_schedules)),
-        *[f"{one:<14}no plan: {why}" for one, why in planned.schedules.items() if isinstance(why, str)],
+        *[f"{one:<10}no plan: {why}" for one, why in planned.schedules.items() if isinstance(why, str)],
     ]
     left = [c.name for c in planned.topology.classes() if c.count and c.name not in planned.planner.pricer.classes]
     lines += [f"nothing of this recipe runs on {one} (learner.device, env.backend)" for one in left if one != "cpu"]

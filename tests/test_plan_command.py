@@ -250,7 +250,7 @@ def test_a_recipes_own_schedule_is_the_one_whose_modes_are_compared(capsys, tmp_
     out, found = plan_of(capsys, tmp_path, "pointmass_ppo", "pipeline.schedule=async")
     assert "all env rows end a rollout together" in found["periodic"]["refused"]
     assert "custom wins" in out and "pipeline.stages=1 pipeline.schedule=async" in out
-    assert "collocated    does not fit: with pipeline.schedule=async learners take no turns with other roles" in out
+    assert "collocated     does not fit: with pipeline.schedule=async learners take no turns with other roles" in out
     again, same = plan_of(capsys, tmp_path, "pointmass_ppo")
     assert same == found and "collocated and hybrid are predicted equal" in again
 
