@@ -96,7 +96,8 @@ def learned(recipe: str, name: str, seed: int, given: Sequence[str], episodes: i
     cost = measure(command, env, TIMEOUT_S)
     (run,) = folder.glob(f"{recipe}-*")
     published = resolved(recipe)["policy"].get("pretrained")
-    start = next(folder.glob("sft-*"), None) or (Path(published).resolve() if published else None)
+    imitation = next((path for path in folder.glob("sft-*") if (path / "run.json").is_file()), None)
+    start = imitation or (Path(published).resolve() if published else None)  # demonstrations are beside it
     env_options = [word for word in given if word.startswith("env.")]
     both = evaluated(recipe, [policy for policy in (start, run) if policy], folder, episodes, env, env_options)
     rows, final = read_metrics(run), both[-1]

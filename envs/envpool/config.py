@@ -9,6 +9,8 @@ from pydantic import Field
 from embodied.core.options import Requirement
 from embodied.envs.config import NamedWithKind, OnSuccess
 
+POOL_BYTES, ROW_BYTES, METAWORLD_ROW_BYTES = 0.15e9, 0.003e9, 0.04e9  # measured: worker, each row
+
 
 class EnvPoolConfig(NamedWithKind):
     """EnvPool's tasks, simulated in C++ by its own threads: env.name=envpool:<id>."""
@@ -28,3 +30,6 @@ class EnvPoolConfig(NamedWithKind):
     @classmethod
     def tasks_in_words(cls, name: str) -> list[tuple[str, str]]:
         return [("", 'env.name=envpool:ID for any ID of: python -c "import envpool; print(envpool.list_all_envs())"')]
+
+    def worker_bytes(self, rows: int, num_tasks: int) -> float:
+        return POOL_BYTES + rows * (METAWORLD_ROW_BYTES if ":MetaWorld/" in self.name else ROW_BYTES)

@@ -9,6 +9,7 @@ from pydantic import Field
 from embodied.core.options import Requirement
 from embodied.envs.config import ImageSize, NamedWithKind
 
+METAWORLD_BYTES, SINGLE_BYTES = 0.15e9, 0.01e9  # measured: worker, each simulation
 Camera = Literal["topview", "corner", "corner2", "corner3", "corner4", "behindGripper", "gripperPOV"]
 
 
@@ -37,3 +38,7 @@ class MetaWorldConfig(NamedWithKind):
     @property
     def observed_images(self) -> dict[str, tuple[int, int]]:
         return dict.fromkeys(self.cameras, self.image_size)
+
+    def worker_bytes(self, rows: int, num_tasks: int) -> float:
+        """A row keeps a simulation of each task that it has played, for itself or another row."""
+        return METAWORLD_BYTES + rows * num_tasks * SINGLE_BYTES
