@@ -261,10 +261,7 @@ def plan(
     schedules = {schedule: fastest_under(planner, schedule, modes) or not_periodic for schedule in SCHEDULES}
     search_s = time.perf_counter() - started
     if not any(modes.values()):
-        why = [f"{mode}: {reasons.why_not(planner, mode)}" for mode in MODES[:3]]
-        if overlaps(planner.dataflow):
-            why = [f"{reasons.why_not_apart(planner)}; try pipeline.schedule=sync"]
-        raise PlacementError("nothing fits on this cluster\n" + "\n".join(why))
+        raise PlacementError(f"nothing fits on this cluster\n{reasons.why_nothing_fits(planner)}")
     return Planned(profile, topology, planner, modes, schedules, search_s, draws)
 
 

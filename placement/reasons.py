@@ -142,6 +142,13 @@ def why_not(planner: Planner, mode: str) -> str:
     return f"the fastest, {free.layout}, needs {' and '.join(lack)}" if lack else "its layouts do not fit in memory"
 
 
+def why_nothing_fits(planner: Planner) -> str:
+    """Why there is no layout at all: a line for each mode."""
+    if overlaps(planner.dataflow):
+        return f"{why_not_apart(planner)}; try pipeline.schedule=sync"
+    return "\n".join(f"{mode}: {why_not(planner, mode)}" for mode in ("collocated", "disaggregated", "hybrid"))
+
+
 def envs_hint(planner: Planner) -> str:
     envs = {c.name: c.items for c in planner.dataflow.components if c.even}
     return ", ".join(f"{name} has {items} envs" for name, items in envs.items()) or "see the profile"

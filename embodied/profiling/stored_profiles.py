@@ -26,7 +26,7 @@ from embodied.placement.grammar import EMBODIED, PARALLEL, extra_roles
 from embodied.placement.iteration_cost import Choice
 from embodied.placement.profile import NOTHING, Profile, read_profile
 from embodied.placement.profile_planner import Planner
-from embodied.placement.reasons import why_not, why_not_apart
+from embodied.placement.reasons import why_nothing_fits
 from embodied.placement.topology import GB, DeviceClass, number
 from embodied.run.devices import divides_requests, draws_on_gpus, networks_on
 
@@ -249,10 +249,8 @@ def plan_from_profile(
     planner = Planner(profile.dataflow, profile, classes, stages)
     best = planner.fastest()
     if best is None:
-        reasons = [f"{mode}: {why_not(planner, mode)}" for mode in ("collocated", "hybrid")]
-        if planner.dataflow.schedule != "sync":
-            reasons = [f"{why_not_apart(planner)}; try pipeline.schedule=sync"]
-        raise PlacementError("\n".join([f"no plan fits by {path}; allow more memory, or name a placement", *reasons]))
+        why = why_nothing_fits(planner)
+        raise PlacementError(f"no plan fits by {path}; allow more memory, or name a placement\n{why}")
     if config.pipeline.schedule == "auto" and periodic_is_the_same(config):
         best = periodic_if_it_pays(planner, best)
     chosen, measured_s = forecast(best, machines, draws_on_gpus(config.env)), None
