@@ -108,7 +108,7 @@ def test_results_of_text_come_back_as_they_were_written(tmp_path):
     write_results(tmp_path, results, episodes)
     assert read_results(tmp_path) == (results, episodes)
     header, line, *_ = (tmp_path / "episodes.csv").read_text().splitlines()
-    assert header.split(",") == [*COLUMNS, *TEXT_COLUMNS] and line == "0,add2,0,0,1,1.0,true,true,,,false,4"
+    assert header.split(",") == [*COLUMNS, *TEXT_COLUMNS] and line == "0,add2,0,0,1,1.0,true,true,,,false,4,"
 
 
 def test_single_answers_are_compared_as_pairs_whatever_the_seed_of_the_evaluation():
