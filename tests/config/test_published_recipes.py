@@ -36,6 +36,7 @@ HERE = {
     "num_action_chunks": lambda c: c.policy.chunk,
     "action_horizon": lambda c: c.policy.horizon,
     "num_steps": lambda c: c.policy.steps,
+    "extra_delta_transform": lambda c: c.policy.relative_actions == 6,  # make_bool_mask(6, -1)
     "temperature_train": lambda c: c.policy.temperature,
     "crop": lambda c: c.policy.crop_area,
     "stop token": lambda c: c.policy.stop_token,
@@ -61,8 +62,8 @@ ORIGINALS = {
         "reset_gripper_open": True, "temperature_train": 1.6, "crop": 0.9, "stop token": True,
         "global_batch_size": 128 * 512 // 8,
     },
-    "libero_ppo_pi0": {**PI0, "update_epoch": 4, "action_horizon": 50, "num_steps": 4},
-    "libero_ppo_pi05": {**PI0, "update_epoch": 1, "action_horizon": 10, "num_steps": 3},
+    "libero_ppo_pi0": {**PI0, "update_epoch": 4, "action_horizon": 50, "num_steps": 4, "extra_delta_transform": True},
+    "libero_ppo_pi05": {**PI0, "update_epoch": 1, "action_horizon": 10, "num_steps": 3, "extra_delta_transform": False},
     "maniskill_ppo_openvla": {
         **PPO, "optim.lr": 1e-4, "optim.value_lr": 3e-3, "optim.clip_grad": 10, "global_batch_size": 640,
         "env_steps": 128 * 160, "bootstrap_type": "always", "mask by episode": False, "lora_rank": 32,
