@@ -247,8 +247,9 @@ class FlowPolicy(VLAPolicy):
     @classmethod
     def lerobots_own(cls, published: dict[str, Any]) -> dict[str, Any]:
         """The options that a folder of lerobot's decides."""
-        steps = published.get("n_action_steps")
-        return {"chunk": steps} if steps and "type" in published else {}
+        steps = published.get("num_steps") or published.get("num_inference_steps")  # SmolVLA's name, and Pi0's
+        stated = {"chunk": published.get("n_action_steps"), "steps": steps}
+        return {key: value for key, value in stated.items() if value} if "type" in published else {}
 
     @classmethod
     def reads_state(cls, config: FlowConfig, settings: Any) -> bool:

@@ -47,7 +47,7 @@ def publish_lerobot(folder, made):
     weights = {f"model.{TIED if name == WORDS else name}": w for name, w in made.model.state_dict().items()}
     save_file(weights, folder / WEIGHTS)
     variants = {key: TINY[key] for key in ("paligemma_variant", "action_expert_variant")}
-    sizes = {"chunk_size": 8, "n_action_steps": 4, "max_action_dim": 8, "max_state_dim": 32}
+    sizes = {"chunk_size": 8, "n_action_steps": 4, "num_inference_steps": 3, "max_action_dim": 8, "max_state_dim": 32}
     (folder / CONFIG).write_text(json.dumps({"type": made.config.name, **sizes, **variants}))
     step = {"registry_name": "normalizer_processor", "state_file": "policy_preprocessor_step_5.safetensors"}
     (folder / "policy_preprocessor.json").write_text(json.dumps({"steps": [step]}))
@@ -74,6 +74,7 @@ def test_a_published_folder_is_asked_as_its_authors_do(config, layout, keys, cam
     assert keys in told and "env.mirrored=true" in told and f"from {folder}" in told
     assert "relative_actions" not in told or layout == "openpi"  # lerobot's actions are as they are,
     assert layout != "lerobot" or (policy.config.state_in_prompt and policy.horizon == 8)  # and its Pi0.5 reads states
+    assert layout != "lerobot" or policy.config.steps == 3
     spec = policy.spec
     assert (list(spec.images), spec.state_dim, spec.action.dim) == (cameras, felt, 7)
     frames = {name: np.full((1, 48, 48, 3), 99, np.uint8) for name in cameras}
