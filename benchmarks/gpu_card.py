@@ -1,7 +1,7 @@
 """Measures this toolkit on one GPU and writes a card: the GPU's name, driver and versions, and figures by block.
 
     python -m benchmarks.gpu_card --ppo PATH/ppo.py --ppo-fast PATH/ppo_fast.py
-    python -m benchmarks.gpu_card --blocks openvla pi0    # some blocks
+    python -m benchmarks.gpu_card --blocks openvla pi0    # some blocks; smolvla also runs without a GPU
     python -m benchmarks.gpu_card --tiny                  # all of it in small on a CPU, to see that it runs
 
 Every block takes less than ten minutes in a separate process and writes OUT/BLOCK.json. A finished block is not
@@ -15,6 +15,7 @@ import argparse
 import json
 import os
 import re
+import resource
 import shutil
 import subprocess
 import sys
@@ -278,16 +279,27 @@ def copy_seconds(tensor: Any) -> float:
 
 def empty(kind: str, asked: argparse.Namespace, **options: Any) -> Any:
     """A policy of full size without weights, or a tiny one."""
-    from embodied.core.types import ActionSpec, EnvSpec
-    from embodied.policies import policy_class
     from embodied.policies.openvla.config import OpenVLAConfig
     from embodied.policies.pi0.config import Pi0Config
 
     preset, side = ("tiny", 32) if asked.tiny else ("full", 224)
     config = {"openvla": OpenVLAConfig, "pi0": Pi0Config}[kind]
-    spec = EnvSpec(ActionSpec(7), state_dim=8, images={"camera": (side, side, 3)}, instruction=True)
     half = {} if asked.tiny else {"dtype": "bfloat16"}
-    return policy_class(kind).for_memory_estimate(config(name=kind, preset=preset, **half, **options), spec)
+    return policy_of_size(kind, arm(side), config(name=kind, preset=preset, **half, **options))
+
+
+def arm(side: int) -> Any:
+    """What a camera, the state and the instruction of an arm look like, with square images."""
+    from embodied.core.types import ActionSpec, EnvSpec
+
+    return EnvSpec(ActionSpec(7), state_dim=8, images={"camera": (side, side, 3)}, instruction=True)
+
+
+def policy_of_size(kind: str, spec: Any, config: Any) -> Any:
+    """A policy without weights and files, for counting memory."""
+    from embodied.policies import policy_class
+
+    return policy_class(kind).for_memory_estimate(config, spec)
 
 
 def large(kind: str, asked: argparse.Namespace, **options: Any) -> Any:
@@ -358,26 +370,18 @@ def bandwidth(device: str, asked: argparse.Namespace) -> float:
     return 2 * len(one) / best_seconds(lambda: other.copy_(one), device)
 
 
-def lora(asked: argparse.Namespace) -> Figures:
-    """One LoRA step of the model: its memory beside the planned memory, and MFU, the used share of the GPU's speed."""
+def gradient_step(policy: Any, rows: int, algo: Any) -> Callable[[Any], None]:
+    """A function that takes one gradient step with a learner's model on decisions that the policy has just made."""
     import numpy as np
-    import torch
-    from torch.utils.flop_counter import FlopCounterMode
 
-    from embodied.algorithms.config import PPOConfig
     from embodied.core.arrays import text_arrays
     from embodied.core.types import BatchEnd, Trajectory, Unit
-    from embodied.learners.config import LearnerConfig
-    from embodied.learners.memory_estimate import count, made_up
-    from embodied.learners.model import Model, PolicyOptimizer
+    from embodied.learners.model import PolicyOptimizer
     from embodied.learners.train_batch import build_batch
     from embodied.learners.update import update_policy
-    from embodied.learners.worker import peak_rate
     from embodied.runtime.collective import Alone
 
-    rank, rows = (2, 2) if asked.tiny else (32, 16)
-    policy = large("openvla", asked, lora_rank=rank)
-    obs, device = seen(policy, rows), policy.device.type
+    obs = seen(policy, rows)
     acted = policy.act(obs, np.random.default_rng(1).random((rows, policy.noise_spec().width)))
     chunk, ones = np.zeros((rows, 1), bool), np.ones(rows, np.int64)
     played = Trajectory(
@@ -385,14 +389,35 @@ def lora(asked: argparse.Namespace) -> Figures:
         values=np.asarray(acted.values), next_values=np.zeros(rows, np.float32), rewards=np.ones((rows, 1), np.float32),
         terminated=~chunk, truncated=chunk, mask=~chunk, versions=0 * ones, episodes=0 * ones, replay=acted.replay,
     )  # fmt: skip
-    algo = PPOConfig(rollout_decisions=1, epochs=1, minibatch_size=rows)
-    parts = {"micro_batch_size": min(rows, 4), "checkpoint_activations": not asked.tiny}
-    model = Model(policy, LearnerConfig(**parts))
     optimizer = PolicyOptimizer(policy, algo, Alone())
 
-    def step(model: Model = model) -> None:
+    def step(model: Any) -> None:
         share = build_batch(played, Unit((), played.ids), 0, algo, Alone(), model)
         update_policy(model, optimizer, algo, share, 0, BatchEnd(0, 10))
+
+    return step
+
+
+def lora(asked: argparse.Namespace) -> Figures:
+    """One LoRA step of the model: its memory beside the planned memory, and MFU, the used share of the GPU's speed."""
+    import torch
+    from torch.utils.flop_counter import FlopCounterMode
+
+    from embodied.algorithms.config import PPOConfig
+    from embodied.learners.config import LearnerConfig
+    from embodied.learners.memory_estimate import count, made_up
+    from embodied.learners.model import Model
+    from embodied.learners.worker import peak_rate
+
+    rank, rows = (2, 2) if asked.tiny else (32, 16)
+    policy = large("openvla", asked, lora_rank=rank)
+    device = policy.device.type
+    learn = gradient_step(policy, rows, PPOConfig(rollout_decisions=1, epochs=1, minibatch_size=rows))
+    parts = {"micro_batch_size": min(rows, 4), "checkpoint_activations": not asked.tiny}
+    model = Model(policy, LearnerConfig(**parts))
+
+    def step() -> None:
+        learn(model)
 
     policy.cache.layers.clear()  # the cache of acting
     with FlopCounterMode(display=False) as counter:  # it keeps all activations until the pass ends
@@ -404,7 +429,7 @@ def lora(asked: argparse.Namespace) -> Figures:
     mfu = counter.get_total_flops() / seconds / peak_rate(device, policy.dtype)
     plan = count(empty("openvla", asked, lora_rank=rank), model.config, made_up(policy, min(rows, 4)))
     compiled = Model(policy, LearnerConfig(**parts, compile=True))
-    faster = rows / best_seconds(lambda: step(compiled), device, tries=2)
+    faster = rows / best_seconds(lambda: learn(compiled), device, tries=2)
     figures = {"items_per_s": rows / seconds, "mfu": mfu, "memory_GB": peak / 1e9, "plan_GB": plan.total / 1e9}
     return figures | {"compiled_items_per_s": faster}
 
@@ -414,6 +439,84 @@ def pi0(asked: argparse.Namespace) -> Figures:
     figures = acting(large("pi0", asked), asked)[0]
     compiled = acting(large("pi0", asked, compile=True), asked)[0]
     return figures | {f"compiled_{name}": figure for name, figure in compiled.items()}
+
+
+def smolvla(asked: argparse.Namespace) -> Figures:
+    """SmolVLA from a folder as lerobot writes it: it is opened, acts, takes a gradient step of its expert, and is saved
+    and opened again. Seconds, and GB of memory up to then; without a GPU, of the process."""
+    import torch
+
+    from embodied.algorithms.config import PPOConfig
+    from embodied.learners.config import LearnerConfig
+    from embodied.learners.memory_estimate import count, made_up
+    from embodied.learners.model import Model
+    from embodied.policies import make_policy
+    from embodied.policies.smolvla.config import SmolVLAConfig
+
+    device, rows = "cuda" if torch.cuda.is_available() and not asked.tiny else "cpu", 2 if asked.tiny else 8
+    options = {"name": "smolvla", "train": "expert", "exploration": "flow_noise", "steps": 4}
+    options |= {} if asked.tiny else {"dtype": "bfloat16"}
+    figures: Figures = {}
+
+    def timed(name: str, work: Callable[[], Any]) -> Any:
+        started = time.perf_counter()
+        result = work()
+        if device == "cuda":
+            torch.cuda.synchronize()
+        peak = torch.cuda.max_memory_allocated() / 1e9 if device == "cuda" else peak_memory_gb()
+        figures.update({f"{name}_s": time.perf_counter() - started, f"{name}_GB": peak})
+        return result
+
+    with tempfile.TemporaryDirectory() as place:
+        folder, again, spec = Path(place, "published"), Path(place, "again"), arm(256)
+        write_smolvla(folder, asked)
+        policy = timed("open", lambda: make_policy(SmolVLAConfig(pretrained=str(folder), **options), spec, 0)).to(
+            device
+        )
+        timed("act", lambda: acting(policy.eval(), argparse.Namespace(tiny=True)))
+        learn = gradient_step(policy, rows, PPOConfig(rollout_decisions=1, epochs=1, minibatch_size=rows))
+        model = Model(policy, LearnerConfig(micro_batch_size=min(rows, 4)))
+        timed("step", lambda: learn(model))
+        figures[f"items_per_s_{rows}"] = rows / best_seconds(lambda: learn(model), device, tries=2)
+        counted = policy_of_size("smolvla", spec, SmolVLAConfig(preset="tiny" if asked.tiny else "full", **options))
+        figures["plan_GB"] = count(counted, model.config, made_up(policy, min(rows, 4))).total / 1e9
+        timed("save", lambda: policy.save_published(again))
+        opened = timed("open_again", lambda: make_policy(SmolVLAConfig(pretrained=str(again), **options), spec, 0))
+        pairs = zip(opened.model.parameters(), policy.model.parameters(), strict=True)
+        kept = all(torch.equal(new.bfloat16(), old.bfloat16().cpu()) for new, old in pairs)
+        figures["kept"] = "every weight" if kept else "not every weight"
+    return figures
+
+
+def peak_memory_gb() -> float:
+    """The most memory that this process has had, in GB."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 1e9
+
+
+def write_smolvla(folder: Path, asked: argparse.Namespace) -> None:
+    """A folder in lerobot's layout, with random weights and a tokenizer that knows no word."""
+    import torch
+    from safetensors.torch import save_file
+    from tokenizers import Tokenizer, models
+
+    from embodied.policies.smolvla.policy import FULL, TINY, SmolVLANetwork, settings_of
+
+    config = TINY if asked.tiny else FULL
+    with torch.device("meta"):
+        shapes = {name: tensor.shape for name, tensor in SmolVLANetwork(settings_of(config)).state_dict().items()}
+    draw = torch.Generator().manual_seed(0)
+    weights = {
+        name: torch.empty(size, dtype=torch.bfloat16).normal_(0, 0.01, generator=draw) for name, size in shapes.items()
+    }
+    folder.mkdir()
+    save_file({f"model.{name}": tensor for name, tensor in weights.items()}, folder / "model.safetensors")
+    write_json(folder / "config.json", config)
+    step = {"registry_name": "normalizer_processor", "state_file": "policy_preprocessor.safetensors"}
+    write_json(folder / "policy_preprocessor.json", {"steps": [step]})
+    figures = {f"{part}.{key}": torch.full((dim,), value) for part, dim in (("observation.state", 8), ("action", 7))
+               for key, value in (("mean", 0.0), ("std", 1.0))}  # fmt: skip
+    save_file(figures, folder / step["state_file"])
+    Tokenizer(models.WordLevel({"?": 0}, unk_token="?")).save(str(folder / "tokenizer.json"))
 
 
 def bridge(asked: argparse.Namespace) -> Figures:
@@ -480,8 +583,8 @@ def libero(asked: argparse.Namespace) -> Figures:
 BLOCKS: dict[str, Callable[[argparse.Namespace], Figures]] = {
     "drawing": drawing, "ppo": ppo, "ppo_maniskill": ppo_maniskill, "ppo_fast": ppo_fast, "points": points,
     "plan": plan, "swap": swap,
-    "weights": weights, "openvla": openvla, "lora": lora, "pi0": pi0, "language": language, "divided": divided,
-    "bridge": bridge, "libero": libero,
+    "weights": weights, "openvla": openvla, "lora": lora, "pi0": pi0, "smolvla": smolvla, "language": language,
+    "divided": divided, "bridge": bridge, "libero": libero,
 }  # fmt: skip
 
 
