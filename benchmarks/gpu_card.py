@@ -453,7 +453,7 @@ def smolvla(asked: argparse.Namespace) -> Figures:
     from embodied.policies import make_policy
     from embodied.policies.smolvla.config import SmolVLAConfig
 
-    device, rows = "cuda" if torch.cuda.is_available() and not asked.tiny else "cpu", 2 if asked.tiny else 8
+    device, rows = ("cuda", 8) if torch.cuda.is_available() and not asked.tiny else ("cpu", 2)
     options = {"name": "smolvla", "train": "expert", "exploration": "flow_noise", "steps": 4}
     options |= {} if asked.tiny else {"dtype": "bfloat16"}
     figures: Figures = {}

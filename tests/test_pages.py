@@ -171,6 +171,7 @@ PAGES = {
         Step("sft .*sft.data=demos/push", slow=True, more="env.num_envs=2"),
         Step("train .*pushcube_grpo", slow=True, more="algo.groups=1 algo.filter=none env.num_envs=8"),
         Step("evaluate .*pushcube_grpo", "videos/", slow=True, more="env.num_envs=2"),
+        Step("train .*smolvla_tiny$", "smolvla, random", f"{GROUPS} algo.filter=none run.start_from=null"),
     ],
     "own_policy.md": [
         Step("train recipe=my_linear", "success_once"),

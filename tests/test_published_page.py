@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from tiny_vla import change_json, publish
 
 from embodied.collect import main as collect
 from embodied.config.recipe import load
@@ -72,6 +73,7 @@ def here(tmp_path_factory):
         prismatic(models / name, OpenVLAOFTConfig(name="openvla_oft"), ONE, data)
     pi(models / "pi0-sft", "pi0", "physical-intelligence/libero")
     pi(models / "pi05-libero", "pi05", "assets/physical-intelligence/libero")
+    change_json(publish(models / "smolvla", "smolvla", ARM) / "config.json", chunk_size=50, n_action_steps=1)
     made = ["recipe=pointmass_ppo", f"out={root / 'demos' / 'libero'}", "collect.episodes=10", "env.num_envs=2"]
     assert collect([*made, "cluster.backend=inline"]) == 0
     info = root / "demos" / "libero" / "meta" / "info.json"  # by the names that openpi's data set has

@@ -11,6 +11,7 @@ from embodied.config.recipe import load
 from embodied.core.errors import ConfigError
 from embodied.learners.memory_estimate import estimate
 from embodied.policies.pi0.policy import EXPERT_HEAD, FULL, TIED, WORDS, Pi0Network, in_half, own_name, settings_of
+from embodied.policies.smolvla import policy as smolvla
 
 
 def test_every_step_of_flow_sde_is_noisy_for_some():
@@ -41,11 +42,14 @@ def test_names_of_both_layouts_become_ours():
     assert own_name(EXPERT_HEAD) is None
 
 
-@pytest.mark.parametrize(("name", "title"), [("pi0", "Pi0"), ("pi05", "Pi0.5")])
+@pytest.mark.parametrize(("name", "title"), [("pi0", "Pi0"), ("pi05", "Pi0.5"), ("smolvla", "SmolVLA")])
 def test_the_page_tells_the_memory_of_full_size(name, title):
     with torch.device("meta"):
-        network = Pi0Network(settings_of(FULL, (), name))
-    in_half(network)
+        if name == "smolvla":
+            network = smolvla.SmolVLANetwork(smolvla.settings_of(smolvla.FULL)).bfloat16()
+        else:
+            network = Pi0Network(settings_of(FULL, (), name))
+            in_half(network)
     weights = list(network.named_parameters())
 
     def learner_gb(trained):
@@ -53,7 +57,7 @@ def test_the_page_tells_the_memory_of_full_size(name, title):
         sizes = [(p.numel(), p.element_size()) for p in trained]
         return sum(count * (20 if size == 2 else 16) for count, size in sizes) / 1e9
 
-    expert = learner_gb(p for key, p in weights if ".paligemma." not in key)
+    expert = learner_gb(p for key, p in weights if ".paligemma." not in key and ".vlm." not in key)
     everything = learner_gb(p for _, p in weights if p.requires_grad)
     count, held = (sum(p.numel() * size(p) for _, p in weights) / 1e9 for size in (lambda p: 1, lambda p: p.itemsize))
     row = f"| {title} | {count:.2f} B | {held:.1f} GB | {expert:.1f} GB | {everything:.1f} GB |"
