@@ -489,7 +489,7 @@ class FlowPolicy(VLAPolicy):
         steps = self.config.steps
         if not self._joint:
             return sde_step(x, velocity, k, steps, self.config.noise_level * level)
-        deviation = self.noise_head(hidden[:, -self.horizon :]).to(self.exact)
+        deviation = self.noise_head(hidden[:, -self.horizon :].to(self.exact))
         return plain_step(x, velocity, steps), level * deviation
 
     def _move(self, x, velocity, hidden, k, draws, temperature: float, noisy: Tensor) -> Tensor:

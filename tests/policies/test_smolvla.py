@@ -6,7 +6,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from tiny_vla import ROBOT, build, noise, observe
+from tiny_vla import ROBOT, build, noise, observe, scored
 from torch.nn import functional as F
 from transformers import LlamaConfig, LlamaModel, SmolVLMConfig
 from transformers.models.smolvlm.modeling_smolvlm import SmolVLMConnector, SmolVLMVisionTransformer
@@ -123,3 +123,10 @@ def test_actions_and_what_the_value_reads_are_those_of_an_independent_reference(
         for step in range(10):
             x = x - reference.velocity(layers, x, 1 - step / 10, *(periods or (4e-3, 4.0))) / 10
         np.testing.assert_allclose(actions[row], x[:5, :3].numpy(), atol=1e-3, rtol=1e-3)
+
+
+def test_in_bfloat16_learners_give_the_log_probs_of_acting():
+    policy = build("smolvla", spec=SPEC, dtype="bfloat16", exploration="flow_noise", steps=2)
+    obs = observe(2, SPEC)
+    acted = policy.act(obs, noise(policy, 2))
+    np.testing.assert_allclose(scored(policy, obs, acted).logprobs.detach(), acted.logprobs, atol=1e-4)
