@@ -49,7 +49,7 @@ from embodied.placement.topology import DeviceClass, Topology, read_topology
 from embodied.profiling import stored_profiles
 from embodied.reporting.page import Block, Row, Rows, bullets, grid, page, rows_chart, section, short, table, write_page
 from embodied.run import launch
-from embodied.run.devices import discover, draws_on_gpus, machines
+from embodied.run.devices import discover, draws_on_gpus, known_drawing, machines, with_known_renderer
 from embodied.run.launch import program_of, proofs
 from embodied.system.machine import under_load
 from embodied.workflows.shipped_roles import roles_of_run
@@ -156,6 +156,7 @@ def compare_predictions(argv: list[str]) -> Path:
             stored_profiles.check_policy(config)
         roles = roles_of(roles_of_run(program, config) if config else program.roles)
         topology = read_topology(options.cluster) if options.cluster else machines(config) if config else discover()
+        config = config and with_known_renderer(config, topology)
         profile, name = find_profile(options.profile, config, [*named_program, *rest], topology, roles)
         where = stored_profiles.device_kinds(config, topology, roles) if config else None
         if why := why_not_measured(profile, topology, name, where):
@@ -166,10 +167,26 @@ def compare_predictions(argv: list[str]) -> Path:
         raise ConfigError(str(err)) from None
     runs = config.run.dir if config else RunSection.model_fields["dir"].default
     out = check_place("out", options.out or runs / "plans" / f"{name}-{topology.name.replace(' ', '-')}")
-    print("\n".join(describe(planned, name)))
+    print("\n".join([*describe(planned, name), *(drawing_price(planned, config, limits) if config else [])]))
     write(planned, name, out)
     print(f"\nplan        {out / 'plan.html'}, plan.json")
     return out
+
+
+def drawing_price(planned: Planned, config: RunConfig, limits: tuple[Any, ...]) -> list[str]:
+    """What the winner takes if GPUs draw the simulators' images and if cores do, where a probe on this machine timed
+    both."""
+    result = known_drawing(config.env, planned.topology)
+    if result is None or not (result.on_gpus and result.software_s):
+        return []
+    more_s = (result.software_s - result.picture_s) * (1 if planned.draws else -1)
+    memory_gb, draws, not_periodic = limits
+    other = plan(
+        stored_profiles.drawn_elsewhere(planned.profile, more_s), planned.topology, memory_gb, not draws, not_periodic
+    )
+    seconds = [planned.winner.price.seconds, other.winner.price.seconds][:: 1 if draws else -1]
+    by = f"{seconds[0]:.4g} s/iteration with images from GPUs ({result.by}), {seconds[1]:.4g} with images from cores"
+    return ["", f"drawing     {by}"]
 
 
 # Inputs: a recipe, its profile, machines

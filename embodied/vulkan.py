@@ -1,5 +1,6 @@
-"""Put a software Vulkan driver into the user's cache folder if the machine has none: python -m embodied.vulkan
+"""Put a software Vulkan driver into the user's cache folder if the machine has no driver: python -m embodied.vulkan
 
+With `python -m embodied.vulkan on_cores` it does so beside a graphics card's driver, for env.renderer=cores.
 Debian 12's Mesa is too old for SAPIEN, but the Mesa of its backports works. Its package is downloaded with apt from the
 machine's mirror and unpacked; no system file changes. The libraries it needs are packages of Debian 12: root installs
 them, other users get their names. The drivers of newer distributions work. Standard library only. It belongs to the
@@ -30,15 +31,16 @@ TIMEOUT_S = 600
 
 def main() -> int:
     try:
-        print(install())
+        print(install("on_cores" in sys.argv[1:]))
     except EmbodiedError as err:
         print(f"error: {err}", file=sys.stderr)
         return err.exit_code
     return 0
 
 
-def install() -> str:
-    """Install a driver and the libraries that SAPIEN loads with it. Returns a line that names the driver."""
+def install(on_cores: bool = False) -> str:
+    """Install a driver and the libraries that SAPIEN loads with it, `on_cores` also beside a graphics card's driver.
+    Returns a line that names the driver."""
     absent = [name for name in LIBRARIES if not vulkan_driver.loads(name)]
     if absent and shutil.which("apt-get"):
         apt_install([LIBRARIES[name] for name in absent], f"libraries SAPIEN needs ({', '.join(absent)})")
@@ -49,7 +51,7 @@ def install() -> str:
     chosen = next((os.environ[name] for name in vulkan_driver.CHOSEN_BY_USER if os.environ.get(name)), None)
     if chosen:
         return f"Vulkan driver: {chosen} (from the environment)"
-    if vulkan_driver.has_system_driver():
+    if vulkan_driver.has_system_driver() and not on_cores:
         return "Vulkan driver: the system's"
     icd = vulkan_driver.private_icd()
     if is_working(icd):

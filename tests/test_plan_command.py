@@ -11,10 +11,11 @@ from embodied.envs import env_class
 from embodied.placement import make_plan
 from embodied.placement.deploy import as_placement
 from embodied.placement.profile import Cost, Curve, Profile, constant, write_profile
-from embodied.placement.topology import Node
+from embodied.placement.topology import GB, Gpu, Node
 from embodied.profiling.stored_profiles import cost_key, dataflow_of, profile_path
 from embodied.run import devices
 from embodied.run.devices import discover
+from embodied.system.drawing import Result, record
 
 
 def run(capsys, *argv):
@@ -95,6 +96,35 @@ def test_the_profile_of_an_env_that_chose_its_backend_is_found(tmp_path):
     profile = Profile(dataflow_of(measured), costs, made={"key": cost_key(measured)})
     write_profile(profile, profile_path(measured))
     assert plan.find_profile(None, plan.recipe_of(None, arguments), arguments, discover())[0].costs == profile.costs
+
+
+def test_a_plan_prices_images_from_gpus_and_from_cores(capsys, tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    cards = [Gpu(0, "H100", 80 * GB, uuid="GPU-a")]
+    monkeypatch.setattr(devices, "gpus", lambda sys=None: cards)
+    monkeypatch.setattr("os.sched_getaffinity", lambda pid: {0, 1})
+    words = ["recipe=maniskill_ppo_rgb", "learner.device=cuda", f"run.dir={tmp_path}", f"out={tmp_path}"]
+    config = plan.recipe_of(None, words[:3])
+    costs = {"sim": {"cpu": Cost(Curve((1, 32), (0.01, 0.32)))}}
+    costs |= {name: {"gpu-H100": Cost(constant(0.1))} for name in ("policy", "learner")}
+    for renderer in ("auto", "cores"):
+        of = config.with_values("env", renderer=renderer)
+        write_profile(
+            Profile(dataflow_of(of), costs, made={"key": cost_key(of)}), path := tmp_path / f"{renderer}.json"
+        )
+        drawn = Result(2, 1, "NVIDIA H100", 0.002, 0.032, problem="hangs" * (renderer == "cores"))
+        record(of.env, devices.seats_on(cards, 2), drawn)
+        code, out, err = run(capsys, *words, f"profile={path}")
+        assert code == 0, err
+        assert ("render" in out) == (renderer == "auto")  # where the probe failed, the recipe's images are from cores
+        prices = re.findall(r"drawing     ([\d.]+) s/iteration .*GPUs \(NVIDIA H100\), ([\d.]+) with", out)
+        if renderer == "auto":
+            rows, decisions = config.env.num_envs / 2, config.algo.rollout_decisions
+            more = float(prices[0][1]) - float(prices[0][0])
+            assert 0.9 < more / (rows * decisions * 0.03) < 1.01  # two stages hide some of it
+        else:
+            assert not prices
 
 
 def test_modes_that_do_not_fit_are_told_with_the_arithmetic(capsys, tmp_path):

@@ -26,19 +26,27 @@ DEVICES = Path("/dev/dri")
 OLDEST_HEADER = 270  # lavapipe built against Vulkan headers x.y.270 or later is Mesa 24 or later
 
 
-def ensure_vulkan() -> None:
-    """Make sure that importing sapien finds a driver; raises EmbodiedError with the fix if there is none."""
-    if any(os.environ.get(name) for name in CHOSEN_BY_USER) or has_system_driver():
+def ensure_vulkan(on_cores: bool = False) -> None:
+    """Make sure that importing sapien finds a driver, `on_cores` a software driver also beside a graphics card's.
+    Raises EmbodiedError with the fix if there is none."""
+    if any(os.environ.get(name) for name in CHOSEN_BY_USER) or (has_system_driver() and not on_cores):
         return
-    icd = private_icd()
-    if not icd.is_file():
-        raise EmbodiedError(
+    icds = [private_icd(), *(icd for icd in system_icds() if on_cores and "lvp" in icd.name and is_usable(icd))]
+    if icd := next((icd for icd in icds if icd.is_file()), None):
+        os.environ["VK_ICD_FILENAMES"] = str(icd)
+        return
+    lack = (
+        "no Vulkan driver that draws on cores"
+        if on_cores
+        else (
             "no usable Vulkan driver: ManiSkill needs one even where nothing is rendered, and this machine has neither "
-            "a graphics card with its driver nor Mesa's software driver of version 24 or later.\n"
-            f"Put one into {icd.parent}: {sys.executable} -m embodied.vulkan\n"
-            "or name your own: VK_ICD_FILENAMES=/path/to/icd.json"
+            "a graphics card with its driver nor Mesa's software driver of version 24 or later"
         )
-    os.environ["VK_ICD_FILENAMES"] = str(icd)
+    )
+    raise EmbodiedError(
+        f"{lack}.\nPut one into {private_icd().parent}: {sys.executable} -m embodied.vulkan{' on_cores' * on_cores}\n"
+        "or name your own: VK_ICD_FILENAMES=/path/to/icd.json"
+    )
 
 
 def private_icd() -> Path:
@@ -48,8 +56,11 @@ def private_icd() -> Path:
 
 
 def has_system_driver() -> bool:
-    icds = (icd for folder in SYSTEM_FOLDERS for icd in sorted(Path(folder).glob("*.json")))
-    return has_nvidia() or any(map(is_usable, icds))
+    return has_nvidia() or any(map(is_usable, system_icds()))
+
+
+def system_icds() -> list[Path]:
+    return [icd for folder in SYSTEM_FOLDERS for icd in sorted(Path(folder).glob("*.json"))]
 
 
 def has_nvidia() -> bool:

@@ -24,7 +24,7 @@ from embodied.placement.dataflow import Dataflow, Lengths, embodied_dataflow, le
 from embodied.placement.deploy import forecast
 from embodied.placement.grammar import EMBODIED, PARALLEL, extra_roles
 from embodied.placement.iteration_cost import Choice
-from embodied.placement.profile import NOTHING, Profile, read_profile
+from embodied.placement.profile import NOTHING, Cost, Profile, fit, read_profile
 from embodied.placement.profile_planner import Planner
 from embodied.placement.reasons import why_nothing_fits
 from embodied.placement.topology import GB, DeviceClass, number
@@ -78,6 +78,18 @@ def dataflow_of(
     if algo.whole_episodes and not algo.why_not_periodic():
         fields |= {"groups": algo.groups, "group_size": algo.group_size}
     return embodied_dataflow(envs, decisions, calls, minibatch, steps, ahead, config.merged_rows, more, **fields)
+
+
+def drawn_elsewhere(profile: Profile, more_s: float) -> Profile:
+    """The profile if another renderer drew, which takes `more_s` more seconds (or less) for an env row's decision."""
+
+    def changed(cost: Cost) -> Cost:
+        seconds = cost.seconds
+        values = [max(value + more_s * size, 0.0) for size, value in zip(seconds.sizes, seconds.values)]
+        return replace(cost, seconds=fit({size: [value] for size, value in zip(seconds.sizes, values)}))
+
+    sims = {on: changed(cost) if on == "cpu" else cost for on, cost in profile.costs["sim"].items()}
+    return replace(profile, costs={**profile.costs, "sim": sims})
 
 
 def with_memory(profile: Profile, machines: Topology, memory_gb: float | None) -> tuple[Profile, list[DeviceClass]]:

@@ -17,7 +17,7 @@ from collections.abc import Collection, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from embodied.config.recipe import RunConfig
 from embodied.core.errors import ConfigError
@@ -28,6 +28,9 @@ from embodied.placement.topology import Gpu, Node, Topology, read_topology
 from embodied.policies.config import PolicyOptions
 from embodied.run.memory_check import decisions_of
 from embodied.runtime import HostPlan, nodes_of
+
+if TYPE_CHECKING:
+    from embodied.system.drawing import Result
 
 SYS = Path("/sys")
 QUERY_S = 20.0
@@ -143,6 +146,24 @@ def seats_on(cards: Sequence[Gpu], count: int) -> list[dict[str, str]]:
     """The same for `count` processes that draw on these GPUs in turns."""
     used = [cards[i % len(cards)] for i in range(count)]
     return [environment(PlannedHost("", ("sim",), (), 1, render=f"gpu:{card.index}", gpus=(card,))) for card in used]
+
+
+def known_drawing(env: Any, machines: Topology) -> Result | None:
+    """What a probe on this machine found about drawing on its GPUs in the last days; None if nothing is known, or if
+    these are other machines."""
+    from embodied.system.drawing import newest
+
+    here = machines.nodes[0].gpus if len(machines.nodes) == 1 else ()
+    is_asked = bool(here) and bool(env.observed_images) and env_class(env).draws_on_gpus
+    return newest(env, seats_on(here, len(here))) if is_asked else None
+
+
+def with_known_renderer(config: RunConfig, machines: Topology) -> RunConfig:
+    """The config with images drawn on cores if GPUs are known not to draw while they compute."""
+    known = known_drawing(config.env, machines)
+    if known is None or known.on_gpus or not known.software_s or getattr(config.env, "renderer", "gpu") != "auto":
+        return config
+    return config.with_values("env", renderer="cores")
 
 
 def host_plans(

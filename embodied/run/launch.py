@@ -425,12 +425,9 @@ def placement_lines(plan: PlacementPlan) -> list[str]:
 
 
 def drawing_lines(config: RunConfig, plan: PlacementPlan) -> list[str]:
-    """What a probe found about drawing on the plan's GPUs, and what an iteration's images cost there and on cores."""
+    """What a probe found about drawing on the plan's GPUs."""
     result = drawing_result(config, plan, dry=True)
-    if result is None:
-        return []
-    price = f"; {result.price(memory_check.decisions_of(config), plan.count('sim'))}" if result.works else ""
-    return wrap(f"drawing     {result.describe()}{price}", WIDTH, subsequent_indent=" " * 12)
+    return wrap(f"drawing     {result.describe()}", WIDTH, subsequent_indent=" " * 12) if result else []
 
 
 def notes(loaded: Loaded) -> list[str]:

@@ -6,7 +6,7 @@ of the recipe for ten seconds, and compares each picture with the picture that s
 are remembered in the user's cache, for each driver, set of GPUs, env and size of images.
 
     result = ask(config.env, seats_of(plan), say=print)  # remembered, or probed now
-    if not result.works: ...
+    if not result.on_gpus: ...
 """
 
 from __future__ import annotations
@@ -29,14 +29,17 @@ from typing import Any
 import numpy as np
 
 from embodied.core.files import replace_text
+from embodied.envs import env_class
+from embodied.run.run_folder import version_of
 from embodied.system.machine import END_S, Done, kill
 
 Seat = Mapping[str, str]  # a drawer's environment variables, `run.devices.environment`
+VISIBLE = "CUDA_VISIBLE_DEVICES"
 PICTURES = 16  # decisions of the episode that is played
 FLAT = 1.0  # a picture with a smaller deviation of grey values is blank
 MOST_OFF = 8.0  # mean difference from software's picture in grey levels; antialiasing and textures differ
 STILL = 0.02  # two states whose pictures differ less are not told apart
-KEPT_S = {True: 7 * 86400.0, False: 86400.0}  # a result that it works, and one that it does not
+KEPT_S, RETRY_S = 7 * 86400.0, 86400.0  # success and failure are remembered
 POLL_S = 0.05
 SOFTWARE = ("llvmpipe", "lavapipe", "softpipe", "swrast", "swiftshader")
 DRIVER = Path("/proc/driver/nvidia/version")
@@ -67,40 +70,24 @@ class Result:
     at: float = 0.0  # time of the probe
 
     @property
-    def works(self) -> bool:
-        return not self.problem
-
-    @property
     def on_gpus(self) -> bool:
         """True if a run may draw on these GPUs while they compute."""
-        return self.works and not self.by_software
+        return not self.problem and not self.by_software
 
     @property
     def by_software(self) -> bool:
         return any(word in self.by.lower() for word in SOFTWARE)
 
-    def counts_for(self, drawers: int) -> bool:
-        """True if it also holds for so many drawers."""
-        return drawers <= self.drawers if self.works else drawers >= self.drawers
-
     def describe(self) -> str:
         """The finding in a line."""
         who = f"{self.drawers} process{'es' * (self.drawers > 1)} on {self.gpus} GPU{'s' * (self.gpus > 1)}"
-        if not self.works:
+        if self.problem:
             return f"{who} beside matrix products: {self.problem}"
         if self.by_software:
             return f"{who} draw by software on cores ({self.by}), although there is a GPU: its driver does not draw"
-        times = (
-            f"{1000 * self.picture_s:.3g} ms for the pictures of a decision, {1000 * self.software_s:.3g} by software"
-        )
+        times = f"{1000 * self.picture_s:.3g} ms for a decision's images, {1000 * self.software_s:.3g} by software"
         slow = "; software is faster" * (self.picture_s > self.software_s)
         return f"{who} draw beside matrix products ({self.by}): {times}{slow}"
-
-    def price(self, decisions: int, workers: int) -> str:
-        """Seconds of drawing for so many decisions: by this number of drawers, and by software on the cores of so many
-        workers."""
-        on_gpus, on_cores = decisions * self.picture_s / self.drawers, decisions * self.software_s / workers
-        return f"an iteration's {decisions} decisions take {on_gpus:.3g} s there, {on_cores:.3g} s on cores"
 
     def ways_out(self) -> str:
         """What to try if it does not work."""
@@ -127,12 +114,19 @@ def ask(env: Any, seats: Sequence[Seat], say: Callable[[str], object] = lambda l
 
 def recorded(env: Any, seats: Sequence[Seat]) -> Result | None:
     """The result of the last days that holds for these seats; None if drawing must be probed."""
+    result = newest(env, seats)
+    if result and (len(seats) >= result.drawers if result.problem else len(seats) <= result.drawers):
+        return result
+    return None
+
+
+def newest(env: Any, seats: Sequence[Seat]) -> Result | None:
+    """The result of the last days for any number of drawers on the GPUs of these seats."""
     try:
         result = Result(**json.loads(place_of(env, seats).read_text()))
     except (OSError, ValueError, TypeError):
         return None
-    is_fresh = abs(time.time() - result.at) < KEPT_S[result.works]
-    return result if is_fresh and result.counts_for(len(seats)) else None
+    return result if abs(time.time() - result.at) < (RETRY_S if result.problem else KEPT_S) else None
 
 
 def record(env: Any, seats: Sequence[Seat], result: Result) -> Result:
@@ -147,24 +141,16 @@ def record(env: Any, seats: Sequence[Seat], result: Result) -> Result:
 
 def place_of(env: Any, seats: Sequence[Seat]) -> Path:
     """The file of results for this driver, these GPUs, this env's packages and its images."""
-    from embodied.run.run_folder import version_of
-
     packages = [(name, version_of(name)) for name in env.needs.packages]
     driver = DRIVER.read_text() if DRIVER.exists() else ""
-    what = [
-        driver,
-        sorted(gpus_of(seats)),
-        env.name,
-        str(env.python or ""),
-        packages,
-        sorted(env.observed_images.items()),
-    ]
+    gpus = sorted(seat.get(VISIBLE, "") for seat in one_per_gpu(seats))
+    what = json.dumps([driver, gpus, env.name, str(env.python), packages, sorted(env.observed_images.items())])
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    return cache / "embodied-loop" / "drawing" / f"{hashlib.sha256(json.dumps(what).encode()).hexdigest()[:16]}.json"
+    return cache / "embodied-loop" / "drawing" / f"{hashlib.sha256(what.encode()).hexdigest()[:16]}.json"
 
 
-def gpus_of(seats: Sequence[Seat]) -> list[str]:
-    return list(dict.fromkeys(seat.get("CUDA_VISIBLE_DEVICES", "") for seat in seats))
+def one_per_gpu(seats: Sequence[Seat]) -> list[Seat]:
+    return [*{seat.get(VISIBLE, ""): seat for seat in seats}.values()]
 
 
 # The probe
@@ -172,39 +158,31 @@ def gpus_of(seats: Sequence[Seat]) -> list[str]:
 
 def probe(env: Any, seats: Sequence[Seat], limits: Limits = Limits()) -> Result:
     """Draw on all seats at once; if that fails, once more with one process per GPU."""
-    gpus = gpus_of(seats)
+    gpus = one_per_gpu(seats)
     result = Result(len(seats), len(gpus))
     with tempfile.TemporaryDirectory(prefix="drawing-", ignore_cleanup_errors=True) as name:
         folder = Path(name)
-        (folder / "env.json").write_text(env.model_copy(update={"num_envs": 1}).model_dump_json())
+        (folder / "env.json").write_text(env_class(env).on_cores(env).model_dump_json())
         problem, lines = run(folder, {"software": ("draw", {})}, replace(limits, together=math.inf))
         if problem:
             return replace(result, problem=f"there is nothing to compare with, since {problem}")
-        result = replace(result, software_s=median_s(lines))
+        software_s = median(line["s"] for line in lines)
         problem, lines = run(folder, drawers_on(seats), limits)
-        if lines:
-            by, off = lines[0].get("by", ""), max((line["off"] for line in lines if "off" in line), default=0.0)
-            result = replace(result, by=by, picture_s=median_s(lines), off=off)
-        if not problem or len(seats) == len(gpus):
-            return replace(result, problem=problem)
-        one_each = {seat.get("CUDA_VISIBLE_DEVICES", ""): seat for seat in reversed(seats)}
-        return replace(result, problem=problem, one_each=run(folder, drawers_on([*one_each.values()]), limits)[0])
+        one_each = run(folder, drawers_on(gpus), limits)[0] if problem and len(seats) > len(gpus) else None
+    seconds, off = ([line[key] for line in lines] or [0.0] for key in ("s", "off"))
+    result = replace(result, picture_s=median(seconds), software_s=software_s, off=max(off))
+    return replace(result, by=lines[0]["by"] if lines else "", problem=problem, one_each=one_each)
 
 
 def drawers_on(seats: Sequence[Seat]) -> dict[str, tuple[str, Seat]]:
     """Name -> probe and environment: matrix products on each GPU, and a drawer on every seat."""
-    gpus = {seat.get("CUDA_VISIBLE_DEVICES", ""): seat for seat in seats}
-    computing = {f"computing-{i}": ("multiply", seat) for i, seat in enumerate(gpus.values())}
+    computing = {f"computing-{i}": ("multiply", seat) for i, seat in enumerate(one_per_gpu(seats))}
     return computing | {f"drawer-{i}": ("draw", seat) for i, seat in enumerate(seats)}
-
-
-def median_s(lines: Sequence[Mapping[str, Any]]) -> float:
-    return median([line["s"] for line in lines if "s" in line] or [0.0])
 
 
 def run(folder: Path, work: Mapping[str, tuple[str, Seat]], limits: Limits) -> tuple[str, list[dict[str, Any]]]:
     """Run these probes until each has drawn for `limits.together` seconds beside the others, or has ended. Returns the
-    first problem, and the drawers' lines. Whatever hangs is killed."""
+    first problem, and what the drawers said of their pictures. Whatever hangs is killed."""
     (folder / "stop").unlink(missing_ok=True)
     children: list[Child] = []
     try:
@@ -212,7 +190,7 @@ def run(folder: Path, work: Mapping[str, tuple[str, Seat]], limits: Limits) -> t
             children.append(Child(folder, name, what, seat))
         problem = watch(children, limits) or first_problem(children, limits)
         (folder / "stop").touch()
-        return problem, [line for child in children if child.draws for line in child.lines]
+        return problem, [line for child in children if child.draws for line in child.lines[1:]]
     finally:
         for child in children:
             child.end()
@@ -244,7 +222,7 @@ class Child:
         self.since, self._rest = time.monotonic(), ""
         self.errors = folder / f"{name}.err"
         path = folder / f"{name}.lines"
-        path.touch()
+        path.write_text("")
         self._reader = path.open()
         command = [sys.executable, "-W", "ignore", "-m", "embodied.system.probes", what, str(folder), name]
         same = {"OMP_NUM_THREADS": "1", "LP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}

@@ -107,13 +107,14 @@ def draw(folder: str, name: str) -> dict[str, Any]:
     stored, stop = at / "pictures.npy", at / "stop"
     expected = np.load(stored) if stored.exists() else None
     env = make_env(drawing.read_env(at, expected is None), 1)
-    print(json.dumps({"by": env.drawn_by()}), file=lines)
+    by = env.drawn_by()
+    print(json.dumps({"by": by}), file=lines)
     while not stop.exists():
         pictures: list[np.ndarray] = []
         for picture, seconds in drawing.pictures(env):
             off, fault = drawing.judge(picture, pictures, expected)
             pictures.append(picture)
-            print(json.dumps({"s": seconds, "off": off, "fault": fault}), file=lines)
+            print(json.dumps({"by": by, "s": seconds, "off": off, "fault": fault}), file=lines)
             if stop.exists():
                 break
         if expected is None:
@@ -136,7 +137,7 @@ def multiply(folder: str, name: str) -> dict[str, Any]:
         for _ in range(10):
             product = factors @ factors
         fault = "" if float(product[0, 0]) == len(factors) else "a wrong product"
-        print(json.dumps({"s": 0.0, "off": 0.0, "fault": fault}), file=lines)
+        print(json.dumps({"fault": fault}), file=lines)
     return {}
 
 

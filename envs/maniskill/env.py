@@ -466,7 +466,7 @@ def render_backend(config: ManiSkillConfig) -> str:
 
 def build(config: ManiSkillConfig, num_envs: int) -> list[Any]:
     """One batched env, or `num_envs` plain ones."""
-    ensure_vulkan()
+    ensure_vulkan(on_cores=config.renderer == "cores")
     if config.backend == "cuda":
         load_gpu_physics()
     draws = render_backend(config)

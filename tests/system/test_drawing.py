@@ -38,7 +38,7 @@ FAULTS = [  # (what the drawer does, what the probe says)
 @pytest.mark.parametrize(("kwargs", "words"), FAULTS)
 def test_a_drawer_that_fails_on_the_gpu_is_named_with_the_picture(kwargs, words):
     result = probe(drawn(**kwargs), [SEAT], SOON)
-    assert words in result.problem and not result.works and result.software_s > 0
+    assert words in result.problem and not result.on_gpus and result.software_s > 0
     assert "env.renderer=cores" in result.ways_out() and result.one_each is None
 
 
@@ -52,17 +52,19 @@ def test_a_drawer_that_hangs_costs_its_deadline_and_is_killed(tmp_path):
         os.kill(int(pids.read_text()), 0)
 
 
+@pytest.mark.slow
 def test_a_gpu_that_draws_for_one_process_alone_offers_this_as_a_way_out(tmp_path):
     result = probe(drawn(fault="abort", at=2, lone=str(tmp_path / "lock")), [SEAT] * 2, SOON)
     assert "SIGABRT" in result.problem and result.one_each == ""
     assert "one drawing process per GPU works" in result.ways_out()
 
 
+@pytest.mark.slow
 def test_a_slow_gpu_and_a_driver_that_draws_by_software_are_said():
     slow = probe(drawn(fault="slow", at=1), [SEAT], SOON)
     assert slow.on_gpus and slow.picture_s >= 0.05 and "software is faster" in slow.describe()
     software = probe(drawn(drawn_by="llvmpipe (LLVM 15)"), [SEAT], SOON)
-    assert software.works and not software.on_gpus and "although there is a GPU" in software.describe()
+    assert not software.problem and not software.on_gpus and "although there is a GPU" in software.describe()
 
 
 SCENE = np.random.default_rng(0).integers(0, 256, (8, 8), np.uint8)
@@ -106,9 +108,9 @@ def test_results_are_remembered_for_the_driver_and_for_as_many_drawers(cache):
     env, seats = drawn(), lambda count: [SEAT] * count
     assert recorded(env, seats(1)) is None
     record(env, seats(4), Result(4, 1, "a card"))
-    assert recorded(env, seats(2)).works and recorded(env, seats(8)) is None
+    assert recorded(env, seats(2)).on_gpus and recorded(env, seats(8)) is None
     record(env, seats(4), Result(4, 1, problem="drawer-1 hangs"))
-    assert not recorded(env, seats(8)).works and recorded(env, seats(2)) is None
+    assert recorded(env, seats(8)).problem and recorded(env, seats(2)) is None
     (cache / "version").write_text("another driver")
     assert recorded(env, seats(8)) is None
 
@@ -142,13 +144,11 @@ def planned(result=None, *words, dry=False):
     return launch.planned(load(arguments).config, dry=dry)
 
 
-def test_a_run_draws_where_the_probe_says_and_its_first_lines_say_the_price(two_gpus):
+def test_a_run_draws_where_the_probe_says_and_its_first_lines_say_why(two_gpus):
     config, plan = planned(replace(PROBLEM, problem=""))
     assert len(devices.seats_of(plan)) == plan.count("sim") and config.env.renderer == "auto"
     lines = " ".join(" ".join(launch.drawing_lines(config, plan)).split())
-    decisions = config.env.num_envs * config.algo.rollout_decisions
-    on_gpus, on_cores = decisions * 0.002 / 2, decisions * 0.02 / plan.count("sim")
-    assert f"{decisions} decisions take {on_gpus:.3g} s there, {on_cores:.3g} s on cores" in lines
+    assert "2 ms for a decision's images, 20 by software" in lines
     config, plan = planned(PROBLEM)
     assert config.env.renderer == "cores" and not devices.seats_of(plan) and plan.count("sim")
     assert "SIGABRT" in plan.describe()[0] and "env.renderer=gpu" in plan.describe()[0]
@@ -192,7 +192,7 @@ SIMULATORS = [
 @pytest.mark.parametrize("words", SIMULATORS)
 def test_simulators_draw_by_software_as_software_does(words):
     result = probe(real(**words), [SEAT], Limits(together=2))
-    assert result.works and result.by_software and result.off < 1, result
+    assert not result.problem and result.by_software and result.off < 1, result
 
 
 @pytest.mark.gpu
@@ -200,4 +200,4 @@ def test_simulators_draw_by_software_as_software_does(words):
 def test_simulators_that_draw_on_the_gpu_are_probed_within_the_deadlines(words):
     result = probe(real(**words), seats_on(discover().nodes[0].gpus, 2))
     assert result.software_s > 0 and (result.problem or result.by), result
-    assert not result.works or result.off < drawing.MOST_OFF
+    assert result.problem or result.off < drawing.MOST_OFF

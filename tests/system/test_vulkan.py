@@ -54,6 +54,18 @@ def test_the_users_driver_comes_first_then_the_private_one_and_else_the_error_sa
     assert os.environ["VK_ICD_FILENAMES"] == "mine.json" and "mine.json" in vulkan.install()
 
 
+def test_beside_a_graphics_card_cores_draw_with_a_software_driver_or_the_error_says_how_to_get_one(bare, monkeypatch):
+    monkeypatch.setattr(vulkan_driver, "has_nvidia", lambda: True)
+    monkeypatch.setattr(vulkan_driver, "loads", lambda library: True)
+    vulkan_driver.ensure_vulkan()
+    assert "VK_ICD_FILENAMES" not in os.environ
+    with pytest.raises(EmbodiedError, match=r"-m embodied\.vulkan on_cores"):
+        vulkan_driver.ensure_vulkan(on_cores=True)
+    describe(bare, "lvp_icd.json", "libvulkan_lvp.so", "1.4.305")
+    vulkan_driver.ensure_vulkan(on_cores=True)
+    assert os.environ.pop("VK_ICD_FILENAMES") == str(bare / "icd.d" / "lvp_icd.json")
+
+
 @pytest.mark.parametrize(
     ("library", "version"),
     [
