@@ -245,13 +245,12 @@ class Child:
         """What is wrong with it so far, in words."""
         code = self.process.poll()
         *whole, self._rest = (self._rest + self._reader.read()).split("\n")
-        if whole:
-            self.lines += map(json.loads, whole)
+        for line in map(json.loads, whole):
+            self.lines.append(line)
             self.since = time.monotonic()
+            if fault := line.get("fault"):
+                return f"{self.name} {fault} (number {len(self.lines) - 1})"
         drawn = len(self.lines) - 1
-        fault = next((f"{line['fault']} (number {i})" for i, line in enumerate(self.lines) if line.get("fault")), "")
-        if fault:
-            return f"{self.name} {fault}"
         what = "picture" if self.draws else "product"
         where = "before it began" if drawn < 0 else f"at {what} {drawn + 1}"
         if code is not None and not self.is_done:
