@@ -153,6 +153,10 @@ class OpenEpisodes:
             )
         return connection
 
+    def close(self) -> None:
+        for connection in (*self.idle, *(one for playing in self.playing.values() for one in playing.values())):
+            connection.close()
+
     def of(self, source: str, episode: int) -> Connection:
         try:
             return self.playing[source][episode]

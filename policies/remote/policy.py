@@ -13,6 +13,8 @@ from embodied.policies.base import Policy
 from embodied.policies.remote.client import Connection, OpenEpisodes
 from embodied.policies.worker import PolicyWorker
 
+MOST_ANSWERS = 1000  # in a decision
+
 
 class RemotePolicy(Policy):
     def __init__(self, config: Any, spec: EnvSpec) -> None:
@@ -56,4 +58,8 @@ class RemoteWorker(PolicyWorker):
         return [open_episodes.of(request.source, episode) for episode in episodes]
 
     def _patience(self) -> AbstractContextManager[None]:
-        return self.alive(self.config.answer_s)
+        return self.alive(MOST_ANSWERS * self.config.answer_s)  # every answer has its own deadline
+
+    def close(self) -> None:
+        if hasattr(self, "policy"):
+            self.policy.episodes.close()

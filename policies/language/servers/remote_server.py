@@ -11,7 +11,6 @@ from __future__ import annotations
 import asyncio
 import base64
 import contextlib
-import os
 import secrets
 import time
 from collections.abc import AsyncIterator, Iterator, Sequence
@@ -20,7 +19,6 @@ from pathlib import Path
 from typing import Any
 
 from embodied.core.errors import ConfigError, EmbodiedError, in_a_line
-from embodied.core.files import as_path
 from embodied.core.options import SERVERS
 from embodied.policies.language.config import LanguageConfig
 from embodied.policies.language.http_messages import (
@@ -34,6 +32,7 @@ from embodied.policies.language.http_messages import (
     version_of,
 )
 from embodied.policies.policy_folder import WEIGHTS
+from embodied.policies.remote.client import token_of
 from embodied.runtime.published_weights import buckets_of, read_safetensors
 
 AT_FIRST_S = 5.0  # wait for missing servers at the start
@@ -72,11 +71,7 @@ async def first_look(servers: Sequence[RemoteServer], away_s: float) -> None:
 
 def servers_of(config: LanguageConfig) -> list[RemoteServer]:
     """The servers of `policy.url`; their token by `policy.token_from`."""
-    try:
-        of_file = as_path(config.token_from).read_text(encoding="utf-8").strip() if "/" in config.token_from else ""
-    except (OSError, UnicodeDecodeError) as err:
-        raise ConfigError(f"policy.token_from={config.token_from} cannot be read: {err}") from None
-    token = of_file or os.environ.get(config.token_from) or None
+    token = token_of(config)
     return [RemoteServer(url, token, config.answer_s) for url in config.urls]
 
 
