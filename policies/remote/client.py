@@ -179,8 +179,9 @@ class OpenEpisodes:
             action = np.asarray(given, np.float64)
         except (TypeError, ValueError):
             raise EmbodiedError(f"{connection.name} answers with actions that are no numbers") from None
-        if action.shape not in ((wanted,), (1, wanted)) or not np.isfinite(action).all():
-            what = f"an action of the shape {list(action.shape)}" if action.size != wanted else "NaN or infinity"
+        fits = action.shape in ((wanted,), (1, wanted))
+        if not fits or not np.isfinite(action).all():
+            what = "NaN or infinity" if fits else f"an action of the shape {list(action.shape)}"
             chunk = "; start it with a chunk_size, so that it keeps the rest of a chunk" if action.ndim == 2 else ""
             raise EmbodiedError(f"{connection.name} answers with {what}, this env takes {wanted} numbers{chunk}")
         return action.reshape(wanted).astype(np.int64 if self.spec.action.discrete else np.float32)

@@ -6,9 +6,11 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import save_file
+from served_robot import served
 
 from embodied import serve
 from embodied.core.errors import ConfigError
+from embodied.core.robot_messages import pack_typed, unpack
 from embodied.core.types import ActionSpec, EnvSpec
 from embodied.policies import make_policy
 from embodied.policies.openvla.config import OpenVLAConfig, OpenVLAOFTConfig
@@ -81,6 +83,19 @@ def test_a_published_folder_is_asked_as_its_authors_do(config, layout, keys, cam
     obs = {"images": frames, "state": np.zeros((1, 8), np.float32), "instruction": ["pick it up"]}
     noise = np.full((1, policy.noise_spec().width), 0.5)
     assert policy.act(obs, noise, 0.0).actions.shape == (1, chunk, 7)
+    pytest.importorskip("msgpack")
+    client = pytest.importorskip("websockets.sync.client")
+    with served(policy) as (address, _), client.connect(address) as connection:  # and as vla-eval's SimplerEnv does
+        greeting = unpack(connection.recv(timeout=60))["payload"]["observation_params"]
+        assert (greeting.get("send_wrist_image", False), greeting.get("send_state", False)) == (
+            len(cameras) > 1,
+            felt is not None,
+        )
+        pictures = dict(zip(("primary", "wrist_of_it"), (frame[0] for frame in frames.values()), strict=False))
+        asked = {"images": pictures, "states": obs["state"][0], "task_description": "pick it up", "task_name": "x"}
+        connection.send(pack_typed("observation", asked, 7))
+        answer = unpack(connection.recv(timeout=60))
+    assert answer["seq"] == 7 and answer["payload"]["actions"].shape == (7,)
 
 
 def test_a_policy_on_the_hub_is_served_like_its_folder(tmp_path, monkeypatch, capsys):
