@@ -5,6 +5,7 @@ import importlib.util
 
 import numpy as np
 import pytest
+import torch
 
 from embodied.config.recipe import load
 from embodied.core.types import EpisodeSpec
@@ -52,17 +53,17 @@ def test_limits_and_control_rate_are_the_published_ones():
 
 
 def test_a_stored_gripper_of_0_closes_and_half_is_the_border():
-    stored = np.array([0.0, 0.49, 0.51, 1.0])
+    stored = torch.tensor([0.0, 0.49, 0.51, 1.0])
     assert GRIPPERS["libero"](stored).tolist() == [1, 1, -1, -1]
     assert GRIPPERS["bridge"](stored).tolist() == [-1, -1, 1, 1]
     for kind, back in STORED_GRIPPERS.items():
-        assert back(GRIPPERS[kind](np.array([0.0, 1.0]))).tolist() == [0, 1]
+        assert back(GRIPPERS[kind](torch.tensor([0.0, 1.0]))).tolist() == [0, 1]
 
 
 @pytest.mark.parametrize(("bounds", "action"), [("quantiles", 3.0), ("extremes", 10.0)])
 def test_the_statistics_that_a_model_was_trained_with_scale_its_actions(bounds, action):
     figures = {"action": {"q01": [-3.0], "q99": [3.0], "min": [-10.0], "max": [10.0]}}
-    assert statistics_of({"own": figures}, None, "here", bounds=bounds).from_unit(np.ones(1)) == action
+    assert statistics_of({"own": figures}, None, "here", bounds=bounds).from_unit(torch.ones(1)) == action
 
 
 @pytest.mark.parametrize(
