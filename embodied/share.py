@@ -88,7 +88,7 @@ def call(*words: str | Mapping[str, Any]) -> dict[str, Run]:
         raise ConfigError("join=, --plan and --dry-run are for the command line")
     shared = begin(order)
     run_all(shared)
-    return {run.name: read_run(path) for run in shared.runs if (path := shared.path(run))}
+    return {run.name: read_run(path) for run in shared.members if (path := shared.path(run))}
 
 
 def begin(order: ShareOrder) -> SharedRuns:
@@ -173,7 +173,7 @@ def new_runs(order: ShareOrder) -> SharedRuns:
     if folder.exists():
         raise ConfigError(f"folder={folder} exists; continue its runs: resume={folder}, or name another one")
     shared = SharedRuns(check_place("folder", folder), devices, order.rule)
-    shared.runs = prepare(shared, order.runs, order.weights, topology)
+    shared.members = tuple(prepare(shared, order.runs, order.weights, topology))
     return shared
 
 
@@ -204,7 +204,7 @@ def describe(shared: SharedRuns) -> list[str]:
     """A line for each run."""
     lent = "idle ones are lent" if shared.rule == "lend" else "generation goes where most work is left"
     lines = [f"devices     {', '.join(shared.devices)}: {lent}"]
-    for run in shared.runs:
+    for run in shared.members:
         where = f", placement {json.dumps(run.placement)}" if run.placement else ""
         lines.append(f"run         {run.name} owns {', '.join(run.own)}{where}")
     return lines
@@ -226,16 +226,16 @@ def run_all(shared: SharedRuns) -> int:
     with lock_runs(shared.folder, RECORD), Interruption() as interruption:
         children = SharedChildren(shared)
         try:
-            children.run([run for run in shared.runs if run.ended not in OVER], interruption)
+            children.run([run for run in shared.members if run.ended not in OVER], interruption)
         finally:
             code = say_how_it_ended(shared, interruption)
     return code
 
 
 def say_how_it_ended(shared: SharedRuns, interruption: Interruption) -> int:
-    left = [run for run in shared.runs if run.ended not in OVER]
-    launch.say(f"\n{len(shared.runs) - len(left)} of {len(shared.runs)} runs finished")
-    for run in shared.runs:
+    left = [run for run in shared.members if run.ended not in OVER]
+    launch.say(f"\n{len(shared.members) - len(left)} of {len(shared.members)} runs finished")
+    for run in shared.members:
         launch.say(f"  {run.name}: {run.ended}{f' ({shared.path(run)})' if run.folder else ''}")
     report_or_say_why(shared.folder)
     launch.say(f"  report      {shared.folder / REPORT}")

@@ -223,7 +223,7 @@ class Share:
         assert first["format"] == "embodied-share/1"
         if not any("format" in line for line in lines):  # it was not resumed
             check_record(lines, names)
-        assert [run.ended for run in read_shared_runs(self.folder / "s").runs] == ["finished"] * len(names)
+        assert [run.ended for run in read_shared_runs(self.folder / "s").members] == ["finished"] * len(names)
 
 
 def overlap(record, one, other):
@@ -330,7 +330,7 @@ def test_a_second_ctrl_c_stops_all_runs_at_once_and_they_can_be_resumed(alone, t
     share.until(lambda: all("stopping after this step" in log.read_text() for log in logs))
     os.killpg(share.process.pid, signal.SIGINT)
     assert share.process.wait(WAIT_S) == 130 and not any(Path(f"/proc/{pid}").exists() for pid in pids)
-    assert [run.ended for run in read_shared_runs(tmp_path / "s").runs] == ["stopped"] * 2
+    assert [run.ended for run in read_shared_runs(tmp_path / "s").members] == ["stopped"] * 2
     said = (tmp_path / "said.txt").read_text()
     assert "continue    python -m embodied.share resume=s" in said
     assert "Traceback" not in said and "stopped: ;" not in said

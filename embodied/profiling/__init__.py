@@ -1,6 +1,12 @@
-"""The costs of a recipe's parts on these devices: measured, stored, used by plan, benchmark and placement=auto.
+"""The costs of a recipe's parts on these devices, in one file (a profile) for plan, benchmark and placement=auto.
 
-`measure` is the command, `stored_profiles` finds the profile of a recipe, `timed_run` times iterations under one plan.
+    who measures              what                                                    where in the profile
+    role_probe (measure)      seconds and bytes of each part by size, alone           costs
+    timed_run (measure)       short real iterations: waits, transfers, weight sync    costs, sync, link, runs
+    timed_run (benchmark)     iterations of every mode and schedule, in turns         runs
+
+`stored_profiles` finds the profile of a recipe. `embodied.plan` predicts every layout from the costs and shows the
+runs beside the predictions; `placement=auto` takes the predicted fastest, or the fastest run if that one was timed.
 """
 
 __all__ = ["measure", "stored_profiles", "timed_run"]

@@ -111,14 +111,14 @@ def run_cost(config: RunConfig, arguments: Sequence[str], own: int, runs: int, w
 def predict(shared: SharedRuns, warn: Callable[[str], object] = lambda line: None) -> dict[str, list[dict[str, Any]]]:
     """The course of the runs under each rule, as lines of share.jsonl. Raises ConfigError if a run has not been
     measured."""
-    configs = {run.name: planned(run, load_run(run.words))[0] for run in shared.runs}  # profiles name planned configs
-    own = {run.name: run.own for run in shared.runs}
+    configs = {run.name: planned(run, load_run(run.words))[0] for run in shared.members}  # of which profiles are
+    own = {run.name: run.own for run in shared.members}
     every = tuple(dict.fromkeys(chain.from_iterable(own.values())))
 
     def costs(owned: Mapping[str, Sequence[str]], runs: int) -> dict[str, RunCost]:
         return {
             run.name: run_cost(configs[run.name], run.words, len(owned[run.name]), runs, run.weight)
-            for run in shared.runs
+            for run in shared.members
         }
 
     together, alone = costs(own, len(own)), costs(dict.fromkeys(own, every), 1)

@@ -11,10 +11,8 @@ its own devices and a policy worker on every device that it may borrow.
 
 from __future__ import annotations
 
-import json
-import os
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, replace
 from itertools import chain, combinations, islice
 from pathlib import Path
 from shlex import join
@@ -22,7 +20,7 @@ from typing import Any
 
 from embodied.config.recipe import Loaded, RunConfig, load
 from embodied.core.errors import ConfigError, EmbodiedError
-from embodied.core.files import read_object, reading, replace_text
+from embodied.core.files import reading
 from embodied.placement import PlacementError, PlacementPlan, Topology, roles_of
 from embodied.placement.topology import Node
 from embodied.run import launch
@@ -34,7 +32,7 @@ from embodied.sharing.lease_server import RecordedLeases
 from embodied.sharing.page import SHARE
 from embodied.sharing.run_turns import FORMAT
 from embodied.sweeps.children import Children, ChildRun, Place
-from embodied.sweeps.run_group import MISSING, state_of
+from embodied.sweeps.run_group import ListedRuns, read_listed
 from embodied.workflows.rl_loop import EmbodiedLoop
 from embodied.workflows.shipped_roles import roles_of_run
 
@@ -55,6 +53,8 @@ class SharedRun:
 
     def __str__(self) -> str:
         return self.name
+
+    key = property(__str__)
 
 
 # Devices
@@ -232,42 +232,26 @@ def memory_sums(runs: Sequence[tuple[str, RunConfig, PlacementPlan]], topology: 
 
 
 @dataclass
-class SharedRuns:
-    """The folder of runs that share devices."""
+class SharedRuns(ListedRuns):
+    """The runs that share devices, as stored in share.json."""
+
+    FILE = SHARE
+    FORMAT = FORMAT
 
     folder: Path
     devices: tuple[str, ...]
     rule: str
-    runs: list[SharedRun] = field(default_factory=list)
+    members: tuple[SharedRun, ...] = ()
     socket: str = ""
-
-    def write(self) -> None:
-        content = {"format": FORMAT, "devices": self.devices, "rule": self.rule, "socket": self.socket}
-        runs = [asdict(run) for run in self.runs]
-        replace_text(self.folder / SHARE, json.dumps({**content, "runs": runs}, indent=1) + "\n")
-
-    def change(self, name: str, **facts: Any) -> SharedRun:
-        self.runs = [replace(run, **facts) if run.name == name else run for run in self.runs]
-        self.write()
-        return next(run for run in self.runs if run.name == name)
-
-    def path(self, run: SharedRun) -> Path | None:
-        return Path(os.path.normpath(self.folder / run.folder)) if run.folder else None
 
 
 def read_shared_runs(folder: Path) -> SharedRuns:
     if not (folder / SHARE).is_file():
         raise ConfigError(f"{folder} holds no runs that share devices: the folder of a share has a {SHARE}")
-    content = read_object(folder / SHARE)
+    content = read_listed(folder / SHARE, FORMAT)
     with reading(folder / SHARE):
-        if content.get("format") != FORMAT:
-            raise ValueError(f"its format is not {FORMAT}")
-        names = ("name", "own", "weight", "placement", "folder", "ended")
-        runs = [
-            SharedRun(words=tuple(entry["words"]), **{name: entry[name] for name in names}) for entry in content["runs"]
-        ]
-        runs = [replace(run, own=tuple(run.own)) for run in runs]
-        return SharedRuns(folder, tuple(content["devices"]), content["rule"], runs, content["socket"])
+        runs = [SharedRun(**{**one, "words": tuple(one["words"]), "own": tuple(one["own"])}) for one in content["runs"]]
+        return SharedRuns(folder, tuple(content["devices"]), content["rule"], tuple(runs), content["socket"])
 
 
 def load_run(words: Sequence[str]) -> Loaded:
@@ -295,9 +279,9 @@ def prepare(
 ) -> list[SharedRun]:
     """The runs of these command lines, each with devices and a unique name. Raises all errors before anything
     starts."""
-    names = {run.name for run in shared.runs}
+    names = {run.name for run in shared.members}
     added: list[SharedRun] = []
-    going = [run for run in shared.runs if not run.ended]
+    going = [run for run in shared.members if not run.ended]
     plans = [(run.name, *planned(run, load_run(run.words))) for run in going]  # current runs keep their memory
     free = tuple(device for device in shared.devices if all(device not in run.own for run in going))
     if free:
@@ -329,16 +313,14 @@ class SharedChildren(Children):
     """The runs of a share. Another command may add runs (join=)."""
 
     def __init__(self, shared: SharedRuns) -> None:
-        self.shared = shared
-        free = reserve(load_run(shared.runs[0].words).config, shared.devices)
-        super().__init__(shared.folder, RecordedLeases(shared.folder, shared.devices, shared.rule, self.add, free))
+        free = reserve(load_run(shared.members[0].words).config, shared.devices)
+        super().__init__(shared, RecordedLeases(shared.folder, shared.devices, shared.rule, self.add, free))
         shared.socket = str(self.leases.path)
         shared.write()
 
     def begin(self, entry: SharedRun) -> None:
-        run = self.shared.change(entry.name, ended="")
-        config, path = load_run(run.words).config, self.shared.path(run)
-        folder = path if path is not None and state_of(path) != MISSING else None
+        run, folder = self.group.change(entry, ended=""), self.begun_folder(entry)
+        config = load_run(run.words).config
         name, log = f"{self.folder.name}-{run.name}", self.folder / "logs" / f"{run.name}.log"
         place = Place(own=run.own, placement=run.placement)
         words = [
@@ -355,19 +337,13 @@ class SharedChildren(Children):
         if self.stopping:
             return "error: these runs are being stopped"
         try:
-            (run,) = prepare(self.shared, [words], [1.0], machines(load_run(words).config))
+            (run,) = prepare(self.group, [words], [1.0], machines(load_run(words).config))
         except EmbodiedError as err:
             return f"error: {err}"
-        self.shared.runs.append(run)
+        self.group.members += (run,)
         self.begin(run)
         return f"{run.name} has joined on {', '.join(run.own)}"
 
-    def record_folder(self, child: ChildRun, relative: str) -> None:
-        child.entry = self.shared.change(child.entry.name, folder=relative)
-
     def record_end(self, child: ChildRun, cause: str) -> None:
-        child.entry = self.shared.change(child.entry.name, ended=child.outcome)
+        child.entry = self.group.change(child.entry, ended=child.outcome)
         self.say(f"{child.entry} {child.outcome}{cause and f': {cause}'}; {child.folder or child.log}")
-
-    def run_folders(self) -> dict[str, Path]:
-        return {run.name: path for run in self.shared.runs if (path := self.shared.path(run))}

@@ -15,7 +15,7 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from shlex import join, quote
 from typing import Any
@@ -134,9 +134,9 @@ class Children:
     train: Sequence[str] = TRAIN  # Python's arguments
     most: float = float("inf")  # simultaneous runs
 
-    def __init__(self, folder: Path, leases: RecordedLeases | None = None) -> None:
-        """`folder`: of the file that lists the runs. `leases`: of runs that share devices."""
-        self.folder, self.leases = folder, leases
+    def __init__(self, group: Any, leases: RecordedLeases | None = None) -> None:
+        """`group`: the runs, as their file lists them. `leases`: of runs that share devices."""
+        self.group, self.folder, self.leases = group, group.folder, leases
         self.going: list[ChildRun] = []
         self.stopping, self.interruption = False, Interruption()
         self.live = bool(sys.stdout and sys.stdout.isatty())
@@ -148,16 +148,8 @@ class Children:
         """Start or resume a run."""
         raise NotImplementedError
 
-    def record_folder(self, child: ChildRun, relative: str) -> None:
-        """Record the folder that a run has created, relative to the folder of the list."""
-        raise NotImplementedError
-
     def record_end(self, child: ChildRun, cause: str) -> None:
         """Record and print how a run ended. `cause`: why it did not finish."""
-        raise NotImplementedError
-
-    def run_folders(self) -> dict[str, Path]:
-        """The folders of the runs that have one, by run."""
         raise NotImplementedError
 
     # The way of all children
@@ -215,7 +207,12 @@ class Children:
 
     def find_folder(self, child: ChildRun) -> None:
         if folder := child.find_folder():
-            self.record_folder(child, os.path.relpath(folder.resolve(), self.folder.resolve()))
+            relative = os.path.relpath(folder.resolve(), self.folder.resolve())
+            child.entry = self.group.change(child.entry, folder=relative)
+
+    def begun_folder(self, entry: Any) -> Path | None:
+        """The folder of a run that has begun, which can be resumed."""
+        return self.group.path(entry) if self.group.state(entry) != MISSING else None
 
     def say(self, text: str) -> None:
         """Print a permanent line."""
@@ -227,7 +224,8 @@ class Children:
     def show(self) -> None:
         """Print the progress of the runs now and then: a table of devices, or the last line of each run."""
         if self.leases:
-            self.leases.table.show(self.leases.now, self.run_folders())
+            paths = {str(member): path for member in self.group.members if (path := self.group.path(member))}
+            self.leases.table.show(self.leases.now, paths)
         elif self.going and (self.live or time.monotonic() - self.reported_at > REPORT_S):
             self.reported_at = time.monotonic()
             text = " | ".join(f"{child.entry}: {last_line(child)}" for child in self.going)
@@ -277,15 +275,14 @@ class GroupChildren(Children):
     ) -> None:
         """`shared`: arguments common to all runs. `parent`: folder of the run folders. `places`: one for each
         simultaneous run."""
-        super().__init__(group.folder, leases)
-        self.group, self.shared, self.parent, self.places, self.hang_s = group, shared, parent, places, hang_s
+        super().__init__(group, leases)
+        self.shared, self.parent, self.places, self.hang_s = shared, parent, places, hang_s
         self.most = len(places)
         self.taken: dict[str, int] = {}  # index of its place, by run
 
     def begin(self, entry: Member) -> None:
         index = min({*range(len(self.places))} - {*self.taken.values()})
-        path = self.group.path(entry)
-        folder = path if path is not None and state_of(path) != MISSING else None
+        folder = self.begun_folder(entry)
         own = [word for word in self.shared if word.startswith("program=")]
         words = [*own, f"resume={folder}"] if folder else self.arguments_of(entry)
         child = ChildRun(entry, self.run_name(entry), self.log_of(entry), self.parent, folder, self.hang_s)
@@ -308,15 +305,9 @@ class GroupChildren(Children):
         """The log file of a member's process."""
         return self.folder / "logs" / f"{slug(str(member))}.log"
 
-    def run_folders(self) -> dict[str, Path]:
-        return {str(member): path for member in self.group.members if (path := self.group.path(member))}
-
-    def record_folder(self, child: ChildRun, relative: str) -> None:
-        self.change(child, folder=relative, problem="")
-
     def record_end(self, child: ChildRun, cause: str) -> None:
         del self.taken[str(child.entry)]
-        self.change(child, problem=cause)
+        child.entry = self.group.change(child.entry, problem=cause)
         where = f": {child.folder}" if child.folder else ""
         if child.outcome == FINISHED:
             self.say(f"{child.entry} finished after {time.monotonic() - child.begun:.0f} s{where}")
@@ -327,10 +318,6 @@ class GroupChildren(Children):
         else:
             self.say(f"{child.entry} failed (exit code {child.process.returncode}): {cause}\n  its log: {child.log}")
         report_or_say_why(self.folder)
-
-    def change(self, child: ChildRun, **facts: Any) -> None:
-        child.entry = replace(child.entry, **facts)
-        self.group = self.group.with_member(child.entry)
 
     def say(self, text: str) -> None:
         super().say(text)

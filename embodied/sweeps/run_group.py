@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from datetime import datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from embodied.config.read import write_yaml
 from embodied.config.recipe import RunConfig
@@ -50,9 +50,51 @@ class Member:
         return ", ".join(filter(None, [self.setting, f"seed {self.seed}"]))
 
 
-@dataclass(frozen=True)
-class RunGroup:
+class ListedRuns:
+    """Runs that a file in their common folder lists. A dataclass with `members`; each has a `key` and a `folder`."""
+
+    FILE: ClassVar[str]
+    FORMAT: ClassVar[str]
+    folder: Path
+    members: tuple[Any, ...]
+
+    def path(self, member: Any) -> Path | None:
+        """The folder of a member's run; None before it began."""
+        return Path(os.path.normpath(self.folder / member.folder)) if member.folder else None
+
+    def state(self, member: Any) -> str:
+        """A member's state: finished, ended early (more training would not help), going on, unfinished or not begun."""
+        path = self.path(member)
+        return MISSING if path is None else state_of(path)
+
+    def write(self) -> None:
+        content = {key: value for key, value in vars(self).items() if key not in ("folder", "members", "rates")}
+        content |= {"runs": [asdict(member) for member in self.members]}
+        replace_text(self.folder / self.FILE, json.dumps({"format": self.FORMAT, **content}, indent=1) + "\n")
+
+    def change(self, member: Any, **facts: Any) -> Any:
+        """Record facts about a member, at once; returns the member with them."""
+        changed = replace(member, **facts)
+        self.members = tuple(changed if one.key == member.key else one for one in self.members)
+        self.write()
+        return changed
+
+
+def read_listed(path: Path, form: str) -> dict[str, Any]:
+    """The content of a file that lists runs."""
+    content = read_object(path)
+    with reading(path):
+        if content.get("format") != form:
+            raise ValueError(f"its format is not {form}")
+    return content
+
+
+@dataclass
+class RunGroup(ListedRuns):
     """A group of runs, as stored in group.json."""
+
+    FILE = GROUP
+    FORMAT = FORMAT
 
     folder: Path
     name: str  # of the recipe
@@ -64,27 +106,6 @@ class RunGroup:
     rates: dict[str, Any] = field(
         default_factory=dict
     )  # by setting and figure: IQM and interval over seeds; of a sweep
-
-    def path(self, member: Member) -> Path | None:
-        """The folder of a member's run; None before it began."""
-        return Path(os.path.normpath(self.folder / member.folder)) if member.folder else None
-
-    def state(self, member: Member) -> str:
-        """A member's state: finished, ended early (more training would not help), going on, unfinished or not begun."""
-        path = self.path(member)
-        return MISSING if path is None else state_of(path)
-
-    def write(self) -> None:
-        content = {key: value for key, value in vars(self).items() if key not in ("folder", "members", "rates")}
-        runs = [asdict(member) for member in self.members]
-        replace_text(self.folder / GROUP, json.dumps({"format": FORMAT, **content, "runs": runs}, indent=1) + "\n")
-
-    def with_member(self, changed: Member) -> RunGroup:
-        """The group with this changed member, written to disk."""
-        others = [changed if member.key == changed.key else member for member in self.members]
-        group = replace(self, members=tuple(others))
-        group.write()
-        return group
 
 
 def describe_setting(settings: dict[str, Any]) -> str:
@@ -114,11 +135,8 @@ def is_group(folder: Path) -> bool:
 
 
 def read_group(folder: Path) -> RunGroup:
-    path = folder / GROUP
-    content = read_object(path)
-    with reading(path):
-        if content.get("format") != FORMAT:
-            raise ValueError(f"its format is not {FORMAT}")
+    content = read_listed(folder / GROUP, FORMAT)
+    with reading(folder / GROUP):
         members = tuple(Member(**entry) for entry in content["runs"])
         asked, made = dict(content["asked"]), dict(content["made"])
         swept, command = tuple(content["swept"]), tuple(content["command"])

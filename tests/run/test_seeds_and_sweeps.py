@@ -186,7 +186,7 @@ def test_the_same_command_finds_its_runs_again_and_more_seeds_join_them(tmp_path
     first, new = find_group(tmp_path, wanted("seeds=0-1"), None)
     assert new
     first.folder.mkdir()
-    first.with_member(replace(first.members[0], folder="../a"))
+    first.change(first.members[0], folder="../a")
     again, new = find_group(tmp_path, wanted("seeds=1-3"), None)
     assert not new and again.folder == first.folder
     assert [(member.seed, member.folder) for member in again.members] == [(0, "../a"), (1, ""), (2, ""), (3, "")]

@@ -78,7 +78,7 @@ def test_of_a_gpu_one_run_has_all_it_needs_and_the_others_what_they_keep_asleep(
 
 
 def test_two_commands_do_not_go_on_with_the_same_runs(tmp_path, capsys):
-    shared = SharedRuns(tmp_path, ("cpu:0",), "lend", [SharedRun("a", ("recipe=pointmass_ppo",), ("cpu:0",))], "s")
+    shared = SharedRuns(tmp_path, ("cpu:0",), "lend", (SharedRun("a", ("recipe=pointmass_ppo",), ("cpu:0",)),), "s")
     shared.write()
     with lock_runs(tmp_path, RECORD):
         assert share.main([f"resume={tmp_path}"]) == 1
