@@ -444,6 +444,7 @@ def pi0(asked: argparse.Namespace) -> Figures:
 def smolvla(asked: argparse.Namespace) -> Figures:
     """SmolVLA from a folder as lerobot writes it: it is opened, acts, takes a gradient step of its expert, and is saved
     and opened again. Seconds, and GB of memory up to then; without a GPU, of the process."""
+    import numpy as np
     import torch
 
     from embodied.algorithms.config import PPOConfig
@@ -473,11 +474,16 @@ def smolvla(asked: argparse.Namespace) -> Figures:
         policy = timed("open", lambda: make_policy(SmolVLAConfig(pretrained=str(folder), **options), spec, 0)).to(
             device
         )
-        timed("act", lambda: acting(policy.eval(), argparse.Namespace(tiny=True)))
+        noise = np.random.default_rng(1).random((1, policy.noise_spec().width))
+        timed("act", lambda: policy.eval().act(seen(policy, 1), noise))
         learn = gradient_step(policy, rows, PPOConfig(rollout_decisions=1, epochs=1, minibatch_size=rows))
         model = Model(policy, LearnerConfig(micro_batch_size=min(rows, 4)))
         timed("step", lambda: learn(model))
-        figures[f"items_per_s_{rows}"] = rows / best_seconds(lambda: learn(model), device, tries=2)
+        if device == "cuda":
+            figures[f"decisions_per_s_{rows}"] = rows / best_seconds(
+                lambda: policy.act(seen(policy, rows), noise.repeat(rows, 0)), device
+            )
+            figures[f"items_per_s_{rows}"] = rows / best_seconds(lambda: learn(model), device, tries=2)
         counted = policy_of_size("smolvla", spec, SmolVLAConfig(preset="tiny" if asked.tiny else "full", **options))
         figures["plan_GB"] = count(counted, model.config, made_up(policy, min(rows, 4))).total / 1e9
         timed("save", lambda: policy.save_published(again))
