@@ -215,6 +215,7 @@ class PolicyServer:
             compression=None,
             max_size=self.answers.longest,
             max_queue=2,
+            ping_interval=None,  # a benchmark that builds its scene for a minute answers no ping
         ) as server:
             ready(server.sockets[0].getsockname()[1])
             answering = asyncio.create_task(self.batching.run())

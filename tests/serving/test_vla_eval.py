@@ -149,9 +149,9 @@ def steps_of_libero(address, folder, suite, episodes, steps):
     (folder / "benchmark.yaml").write_text(yaml.safe_dump(config))
     (command,) = (line for line in PAGE.lines if line.startswith("vla-eval run"))
     words = shlex.split(command.replace("ws://127.0.0.1:8000", address))[1:]
-    run("-m", "vla_eval.cli.main", *words, cwd=folder)
-    played = sorted(folder.glob("results/episodes/*/*.jsonl"))
-    assert len(played) == episodes
+    told = run("-m", "vla_eval.cli.main", *words, cwd=folder)
+    played = sorted(folder.glob("results/episodes/**/*.jsonl"))
+    assert len(played) == episodes, told
     return [[row for row in map(json.loads, file.read_text().splitlines()) if "action" in row] for file in played]
 
 
