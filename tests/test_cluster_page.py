@@ -171,8 +171,14 @@ def weights(folder: Path) -> dict[str, np.ndarray]:
     return read_weights(run / "checkpoints" / "v000002" / "policy")
 
 
-def test_the_documented_run_over_two_machines_gives_the_weights_of_one_process(machines, of_one_process, tmp_path):
-    done = machines.train(tmp_path, *SAME)
+APART = pytest.mark.parametrize("apart", [(), (f"env.python={sys.executable}",)], ids=["here", "own_interpreter"])
+
+
+@APART
+def test_the_documented_run_over_two_machines_gives_the_weights_of_one_process(
+    machines, of_one_process, apart, tmp_path
+):
+    done = machines.train(tmp_path, *SAME, *apart)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "of node2" in done.stdout and "of node1" in done.stdout
     logs = next((tmp_path / "runs").glob("*/logs"))
@@ -292,11 +298,12 @@ class MyEnv(PointMassEnv):
 """
 
 
-def test_learners_on_both_machines_and_an_env_of_ones_own(machines, tmp_path):
+@APART
+def test_learners_on_both_machines_and_an_env_of_ones_own(machines, apart, tmp_path):
     (tmp_path / "my_env.py").write_text(MY_ENV)
     same = [argument for argument in SAME if not argument.startswith("env.dtype")]
     placement = "placement={'sim,policy': 'node2/cpu:0', learner: 'node1/cpu:0,node2/cpu:1'}"
-    own = ["env.name=my_env:MyEnv", "env.task=reach", placement]
+    own = ["env.name=my_env:MyEnv", "env.task=reach", placement, *apart]
     done = machines.train(tmp_path, *same, *own, PYTHONPATH=f"{tmp_path}:{os.environ.get('PYTHONPATH', '')}")
     assert done.returncode == 0, done.stdout + done.stderr
     assert "1 x learner on core 0 of node1" in done.stdout

@@ -123,6 +123,7 @@ def faulty_apart(folder: Path, backend: str, fault: str, place: str, worker: str
 CASES = [
     *product(["local"], PLACES, ("sigkill", "sigstop", "hang", "exit", "nan_observation")),
     *product(["ray"], PLACES, ("sigkill", "sigstop")),
+    *product(["local"], ["frames"], ("sigkill", "sigstop")),
 ]
 OFTEN = ("local", "rollout", "sigkill")
 
@@ -132,7 +133,8 @@ OFTEN = ("local", "rollout", "sigkill")
     [OFTEN, *(pytest.param(*case, marks=chaos) for case in CASES if case != OFTEN)],
 )
 def test_a_run_survives_what_happens_to_the_process_of_its_simulator(backend, place, fault, tmp_path):
-    done = run("train", faulty_apart(tmp_path, backend, fault, place), tmp_path)
+    films = {"eval.videos": 2} if place == "frames" else {}
+    done = run("train", faulty_apart(tmp_path, backend, fault, place) | films, tmp_path)
     assert done.returncode == 0, done.stdout
     assert (tmp_path / "struck").exists()
     (info,) = tmp_path.glob("runs/*/run.json")

@@ -25,7 +25,7 @@ FAULTS = (
     *("out_of_memory", "sigkill", "sigsegv", "sigabrt", "sigstop", "hang", "hang_with_gil"),
 )
 OF_A_POLICY = tuple({"nan_observation": "nan_action"}.get(fault, fault) for fault in FAULTS if fault != "inf_reward")
-PLACES = ("constructor", "first_step", "rollout", "reset", "evaluation")
+PLACES = ("constructor", "first_step", "rollout", "reset", "evaluation", "frames")
 LEARNING = ("update", "weights")  # places of a policy: in a learner's gradient, and while new weights are on their way
 MIDDLE = 5  # env steps (or resets) before a fault in the middle
 
@@ -109,6 +109,10 @@ class FaultyEnv(PointMassEnv):
         if on_frame is not None:  # only evaluations film
             self._strike("evaluation", MIDDLE)
         return super().step_chunk(actions, on_frame)
+
+    def render_rows(self, rows: np.ndarray) -> np.ndarray:
+        self.fault.strike("frames", MIDDLE)
+        return super().render_rows(rows)
 
     def _step(self, actions: np.ndarray, active: np.ndarray) -> StepResult:
         self._strike("first_step")
