@@ -103,7 +103,7 @@ def recipes(machine: Machine) -> Iterable[Item]:
 def problem_of_recipe(config: RunConfig, machine: Machine, models: Container[str]) -> str:
     """The missing package, file or model of a recipe; empty if the recipe runs here."""
     policy = config.policy
-    problem = why_not(config.env.needs, machine) or why_not(policy.needs, machine)
+    problem = lacks_packages(config.env, machine) or why_not(policy.needs, machine)
     if policy.speaks:
         problem = problem or why_no_engine(policy.engine, machine)
     problem = problem or problem_of_env(config.env, machine)
@@ -113,6 +113,13 @@ def problem_of_recipe(config: RunConfig, machine: Machine, models: Container[str
     if (config.env.on_gpu or config.learner.device == "cuda" or large) and not machine.exists(NVIDIA):
         problem = problem or "no NVIDIA GPU"
     return problem
+
+
+def lacks_packages(env: EnvConfig, machine: Machine) -> str:
+    """What an env lacks here, or in the interpreter of its own; an interpreter of the user's is not asked."""
+    if env.elsewhere:
+        return machine.lock_problem(env.lock) if env.python == "auto" else ""
+    return why_not(env.needs, machine)
 
 
 def lacks_model(name: str | None, models: Container[str], machine: Machine) -> str:
@@ -129,8 +136,7 @@ def sims(machine: Machine) -> Iterable[Item]:
     for name in locked.names():
         purpose, versions = locked.about(name)
         packages = ", ".join(f"{package} {version}" for package, version in versions.items())
-        problem = locked.problem_of(name)
-        yield Item(name, f"{purpose}: {packages}.", problem and f"{problem}: {locked.how_to_make(name)}")
+        yield Item(name, f"{purpose}: {packages}.", machine.lock_problem(name))
 
 
 def policies(machine: Machine) -> Iterable[Item]:
@@ -195,7 +201,8 @@ def missing_with_sources(assets: dict[str, str]) -> str:
 
 def problem_of_env(env: EnvConfig, machine: Machine) -> str:
     """The reason why a recipe's env does not run here; empty if it runs."""
-    if problem := why_not(env.needs, machine):
+    problem = lacks_packages(env, machine)
+    if problem or env.elsewhere:
         return problem
     return missing_with_sources(env_class(env).missing_files(env, machine))
 

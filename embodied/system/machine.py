@@ -26,6 +26,7 @@ from typing import Any
 from embodied.core import vulkan_driver
 from embodied.core.errors import EmbodiedError
 from embodied.core.options import ROOT, SERVERS, Requirement
+from embodied.envs.interpreter import locked
 from embodied.run.run_folder import version_of
 
 END_S = 10.0  # limit for a killed process to end
@@ -111,6 +112,10 @@ class Machine:
         except EmbodiedError as err:
             return str(err).splitlines()[0]
         return ""
+
+    def lock_problem(self, name: str) -> str:
+        """Why the locked environment of this name cannot be used; empty if it can."""
+        return locked.problem_of(name)
 
     def models(self) -> dict[str, str]:
         """The kinds of language models on this machine, by their value of `policy.pretrained`: folders in models/, and
@@ -232,6 +237,8 @@ def why_not(need: Requirement, machine: Machine) -> str:
     missing = missing_packages(need, machine)
     if missing:
         return f"not installed: {', '.join(missing)}"
+    if need.elsewhere in locked.names():
+        return machine.lock_problem(need.elsewhere)
     if need.elsewhere:  # only the env's options name it
         return f"no interpreter that has {need.elsewhere} is named: env.python=FOLDER/bin/python, docs/text_envs.md"
     return "no Vulkan driver" if need.vulkan and machine.vulkan_problem() else ""

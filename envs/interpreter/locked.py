@@ -44,11 +44,12 @@ def folder(name: str) -> Path:
 
 
 def problem_of(name: str) -> str:
-    """Why this environment cannot be used; empty if it can."""
+    """Why this environment cannot be used, with the command that makes it; empty if it can."""
     lock, stamp = lock_of(name).read_text(), folder(name) / STAMP
-    if not stamp.is_file():
-        return "not made yet"
-    return "" if stamp.read_text() == lock else "made from another lock"
+    if stamp.is_file() and stamp.read_text() == lock:
+        return ""
+    state = "made from another lock" if stamp.is_file() else "not made yet"
+    return f"{state}: {how_to_make(name)}"
 
 
 def how_to_make(name: str) -> str:
@@ -58,7 +59,7 @@ def how_to_make(name: str) -> str:
 def python_of(name: str) -> Path:
     """The interpreter of this environment."""
     if problem := problem_of(name):
-        raise ConfigError(f"the locked environment {name} is {problem}: {how_to_make(name)}")
+        raise ConfigError(f"the locked environment {name} is {problem}")
     return folder(name) / "bin" / "python"
 
 

@@ -39,6 +39,9 @@ class Bare(Machine):
     def exists(self, path):
         return False
 
+    def lock_problem(self, name):
+        return f"not made yet: make {name}"
+
     def vulkan_problem(self):
         return self.vulkan
 
@@ -81,6 +84,18 @@ def test_an_env_whose_package_is_in_an_interpreter_of_its_own_asks_for_that():
     assert verifiers.problem.startswith("no interpreter that has verifiers is named: env.python=FOLDER/bin/python")
     assert named("tasks", Bare())["verifiers"].problem == verifiers.problem
     assert not list(advice({verifiers.problem}, Bare()))
+
+
+def test_what_has_a_locked_environment_runs_where_that_is_made():
+    lacking, whole = Bare(), Bare()
+    whole.lock_problem = lambda name: ""
+    for kind, name in (("envs", "metaworld"), ("recipes", "metaworld_ppo"), ("sims", "metaworld")):
+        assert (named(kind, lacking)[name].problem, named(kind, whole)[name].problem) == (
+            "not made yet: make metaworld",
+            "",
+        )
+    yours = load(["recipe=libero_ppo", "env.python=/my/python"]).config.env
+    assert problem_of_env(yours, lacking) == ""
 
 
 def test_what_lacks_files_names_them_and_how_to_get_them():
