@@ -24,7 +24,7 @@ from embodied.config.read import Tree, recipe_of_task, root
 from embodied.config.recipe import Loaded, RunConfig, load
 from embodied.core.errors import ConfigError, EmbodiedError, MissingAsset
 from embodied.core.files import show
-from embodied.core.options import Strict, broken_rules
+from embodied.core.options import DATASETS, Strict, broken_rules
 from embodied.envs import env_class, import_class
 from embodied.envs.capabilities import choose_protocol
 from embodied.envs.config import CommonEnvConfig, played_task
@@ -188,9 +188,7 @@ def check_evaluation(config: RunConfig, kind: Any) -> None:
         memory_check.check_pictures(config, kind)
     choose_protocol(kind, config.env, config.eval.protocol)
     if config.eval.dataset:
-        from embodied.datasets.layout import check_pyarrow
-
-        check_pyarrow()
+        DATASETS.check("eval.dataset=true")
     if config.eval.reference:
         from embodied.run.published_models import reference_of
 
