@@ -179,7 +179,7 @@ OF_ANSWERS = (
     ),
 )
 NO_SERVER = never_with(
-    {"policy.name": "remote"}, {}, "a server learns nothing here; python -m embodied.evaluate policy.url=... plays it"
+    {"policy.name": "remote"}, {}, "a server learns nothing here; python -m embodied.evaluate plays it"
 )
 TRAINING = (
     NO_SERVER,
