@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from embodied.core.errors import ConfigError
-from embodied.core.options import RAY
 from embodied.runtime.heartbeat import NOTICE_S, PROGRESS_BYTES, Progress, Pulse, Sign, resident_bytes
 from embodied.runtime.host import DRIVER, Events, Host, HostPlan, Links
 
@@ -72,6 +71,8 @@ def choose_backend(name: str, address: str | None, several_nodes: bool) -> str:
     if name != "ray" and address is not None:
         raise ConfigError(f"cluster.address={address} is for cluster.backend=ray, not for {name}")
     if name == "ray":
+        from embodied.core.options import RAY  # hosts do without pydantic
+
         RAY.check("cluster.backend=ray")
     return name
 

@@ -57,7 +57,7 @@ def test_answers_are_masked_by_their_tokens():
 
 def test_episodes_csv_has_columns_for_answers_where_there_are_any(tmp_path):
     acted = EpisodeResult(1, "reach", -1, 1, 5, 1.0, True, True)
-    for results, header in (([acted], ""), ([result(truncated=True), result()], ",truncated,tokens")):
+    for results, header in (([acted], ""), ([result(truncated=True), result()], ",truncated,tokens,rewards")):
         (tmp_path / "episodes.csv").write_text(episodes_csv(results))
         assert episodes_csv(results).splitlines()[0].endswith(f"error{header}")
         assert read_episodes(tmp_path) == results
