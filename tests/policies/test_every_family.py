@@ -135,4 +135,5 @@ def test_a_program_of_its_best_actions_acts_as_it_does(kind, family, tmp_path):
     for rows in (1, 3):  # it was recorded with two
         obs, draws = observe(rows, seed=rows), noise(policy, rows)
         found = runner.act(obs, draws[:, : policy.starting_noise])
-        np.testing.assert_allclose(found, policy.act(obs, draws, temperature=0.0).actions, atol=1e-5, rtol=1e-5)
+        limit = 5e-5 if (kind, policy.config.name) == ("onnx", "smolvla") else 1e-5  # docs/export.md
+        np.testing.assert_allclose(found, policy.act(obs, draws, temperature=0.0).actions, atol=limit, rtol=1e-5)
