@@ -54,6 +54,11 @@ def check_place(key: str, path: Path) -> Path:
     return path
 
 
+def cache_folder() -> Path:
+    """Our folder in the user's cache."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "embodied-loop"
+
+
 def as_path(text: str | Path) -> Path:
     """The path that a user wrote, `~` resolved."""
     path = Path(text)

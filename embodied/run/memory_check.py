@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from embodied.config.recipe import RunConfig
+from embodied.config.sections import SCORERS
 from embodied.core.arrays import gather
 from embodied.core.errors import CheckpointError, ConfigError
 from embodied.core.files import as_path
@@ -506,6 +507,14 @@ PLAYING = (
     ),
     only_with("eval.top_p eval.top_k eval.min_p", TEXT, "actions are no tokens; leave it out"),
     only_with("eval.samples eval.sets", TEXT, "every episode begins in a state of its own; leave it out"),
+    *(
+        never_with(
+            "env.rewards",
+            {f"roles.{scorer}": bool, "roles.reward_weight": None},
+            "it replaces them; set roles.reward_weight to add its reward to theirs",
+        )
+        for scorer in SCORERS
+    ),
     only_with("env.rewards", TEXT, "a robot's reward is env.reward=my_pkg.my_module:my_reward"),
 )
 

@@ -28,7 +28,7 @@ from typing import Any
 
 import numpy as np
 
-from embodied.core.files import replace_text
+from embodied.core.files import cache_folder, replace_text
 from embodied.envs import env_class
 from embodied.run.run_folder import version_of
 from embodied.system.machine import END_S, Done, kill
@@ -145,8 +145,7 @@ def place_of(env: Any, seats: Sequence[Seat]) -> Path:
     driver = DRIVER.read_text() if DRIVER.exists() else ""
     gpus = sorted(seat.get(VISIBLE, "") for seat in one_per_gpu(seats))
     what = json.dumps([driver, gpus, env.name, str(env.python), packages, sorted(env.observed_images.items())])
-    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    return cache / "embodied-loop" / "drawing" / f"{hashlib.sha256(what.encode()).hexdigest()[:16]}.json"
+    return cache_folder() / "drawing" / f"{hashlib.sha256(what.encode()).hexdigest()[:16]}.json"
 
 
 def one_per_gpu(seats: Sequence[Seat]) -> list[Seat]:

@@ -6,7 +6,6 @@ versions. An environment lies in the user's cache folder, with a copy of the loc
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
 from collections.abc import Callable
@@ -14,6 +13,7 @@ from pathlib import Path
 from shlex import quote
 
 from embodied.core.errors import ConfigError, EmbodiedError, nearest
+from embodied.core.files import cache_folder
 
 LOCKS = Path(__file__).with_name("locks")
 STAMP = "lock.txt"  # in an environment that is whole
@@ -39,8 +39,7 @@ def about(name: str) -> tuple[str, dict[str, str]]:
 
 
 def folder(name: str) -> Path:
-    cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(cache) / "embodied-loop" / "sims" / name
+    return cache_folder() / "sims" / name
 
 
 def problem_of(name: str) -> str:

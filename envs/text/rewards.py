@@ -22,23 +22,28 @@ class RewardSum:
 
     def __init__(self, rewards: Sequence[WeightedReward]) -> None:
         self.weights = {reward.label: reward.weight for reward in rewards}
-        self.functions = {reward.label: reward_function(reward.name) for reward in rewards if reward.name != OWN_SCORE}
-        self.names = {reward.label: reward.name for reward in rewards}
+        self.functions = {
+            reward.label: (reward.name, reward_function(reward.name)) for reward in rewards if reward.name != OWN_SCORE
+        }
+        self.read_solution = {
+            label
+            for label, (_, function) in self.functions.items()
+            if OPTIONAL in inspect.signature(function).parameters
+        }
 
-    def own(self, reward: float) -> dict[str, float]:
+    def of_env(self, reward: float) -> dict[str, float]:
         """The env's own reward of a turn, if it counts."""
         return {OWN_SCORE: reward} if OWN_SCORE in self.weights else {}
 
     def of_conversation(self, asked: str, answer: str, solution: Callable[[], str | None]) -> dict[str, float]:
         """The rewards of the functions, by their names."""
         scores = {}
-        for label, function in self.functions.items():
-            what = f"env.rewards: {self.names[label]}"
-            with explain_errors(what, "score an answer"):
-                known = {OPTIONAL: solution()} if OPTIONAL in inspect.signature(function).parameters else {}
+        for label, (name, function) in self.functions.items():
+            with explain_errors(f"env.rewards: {name}", "score an answer"):
+                known = {OPTIONAL: solution()} if label in self.read_solution else {}
                 scores[label] = float(function(asked, answer, **known))
             if not np.isfinite(scores[label]):
-                raise ConfigError(f"{what} gave the reward {scores[label]} for {answer[:80]!r}; it must be finite")
+                raise ConfigError(f"env.rewards: {name} gave the reward {scores[label]} for {answer[:80]!r}")
         return scores
 
     def total(self, scores: dict[str, float]) -> float:

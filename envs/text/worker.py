@@ -188,7 +188,7 @@ class Conversation:
     def weighted(self, answer: str, turn: Turn, reward: float, over: bool) -> tuple[Turn, float]:
         """The turn and its reward by `env.rewards`; functions score the last answer."""
         rewards = self.part.rewards
-        scores = rewards.own(reward)
+        scores = rewards.of_env(reward)
         if over:
             before = [as_text(turn["said"]) + turn["answer"] for turn in self.turns]
             scores |= rewards.of_conversation("".join([*before, as_text(self.said)]), answer, self.env.solution)

@@ -113,6 +113,9 @@ SUMS roles.verifier=my_rules:right -> there is no module my_rules; install it or
 SUMS env.rewards=[right] -> 'right' is neither correct nor my_pkg.my_module:my_reward
 SUMS env.rewards=[my_a:short,my_b:short] -> short is there twice: metrics could not tell them apart
 SUMS env.rewards=[my_rules:short] -> there is no module my_rules; install it or start from the folder that holds it
+SUMS env.rewards=[correct] roles.verifier=a:b -> it replaces them; set roles.reward_weight
+SUMS env.rewards=[correct] roles.reward_model=m -> it replaces them; set roles.reward_weight
+SUMS env.rewards=[correct] roles.judge=/nowhere -> it replaces them; set roles.reward_weight
 PPO env.name=benchmarks.gpu_points:GpuPoints env.rewards=[correct] -> a robot's reward is env.reward=my_pkg.my
 SUMS roles.reward_weight=1 -> there is no other reward; leave it out, or set one
 PPO algo.average=20 eval.interleave=true -> evaluations beside a rollout play the weights that act in it
