@@ -1,6 +1,6 @@
 // Draws a page's data; embodied/reporting/page.py says what they hold. All words in them are text, never markup.
 "use strict";
-const page = JSON.parse(document.getElementById("data").textContent);
+let page = JSON.parse(document.getElementById("data").textContent);
 const main = document.querySelector("main");
 const SHAPES = new Set(["svg", "line", "text", "rect", "path", "circle"]);
 const COLORS = 8, AREAS = 16; // distinct colours of lines and of areas; later ones look different
@@ -270,17 +270,38 @@ const list = (block) => el("ul", {}, block.items.map((item) => el("li", {}, item
 const fold = (block) => el("details", {}, el("summary", {}, block.summary), el("pre", {}, block.text));
 const tiles = (block) => el("ul", { class: "tiles" }, block.tiles.map(([name, value, more]) => el("li", {}, el("span", {}, name), el("b", {}, value), el("span", {}, more))));
 
-function cell(value, kind) {
-  if (value === null || typeof value !== "object") return el(kind, {}, value === null ? "-" : String(value));
+function cell(value, kind, how = {}) {
+  if (value === null || typeof value !== "object") return el(kind, how, value === null ? "-" : String(value));
   const words = el(value.href ? "a" : "span", { href: value.href, class: value.state && `state ${value.state}` }, String(value.text));
-  return el(kind, {}, value.color !== undefined && swatch(value.color), words, value.more && [" ", el("small", {}, value.more)]);
+  const pick = value.pick && el("input", { type: "checkbox", name: "run", value: value.pick, "aria-label": `compare ${value.text}` });
+  return el(kind, how, pick, value.color !== undefined && swatch(value.color), words, value.more && [" ", el("small", {}, value.more)]);
 }
 
+// Rows and cells are patched one by one, so that ticks, focus and scrolling stay in a table that changes.
 function table(block) {
-  const head = block.head.length ? el("thead", {}, el("tr", {}, block.head.map((one) => cell(one, "th")))) : null;
-  const body = block.rows.map((row) => el("tr", {}, row.map((one, i) => cell(one, head || i ? "td" : "th"))));
-  const style = head ? block.numeric && "numbers" : "facts";
-  return el("div", { class: "scroll" }, el("table", { class: style }, head, el("tbody", {}, body)));
+  const head = block.head.length ? el("thead", {}, el("tr", {}, block.head.map((one) => cell(one, "th", { scope: "col" })))) : null;
+  const style = head ? block.numeric && "numbers" : "facts", body = el("tbody", {});
+  const made = el("div", { class: "scroll" }, el("table", { class: style }, head, body));
+  return Object.assign(block.form ? el("form", { action: "/" }, picking(block.form), made) : made, { body });
+}
+
+const tableRows = (block) => block.rows.map((row) => ({
+  key: row[0] && row[0].pick ? row[0].pick : JSON.stringify(row[0]),
+  draw: () => el("tr", {}),
+  parts: row.map((one, i) => leaf(i, JSON.stringify(one), () => cell(one, block.head.length || i ? "td" : "th", { "data-head": block.form && block.head[i] }))),
+}));
+
+// The tools of a table of runs: a button that compares the ticked ones, and a search that hides rows.
+function picking(words) {
+  const search = el("input", { type: "search", id: "wanted" });
+  search.addEventListener("input", hideRows);
+  return el("p", { class: "tools" }, el("label", { for: "wanted" }, "Show runs with "), search, " ", el("button", {}, words));
+}
+
+function hideRows() {
+  const wanted = document.getElementById("wanted");
+  const words = wanted ? wanted.value.toLowerCase().split(/\s+/) : [];
+  if (wanted) for (const row of main.querySelectorAll("form tbody tr")) row.hidden = !words.every((one) => row.textContent.toLowerCase().includes(one)) && !row.querySelector(":checked");
 }
 
 function videos(block) {
@@ -328,7 +349,7 @@ const cutOff = (one) => one.cut_off && el("span", { class: "cut" }, "cut off");
 
 function conversation(one) {
   const summary = el("summary", {}, el("span", { class: "outcome" }, one.outcome), ` ${one.name} `, el("small", {}, `${one.words} `), cutOff(one), " ", el("code", {}, one.answer), el("small", {}, ` ${one.facts}`));
-  return el("details", { class: `conversation ${one.outcome}`, open: one.open }, summary, one.turns.map(turn), one.error && el("p", { class: "note" }, one.error));
+  return el("details", { class: `conversation ${one.outcome}`, open: one.open, "data-open": one.open }, summary, one.turns.map(turn), one.error && el("p", { class: "note" }, one.error));
 }
 
 function turn(one) {
@@ -364,26 +385,90 @@ function drawn(block) {
   }
 }
 
+// A page is a tree of parts: a part has a key, and either what it was `told` or `parts` of its own. Drawing a page again
+// replaces only parts that were told something else, so a video goes on and an open conversation stays open.
+
+const leaf = (key, told, draw) => ({ key, told, draw });
+
+function part(block) {
+  const key = `${block.kind} ${block.title || ""}`;
+  if (block.kind !== "table") return leaf(key, JSON.stringify(block), () => drawn(block));
+  return { key: `${key} ${JSON.stringify(block.head)}`, draw: () => drawn(block), parts: tableRows(block), inside: (made) => made.body };
+}
+
 function section(one) {
-  const made = el("section", {}, one.title && el("h2", {}, one.title), one.note && el("p", { class: "note" }, one.note));
+  const parts = [
+    one.title && leaf("h2", one.title, () => el("h2", {}, one.title)),
+    one.note && leaf("note", one.note, () => el("p", { class: "note" }, one.note)),
+  ].filter(Boolean);
   let grid = null; // neighbouring small charts stand side by side
   for (const block of one.blocks) {
     const small = block.kind === "lines" || block.kind === "histogram";
-    if (small && !grid) made.append((grid = el("div", { class: "charts" })));
+    if (small && !grid) parts.push((grid = { key: "charts", draw: () => el("div", { class: "charts" }), parts: [] }));
     if (!small) grid = null;
-    (grid || made).append(drawn(block));
+    (grid ? grid.parts : parts).push(part(block));
   }
-  return made;
+  return { key: `section ${one.title}`, draw: () => el("section", {}), parts };
 }
 
-main.append(el("header", {},
-  el("h1", {}, page.heading),
-  el("p", {}, page.state && [el("span", { class: `state ${page.state}` }, page.state), " \u00b7 "], page.words, page.live_s > 0 && ` \u00b7 this page reloads every ${page.live_s} s`),
-  page.command && el("p", {}, el("code", {}, page.command)),
-  page.problems.map((words) => el("p", { class: "problem" }, words))));
-main.append(...page.sections.map(section));
-if (page.footer) main.append(el("footer", {}, page.footer));
-if (page.live_s) { // while nobody reads numbers or plays a video
-  const busy = () => document.querySelector(".readout") || [...document.querySelectorAll("video")].some((one) => !one.paused);
-  setInterval(() => busy() || location.reload(), 1000 * page.live_s);
+function header() {
+  const live = page.live_s > 0 && ` \u00b7 ${page.served ? "live" : `this page reloads every ${page.live_s} s`}`;
+  const state = page.state && [el("span", { class: `state ${page.state}` }, page.state), " \u00b7 "];
+  return [
+    page.home && leaf("home", page.home, () => el("nav", {}, el("a", { href: page.home }, "All runs"))),
+    leaf("h1", page.heading, () => el("h1", {}, page.heading)),
+    leaf("words", `${page.state} ${page.words}`, () => el("p", {}, state, page.words, live)),
+    page.command && leaf("command", page.command, () => el("p", {}, el("code", {}, page.command))),
+    ...page.problems.map((words) => leaf("problem", words, () => el("p", { class: "problem" }, words))),
+  ].filter(Boolean);
 }
+
+function patch(parent, parts) {
+  const old = new Map([...parent.children].map((child) => [child.key, child])), count = new Map();
+  const next = parts.map((one) => {
+    count.set(one.key, (count.get(one.key) || 0) + 1);
+    const key = `${one.key} ${count.get(one.key)}`, before = old.get(key);
+    const stays = before && (one.parts || before.told === one.told || inUse(before));
+    const child = stays ? before : Object.assign(one.draw(), { key, told: one.told });
+    if (one.parts) patch(one.inside ? one.inside(child) : child, one.parts);
+    return child;
+  });
+  for (const child of [...parent.children]) if (!next.includes(child)) child.remove();
+  next.forEach((child, i) => { if (parent.children[i] !== child) parent.insertBefore(child, parent.children[i] || null); });
+}
+
+// What a reader is at stays as it is: numbers under the pointer, a playing video, an opened text, a filled field.
+function inUse(made) {
+  const all = (name) => [...made.querySelectorAll(name)];
+  return made.contains(document.activeElement) || made.querySelector(".readout") || all("video").some((one) => !one.paused)
+    || all("details").some((one) => one.open !== one.hasAttribute("data-open"))
+    || all("input").some((one) => one.value !== one.defaultValue || one.checked !== one.defaultChecked);
+}
+
+function show() {
+  const footer = page.footer && leaf("footer", page.footer, () => el("footer", {}, page.footer));
+  const top = { key: "header", draw: () => el("header", {}), parts: header() };
+  patch(main, [top, ...page.sections.map(section), footer].filter(Boolean));
+}
+
+show();
+if (page.live_s && !page.served) { // while nobody reads numbers or plays a video
+  setInterval(() => inUse(main) || location.reload(), 1000 * page.live_s);
+}
+
+async function follow() {
+  if (!document.hidden) {
+    try {
+      const answer = await fetch(location.href, { headers: { accept: "application/json" } });
+      if (answer.ok) page = await answer.json();
+      gone.remove();
+      if (answer.ok) show();
+      hideRows();
+    } catch {
+      main.prepend(gone);
+    }
+  }
+  setTimeout(follow, 1000 * page.live_s);
+}
+const gone = el("p", { class: "problem", role: "status" }, "The server does not answer: this page shows what it said last.");
+if (page.served && page.live_s) setTimeout(follow, 1000 * page.live_s);

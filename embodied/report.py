@@ -28,14 +28,12 @@ from pathlib import Path
 from embodied import let_call
 from embodied.core.errors import ConfigError
 from embodied.core.files import as_path, read_object
-from embodied.reporting.comparison_page import comparison
+from embodied.reporting.comparison_page import read_all
 from embodied.reporting.page import write_page
 from embodied.reporting.run_page import REPORT, page_of
-from embodied.reporting.runs import Run, read_run
-from embodied.reporting.seed_sets_page import SeedSet, sets_of, unread_files
+from embodied.reporting.runs import Run
 from embodied.run import launch
 from embodied.sharing.page import SHARE
-from embodied.sweeps.run_group import is_group, read_group
 
 COMPARISON = "comparison.html"
 LIVE = "--live"
@@ -94,24 +92,12 @@ def write(folders: list[Path], out: Path | None, live: bool = False) -> Path:
     """Write the page of one run, or of several compared; returns its path. A `live` page reloads itself."""
     if out is None:
         out = folders[0] / REPORT if len(folders) == 1 else folders[0].resolve().parent / COMPARISON
-    if len(folders) == 1:
-        shown, unread = page_of(folders[0], out.parent)
-    else:
-        entries = read_all(folders)
-        shown, unread = comparison(entries, out.parent), unread_files(entries)
+    shown, unread = page_of(folders, out.parent)
     write_page(out, shown, EVERY_S if live else 0)
     if unread:
         files = "1 file" if unread == 1 else f"{unread} files"
         print(f"{files} could not be read; the top of the page says why", file=sys.stderr)
     return out
-
-
-def read_all(folders: list[Path]) -> list[Run | SeedSet]:
-    """The runs, and the groups' sets of seeds, in the order of the command line."""
-    shown: list[Run | SeedSet] = []
-    for folder in folders:
-        shown += sets_of(read_group(folder), beside_others=True) if is_group(folder) else [read_run(folder)]
-    return shown
 
 
 let_call(__name__)

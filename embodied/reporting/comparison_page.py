@@ -17,7 +17,7 @@ from embodied.records.success_stats import Prompt, compare, prompt_of
 from embodied.records.transcripts import transcript_lines
 from embodied.reporting import seed_sets_page
 from embodied.reporting.page import Block, cell, fold, named_table, page, section, short, table, text
-from embodied.reporting.runs import Evaluation, Run
+from embodied.reporting.runs import Evaluation, Run, read_run
 from embodied.reporting.sections import (
     MEASURES,
     MOST_VIDEOS,
@@ -28,9 +28,9 @@ from embodied.reporting.sections import (
     videos,
     videos_by_episode,
 )
-from embodied.reporting.seed_sets_page import ComparedRun, SeedSet, single_run
+from embodied.reporting.seed_sets_page import ComparedRun, SeedSet, sets_of, single_run
 from embodied.reporting.transcripts_page import Conversations, can_be_shown, conversations
-from embodied.sweeps.run_group import RunGroup
+from embodied.sweeps.run_group import RunGroup, is_group, read_group
 
 MOST_PROMPTS = 20  # prompts whose answers are compared
 
@@ -74,6 +74,14 @@ def comparison(given: Sequence[Run | SeedSet], beside: Path, group: RunGroup | N
         heading=group.folder.resolve().name if group else f"{len(runs)} runs compared",
         command=f"python -m {join_words(group.command)}" if group and group.command else "",
     )
+
+
+def read_all(folders: Sequence[Path]) -> list[Run | SeedSet]:
+    """The runs, and the groups' sets of seeds, in this order."""
+    shown: list[Run | SeedSet] = []
+    for folder in folders:
+        shown += sets_of(read_group(folder), beside_others=True) if is_group(folder) else [read_run(folder)]
+    return shown
 
 
 def with_names(shown: Sequence[Run | SeedSet]) -> list[SeedSet]:

@@ -260,11 +260,16 @@ def relative(path: Path, beside: Path) -> str:
 
 def write_page(out: Path, shown: Block, live_s: float = 0) -> None:
     """Write the page, and its data beside it. A browser reloads the page every `live_s` seconds."""
-    encoded = json.dumps(shown, default=str)  # browsers read no NaN, and drawings need no more than seven digits
-    shown = json.loads(encoded, parse_constant=lambda _: None, parse_float=lambda number: float(f"{float(number):.7g}"))
+    shown = for_browsers(shown)
     out.parent.mkdir(parents=True, exist_ok=True)
     replace_text(out.with_suffix(DATA), json.dumps(shown) + "\n")
     replace_text(out, html({**shown, "live_s": live_s}))
+
+
+def for_browsers(shown: Block) -> Block:
+    """The page as plain JSON. Browsers read no NaN, and drawings need no more than seven digits."""
+    encoded = json.dumps(shown, default=str)
+    return json.loads(encoded, parse_constant=lambda _: None, parse_float=lambda number: float(f"{float(number):.7g}"))
 
 
 def live_s_of(out: Path) -> float:

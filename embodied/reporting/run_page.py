@@ -7,6 +7,7 @@ embodied.report` makes it again from the files on disk. Each section of the page
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from shlex import quote
@@ -60,14 +61,21 @@ def write_report(folder: Path) -> Path:
     """Write report.html of a run, an evaluation or a group of runs into its folder; returns its path. A live page of a
     running run stays live."""
     out = folder / REPORT
-    shown, _ = page_of(folder, out.parent)
+    shown, _ = page_of([folder], out.parent)
     write_page(out, shown, live_s_of(out) if shown.get("state") == "running" else 0)
     return out
 
 
-def page_of(folder: Path, beside: Path) -> tuple[Block, int]:
-    """The page of a run, an evaluation, a group of runs or runs that share devices; and the number of unreadable
-    files."""
+def page_of(folders: Sequence[Path], beside: Path) -> tuple[Block, int]:
+    """The page of a run, an evaluation, a group of runs or runs that share devices, or of several compared; and the
+    number of unreadable files. Links are relative to the folder `beside`."""
+    if len(folders) > 1:
+        from embodied.reporting.comparison_page import comparison, read_all
+        from embodied.reporting.seed_sets_page import unread_files
+
+        entries = read_all(folders)
+        return comparison(entries, beside), unread_files(entries)
+    (folder,) = folders
     if (folder / RECORD).is_file():
         from embodied.sharing.page import share_page
 

@@ -65,22 +65,12 @@ class ServeConfig(Strict):
     @property
     def loopback(self) -> bool:
         """True if only programs of this machine can connect."""
-        try:
-            return ipaddress.ip_address(self.host).is_loopback
-        except ValueError:
-            return self.host == "localhost"
+        return is_loopback(f"[{self.host}]" if ":" in self.host else self.host)
 
     def names_this_server(self, hosts: Sequence[str]) -> bool:
         """True if a request's Host headers name this machine; checked if only this machine's programs may connect. A
         browser page whose domain points to loopback (DNS rebinding) names its own domain."""
-        return not self.loopback or all(map(self._is_local, hosts))
-
-    def _is_local(self, host: str) -> bool:
-        try:
-            name = (urlsplit(f"//{host}").hostname or "").rstrip(".")
-            return name in ("localhost", self.host.lower()) or ipaddress.ip_address(name).is_loopback
-        except ValueError:
-            return False
+        return not self.loopback or all(map(is_loopback, hosts))
 
     def conflicts(self) -> Iterator[str]:
         if self.token is None and not self.loopback:
@@ -90,6 +80,15 @@ class ServeConfig(Strict):
             )
         if self.token is not None and len(self.token) < SHORTEST:
             yield f"the token in {TOKEN} has fewer than {SHORTEST} letters; take a longer one"
+
+
+def is_loopback(host: str) -> bool:
+    """True if this host, as in a Host header with or without a port, is the loopback of this machine."""
+    try:
+        name = (urlsplit(f"//{host}").hostname or "").rstrip(".")
+        return name == "localhost" or ipaddress.ip_address(name).is_loopback
+    except ValueError:
+        return False
 
 
 def is_token_shown(authorization: Sequence[str], scheme: str, token: str) -> bool:

@@ -30,6 +30,7 @@ class Element {
   setAttribute(key, value) { this.attributes[key] = String(value); }
   getAttribute(key) { return this.attributes[key]; }
   append(...children) { this.children.push(...children); }
+  insertBefore(child) { this.children.push(child); }
   addEventListener(name, run) { this.on[name] = run; }
   getBoundingClientRect() { return { left: 0, top: 0, width: 440, height: 244 }; }
   remove() {}
