@@ -49,7 +49,11 @@ def interpreter_of(config: Any) -> dict[str, dict[str, str]]:
 
 def plugin(name: str) -> type[Any]:
     """The class of a registered env."""
-    module, _, cls = ENV_CONFIGS[name].env.partition(":")
+    return named_class(ENV_CONFIGS[name].env)
+
+
+def named_class(name: str) -> type[Any]:
+    module, _, cls = name.partition(":")
     return getattr(importlib.import_module(module), cls)
 
 
@@ -63,7 +67,7 @@ def env_class(config: Any) -> type[Any]:
     import_all(config)
     kind = kind_of(config)
     if kind != "external":
-        return plugin(kind)
+        return named_class(config.plays)
 
     import gymnasium
 

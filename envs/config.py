@@ -221,6 +221,11 @@ class CommonEnvConfig(Strict):
         return self.python is not None and not self.speaks
 
     @property
+    def plays(self) -> str:
+        """The env's class, as its options choose it."""
+        return self.env
+
+    @property
     def lock(self) -> str:
         """The name of the locked environment that `env.python=auto` takes (interpreter/locks)."""
         return str(self.name).partition(":")[0]

@@ -149,6 +149,11 @@ class LiberoConfig(CommonEnvConfig):
     name: Literal["libero"] = Field(
         description="The LIBERO benchmark, 130 tasks of one arm on a table or floor, and LIBERO-Pro."
     )
+    backend: Literal["mujoco", "warp"] = Field(
+        "mujoco",
+        description="The physics: the benchmark's MuJoCo, or MuJoCo Warp, for many rows at once, in an interpreter of "
+        "its own; results in Warp have another name.",
+    )
     task: Tasks = Field(
         "libero_object/0",
         description="A task (libero_object/3), a suite (libero_object, libero_object_swap), or a list of these; one of "
@@ -201,10 +206,20 @@ class LiberoConfig(CommonEnvConfig):
         except ValueError as err:
             yield str(err)
             return
+        if self.backend == "warp" and (self.cameras or is_own(tasks[0])):
+            yield "env.backend=warp plays the benchmark's tasks from states; try env.cameras=[] and a task of a suite"
         if self.states_file is not None and (len(tasks) > 1 or not is_own(tasks[0])):
             yield f"env.states_file={self.states_file} belongs to one task of your own: env.task=my_task.bddl"
         if self.initial_states == "stored" and is_own(tasks[0]) and self.states_file is None:
             yield f"env.initial_states=stored: {tasks[0]} has no stored states; set env.states_file"
+
+    @property
+    def plays(self) -> str:
+        return "embodied.envs.libero.warp_env:WarpLiberoEnv" if self.backend == "warp" else self.env
+
+    @property
+    def lock(self) -> str:
+        return "libero_warp" if self.backend == "warp" else "libero"
 
     @classmethod
     def tasks_in_words(cls, name: str) -> list[tuple[str, str]]:

@@ -24,7 +24,7 @@ CARRIED = ("qpos", "qvel", "qacc_warmstart")  # of MuJoCo's data, from step to s
 PLACED = ("body_pos", "body_quat")  # of MuJoCo's model, where furniture stands
 READ = ("qpos", "qvel", "xpos", "xquat", "site_xpos", "site_xmat", "geom_xpos", "geom_xmat")  # by states and experts
 DRAWN = ("geom_xpos", "geom_xmat", "cam_xpos", "cam_xmat", "light_xpos", "light_xdir")
-ARM_ARRAYS = ("goal_pos", "goal_mat", "gripper", "posture")  # of the controller
+ARM_ARRAYS = ("goal_pos", "goal_mat", "gripper", "posture", "seen_pos", "seen_mat", "is_fresh")  # of the controller
 
 wp.config.quiet = True
 
@@ -43,6 +43,8 @@ class Batch:
         self.d = mjw.put_data(model, data, nworld=size, nconmax=CONTACTS, njmax=CONSTRAINTS)
         zeros = lambda shape, dtype: wp.zeros(shape, dtype=dtype)  # noqa: E731
         self.goal_pos, self.goal_mat = zeros(size, wp.vec3d), zeros(size, wp.mat33d)
+        self.seen_pos, self.seen_mat = zeros(size, wp.vec3d), zeros(size, wp.mat33d)
+        self.is_fresh = zeros(size, wp.int32)
         self.gripper, self.posture = zeros((size, 2), wp.float64), zeros((size, JOINTS), wp.float64)
         self.actions = zeros((size, JOINTS), wp.float64)
         self.touching = zeros(size, wp.int32)
@@ -130,7 +132,7 @@ class Batch:
     def control(self, begins: bool) -> None:
         """Set the torques of the arm and the fingers' targets."""
         m, d, hand = self.m, self.d, self.scene.robot.eef_site_id
-        arm = self.actions, hand, self._limits, self._grip, self.posture
+        arm = self.actions, hand, self._limits, self._grip, self.posture, self.seen_pos, self.seen_mat, self.is_fresh
         inertia = m.M_rowadr, m.M_rownnz, m.M_colind
         now = d.qpos, d.qvel, d.M, d.qfrc_bias, d.xanchor, d.xaxis, d.site_xpos, d.site_xmat
         launch(control, self.size, begins, *arm, *inertia, *now, self.goal_pos, self.goal_mat, self.gripper, d.ctrl)
@@ -148,9 +150,16 @@ def begun(scene: Scene, row: Any) -> dict[str, np.ndarray]:
     read = {f"shown_{name}": getattr(data, name) for name in dict.fromkeys(READ + DRAWN)}
     carried = {name: getattr(data, name) for name in CARRIED}
     placed = {name: getattr(scene.model, name) for name in PLACED}
-    hands = dict(zip(ARM_ARRAYS, (arm.goal_pos, arm.goal_ori, scene.robot.gripper.current_action, arm.initial_joint)))
-    both = np.broadcast_to(hands["gripper"], 2)
-    rows = carried | placed | hands | {"gripper": both} | read
+    hands = {
+        "goal_pos": arm.goal_pos,
+        "goal_mat": arm.goal_ori,
+        "gripper": np.broadcast_to(scene.robot.gripper.current_action, 2),
+        "posture": arm.initial_joint,
+        "seen_pos": arm.ee_pos,
+        "seen_mat": arm.ee_ori_mat,
+        "is_fresh": np.int32(not arm.new_update),
+    }
+    rows = carried | placed | hands | read
     return {name: np.array(value)[None] for name, value in rows.items()}
 
 

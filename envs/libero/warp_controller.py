@@ -79,6 +79,9 @@ def control(
     limits: wp.array1d[F],  # torques of the joints
     grip: wp.array2d[F],  # of the two fingers: middle and half of the control's range
     posture: wp.array2d[F],  # joints to hold in the null space
+    seen_pos: wp.array1d[wp.vec3d],  # the hand where robosuite's reset saw it last
+    seen_mat: wp.array1d[wp.mat33d],
+    is_fresh: wp.array1d[int],  # 1 until the first action of an episode
     m_rowadr: wp.array1d[int],
     m_rownnz: wp.array1d[int],
     m_colind: wp.array1d[int],
@@ -109,11 +112,18 @@ def control(
         for i in range(3):
             shift[i] = REACH * clipped(actions[row, i], F(1.0))
             turn[i] = TURN * clipped(actions[row, 3 + i], F(1.0))
-        goal_pos[row] = place + shift
+        # robosuite's controller does not look again before its first action after a reset, nor do we.
+        start = place
+        start_turned = turned
+        if is_fresh[row] == 1:
+            start = seen_pos[row]
+            start_turned = seen_mat[row]
+            is_fresh[row] = 0
+        goal_pos[row] = start + shift
         angle = wp.length(turn)
         if angle > F(0.0):
             q = wp.quat_from_axis_angle(turn / angle, angle)
-            goal_mat[row] = wp.quat_to_matrix(q) * turned
+            goal_mat[row] = wp.quat_to_matrix(q) * start_turned
 
     # Jacobian of the hand, its velocity, the arm's inertia and joints
     jac = Mat67()
