@@ -23,6 +23,7 @@ from embodied.envs.libero.env import SETTLING, LiberoEnv
 from embodied.envs.libero.scene import NO_OP, STILL, SceneRow
 from embodied.envs.vector_env import StepResult
 
+SETTLED_TOGETHER = 16  # rows
 PACKAGES = "mujoco-warp==3.10.0.3 mujoco==3.10.0 warp-lang==1.19.0"
 
 
@@ -60,7 +61,7 @@ class WarpLiberoEnv(LiberoEnv):
     def __init__(self, config: LiberoConfig, num_envs: int) -> None:
         super().__init__(config, num_envs)
         self._batches: dict[str, Any] = {}  # by task: the rows that play it
-        self._settling: dict[tuple[str, int], Any] = {}  # by task and size: rows before their episode
+        self._settling: dict[str, Any] = {}  # by task: rows before their episode
         self._desks: dict[str, SceneRow] = {}  # by task: where robosuite's env begins episodes
         self.cut_off = 0  # rows whose contacts or constraints had no room
 
@@ -85,24 +86,25 @@ class WarpLiberoEnv(LiberoEnv):
 
         scene = self._scene(task)
         desk = self._desks.setdefault(task, SceneRow(scene))
-        begins = []
-        for episode in episodes:
-            scene.begin(desk, episode.seed, self._initial_state(episode), 0)
-            begins.append(begun(scene, desk))
-        rows = {name: np.concatenate([row[name] for row in begins]) for name in begins[0]}
-        size = 1 << (len(episodes) - 1).bit_length()
-        if (task, size) not in self._settling:
-            self._settling[task, size] = Batch(scene, size)
-        batch, slots = self._settling[task, size], np.arange(len(episodes))
-        idle = np.arange(len(episodes), size)
-        batch.put(slots, rows)
-        if len(idle):
-            batch.put(idle, {name: np.repeat(values[:1], len(idle), axis=0) for name, values in rows.items()})
-        success = np.zeros(size, bool)
-        action = np.tile(NO_OP if self.config.settling_gripper == "open" else STILL, (size, 1))
-        for _ in range(self.config.settling_steps):
-            success, _ = batch.step(action)
-        return batch.rows(slots), success[slots]
+        if task not in self._settling:  # of one size: sums over contacts differ between batches of different sizes
+            self._settling[task] = Batch(scene, min(self.num_envs, SETTLED_TOGETHER))
+        batch, parts, success = self._settling[task], [], []
+        action = np.tile(NO_OP if self.config.settling_gripper == "open" else STILL, (batch.size, 1))
+        for first in range(0, len(episodes), batch.size):
+            begins = []
+            for episode in episodes[first : first + batch.size]:
+                scene.begin(desk, episode.seed, self._initial_state(episode), 0)
+                begins.append(begun(scene, desk))
+            slots, filled = np.arange(len(begins)), begins + begins[:1] * (batch.size - len(begins))
+            batch.put(
+                np.arange(batch.size), {name: np.concatenate([row[name] for row in filled]) for name in begins[0]}
+            )
+            solved = np.zeros(batch.size, bool)
+            for _ in range(self.config.settling_steps):
+                solved, _ = batch.step(action)
+            parts.append(batch.rows(slots))
+            success.append(solved[slots])
+        return {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}, np.concatenate(success)
 
     def _slots(self, task: str, rows: np.ndarray) -> np.ndarray:
         """The places of these rows in the batch of a task, which grows if it has too few."""
