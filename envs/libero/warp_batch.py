@@ -11,6 +11,7 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any
 
+import mujoco
 import mujoco_warp as mjw
 import numpy as np
 import warp as wp
@@ -39,8 +40,10 @@ class Batch:
         self.goal = Goal(scene.env, scene.files.name)
         self.m = mjw.put_model(model, batch_sizes=dict.fromkeys(PLACED, size))
         self.m.opt.warn_overflow = False
-        data = scene.sim.data._data
-        self.d = mjw.put_data(model, data, nworld=size, nconmax=CONTACTS, njmax=CONSTRAINTS)
+        empty = mujoco.MjData(
+            model
+        )  # the scene's own may have more contacts than there is room: objects not yet placed
+        self.d = mjw.put_data(model, empty, nworld=size, nconmax=CONTACTS, njmax=CONSTRAINTS)
         zeros = lambda shape, dtype: wp.zeros(shape, dtype=dtype)  # noqa: E731
         self.goal_pos, self.goal_mat = zeros(size, wp.vec3d), zeros(size, wp.mat33d)
         self.seen_pos, self.seen_mat = zeros(size, wp.vec3d), zeros(size, wp.mat33d)
