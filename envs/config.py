@@ -215,6 +215,11 @@ class CommonEnvConfig(Strict):
         """Lines that say where this env's files are searched, if `lacking` names some of them."""
         return []
 
+    @classmethod
+    def training_only(cls, values: Mapping[str, Any]) -> tuple[str, ...]:
+        """Options of a training with these values that an evaluation drops, unless its command sets the first one."""
+        return ()
+
     @property
     def elsewhere(self) -> bool:
         """True if the simulator runs in an interpreter of its own."""

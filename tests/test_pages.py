@@ -49,6 +49,7 @@ IMITATED = (
 )
 IMITATE = "sft.episodes=64 sft.warmup_steps=0 env.num_envs=8 eval.episodes=4"
 STATES = "env.max_episode_steps=20 algo.rollout_decisions=2 algo.minibatch_size=16"
+WARP = "env.num_envs=2 eval.episodes=2 eval.videos=1 eval.protocol=as-trained-v1"
 OFT = re.search(
     r"`libero_grpo_openvla_oft` \| (.*) on cores \| (.*) GPUs \| (.*) \| (.*) \|", Page("placement_reference.md").text
 )
@@ -254,6 +255,9 @@ PAGES = {
         Step("train recipe=smol_grpo", "tokens an answer", f"{WORDS} policy.train_layers=1 algo.filter=none"),
     ],
     "libero.md": [
+        Step("train .*backend=warp", ("physics MuJoCo Warp", "libero-warp-v1"), f"{STATES} {WARP}", slow=True),
+        Step("evaluate checkpoint=runs/warp-DATE$", "libero-v1", slow=True),
+        Step("evaluate .*backend=warp", "libero-warp-v1", "eval.episodes=1 eval.videos=0 env.num_envs=1", slow=True),
         Step("evaluate .*task=my_task.bddl eval", "results.json", slow=True),
         Step("train .*task=my_task.bddl", "success_once", STATES, slow=True),
         Step("check .*task=my_task.bddl", "contract kept", slow=True),

@@ -312,6 +312,16 @@ def drop_superseded(tree: Tree, root: Section, key: Key, value: Any, source: Sou
         tree.drop((*above, other))
 
 
+def drop_training_only(tree: Tree, root: Section, source: Source) -> None:
+    """Before the command line of an evaluation is merged: drop what is for training only, unless it is named."""
+    section, values = root.section_at(("env",)), tree.section(("env",))
+    model = section.variants.get(section.tag_of(values)) if section and values else None
+    keys = model.training_only(values) if model and values else ()
+    if keys and ("env", keys[0]) not in dict(source.values):
+        for key in keys:
+            tree.drop(("env", key))
+
+
 def settings(above: list[str], names: list[str], values: dict) -> list[str]:
     """`env.image_fov=60` for each of these keys."""
     return [f"{'.'.join([*above, name])}={write_yaml(values[name])}" for name in names]

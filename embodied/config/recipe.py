@@ -34,6 +34,7 @@ from embodied.config.read import (
     Source,
     Tree,
     config_yaml,
+    drop_training_only,
     flatten,
     merge_source,
     recipe_sources,
@@ -355,6 +356,8 @@ def _load(values: dict[str, Any], problems: list[str], flags: frozenset[str], co
         values.setdefault("policy.name", mine[0])
     sources.append(Source(COMMAND_LINE, Path.cwd(), flatten(schema, values, COMMAND_LINE, problems)))
     for source in sources:
+        if tree.evaluates and source.name == COMMAND_LINE:
+            drop_training_only(tree, schema, source)
         merge_source(tree, schema, with_own_task(source, tree))
     problems += [
         f"{key} has no effect in {command.name}; leave it out{effective_alternative(key, command)}"

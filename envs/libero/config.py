@@ -7,9 +7,9 @@ A task is called `libero_spatial/3`: suite and number, in the order of the bench
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 from pydantic import Field
 
@@ -149,10 +149,11 @@ class LiberoConfig(CommonEnvConfig):
     name: Literal["libero"] = Field(
         description="The LIBERO benchmark, 130 tasks of one arm on a table or floor, and LIBERO-Pro."
     )
-    backend: Literal["mujoco", "warp"] = Field(
+    backend: Literal["mujoco", "warp", "warp_cuda"] = Field(
         "mujoco",
-        description="The physics: the benchmark's MuJoCo, or MuJoCo Warp, for many rows at once, in an interpreter of "
-        "its own; results in Warp have another name.",
+        description="The physics: the benchmark's MuJoCo, or MuJoCo Warp on cores or on a GPU, which moves all rows "
+        "together, in an interpreter of its own. Results in Warp have another name, and embodied.evaluate takes the "
+        "benchmark's physics unless its command names another.",
     )
     task: Tasks = Field(
         "libero_object/0",
@@ -206,8 +207,8 @@ class LiberoConfig(CommonEnvConfig):
         except ValueError as err:
             yield str(err)
             return
-        if self.backend == "warp" and (self.cameras or is_own(tasks[0])):
-            yield "env.backend=warp plays the benchmark's tasks from states; try env.cameras=[] and a task of a suite"
+        if self.backend != "mujoco" and is_own(tasks[0]):
+            yield f"env.backend={self.backend} knows the goals of LIBERO's own tasks only; try env.backend=mujoco"
         if self.states_file is not None and (len(tasks) > 1 or not is_own(tasks[0])):
             yield f"env.states_file={self.states_file} belongs to one task of your own: env.task=my_task.bddl"
         if self.initial_states == "stored" and is_own(tasks[0]) and self.states_file is None:
@@ -215,11 +216,23 @@ class LiberoConfig(CommonEnvConfig):
 
     @property
     def plays(self) -> str:
-        return "embodied.envs.libero.warp_env:WarpLiberoEnv" if self.backend == "warp" else self.env
+        return self.env if self.backend == "mujoco" else "embodied.envs.libero.warp_env:WarpLiberoEnv"
 
     @property
     def lock(self) -> str:
-        return "libero_warp" if self.backend == "warp" else "libero"
+        return "libero" if self.backend == "mujoco" else "libero_warp"
+
+    @property
+    def physics(self) -> str:
+        return {"mujoco": "", "warp": "MuJoCo Warp", "warp_cuda": "MuJoCo Warp on a GPU"}[self.backend]
+
+    @property
+    def on_gpu(self) -> bool:
+        return self.backend == "warp_cuda"
+
+    @classmethod
+    def training_only(cls, values: Mapping[str, Any]) -> tuple[str, ...]:
+        return ("backend", "python") if values.get("backend", "mujoco") != "mujoco" else ()
 
     @classmethod
     def tasks_in_words(cls, name: str) -> list[tuple[str, str]]:

@@ -15,7 +15,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from weakref import WeakKeyDictionary
 
@@ -146,8 +146,7 @@ class LiberoEnv(MujocoEnv):
         return StepResult(success.astype(np.float32), np.zeros(self.num_envs, bool), success, truncated=late)
 
     def _observe(self) -> Observation:
-        for row in np.flatnonzero(self._stale):
-            self._state[row] = self._read(self._rows[row])
+        self._read_rows(np.flatnonzero(self._stale))
         self._stale[:] = False
         instructions = [files_of(task).instruction if task else "" for task in self._task]
         return {"state": self._state.copy(), "instruction": instructions}
@@ -211,11 +210,16 @@ class LiberoEnv(MujocoEnv):
         check_width(self.config.states_file, task, states, 1 + model.nq + model.nv)
         return states
 
-    def _read(self, scene: SceneRow) -> np.ndarray:
-        if scene.scene not in self._readers:
-            self._readers[scene.scene] = StateReader(scene.scene, self._layout)
-        reader = self._readers[scene.scene]
-        return reader.proprio(scene) if self.config.state == "proprio" else reader.full(scene)
+    def _read_rows(self, rows: np.ndarray) -> None:
+        """Observe the states of these rows."""
+        for row in rows:
+            self._state[row] = self._read(self._rows[row].scene, self._rows[row].shown)
+
+    def _read(self, scene: Scene, shown: Mapping[str, np.ndarray]) -> np.ndarray:
+        if scene not in self._readers:
+            self._readers[scene] = StateReader(scene, self._layout)
+        reader = self._readers[scene]
+        return reader.proprio(shown) if self.config.state == "proprio" else reader.full(shown)
 
     def _painted(self, scene: SceneRow, camera: str) -> np.ndarray:
         frame = self._painter(scene).paint(scene, camera, self.config.image_size)
@@ -334,7 +338,7 @@ def things_in(scene: Scene) -> tuple[list[str], list[str]]:
 
 
 class StateReader:
-    """Reads the rows of one scene in a layout."""
+    """Reads rows of one scene in a layout: a row's arrays, or those of many rows."""
 
     def __init__(self, scene: Scene, layout: StateLayout) -> None:
         env, robot = scene.env, scene.robot
@@ -351,31 +355,29 @@ class StateReader:
         self._furniture_joints = furniture_joints(scene)
         self._layout = layout
 
-    def proprio(self, row: SceneRow) -> np.ndarray:
-        shown = row.shown
-        turned = rotation_vector(shown["xquat"][self._hand_body])
-        return np.concatenate([shown["site_xpos"][self._hand_site], turned, shown["qpos"][self._fingers]])
+    def proprio(self, shown: Mapping[str, np.ndarray]) -> np.ndarray:
+        hand = shown["site_xpos"][..., self._hand_site, :]
+        turned = rotation_vector(shown["xquat"][..., self._hand_body, :])
+        return np.concatenate([hand, turned, shown["qpos"][..., self._fingers]], axis=-1)
 
-    def full(self, row: SceneRow) -> np.ndarray:
-        shown, layout = row.shown, self._layout
-        qpos, qvel, hand = shown["qpos"], shown["qvel"], shown["site_xpos"][self._hand_site]
-        state = np.zeros(layout.size)
-        state[:HAND] = np.concatenate(
-            [
-                hand,
-                xyzw(shown["xquat"][self._hand_body]),
-                qpos[self._fingers],
-                qvel[self._fingers_moving],
-                qpos[self._joints],
-                qvel[self._joints_moving],
-            ]
-        )
-        position = shown["xpos"][self._bodies]
-        places = state[HAND : layout.size - layout.joints].reshape(-1, PLACE)
-        places[self._slots] = np.concatenate([position, position - hand, xyzw(shown["xquat"][self._bodies])], axis=1)
-        first = layout.size - layout.joints
-        state[first : first + len(self._furniture_joints)] = qpos[self._furniture_joints]
-        return state
+    def full(self, shown: Mapping[str, np.ndarray]) -> np.ndarray:
+        layout, qpos, qvel = self._layout, shown["qpos"], shown["qvel"]
+        hand, lead = shown["site_xpos"][..., self._hand_site, :], qpos.shape[:-1]
+        arm = [
+            hand,
+            xyzw(shown["xquat"][..., self._hand_body, :]),
+            qpos[..., self._fingers],
+            qvel[..., self._fingers_moving],
+            qpos[..., self._joints],
+            qvel[..., self._joints_moving],
+        ]
+        position = shown["xpos"][..., self._bodies, :]
+        turned = xyzw(shown["xquat"][..., self._bodies, :])
+        places = np.zeros((*lead, layout.movable + layout.fixtures, PLACE))
+        places[..., self._slots, :] = np.concatenate([position, position - hand[..., None, :], turned], axis=-1)
+        joints = np.zeros((*lead, layout.joints))
+        joints[..., : len(self._furniture_joints)] = qpos[..., self._furniture_joints]
+        return np.concatenate([*arm, places.reshape(*lead, -1), joints], axis=-1)
 
 
 def furniture_joints(scene: Scene) -> np.ndarray:
@@ -395,7 +397,8 @@ def xyzw(quaternion: np.ndarray) -> np.ndarray:
 
 
 def rotation_vector(quaternion: np.ndarray) -> np.ndarray:
-    """Axis times angle in [0, 2 pi) of one quaternion with w first, as published policies compute it."""
-    w, axis = np.clip(quaternion[0], -1.0, 1.0), quaternion[1:]
+    """Axis times angle in [0, 2 pi) of quaternions with w first, as published policies compute it."""
+    w, axis = np.clip(quaternion[..., :1], -1.0, 1.0), quaternion[..., 1:]
     sine = np.sqrt(1.0 - w * w)
-    return np.zeros(3) if np.isclose(sine, 0.0) else axis * (2.0 * np.arccos(w) / sine)
+    turns = ~np.isclose(sine, 0.0)
+    return np.where(turns, axis * (2.0 * np.arccos(w) / np.where(turns, sine, 1.0)), 0.0)

@@ -41,6 +41,14 @@ class Goal:
         """bool [N]"""
         return np.logical_and.reduce([term(arrays) for term in self._terms])
 
+    def bits(self, num_geoms: int) -> np.ndarray:
+        """int [2, geoms]: in the first and in the second part of which pairs a geom is."""
+        bits = np.zeros((2, num_geoms), np.int32)
+        for at, pair in enumerate(self.pairs):
+            for part, geoms in enumerate(pair):
+                bits[part, geoms] |= 1 << at
+        return bits
+
     def _term(self, name: str, *states: Any) -> Term:
         return self._joints(name, *states) if name in QUESTIONS else getattr(self, f"_{name}")(*states)
 

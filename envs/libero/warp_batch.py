@@ -1,8 +1,8 @@
 """N rows of one LIBERO task in MuJoCo Warp's arrays, on a GPU or on cores.
 
 robosuite's own env of the task (`scene.py`) begins each episode: it places objects and furniture and gives the state;
-from then on the rows live in arrays here. An env step is 25 physics steps with the controller in between, on a GPU one
-CUDA graph. This is another physics than the benchmark's MuJoCo 3.3.2: positions are computed in single precision by
+from then on the rows live in arrays here. An env step is 25 physics steps with the controller in between, recorded as
+one graph. This is another physics than the benchmark's MuJoCo 3.3.2: positions are computed in single precision by
 MuJoCo 3.10's rules.
 """
 
@@ -15,58 +15,91 @@ import mujoco
 import mujoco_warp as mjw
 import numpy as np
 import warp as wp
+from mujoco_warp._src import collision_driver
 
 from embodied.envs.libero.goals import Goal
 from embodied.envs.libero.scene import SHOWN, SUBSTEPS, Scene
-from embodied.envs.libero.warp_controller import JOINTS, control, find_contacts, launch
+from embodied.envs.libero.warp_controller import JOINTS, launch, move_fingers, set_goals, set_torques
+from embodied.envs.mujoco.rendering import ARRAYS as DRAWN
 
 CONTACTS, CONSTRAINTS = 256, 1024  # room for each row
 CARRIED = ("qpos", "qvel", "qacc_warmstart")  # of MuJoCo's data, from step to step
 PLACED = ("body_pos", "body_quat")  # of MuJoCo's model, where furniture stands
-READ = ("qpos", "qvel", "xpos", "xquat", "site_xpos", "site_xmat", "geom_xpos", "geom_xmat")  # by states and experts
-DRAWN = ("geom_xpos", "geom_xmat", "cam_xpos", "cam_xmat", "light_xpos", "light_xdir")
-ARM_ARRAYS = ("goal_pos", "goal_mat", "gripper", "posture", "seen_pos", "seen_mat", "is_fresh")  # of the controller
+READ = dict.fromkeys(("qpos", "qvel", "xpos", "xquat", "site_xpos", *DRAWN))  # by states, experts and pictures
+ARM = ("goal_pos", "goal_mat", "gripper", "posture", "seen_pos", "seen_mat", "is_fresh")  # the controller's arrays
 
-wp.config.quiet = True
+wp.config.log_level = wp.LOG_ERROR
+
+
+@wp.kernel(enable_backward=False)
+def find_contacts(
+    num_contacts: wp.array1d[int],
+    geoms: wp.array1d[wp.vec2i],
+    worlds: wp.array1d[int],
+    firsts: wp.array1d[int],  # of each geom: the pairs of which it is in the first part, as bits
+    seconds: wp.array1d[int],
+    touching: wp.array1d[int],
+):
+    at = wp.tid()
+    if at < num_contacts[0]:
+        a = geoms[at][0]
+        b = geoms[at][1]
+        if a >= 0 and b >= 0:
+            wp.atomic_or(touching, worlds[at], (firsts[a] & seconds[b]) | (firsts[b] & seconds[a]))
+
+
+@wp.kernel(enable_backward=False)
+def note_overflow(room: int, num_pairs: wp.array1d[int], overflow: wp.array1d[int]):
+    if num_pairs[0] > room:
+        overflow[wp.tid()] = 1
+
+
+@wp.kernel(enable_backward=False)
+def stay_in_room(room: int, num_pairs: wp.array1d[int]):
+    num_pairs[0] = wp.min(num_pairs[0], room)
+
+
+def narrowphase_in_room(m: Any, d: Any, context: Any) -> None:
+    """mujoco-warp 3.10.0.3 reads beyond its arrays of pairs where more pairs may touch than there is room."""
+    launch(note_overflow, d.nworld, d.naconmax, d.ncollision, d.overflow)
+    launch(stay_in_room, 1, d.naconmax, d.ncollision)
+    narrowphase(m, d, context)
+
+
+narrowphase, collision_driver._narrowphase = collision_driver._narrowphase, narrowphase_in_room
 
 
 class Batch:
-    def __init__(self, scene: Scene, size: int) -> None:
+    def __init__(self, scene: Scene, size: int, device: str) -> None:
         self.scene, self.size = scene, size
-        model = scene.model
-        robot = scene.robot
+        model, robot = scene.model, scene.robot
         if [*robot._ref_joint_pos_indexes] != [*range(JOINTS)] or model.nu != JOINTS + 2:
             raise AssertionError(f"{scene.files.name}: the arm's joints are not the first {JOINTS} of the model")
         self.goal = Goal(scene.env, scene.files.name)
-        self.m = mjw.put_model(model, batch_sizes=dict.fromkeys(PLACED, size))
-        self.m.opt.warn_overflow = False
-        empty = mujoco.MjData(
-            model
-        )  # the scene's own may have more contacts than there is room: objects not yet placed
-        self.d = mjw.put_data(model, empty, nworld=size, nconmax=CONTACTS, njmax=CONSTRAINTS)
-        zeros = lambda shape, dtype: wp.zeros(shape, dtype=dtype)  # noqa: E731
-        self.goal_pos, self.goal_mat = zeros(size, wp.vec3d), zeros(size, wp.mat33d)
-        self.seen_pos, self.seen_mat = zeros(size, wp.vec3d), zeros(size, wp.mat33d)
-        self.is_fresh = zeros(size, wp.int32)
-        self.gripper, self.posture = zeros((size, 2), wp.float64), zeros((size, JOINTS), wp.float64)
-        self.actions = zeros((size, JOINTS), wp.float64)
-        self.touching = zeros(size, wp.int32)
-        middle = model.actuator_ctrlrange.mean(axis=1)[JOINTS:]
-        half = np.ptp(model.actuator_ctrlrange, axis=1)[JOINTS:] / 2
-        self._grip = wp.array(np.stack([middle, half], axis=1), dtype=wp.float64)
-        self._limits = wp.array(robot.torque_limits[1], dtype=wp.float64)
-        self._bits = [wp.array(bits, dtype=wp.int32) for bits in self._pair_bits(model.ngeom)]
-        self.shown = {name: wp.clone(getattr(self.d, name)) for name in dict.fromkeys(READ + DRAWN)}
+        self.device = wp.get_device(device)
+        with wp.ScopedDevice(self.device):
+            self.m = mjw.put_model(model, batch_sizes=dict.fromkeys(PLACED, size))
+            self.m.opt.warn_overflow = False  # `step` looks
+            nothing = mujoco.MjData(model)  # in the scene's own, objects without a place may touch in too many points
+            self.d = mjw.put_data(model, nothing, nworld=size, nconmax=CONTACTS, njmax=CONSTRAINTS)
+            self.goal_pos, self.seen_pos = wp.zeros(size, dtype=wp.vec3d), wp.zeros(size, dtype=wp.vec3d)
+            self.goal_mat, self.seen_mat = wp.zeros(size, dtype=wp.mat33d), wp.zeros(size, dtype=wp.mat33d)
+            self.is_fresh, self.touching = wp.zeros(size, dtype=int), wp.zeros(size, dtype=int)
+            self.posture, self.actions, self.gripper = (
+                wp.zeros((size, width), dtype=wp.float64) for width in (JOINTS, JOINTS, 2)
+            )
+            low, high = model.actuator_ctrlrange[JOINTS:].T
+            self._range = wp.array(np.stack([low + high, high - low], axis=1) / 2, dtype=wp.float64)
+            self._limits = wp.array(robot.torque_limits[1], dtype=wp.float64)
+            self._bits = [wp.array(bits, dtype=int) for bits in self.goal.bits(model.ngeom)]
+            self.shown = {name: wp.clone(getattr(self.d, name)) for name in READ}
+            self._before = {name: wp.clone(array) for name, array in self._arrays().items() if name not in PLACED}
+            if self.device.is_cuda:
+                self._advance()  # loads the kernels
+            with wp.ScopedCapture() as capture:
+                self._advance()  # recorded
+        self._graph = capture.graph
         self._host: dict[str, np.ndarray] = {}
-        self._graph: Any = None
-
-    def _pair_bits(self, num_geoms: int) -> np.ndarray:
-        """int [2, geoms]: in which parts of which pairs a geom is."""
-        bits = np.zeros((2, num_geoms), np.int32)
-        for at, pair in enumerate(self.goal.pairs):
-            for part, geoms in enumerate(pair):
-                bits[part, geoms] |= 1 << at
-        return bits
 
     # Rows begin and move between batches as dicts of arrays.
 
@@ -74,7 +107,7 @@ class Batch:
         return (
             {name: getattr(self.d, name) for name in CARRIED}
             | {name: getattr(self.m, name) for name in PLACED}
-            | {name: getattr(self, name) for name in ARM_ARRAYS}
+            | {name: getattr(self, name) for name in ARM}
             | {f"shown_{name}": array for name, array in self.shown.items()}
         )
 
@@ -91,22 +124,19 @@ class Batch:
         self._host.clear()
 
     def step(self, actions: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """One env step: success, and whether a row has overflowed or exploded, bool [size] each."""
+        """One env step: success, and whether a row has broken, bool [size] each. A row breaks if its contacts or
+        constraints have no room or its numbers are not finite; it stays where it was."""
         self.actions.assign(np.ascontiguousarray(actions, np.float64))
-        self.d.overflow.zero_()
-        if self._graph is not None:
+        with wp.ScopedDevice(self.device):
             wp.capture_launch(self._graph)
-        elif wp.get_device().is_cuda:
-            self._advance()  # loads the kernels; the capture only records
-            with wp.ScopedCapture() as capture:
-                self._advance()
-            self._graph = capture.graph
-        else:
-            self._advance()
         self._host.clear()
-        qpos = self.d.qpos.numpy()
-        broken = (self.d.overflow.numpy() != 0) | ~np.isfinite(qpos).all(axis=1)
-        return self.success(), broken
+        finite = np.isfinite(self.d.qpos.numpy()).all(axis=1) & np.isfinite(self.d.qvel.numpy()).all(axis=1)
+        broken = (self.d.overflow.numpy() != 0) | ~finite
+        success = self.success() & ~broken
+        if broken.any():
+            slots = np.flatnonzero(broken)
+            self.put(slots, {name: array.numpy()[slots] for name, array in self._before.items()})
+        return success, broken
 
     def success(self) -> np.ndarray:
         arrays = SimpleNamespace(
@@ -116,31 +146,34 @@ class Batch:
         return self.goal.reached(arrays)
 
     def _advance(self) -> None:
+        d, arrays = self.d, self._arrays()
+        for name, array in self._before.items():
+            wp.copy(array, arrays[name])
+        d.overflow.zero_()
         for substep in range(SUBSTEPS):
-            mjw.step1(self.m, self.d)
+            mjw.step1(self.m, d)
             self.control(substep == 0)
-            mjw.step2(self.m, self.d)
+            mjw.step2(self.m, d)
             if substep == SHOWN:
                 for name, array in self.shown.items():
-                    wp.copy(array, getattr(self.d, name))
-        self.touch()
-
-    def touch(self) -> None:
-        """Find which pairs of geoms are in contact."""
-        contacts = self.d.contact
+                    wp.copy(array, getattr(d, name))
         self.touching.zero_()
-        arrays = self.d.nacon, contacts.geom, contacts.worldid, *self._bits, self.touching
-        launch(find_contacts, self.d.naconmax, *arrays)
+        contacts = d.nacon, d.contact.geom, d.contact.worldid
+        launch(find_contacts, d.naconmax, *contacts, *self._bits, self.touching)
 
     def control(self, begins: bool) -> None:
         """Set the torques of the arm and the fingers' targets."""
         m, d, hand = self.m, self.d, self.scene.robot.eef_site_id
-        arm = self.actions, hand, self._limits, self._grip, self.posture, self.seen_pos, self.seen_mat, self.is_fresh
-        inertia = m.M_rowadr, m.M_rownnz, m.M_colind
-        now = d.qpos, d.qvel, d.M, d.qfrc_bias, d.xanchor, d.xaxis, d.site_xpos, d.site_xmat
-        launch(control, self.size, begins, *arm, *inertia, *now, self.goal_pos, self.goal_mat, self.gripper, d.ctrl)
+        goals, place = (self.goal_pos, self.goal_mat), (d.site_xpos, d.site_xmat)
+        if begins:
+            seen = self.seen_pos, self.seen_mat
+            launch(set_goals, self.size, self.actions, hand, *place, self.is_fresh, *goals, *seen)
+        inertia = m.M_rowadr, m.M_rownnz, m.M_colind, d.qpos, d.qvel, d.M, d.qfrc_bias
+        arm = hand, self._limits, self.posture
+        launch(set_torques, self.size, *arm, *inertia, d.xanchor, d.xaxis, *place, *goals, d.ctrl)
+        launch(move_fingers, (self.size, 2), self.actions, self._range, self.gripper, d.ctrl)
 
-    def host(self, name: str) -> np.ndarray:
+    def __getitem__(self, name: str) -> np.ndarray:
         """[size, ...]: an array of the rows' last observations, read once per env step."""
         if name not in self._host:
             self._host[name] = self.shown[name].numpy().astype(np.float64)
@@ -150,9 +183,6 @@ class Batch:
 def begun(scene: Scene, row: Any) -> dict[str, np.ndarray]:
     """A row as robosuite's env has just begun it, for `Batch.put`."""
     data, arm = row.data._data, scene.robot.controller
-    read = {f"shown_{name}": getattr(data, name) for name in dict.fromkeys(READ + DRAWN)}
-    carried = {name: getattr(data, name) for name in CARRIED}
-    placed = {name: getattr(scene.model, name) for name in PLACED}
     hands = {
         "goal_pos": arm.goal_pos,
         "goal_mat": arm.goal_ori,
@@ -162,29 +192,30 @@ def begun(scene: Scene, row: Any) -> dict[str, np.ndarray]:
         "seen_mat": arm.ee_ori_mat,
         "is_fresh": np.int32(not arm.new_update),
     }
-    rows = carried | placed | hands | read
+    placed = {name: getattr(scene.model, name) for name in PLACED}
+    read = {f"shown_{name}": getattr(data, name) for name in READ}
+    rows = {name: getattr(data, name) for name in CARRIED} | placed | hands | read
     return {name: np.array(value)[None] for name, value in rows.items()}
 
 
 class Row:
-    """An env row in a batch, as readers of states and experts see it (`scene.SceneRow`)."""
+    """An env row in a batch, as experts and painters see it (`scene.SceneRow`)."""
 
     def __init__(self, batch: Batch, slot: int) -> None:
         self.batch, self.slot, self.scene = batch, slot, batch.scene
-        self.data = SimpleNamespace(_data=View(self))
+        self.data = SimpleNamespace(_data=self)
 
     @property
-    def shown(self) -> View:
-        return self.data._data
+    def shown(self) -> Row:
+        return self
 
-
-class View:
-    """The arrays of one row by name, as attributes or items."""
-
-    def __init__(self, row: Row) -> None:
-        self._row = row
+    def __getitem__(self, name: str) -> np.ndarray:
+        if name == "site_rgba":
+            return self.scene.model.site_rgba
+        array = self.batch[name][self.slot]
+        return array.reshape(len(array), 9) if name.endswith("xmat") else array  # as MuJoCo has it
 
     def __getattr__(self, name: str) -> np.ndarray:
-        return self._row.batch.host(name)[self._row.slot]
-
-    __getitem__ = __getattr__
+        if name in READ:
+            return self[name]
+        raise AttributeError(name)

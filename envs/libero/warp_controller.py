@@ -1,7 +1,7 @@
-"""robosuite's operational space controller and gripper for all rows, as one kernel of Warp.
+"""robosuite's operational space controller and gripper for all rows, as kernels of Warp.
 
-A thread computes the torques of one row in double precision, from arrays that MuJoCo Warp has computed in single
-precision. The rules and constants are those of robosuite 1.4's OSC_POSE with fixed impedance and PandaGripper.
+A thread works for one row, in double precision, with arrays that MuJoCo Warp has computed in single precision. Rules
+and constants are those of robosuite 1.4's OSC_POSE with fixed impedance and of its PandaGripper.
 """
 
 from __future__ import annotations
@@ -28,41 +28,7 @@ GRIPPER_SPEED = wp.constant(F(0.01))  # of the range per physics step
 
 
 @wp.func
-def inverse7(a: Mat7):
-    b = a
-    for k in range(7):
-        pivot = F(1.0) / b[k, k]
-        b[k, k] = F(1.0)
-        for j in range(7):
-            b[k, j] = b[k, j] * pivot
-        for i in range(7):
-            if i != k:
-                factor = b[i, k]
-                b[i, k] = F(0.0)
-                for j in range(7):
-                    b[i, j] = b[i, j] - factor * b[k, j]
-    return b
-
-
-@wp.func
-def inverse6(a: Mat6):
-    b = a
-    for k in range(6):
-        pivot = F(1.0) / b[k, k]
-        b[k, k] = F(1.0)
-        for j in range(6):
-            b[k, j] = b[k, j] * pivot
-        for i in range(6):
-            if i != k:
-                factor = b[i, k]
-                b[i, k] = F(0.0)
-                for j in range(6):
-                    b[i, j] = b[i, j] - factor * b[k, j]
-    return b
-
-
-@wp.func
-def doubled(v: wp.vec3):
+def double3(v: wp.vec3):
     return wp.vec3d(F(v[0]), F(v[1]), F(v[2]))
 
 
@@ -71,20 +37,116 @@ def clipped(x: F, limit: F):
     return wp.min(wp.max(x, -limit), limit)
 
 
+@wp.func
+def inverse(a: Any, size: int):
+    """Of a square matrix, by elimination without pivoting: it is positive definite."""
+    b = a
+    for k in range(size):
+        pivot = F(1.0) / b[k, k]
+        b[k, k] = F(1.0)
+        for j in range(size):
+            b[k, j] = b[k, j] * pivot
+        for i in range(size):
+            if i != k:
+                factor = b[i, k]
+                b[i, k] = F(0.0)
+                for j in range(size):
+                    b[i, j] = b[i, j] - factor * b[k, j]
+    return b
+
+
 @wp.kernel(enable_backward=False)
-def control(
-    begins: bool,  # an env step, whose action sets new goals
+def set_goals(
     actions: wp.array2d[F],
     hand: int,  # the site between the fingers
-    limits: wp.array1d[F],  # torques of the joints
-    grip: wp.array2d[F],  # of the two fingers: middle and half of the control's range
-    posture: wp.array2d[F],  # joints to hold in the null space
+    site_xpos: wp.array2d[wp.vec3],
+    site_xmat: wp.array2d[wp.mat33],
+    is_fresh: wp.array1d[int],  # 1 until the first action of an episode
+    goal_pos: wp.array1d[wp.vec3d],
+    goal_mat: wp.array1d[wp.mat33d],
     seen_pos: wp.array1d[wp.vec3d],  # the hand where robosuite's reset saw it last
     seen_mat: wp.array1d[wp.mat33d],
-    is_fresh: wp.array1d[int],  # 1 until the first action of an episode
-    m_rowadr: wp.array1d[int],
-    m_rownnz: wp.array1d[int],
-    m_colind: wp.array1d[int],
+):
+    """The pose that an action asks for. robosuite's controller does not look again before its first action after a
+    reset, nor does this."""
+    row = wp.tid()
+    if is_fresh[row] == 0:
+        seen_pos[row] = double3(site_xpos[row, hand])
+        seen_mat[row] = wp.mat33d(site_xmat[row, hand])
+    is_fresh[row] = 0
+    shift = wp.vec3d()
+    turn = wp.vec3d()
+    for i in range(3):
+        shift[i] = REACH * clipped(actions[row, i], F(1.0))
+        turn[i] = TURN * clipped(actions[row, 3 + i], F(1.0))
+    goal_pos[row] = seen_pos[row] + shift
+    angle = wp.length(turn)
+    if angle > F(0.0):  # without a turn, the goal stays
+        goal_mat[row] = wp.quat_to_matrix(wp.quat_from_axis_angle(turn / angle, angle)) * seen_mat[row]
+
+
+@wp.func
+def hand_jacobian(row: int, place: wp.vec3d, anchors: wp.array2d[wp.vec3], axes: wp.array2d[wp.vec3]):
+    jacobian = Mat67()
+    for joint in range(7):
+        axis = double3(axes[row, joint])
+        lever = wp.cross(axis, place - double3(anchors[row, joint]))
+        for i in range(3):
+            jacobian[i, joint] = lever[i]
+            jacobian[3 + i, joint] = axis[i]
+    return jacobian
+
+
+@wp.func
+def arm_inertia(
+    row: int, inertia: wp.array2d[float], rowadr: wp.array1d[int], rownnz: wp.array1d[int], colind: wp.array1d[int]
+):
+    mass = Mat7()
+    for joint in range(7):
+        for k in range(rownnz[joint]):
+            column = colind[rowadr[joint] + k]
+            mass[joint, column] = F(inertia[row, rowadr[joint] + k])
+            mass[column, joint] = mass[joint, column]
+    return mass
+
+
+@wp.func
+def turn_between(now: wp.mat33d, then: wp.mat33d):
+    """Half the sum of the cross products of their axes: for small angles, axis times angle."""
+    turn = wp.vec3d()
+    for i in range(3):
+        turn = turn + F(0.5) * wp.cross(
+            wp.vec3d(now[0, i], now[1, i], now[2, i]), wp.vec3d(then[0, i], then[1, i], then[2, i])
+        )
+    return turn
+
+
+@wp.func
+def wrench(away: wp.vec3d, turn: wp.vec3d, speed: Vec6, mobility: Mat6):
+    """Force and torque of the hand. Positions and rotations are uncoupled."""
+    of_place = wp.mat33d()
+    of_turn = wp.mat33d()
+    force = wp.vec3d()
+    torque = wp.vec3d()
+    for i in range(3):
+        force[i] = STIFFNESS * away[i] - DAMPING * speed[i]
+        torque[i] = STIFFNESS * turn[i] - DAMPING * speed[3 + i]
+        for j in range(3):
+            of_place[i, j] = mobility[i, j]
+            of_turn[i, j] = mobility[3 + i, 3 + j]
+    force = wp.inverse(of_place) * force
+    torque = wp.inverse(of_turn) * torque
+    return Vec6(force[0], force[1], force[2], torque[0], torque[1], torque[2])
+
+
+@wp.kernel(enable_backward=False)
+def set_torques(
+    hand: int,
+    limits: wp.array1d[F],
+    posture: wp.array2d[F],  # joints to hold in the null space
+    rowadr: wp.array1d[int],
+    rownnz: wp.array1d[int],
+    colind: wp.array1d[int],
     qpos: wp.array2d[float],
     qvel: wp.array2d[float],
     inertia: wp.array2d[float],
@@ -95,117 +157,45 @@ def control(
     site_xmat: wp.array2d[wp.mat33],
     goal_pos: wp.array1d[wp.vec3d],
     goal_mat: wp.array1d[wp.mat33d],
-    gripper: wp.array2d[F],
     ctrl: wp.array2d[float],
 ):
+    """Torques of the arm's joints."""
     row = wp.tid()
-    place = doubled(site_xpos[row, hand])
-    turned32 = site_xmat[row, hand]
-    turned = wp.mat33d()
-    for i in range(3):
-        for j in range(3):
-            turned[i, j] = F(turned32[i, j])
-
-    if begins:
-        shift = wp.vec3d()
-        turn = wp.vec3d()
-        for i in range(3):
-            shift[i] = REACH * clipped(actions[row, i], F(1.0))
-            turn[i] = TURN * clipped(actions[row, 3 + i], F(1.0))
-        # robosuite's controller does not look again before its first action after a reset, nor do we.
-        start = place
-        start_turned = turned
-        if is_fresh[row] == 1:
-            start = seen_pos[row]
-            start_turned = seen_mat[row]
-            is_fresh[row] = 0
-        goal_pos[row] = start + shift
-        angle = wp.length(turn)
-        if angle > F(0.0):
-            q = wp.quat_from_axis_angle(turn / angle, angle)
-            goal_mat[row] = wp.quat_to_matrix(q) * start_turned
-
-    # Jacobian of the hand, its velocity, the arm's inertia and joints
-    jac = Mat67()
-    speed = Vec6()
-    mass = Mat7()
-    for joint in range(7):
-        axis = doubled(axes[row, joint])
-        lever = wp.cross(axis, place - doubled(anchors[row, joint]))
-        for i in range(3):
-            jac[i, joint] = lever[i]
-            jac[3 + i, joint] = axis[i]
-        for i in range(6):
-            speed[i] = speed[i] + jac[i, joint] * F(qvel[row, joint])
-        for k in range(m_rownnz[joint]):
-            column = m_colind[m_rowadr[joint] + k]
-            value = F(inertia[row, m_rowadr[joint] + k])
-            mass[joint, column] = value
-            mass[column, joint] = value
-
-    inverse = inverse7(mass)
-    spread = jac * inverse  # [6, 7]
-    mobility = spread * wp.transpose(jac)  # [6, 6]
-    of_place = wp.mat33d()
-    of_turn = wp.mat33d()
-    for i in range(3):
-        for j in range(3):
-            of_place[i, j] = mobility[i, j]
-            of_turn[i, j] = mobility[3 + i, 3 + j]
-
-    wanted = goal_mat[row]
-    error = wp.vec3d()
-    for i in range(3):
-        now = wp.vec3d(turned[0, i], turned[1, i], turned[2, i])
-        then = wp.vec3d(wanted[0, i], wanted[1, i], wanted[2, i])
-        error = error + F(0.5) * wp.cross(now, then)
-    away = goal_pos[row] - place
-    force = wp.vec3d()
-    torque = wp.vec3d()
-    for i in range(3):
-        force[i] = STIFFNESS * away[i] - DAMPING * speed[i]
-        torque[i] = STIFFNESS * error[i] - DAMPING * speed[3 + i]
-    force = wp.inverse(of_place) * force
-    torque = wp.inverse(of_turn) * torque
-
+    place = double3(site_xpos[row, hand])
+    jacobian = hand_jacobian(row, place, anchors, axes)
+    mass = arm_inertia(row, inertia, rowadr, rownnz, colind)
+    speeds = Vec7()
     pull = Vec7()
     for joint in range(7):
-        pull[joint] = POSTURE * (posture[row, joint] - F(qpos[row, joint])) - POSTURE_DAMPING * F(qvel[row, joint])
-    pull = mass * pull
-    # Null space: the transpose of 1 - mass^-1 J^T (J mass^-1 J^T)^-1 J
-    pull = pull - wp.transpose(jac) * (inverse6(mobility) * (spread * pull))
-
+        speeds[joint] = F(qvel[row, joint])
+        pull[joint] = POSTURE * (posture[row, joint] - F(qpos[row, joint])) - POSTURE_DAMPING * speeds[joint]
+    spread = jacobian * inverse(mass, 7)  # [6, 7]
+    mobility = spread * wp.transpose(jacobian)
+    turn = turn_between(wp.mat33d(site_xmat[row, hand]), goal_mat[row])
+    force = wrench(goal_pos[row] - place, turn, jacobian * speeds, mobility)
+    pull = mass * pull  # the part in the null space of the hand's movement acts
+    pull = pull - wp.transpose(jacobian) * (inverse(mobility, 6) * (spread * pull))
+    pull = pull + wp.transpose(jacobian) * force
     for joint in range(7):
-        value = F(bias[row, joint]) + pull[joint]
-        for i in range(3):
-            value = value + jac[i, joint] * force[i] + jac[3 + i, joint] * torque[i]
-        ctrl[row, joint] = float(clipped(value, limits[joint]))
-
-    closes = wp.sign(actions[row, 6])
-    if actions[row, 6] == F(0.0):
-        closes = F(0.0)
-    for finger in range(2):
-        side = F(2 * finger - 1)
-        gripper[row, finger] = clipped(gripper[row, finger] + side * GRIPPER_SPEED * closes, F(1.0))
-        ctrl[row, 7 + finger] = float(grip[finger, 0] + grip[finger, 1] * gripper[row, finger])
+        ctrl[row, joint] = float(clipped(F(bias[row, joint]) + pull[joint], limits[joint]))
 
 
 @wp.kernel(enable_backward=False)
-def find_contacts(
-    num_contacts: wp.array1d[int],
-    geoms: wp.array1d[wp.vec2i],
-    worlds: wp.array1d[int],
-    firsts: wp.array1d[int],  # of each geom: the pairs of which it is in the first part, as bits
-    seconds: wp.array1d[int],
-    touching: wp.array1d[int],
+def move_fingers(
+    actions: wp.array2d[F],
+    range_: wp.array2d[F],  # of the two fingers' targets: middle and half
+    gripper: wp.array2d[F],  # the targets in the range of -1 to 1
+    ctrl: wp.array2d[float],
 ):
-    at = wp.tid()
-    if at < num_contacts[0]:
-        a = geoms[at][0]
-        b = geoms[at][1]
-        if a >= 0 and b >= 0:
-            wp.atomic_or(touching, worlds[at], (firsts[a] & seconds[b]) | (firsts[b] & seconds[a]))
+    """Targets of the fingers, which move at a constant speed while the action is not 0."""
+    row, finger = wp.tid()
+    closes = wp.sign(actions[row, 6])
+    if actions[row, 6] == F(0.0):
+        closes = F(0.0)
+    side = F(2 * finger - 1)
+    gripper[row, finger] = clipped(gripper[row, finger] + side * GRIPPER_SPEED * closes, F(1.0))
+    ctrl[row, 7 + finger] = float(range_[finger, 0] + range_[finger, 1] * gripper[row, finger])
 
 
-def launch(kernel: Any, dim: int, *args: Any) -> None:
+def launch(kernel: Any, dim: Any, *args: Any) -> None:
     wp.launch(kernel, dim=dim, inputs=list(args))

