@@ -586,11 +586,41 @@ def libero(asked: argparse.Namespace) -> Figures:
     return {"env_steps_per_s": median(row["steps_per_s"] for row in rows[1:])}
 
 
+def libero_warp(asked: argparse.Namespace) -> Figures:
+    """LIBERO's rows in MuJoCo Warp on the GPU, from states: env steps a second, and GB of GPU memory in use."""
+    import numpy as np
+    import torch
+
+    from benchmarks.libero_warp import TASKS, env_of
+    from embodied.core.errors import EmbodiedError
+    from embodied.envs import make_env
+    from embodied.envs.pointmass.config import PointMassConfig
+
+    figures: Figures = {}
+    for rows in [4] if asked.tiny else [1, 32, 256, 1024, 4096]:
+        try:
+            tiny = asked.tiny and make_env(PointMassConfig(name="pointmass"), rows)
+            env = tiny or env_of("warp_cuda", TASKS[0], rows, settling_steps=1, on_success="continue")
+            env.reset(seed=0)
+            actions = np.zeros((rows, 4, env.env_spec.action.dim), np.float32)
+            seconds = best_seconds(lambda: env.step_chunk(actions), "cpu")  # noqa: B023
+        except (EmbodiedError, RuntimeError) as err:
+            figures[f"{rows}_rows"] = str(err)[:200]
+            break
+        figures[f"{rows}_rows_env_steps_per_s"] = 4 * rows / seconds
+        if not asked.tiny:
+            free, whole = torch.cuda.mem_get_info()
+            figures[f"{rows}_rows_gb"] = (whole - free) / 1e9
+        env.close()
+    return figures
+
+
 BLOCKS: dict[str, Callable[[argparse.Namespace], Figures]] = {
     "drawing": drawing, "ppo": ppo, "ppo_maniskill": ppo_maniskill, "ppo_fast": ppo_fast, "points": points,
     "plan": plan, "swap": swap,
     "weights": weights, "openvla": openvla, "lora": lora, "pi0": pi0, "smolvla": smolvla, "language": language,
     "divided": divided, "bridge": bridge, "libero": libero,
+    "libero_warp": libero_warp,
 }  # fmt: skip
 
 
