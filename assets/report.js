@@ -425,22 +425,27 @@ function header() {
 
 function patch(parent, parts) {
   const old = new Map([...parent.children].map((child) => [child.key, child])), count = new Map();
+  let focused = null;
   const next = parts.map((one) => {
     count.set(one.key, (count.get(one.key) || 0) + 1);
     const key = `${one.key} ${count.get(one.key)}`, before = old.get(key);
     const stays = before && (one.parts || before.told === one.told || inUse(before));
     const child = stays ? before : Object.assign(one.draw(), { key, told: one.told });
+    if (before && !stays && before.contains(document.activeElement)) focused = [child, stops(before).indexOf(document.activeElement)];
     if (one.parts) patch(one.inside ? one.inside(child) : child, one.parts);
     return child;
   });
   for (const child of [...parent.children]) if (!next.includes(child)) child.remove();
   next.forEach((child, i) => { if (parent.children[i] !== child) parent.insertBefore(child, parent.children[i] || null); });
+  if (focused) stops(focused[0])[focused[1]]?.focus({ preventScroll: true }); // the keyboard stays where it was
 }
+
+const stops = (made) => [...made.querySelectorAll("a, button, input, summary, video")];
 
 // What a reader is at stays as it is: numbers under the pointer, a playing video, an opened text, a filled field.
 function inUse(made) {
   const all = (name) => [...made.querySelectorAll(name)];
-  return made.contains(document.activeElement) || made.querySelector(".readout") || all("video").some((one) => !one.paused)
+  return made.querySelector(".readout") || all("video").some((one) => !one.paused)
     || all("details").some((one) => one.open !== one.hasAttribute("data-open"))
     || all("input").some((one) => one.value !== one.defaultValue || one.checked !== one.defaultChecked);
 }

@@ -252,7 +252,7 @@ def percent(value: float) -> str:
 
 def relative(path: Path, beside: Path) -> str:
     """A link to a file from a page in the folder `beside`."""
-    return quote(os.path.relpath(path.resolve(), beside.resolve()))
+    return quote(os.fsencode(os.path.relpath(path.resolve(), beside.resolve())))
 
 
 # The files

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from embodied.config.read import read_yaml
-from embodied.core.errors import EmbodiedError
+from embodied.core.errors import printable
 from embodied.core.files import read_object, reading
 from embodied.records.results import PARTIAL, RESULTS, check_info
 from embodied.reporting.page import DATA, Block, cell, page, percent, relative, section, table, text
@@ -83,8 +83,8 @@ class RunList:
             return self.read[folder][1]
         try:
             entry = read_entry(folder, mark)
-        except EmbodiedError as err:
-            entry = Entry(folder, "unreadable", problem=str(err))
+        except Exception as err:  # whatever is wrong with one run, the others are listed
+            entry = Entry(folder, "unreadable", problem=str(err) or type(err).__name__)
         if entry.state != "running":
             self.read[folder] = times, entry
         return entry
@@ -205,7 +205,7 @@ def task_of(path: Path) -> str:
 
 def row_of(entry: Entry, now: datetime, beside: Path) -> list[object]:
     link = f"{relative(entry.folder, beside)}/"
-    name = cell(entry.folder.name, href=link, pick=str(entry.folder))
+    name = cell(printable(entry.folder.name), href=link, pick=str(entry.folder))
     age = "-" if entry.began is None else age_words((now - entry.began).total_seconds())
     state = cell(entry.state, entry.problem, state=entry.state)
     return [name, entry.recipe, entry.task, state, entry.success, entry.steps, age]

@@ -15,6 +15,7 @@ files of the kinds in TYPES are given: no weights, and nothing outside the named
 from __future__ import annotations
 
 import json
+import os
 import re
 import time
 from collections.abc import Iterator, Sequence
@@ -22,10 +23,10 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from threading import Lock
 from typing import Any
-from urllib.parse import parse_qs, quote, unquote
+from urllib.parse import parse_qs, quote, unquote_to_bytes
 
 from embodied.core.errors import EmbodiedError
-from embodied.core.files import in_words
+from embodied.core.files import encode, in_words
 from embodied.reporting.page import Block, for_browsers, html, page
 from embodied.reporting.run_list import RunList
 from embodied.reporting.run_page import REPORT, page_of
@@ -118,7 +119,7 @@ class Handler(BaseHTTPRequestHandler):
             if not all(map(is_loopback, self.headers.get_all("Host", [""]))):
                 raise NotServed(403, FOREIGN_HOST)
             path, _, query = self.path.partition("?")
-            self.answer(unquote(path), parse_qs(query).get("run", []))
+            self.answer(os.fsdecode(unquote_to_bytes(path)), parse_qs(query).get("run", []))
         except NotServed as err:
             self.give_page(page("Not here", [], problems=[str(err)], home="/"), err.status)
 
@@ -134,13 +135,13 @@ class Handler(BaseHTTPRequestHandler):
         if found.is_file():
             return self.give_file(found)
         if path != (there := f"{found}/".replace("//", "/")):
-            return self.give(302, {"Location": quote(there)}, b"")
+            return self.give(302, {"Location": quote(os.fsencode(there))}, b"")
         self.give_page(self.server.make([found]))
 
     def give_page(self, shown: Block, status: int = 200) -> None:
         as_data = "application/json" in self.headers.get("Accept", "")
         body, kind = (json.dumps(shown), "application/json") if as_data else (html(shown), TYPES[".html"])
-        self.give(status, {"Content-Type": kind, "Content-Security-Policy": FRAMES}, body.encode())
+        self.give(status, {"Content-Type": kind, "Content-Security-Policy": FRAMES}, encode(body))
 
     def give_file(self, path: Path) -> None:
         """The file, or the part in the Range header, by which browsers seek in videos."""
