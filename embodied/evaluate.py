@@ -12,7 +12,7 @@ import os
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import replace
+from dataclasses import asdict, replace
 from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -104,6 +104,8 @@ def play(loaded: Loaded) -> Path | None:
 
     loaded = replace(loaded, config=evaluated(pinned(loaded.config)))
     sources = find_all(loaded)
+    for source in sources:
+        source.config.chunk_rule(loaded.config.eval.delay)  # refuses chunks that are too short for it
     parts = [planned(part, sources, loaded.dry_run) for part in one_env_each(loaded.config)]
     if not loaded.dry_run:
         for config, _ in parts:
@@ -447,6 +449,7 @@ def played_by(evaluators: list[Evaluator]) -> dict[str, Any]:
         "env": env,
         **({"messages": policy.model_dump(mode="json", include={*TEMPLATE, "chat"})} if policy.speaks else {}),
         "eval": first.config.eval.model_dump(mode="json"),
+        **({"chunks": {"length": policy.chunk, **asdict(first.chunks)}} if first.chunks else {}),
         "backend": ", ".join(dict.fromkeys(evaluator.spec.backend for evaluator in evaluators)),
         **interpreter_of(first.config.env),
         "max_episode_steps": max(evaluator.spec.max_episode_steps for evaluator in evaluators),

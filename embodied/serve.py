@@ -25,12 +25,12 @@ from embodied.config.command_line import parse
 from embodied.config.read import COMMAND_LINE, Tree, leaves, root
 from embodied.core.errors import ConfigError
 from embodied.core.types import ActionSpec, EnvSpec
-from embodied.policies.config import POLICY_CONFIGS
+from embodied.policies.config import PLAYING, POLICY_CONFIGS
 from embodied.policies.hub import folder_of, is_hub_id
 from embodied.policies.language.config import LanguageConfig
 from embodied.policies.policy_folder import published_family
 from embodied.run import launch
-from embodied.run.policy_source import SERVER, PolicySource, find
+from embodied.run.policy_source import SERVER, PolicySource, find, with_playing
 from embodied.runtime.published_weights import array_of
 from embodied.serving.config import TOKEN, ServeConfig
 
@@ -118,11 +118,17 @@ def load(config: ServeConfig, protocol: list[str]) -> Policy:
         print(f"protocol    {describe_published(source.config, loaded.config.env)}")
         return make_policy(source.config, published_spec(source.config, loaded.config.env), seed=0)
     source = find(config.checkpoint, trusted=class_named(protocol))
-    if protocol and protocol != [f"policy.name={source.config.name}"]:
-        raise ConfigError(f"{protocol[0]} has no effect: {config.checkpoint} has its own setting; leave it out")
+    _, given, _ = parse(protocol, has_recipes=False)
+    if odd := [key for key in given if key not in (*PLAYING, "policy.name")]:
+        raise ConfigError(f"{odd[0]}={given[odd[0]]} has no effect: {config.checkpoint} has its own; leave it out")
     if source.folder is None:
         raise ConfigError(f"checkpoint={config.checkpoint} has no weights to serve; name a run or a policy folder")
-    return load_policy(source.folder, source.config.name)
+    policy = load_policy(source.folder, source.config.name)
+    changed = {key.removeprefix("policy."): value for key, value in given.items() if key in PLAYING}
+    policy.config = with_playing(policy.config, changed)
+    if "chunk" in changed:
+        policy.check_env()  # its horizon may be shorter
+    return policy
 
 
 def class_named(protocol: list[str]) -> str | None:

@@ -36,6 +36,7 @@ from embodied.core.arrays import (
     text_arrays,
     with_rows,
 )
+from embodied.core.chunks import LateActions
 from embodied.core.errors import ConfigError
 from embodied.core.request_queue import PolicyClient
 from embodied.core.rng import normal
@@ -161,6 +162,7 @@ class EpisodePlayer:
         self.rows = EpisodeTracker(env.num_envs, env.env_spec.has_success)
         self.playing = np.zeros(env.num_envs, bool)
         self.obs: Observation | None = None
+        self.late: LateActions | None = None  # in an evaluation with delays or overlapping chunks
 
     def begin(self, rows: np.ndarray, specs: Sequence[EpisodeSpec], elapsed: np.ndarray | None = None) -> None:
         """Begin these episodes on these rows, in one batch; `elapsed` env steps [N] of their limit count as used."""
@@ -174,6 +176,8 @@ class EpisodePlayer:
         self.obs = text_arrays(obs)
         self.rows.begin(rows, specs, info.get("success"))
         self.playing[rows] = True
+        if self.late is not None:
+            self.late.begin(rows)
 
     def seen(self) -> tuple[np.ndarray, Observation]:
         """The playing rows and their observations."""
@@ -183,6 +187,8 @@ class EpisodePlayer:
     def ask(self, source: PolicyClient, **what: Any) -> None:
         """Request the decisions of the playing rows."""
         self.at, self.shown = self.seen()
+        if self.late is not None:
+            self.shown = self.late.shown(self.shown, self.at)
         source.ask(self.shown, *self.rows.noise_keys(self.at, self.shown), **what)
 
     def receive(self, source: PolicyClient) -> ActReply:
@@ -199,6 +205,8 @@ class EpisodePlayer:
         """Play and record the answer to the last `ask`; returns the rows whose episodes ended, which stop playing."""
         reply, episodes = self.receive(source), self.rows.episode[self.at]
         actions = actions_of_all_rows(reply.output.actions, self.at, self.env.num_envs)
+        if self.late is not None:
+            actions = self.late.play(actions)
         for recorder in recorders:
             recorder.record_decision(self.obs, actions, self.at, reply.values)
 
@@ -351,6 +359,8 @@ def play_episodes(
     requested. When `stop()` is true, the decision in progress is the last one, and open episodes are given up."""
     job, waiting = tally.job, deque(episodes)
     player.env.checks, player.playing[:] = None, False
+    dim = player.env.env_spec.action.dim
+    player.late = LateActions(job.chunks, player.env.num_envs, dim) if job.chunks else None
     with ExitStack() as stack:
         kinds = job.recording.recorders
         recorders = [stack.enter_context(kind(player.env, job.recording, tally.warn)) for kind in kinds]

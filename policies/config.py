@@ -9,8 +9,10 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
-from pydantic import Field, NonNegativeInt, PositiveInt
+from pydantic import ConfigDict, Field, NonNegativeInt, PositiveInt
+from typing_extensions import TypedDict
 
+from embodied.core.chunks import ChunkRule
 from embodied.core.errors import ConfigError
 from embodied.core.options import ChosenByName, Requirement, Strict, never_with
 from embodied.core.plugins import FAMILIES, Plugins
@@ -21,6 +23,25 @@ ANSWERING = tuple(
     f"policy.{key}" for key in ("engine", "tensor_parallel", *OF_SERVER, "max_running", "cache_gb", *TEMPLATE)
 )
 """Options of a language model that an evaluation may set: how answers are computed, and how messages are written."""
+PLAYING = ("policy.chunk", "policy.chunks", "policy.steps")
+"""Options of a robot policy that an evaluation may set: how its actions are computed and played."""
+
+
+class Chunks(TypedDict, total=False):
+    """How an evaluation joins a policy's chunks."""
+
+    __pydantic_config__ = ConfigDict(extra="forbid")
+
+    overlap: NonNegativeInt
+    blend: Literal["linear", "real_time"]
+
+
+CHUNKS = Field(
+    default_factory=Chunks,
+    description="In evaluations, how a chunk takes over from the one before: overlap, the number of actions that both "
+    "predict, and blend: linear mixes them, real_time lets a flow policy make the new chunk so that it continues the "
+    "old one. {overlap: 4, blend: real_time}",
+)
 
 
 @dataclass(frozen=True)
@@ -81,6 +102,20 @@ class PolicyOptions(Strict):
     speaks: ClassVar[bool] = False
     """True if this family answers text envs; what a class of yours does, `Policy.speaks` says."""
 
+    continues_chunks: ClassVar[bool] = False
+    """True if it makes chunks that continue given actions."""
+
+    def chunk_rule(self, delay: int) -> ChunkRule | None:
+        """How evaluations with this delay play its chunks; None: each as a whole, at once."""
+        stated, length = getattr(self, "chunks", {}), getattr(self, "chunk", 1)
+        rule = ChunkRule(delay, stated.get("overlap", 0), stated.get("blend") == "real_time")
+        if rule.real_time and not self.continues_chunks:
+            raise ConfigError(f"policy.chunks.blend=real_time needs a flow policy, and this is {self.name}; try linear")
+        if self.speaks and rule.kept:
+            raise ConfigError(f"eval.delay={delay} counts env steps, and policy.name={self.name} answers in words")
+        rule.check(length, f"policy.chunk={length}")
+        return rule if rule.kept else None
+
     def check_images(self, sizes: Mapping[str, tuple[int, ...]]) -> None:
         """Refuse an env without images where it needs some, or with too small ones; `sizes` are height and width of the
         images of each camera."""
@@ -120,6 +155,7 @@ class ActorCriticConfig(PolicyOptions):
         description="Smallest standard deviation by which the state is divided, in units of the state.",
     )
     chunk: int = Field(1, gt=0, description="Actions per decision: one policy call plays this many env steps.")
+    chunks: Chunks = CHUNKS
     dtype: Literal["float32", "float64", "bfloat16"] = Field(
         "float32",
         description="Precision of weights and matrix products; bfloat16 weights are trained through a float32 copy.",
@@ -224,17 +260,29 @@ class RemoteConfig(PolicyOptions):
 
     policy = "embodied.policies.remote.policy:RemotePolicy"
     worker = "embodied.policies.remote.policy:RemoteWorker"
-    chunk: ClassVar[int] = 1
+    continues_chunks = True  # if the server's policy does
     compile: ClassVar[bool] = False
     dtype: ClassVar[str] = ""
 
     name: Literal["remote"] = "remote"
     url: str = Field(pattern=r"^wss?://\S+$", description="Address of the server, such as ws://127.0.0.1:8000.")
+    chunk_length: int = Field(
+        1,
+        gt=0,
+        description="Actions of an answer: 1, or the policy.chunk of a server of ours, for whole chunks. With "
+        "eval.delay or policy.chunks the server says it.",
+    )
+    chunks: Chunks = CHUNKS
     token_from: str = Field(
         "EMBODIED_SERVE_TOKEN",
         description="Environment variable, or file with a / in its name, that holds the server's token.",
     )
     answer_s: float = Field(120.0, gt=0, description="Seconds in which the server must answer an observation.")
+
+    @property
+    def chunk(self) -> int:
+        """Actions per decision."""
+        return self.chunk_length
 
     @property
     def few_weights(self) -> float:
@@ -256,6 +304,7 @@ class ExportedConfig(PolicyOptions):
     name: Literal["exported"] = Field(description="A policy that embodied.export wrote; it only acts.")
     pretrained: str = Field(".", description="The folder that embodied.export wrote.")
     chunk: int = Field(1, gt=0, description="Actions per decision: one policy call plays this many env steps.")
+    chunks: Chunks = CHUNKS
     noise: tuple[Literal["normal", "uniform"], NonNegativeInt] = Field(
         ("normal", 0), description="Kind and count of the random numbers of a decision, as of the policy it was."
     )

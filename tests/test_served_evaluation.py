@@ -90,6 +90,20 @@ def test_a_server_plays_the_episodes_that_its_policy_plays_here(policy, here, ho
     assert len([*file.parent.glob("videos/*.mp4")]) == 2
 
 
+def test_a_delay_and_overlapping_chunks_play_the_same_here_and_through_a_server(policy, here, tmp_path):
+    policy.save_pretrained(tmp_path / "policy")
+    late = [*PLAYED, "eval.delay=1", "policy.chunks={overlap: 1}", "eval.videos=0"]
+    assert main([f"checkpoint={tmp_path / 'policy'}", *late]) == 0
+    ours = episodes(tmp_path)
+    assert [row["total_reward"] for row in ours] != [row["total_reward"] for row in here]
+    (file,) = tmp_path.glob("**/results.json")
+    played = json.loads(file.read_text())["protocol"]
+    assert played["chunks"] == {"length": 3, "delay": 1, "overlap": 1, "real_time": False}
+    with served(policy) as (address, _):
+        assert main([f"policy.url={address}", *late, f"run.dir={tmp_path / 'there'}"]) == 0
+    same(episodes(tmp_path / "there"), ours)
+
+
 @pytest.mark.slow
 @pytest.mark.skipif(find_spec("libero") is None, reason="needs LIBERO")
 def test_libero_is_observed_as_published_models_need_it(tmp_path):

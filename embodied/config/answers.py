@@ -279,8 +279,8 @@ def _explain(error: ErrorDetails, root: Section, tree: Tree, command: Command | 
 def reason(error: ErrorDetails, path: str, root: Section, tree: Tree) -> str:
     """Says why the value is wrong, and names a value that works."""
     kind, value = error["type"], error["input"]
-    if kind in ("literal_error", "union_tag_invalid"):
-        known = [*dict.fromkeys(str(word) for word in allowed_words(path, root, tree))]
+    known = [*dict.fromkeys(str(word) for word in allowed_words(path, root, tree))]
+    if kind == "union_tag_invalid" or (kind == "literal_error" and known):  # none are known inside a map
         return f"unknown{nearest(str(value), known, 0.6, ', ') or ';'} known: {', '.join(known)}"
     if kind == "string_type" and isinstance(value, dict | list):
         return f"should be text, which is quoted twice: {path}='\"...\"'"

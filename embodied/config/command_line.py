@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -29,7 +29,7 @@ from embodied.config.read import (
 )
 from embodied.config.recipe_files import EVERY_RECIPE, recipe_names
 from embodied.core.files import as_path
-from embodied.policies.config import ANSWERING
+from embodied.policies.config import ANSWERING, PLAYING
 
 ON_COMMAND_LINE = "--help, --cfg and --dry-run are for the command line"
 FLAGS = {"-h": "--help", "--help": "--help", "--cfg": "--cfg", "--dry-run": "--dry-run"}
@@ -56,8 +56,15 @@ class Command:
     several: dict[str, str] = field(default_factory=dict)  # arguments of several runs; key -> help
 
     def ignores(self, key: str) -> bool:
-        kept = self.name == "evaluate" and (key in ANSWERING or key == "policy.name")  # the class of a policy folder
-        return not kept and any(key == name or key.startswith(f"{name}.") for name in self.unused)
+        kept = self.name == "evaluate" and (
+            is_one_of(key, (*ANSWERING, *PLAYING, "policy.name"))
+        )  # the class of a policy folder
+        return not kept and is_one_of(key, self.unused)
+
+
+def is_one_of(key: str, keys: Iterable[str]) -> bool:
+    """True for these keys, and for keys of a map among them."""
+    return any(key == one or key.startswith(f"{one}.") for one in keys)
 
 
 NOT_ENV = ("policy", "algo", "sft", "collect", "learner", "roles", "placement", "pipeline", "eval", "resume")

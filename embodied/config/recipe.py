@@ -87,6 +87,8 @@ class RunConfig(Strict):
     def _sections_fit(self, info: ValidationInfo) -> RunConfig:
         unused = (info.context or {}).get("unused", ())
         problems = [*broken_rules(ALWAYS, self), *self._uneven_stages()]
+        if "policy" not in unused and self.policy.name != "remote":  # a server says later how long its chunks are
+            problems += self._too_late()
         if "policy" not in unused and not isinstance(self.env, ExternalEnvConfig):  # an external env may be a text env
             problems += self.language_gap(self.env.speaks)
         if "algo" not in unused:
@@ -123,6 +125,12 @@ class RunConfig(Strict):
         if envs % stages:
             fit = max(envs // stages, 1) * stages
             yield f"env.num_envs={envs} is not a multiple of pipeline.stages={stages}; try env.num_envs={fit}"
+
+    def _too_late(self) -> Iterator[str]:
+        try:
+            self.policy.chunk_rule(self.eval.delay)
+        except ConfigError as err:
+            yield str(err)
 
     def _too_much(self) -> Iterator[str]:
         algo, policy, pieces = self.algo, self.policy, self.pipeline.granularity
@@ -182,8 +190,14 @@ OF_ANSWERS = (
 NO_SERVER = never_with(
     {"policy.name": "remote"}, {}, "a server learns nothing here; python -m embodied.evaluate plays it"
 )
+NO_CHUNKS = never_with(
+    "policy.chunks",
+    {},
+    "only evaluations join chunks: training scores the actions that the policy itself has drawn; leave it out",
+)
 TRAINING = (
     NO_SERVER,
+    NO_CHUNKS,
     never_with(
         "pipeline.granularity",
         {"pipeline.schedule": "async"},
@@ -275,6 +289,7 @@ TRAINING = (
 )
 IMITATION = (
     NO_SERVER,
+    NO_CHUNKS,
     never_with({"pipeline.schedule": ("periodic", "async")}, {}, "nothing is collected in the meantime; leave it out"),
     never_with("pipeline.async_level", {}, "nothing is collected in the meantime; leave it out"),
     never_with(

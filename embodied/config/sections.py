@@ -256,6 +256,13 @@ class EvalSection(Strict):
     protocol: str | None = Field(
         None, description="Evaluation protocol, by name and version, for example maniskill-v1; null: the env's own."
     )
+    delay: int = Field(
+        0,
+        ge=0,
+        le=100,
+        description="Env steps from an observation to the first action from it; until then the robot goes on with the "
+        "chunk before (policy.chunks). 0: the world waits for the policy.",
+    )
     videos: int = Field(
         USUAL_VIDEOS,
         ge=0,

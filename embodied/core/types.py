@@ -12,12 +12,15 @@ from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from itertools import pairwise, repeat
 from pathlib import Path
-from typing import Any, NamedTuple, Union
+from typing import TYPE_CHECKING, Any, NamedTuple, Union
 
 import numpy as np
 
 from embodied.core.arrays import Observation, concatenate, map_obs, room_for, take_rows, write
 from embodied.core.rng import episode_seeds, generator
+
+if TYPE_CHECKING:
+    from embodied.core.chunks import ChunkRule
 
 GOLDEN_RATIO = (5**0.5 - 1) / 2
 Array = Any  # numpy array, or a torch tensor where data stays on a GPU
@@ -408,6 +411,7 @@ class Job:
     policy's limit)."""
     alone: frozenset[int] = frozenset()  # the last episodes, if each is played alone
     expert: str | None = None  # its actions are played; None: policy workers'
+    chunks: ChunkRule | None = None  # how chunks follow each other; None: each is played as a whole, at once
 
 
 @dataclass(frozen=True)

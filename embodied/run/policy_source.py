@@ -16,7 +16,7 @@ from shlex import join
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
-from embodied.config.command_line import COMMANDS, Command, is_class, is_server, stored_recipe
+from embodied.config.command_line import COMMANDS, Command, is_class, is_one_of, is_server, stored_recipe
 from embodied.config.read import COMMAND_LINE, read_yaml, write_yaml
 from embodied.config.recipe import Loaded, RunConfig, commands_of_recipe, load
 from embodied.config.recipe_files import recipe_names
@@ -24,7 +24,7 @@ from embodied.core.arrays import flat_dict
 from embodied.core.errors import CheckpointError, ConfigError, nearest
 from embodied.core.files import digest
 from embodied.envs import env_class
-from embodied.policies.config import ANSWERING, OF_SERVER, ONNX, TEMPLATE, RemoteConfig
+from embodied.policies.config import ANSWERING, OF_SERVER, ONNX, PLAYING, TEMPLATE, RemoteConfig
 from embodied.policies.hub import check_model, fetch, is_hub_id
 from embodied.policies.language.config import LanguageConfig
 from embodied.run.run_folder import locate, name_of, read_json
@@ -123,7 +123,9 @@ def find(checkpoint: str, loaded: Loaded | None = None, trusted: str | None = No
     out = (run or policy.parent) / "eval" / (f"{name_of(version)}-evaluate" if saved else policy.name)
     weights = Weights(version, read_blobs(policy)) if config.sends_weights else None
     about = {} if config.sends_weights else {FROM: read_json(policy / "config.json").get(FROM)}
-    return PolicySource(name, answering(config, loaded), spec, weights, policy, None if on_hub else out, about)
+    return PolicySource(
+        name, answering(playing(config, loaded), loaded), spec, weights, policy, None if on_hub else out, about
+    )
 
 
 def load_policy(policy: Any, name: str | None = None) -> Policy:
@@ -175,6 +177,32 @@ def answering(config: Any, loaded: Loaded | None) -> Any:
     return LanguageConfig.model_validate(own | changed)
 
 
+def playing(config: Any, loaded: Loaded | None) -> Any:
+    """The policy's options, with the command line's options of how its actions are computed and played."""
+    given = [key for key, where in loaded.sources.items() if where == COMMAND_LINE] if loaded else []
+    asked = [key for key in PLAYING if any(is_one_of(one, [key]) for one in given)]
+    changed = {key: getattr(loaded.config.policy, key) for key in (name.removeprefix("policy.") for name in asked)}
+    return with_playing(config, changed)
+
+
+def with_playing(config: Any, changed: dict[str, Any]) -> Any:
+    """The policy's options with these options of how its actions are computed and played."""
+    from embodied.policies.policy_folder import validated
+
+    for key, value in changed.items():
+        fixed = key == "chunk" and not hasattr(config, "horizon")
+        if fixed or not hasattr(config, key):
+            raise ConfigError(
+                f"policy.{key}={value} has no effect: this {config.name} was trained with "
+                + (f"policy.chunk={getattr(config, key, 1)}" if key == "chunk" else f"no policy.{key}")
+                + "; leave it out"
+            )
+    try:
+        return validated(type(config), dict(config) | changed, "policy.") if changed else config
+    except ValueError as err:
+        raise ConfigError(str(err)) from None
+
+
 def find_class(checkpoint: str, loaded: Loaded | None) -> PolicySource:
     """A policy without weights: built in, or the user's class with options from the recipe or the command line."""
     from embodied.policies import check_package
@@ -197,8 +225,11 @@ def find_server(url: str, loaded: Loaded | None) -> PolicySource:
 
     config = loaded.config.policy if loaded and loaded.config.policy.name == "remote" else RemoteConfig(url=url)
     config = config.model_copy(update={"url": url})
+    about = first_look(config)
+    if loaded and (loaded.config.eval.delay or config.chunks):
+        config = config.model_copy(update={"chunk_length": about.get("action_chunk", 1)})
     name = re.sub(r"[^\w.-]+", "-", urlsplit(url).netloc.rpartition("@")[2] + urlsplit(url).path).strip("-")
-    return PolicySource(name, config, about={"server": first_look(config)})
+    return PolicySource(name, config, about={"server": about})
 
 
 def find_start(start: Path, policy: Any) -> PolicySource:

@@ -51,8 +51,9 @@ class ClientRequest:
 
     @property
     def shapes(self) -> list[tuple[str, tuple[int, ...]]]:
-        """The images' shapes by camera; one pass of the policy needs images of equal sizes."""
-        return sorted((camera, image.shape) for camera, image in self.obs.get("images", {}).items())
+        """The images' shapes by camera, and those of a chunk to continue; a pass of the policy needs equal ones."""
+        parts = {**self.obs.get("images", {}), **self.obs.get("previous", {})}
+        return sorted((name, part.shape) for name, part in parts.items())
 
 
 class Answers:
@@ -84,6 +85,7 @@ class Answers:
         wanted["quat_no_antipodal"] = wanted["send_state"]  # rotations as robosuite has them, which policies learned
         asks = {name: True for name, is_wanted in wanted.items() if is_wanted}
         about = {"protocol_version": 1, "model_server": "embodied-loop", "observation_params": asks}
+        about["action_chunk"] = self.policy.config.chunk
         return pack(self.metadata() | typed("hello", about, 1))
 
     @property
@@ -99,7 +101,13 @@ class Answers:
 
     def request(self, asked: dict, client: int, number: int) -> ClientRequest:
         """The observation that a client asks about; raises BadMessage if it is not the policy's."""
-        return ClientRequest(observation_of(asked, self.policy.spec, self.policy.any_image_size), client, number)
+        policy = self.policy
+        obs = observation_of(asked, policy.spec, policy.any_image_size)
+        if "previous" in asked:
+            if not policy.config.continues_chunks:
+                raise BadMessage(f"a {policy.config.name} cannot continue 'previous' actions; try blend=linear")
+            obs["previous"] = previous_of(asked["previous"], policy.horizon, policy.spec.action.dim)
+        return ClientRequest(obs, client, number)
 
     def answer(self, requests: list[ClientRequest]) -> list[dict[str, Any] | BadMessage]:
         """Answers in the order of the requests; requests with images of equal sizes share a pass."""
@@ -301,7 +309,8 @@ class PolicyServer:
         return pack(await self.batching.ask(request))
 
     async def _answer_typed(self, client: Client, message: dict[str, Any], number: int) -> bytes | None:
-        """The next action, in vla-eval's protocol; None for messages without an answer."""
+        """The next action, in vla-eval's protocol, or the whole chunk if it is asked for; None for messages without an
+        answer."""
         kind, asked = message.get("type"), message.get("payload")
         if kind in ("hello", "episode_start", "episode_end"):
             client.actions.clear()
@@ -313,7 +322,10 @@ class PolicyServer:
         if not client.actions:
             asked = by_order(asked, self.answers.policy.spec)
             request = await asyncio.to_thread(self.answers.request, asked, client.number, number)
-            client.actions.extend((await self.batching.ask(request))["actions"])
+            actions = (await self.batching.ask(request))["actions"]
+            if asked.get("whole_chunk") is True:
+                return pack_typed("action", {"actions": actions}, number_of(message))
+            client.actions.extend(actions)
         return pack_typed("action", {"actions": client.actions.popleft()}, number_of(message))
 
 
@@ -360,6 +372,22 @@ def observation_of(request: dict, spec: EnvSpec, any_size: bool) -> Observation:
     if spec.instruction:
         obs["instruction"] = [text_of(field_of(flat, "prompt", "instruction", "task_description"))]
     return obs
+
+
+def previous_of(given: Any, longest: int, width: int) -> Observation:
+    """The actions that a chunk should continue [1, K, A], and their weights [1, K]."""
+    actions, weights = (given.get(part) if isinstance(given, dict) else None for part in ("actions", "weights"))
+    if not (
+        isinstance(actions, np.ndarray)
+        and isinstance(weights, np.ndarray)
+        and (actions.ndim, weights.shape) == (2, actions.shape[:1])
+        and (len(actions) <= longest and actions.shape[1] == width)
+        and all(np.isfinite(part.astype(np.float32)).all() for part in (actions, weights))
+    ):
+        raise BadMessage(
+            f"'previous' should hold actions [K, {width}], K at most {longest}, and weights [K], of finite numbers"
+        )
+    return {"actions": actions.astype(np.float32)[None], "weights": weights.astype(np.float32).clip(0, 1)[None]}
 
 
 def by_order(request: dict, spec: EnvSpec) -> dict:

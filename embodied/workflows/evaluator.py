@@ -37,6 +37,7 @@ from embodied.workflows.rollout_manager import Evaluation
 if TYPE_CHECKING:
     from embodied.config.recipe import RunConfig
     from embodied.config.sections import EvalSection, EvaluationSet
+    from embodied.core.chunks import ChunkRule
     from embodied.records.results import PartialEvaluation
     from embodied.workflows.rollout_manager import RolloutManager, Round
     from embodied.workflows.workers import Workers
@@ -133,6 +134,11 @@ class Evaluator:
         """Version of the evaluated weights."""
         return self.workers.weight_sync.version
 
+    @property
+    def chunks(self) -> ChunkRule | None:
+        """How chunks of actions follow each other."""
+        return self.config.policy.chunk_rule(self.config.eval.delay)
+
     def read_spec(self) -> EnvSpec:
         """The env's spec in evaluations."""
         self.spec = self.workers.rollouts.ask(self.workers.sims.eval_spec)[0]
@@ -215,7 +221,8 @@ class Evaluator:
         """The missing episodes of an evaluation, to be played beside a rollout."""
         missing = [spec for spec in self.episodes if spec.index not in kept.finished]
         rules = self.workers.evaluation.rules
-        job = Job((), recording=self.first_recording(kept.folder), rule=rule_of(self.config.eval), rules=rules)
+        recording, rule = self.first_recording(kept.folder), rule_of(self.config.eval)
+        job = Job((), recording=recording, rule=rule, rules=rules, chunks=self.chunks)
         dealt = deal_to_sims(missing, len(self.workers.sims), self.workers.spec.text)
         jobs = {sim: replace(job, episodes=specs) for sim, specs in dealt.items() if specs}
         return Evaluation(jobs, lambda report: kept.add(report.finished))
@@ -232,7 +239,8 @@ class Evaluator:
         finished episodes early, also if a worker fails. Raises EvaluationStopped if `stop()` is true and episodes are
         missing."""
         rollouts, rule = self.workers.rollouts, rule_of(self.config.eval)
-        job = Job((), recording=recording, expert=expert, rules=self.workers.evaluation.rules)
+        chunks = None if expert else self.chunks
+        job = Job((), recording=recording, expert=expert, rules=self.workers.evaluation.rules, chunks=chunks)
         table = EpisodeTable(rollouts, episodes, job, on_results, stop)
         with self.workers.device_sharing.phase(ROLLOUT), self.workers.ended_if_given_up():
             while jobs := table.next_jobs():

@@ -142,7 +142,12 @@ class OpenEpisodes:
 
     def connect(self) -> Connection:
         connection = Connection(self.config)
-        asked = connection.hello.get("observation_params")
+        asked, length = connection.hello.get("observation_params"), connection.hello.get("action_chunk", 1)
+        if self.config.chunk_length not in (1, length):
+            connection.close()
+            raise ConfigError(
+                f"{connection.name} answers with chunks of {length}; set policy.chunk_length={length}, or 1"
+            )
         has = {"send_wrist_image": len(self.spec.images) > 1, "send_state": bool(self.spec.state_dim)}
         if missing := [
             OFFERS[name] for name in OFFERS if isinstance(asked, dict) and asked.get(name) and not has[name]
@@ -167,31 +172,33 @@ class OpenEpisodes:
             ) from None
 
     def act(self, connections: list[Connection], obs: Observation) -> np.ndarray:
-        """The next action [N, A] of each connection's episode. All are asked before the first answer is awaited."""
+        """The next actions [N, C, A] of each connection's episode. All are asked before the first answer is awaited."""
         for row, connection in enumerate(connections):
-            connection.send("observation", observation_of_row(obs, row))
-        return np.stack([self.action_of(connection) for connection in connections])
+            connection.send("observation", observation_of_row(obs, row, whole=self.config.chunk > 1))
+        return np.stack([self.actions_of(connection) for connection in connections])
 
-    def action_of(self, connection: Connection) -> np.ndarray:
-        wanted, content = self.spec.action.dim, connection.receive("action")
+    def actions_of(self, connection: Connection) -> np.ndarray:
+        wanted, content, length = self.spec.action.dim, connection.receive("action"), self.config.chunk
         given = content.get("actions", content.get("action"))
         try:
             action = np.asarray(given, np.float64)
         except (TypeError, ValueError):
             raise EmbodiedError(f"{connection.name} answers with actions that are no numbers") from None
-        fits = action.shape in ((wanted,), (1, wanted))
+        fits = action.shape in ((length, wanted), (wanted,) * (length == 1))
         if not fits or not np.isfinite(action).all():
             what = "NaN or infinity" if fits else f"an action of the shape {list(action.shape)}"
             chunk = "; start it with a chunk_size, so that it keeps the rest of a chunk" if action.ndim == 2 else ""
             raise EmbodiedError(f"{connection.name} answers with {what}, this env takes {wanted} numbers{chunk}")
-        return action.reshape(wanted).astype(np.int64 if self.spec.action.discrete else np.float32)
+        return action.reshape(length, wanted).astype(np.int64 if self.spec.action.discrete else np.float32)
 
 
-def observation_of_row(obs: Observation, row: int) -> dict[str, Any]:
-    """One row of an observation, with vla-eval's names."""
+def observation_of_row(obs: Observation, row: int, whole: bool = False) -> dict[str, Any]:
+    """One row of an observation, with vla-eval's names. Servers of ours answer it with a `whole` chunk, too."""
     sent: dict[str, Any] = {"task_description": str(obs["instruction"][row]) if "instruction" in obs else ""}
     if "images" in obs:
         sent["images"] = {camera: np.asarray(images[row]) for camera, images in obs["images"].items()}
     if "state" in obs:
         sent["states"] = np.asarray(obs["state"][row])
-    return sent
+    if "previous" in obs:
+        sent["previous"] = {name: np.asarray(part[row]) for name, part in obs["previous"].items()}
+    return sent | ({"whole_chunk": True} if whole else {})

@@ -30,7 +30,7 @@ class RemotePolicy(Policy):
 
     def act(self, obs: Observation, noise: np.ndarray, temperature: float = 1.0) -> PolicyOutput:
         actions = self.episodes.act(self.asked, obs)
-        return PolicyOutput(actions[:, None], np.zeros((len(actions), 1, 1)), np.zeros(len(actions)))
+        return PolicyOutput(actions, np.zeros(actions.shape), np.zeros(len(actions)))
 
 
 class RemoteWorker(PolicyWorker):

@@ -18,7 +18,7 @@ from pydantic import (
 from typing_extensions import TypedDict
 
 from embodied.core.options import Requirement
-from embodied.policies.config import PolicyOptions
+from embodied.policies.config import CHUNKS, Chunks, PolicyOptions
 
 TOKENIZERS, ADAPTERS = Requirement(("tokenizers",), "vla"), Requirement(("peft",), "vla")
 MERGED_ROWS = 64  # merged env rows; a large network spends most of its time reading weights
@@ -113,6 +113,7 @@ class VLAConfig(LoraOptions):
     gripper: Literal["as_is", "libero", "bridge"] = Field(
         "as_is", description="How the last number, from 0 (closed) to 1 (open), is converted for the env."
     )
+    chunks: Chunks = CHUNKS
     keyframes: tuple[NonNegativeInt, ...] = Field(
         (),
         description="In imitation a linear head on the image tokens also predicts these numbers of the state (by "
@@ -131,6 +132,8 @@ class VLAConfig(LoraOptions):
 
 class FlowConfig(VLAConfig):
     """Options of families that make actions out of noise by flow matching."""
+
+    continues_chunks = True
 
     preset: Literal["tiny", "full"] = Field(
         "tiny", description="Size of a model with random weights; policy.pretrained has its own."

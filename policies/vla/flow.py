@@ -39,6 +39,7 @@ from embodied.runtime.published_weights import tensor_of as tensor_of_blob
 
 UNUSED = "unused.safetensors"
 LAYOUT = "published_weights"  # key of our config.json: names and precisions of the original weights
+MOST_GUIDANCE = 5.0  # Black, Galliker and Levine (2025), section 4
 HALF_LOG_2PI = 0.5 * math.log(2 * math.pi)
 MODEL = "model."  # prefix of the names of a published model's weights, here and in lerobot
 
@@ -335,14 +336,19 @@ class FlowPolicy(VLAPolicy):
         hidden = for_acting(self.config, self.network.suffix, self.device)(self.model, seen, x, time)
         return hidden, self.model.velocity(hidden).to(self.exact)
 
-    @torch.inference_mode()
     def act(self, obs: Observation, noise: np.ndarray, temperature: float = 1.0) -> PolicyOutput:
+        with torch.inference_mode("previous" not in obs), torch.no_grad():
+            return self._act(obs, noise, temperature)
+
+    def _act(self, obs: Observation, noise: np.ndarray, temperature: float) -> PolicyOutput:
+        before = self._before(obs)
         x, extra, first = self._split(tensor_of(noise, self.device))
         seen = self.read(obs)
         chain, densities, values = [x], [unit_density(x)] if self._joint else [], None
         for step in range(self.config.steps):
             k = torch.full((len(x),), step, device=x.device)
-            hidden, velocity = self.denoise(seen, x, time_of(k, self.config.steps))
+            time = time_of(k, self.config.steps)
+            hidden, velocity = self.continuing(seen, x, time, *before) if before else self.denoise(seen, x, time)
             values = self._value(seen, hidden) if values is None else values
             noisy = (k == first) | self._joint
             draws = extra[:, step if self._joint else 0]
@@ -358,6 +364,30 @@ class FlowPolicy(VLAPolicy):
             values.cpu().numpy(),
             self._remember(chain, first),
         )
+
+    def continuing(
+        self, seen: Prefix, x: Tensor, time: Tensor, actions: Tensor, weights: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """`denoise` towards chunks that begin with these actions [N, H, D], as far as the weights [N, H, 1] ask for it:
+        the velocity is corrected by the gradient of the actions that it leads to (real-time chunking)."""
+        with torch.enable_grad():
+            x = x.detach().requires_grad_()
+            hidden, velocity = self.denoise(seen, x, time)
+            there = x - column(time, x) * velocity
+            (pull,) = torch.autograd.grad(there, x, weights * (actions - there.detach()))
+        t = column(time, x)
+        strength = ((t * t + (1 - t) ** 2) / (t * (1 - t))).clamp(max=MOST_GUIDANCE)  # infinite at first
+        return hidden.detach(), velocity.detach() - strength * pull
+
+    def _before(self, obs: Observation) -> tuple[Tensor, Tensor] | None:
+        """The actions that a chunk should continue, in the model's units and filled up to a chunk, and their weights;
+        None if there are none."""
+        if "previous" not in obs:
+            return None
+        actions, weights = (tensor_of(obs["previous"][part], self.device) for part in ("actions", "weights"))
+        missing = self.horizon - actions.shape[1]
+        unit = F.pad(self._unit_actions(actions, obs), (0, 0, 0, missing))
+        return unit, F.pad(weights.to(self.exact), (0, missing))[..., None]
 
     @property
     def starting_noise(self) -> int:
