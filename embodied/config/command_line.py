@@ -56,9 +56,8 @@ class Command:
     several: dict[str, str] = field(default_factory=dict)  # arguments of several runs; key -> help
 
     def ignores(self, key: str) -> bool:
-        kept = self.name == "evaluate" and (
-            is_one_of(key, (*ANSWERING, *PLAYING, "policy.name"))
-        )  # the class of a policy folder
+        of_folder = (*ANSWERING, *PLAYING, "policy.name")  # what may be said of a policy folder, and its class
+        kept = self.name == "evaluate" and is_one_of(key, of_folder)
         return not kept and is_one_of(key, self.unused)
 
 

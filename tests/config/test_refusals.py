@@ -122,7 +122,7 @@ SUMS roles.reward_weight=1 -> there is no other reward; leave it out, or set one
 PPO policy.chunk=4 eval.delay=3 -> policy.chunk=4 is too short for a delay of 3 env steps and an overlap of 0 actions
 PPO policy.chunk=4 policy.chunks.overlap=2 -> only evaluations join chunks: training scores the actions that the policy
 PPO policy.chunks.blend=real_time -> policy.chunks.blend=real_time needs a flow policy, and this is mlp; try
-SFT policy.name=pi0 policy.preset=tiny policy.chunks.overlap=2 -> only evaluations join chunks
+pickcube_sft policy.chunk=4 policy.chunks.overlap=2 -> only evaluations join chunks
 PPO policy.chunks.blend=cubic -> policy.chunks.blend='cubic': should be 'linear' or 'real_time'
 SUMS eval.delay=3 -> eval.delay=3 counts env steps, and policy.name=language answers in words
 PPO algo.average=20 eval.interleave=true -> evaluations beside a rollout play the weights that act in it
