@@ -15,7 +15,7 @@ from pydantic import Field
 
 from embodied.core.errors import nearest
 from embodied.core.options import LocalPath, Requirement
-from embodied.envs.config import RENDERER, CommonEnvConfig, OnSuccess, Renderer, Tasks
+from embodied.envs.config import CommonEnvConfig, OnSuccess, Renderer, Tasks
 
 # Measured: a worker, MuJoCo's cache of files if there are several tasks, each task.
 SIM_BYTES, CACHED_BYTES, SCENE_BYTES, SCENE_WITH_IMAGES_BYTES = 0.3e9, 0.4e9, 0.3e9, 0.8e9
@@ -186,7 +186,12 @@ class LiberoConfig(CommonEnvConfig):
     fast_images: bool = Field(
         False, description="No antialiasing, no reflections: several times faster, but not the benchmark's pixels."
     )
-    renderer: Renderer = RENDERER
+    renderer: Literal[Renderer, "warp"] = Field(
+        "auto",
+        description="What draws: as for all envs, or Warp, which needs no graphics driver and draws on GPUs as well as "
+        "on cores, in the environment of python -m embodied.sims libero_warp. Warp's pictures nearly equal MuJoCo's; "
+        "results name them, and embodied.evaluate draws with MuJoCo unless its command says warp.",
+    )
     tasks_in_memory: int = Field(
         10, gt=0, description="Unused tasks that a sim worker keeps loaded: 0.3 GB each, with images 0.8."
     )
@@ -207,6 +212,8 @@ class LiberoConfig(CommonEnvConfig):
         except ValueError as err:
             yield str(err)
             return
+        if self.renderer == "warp" and self.fast_images:
+            yield "env.fast_images=true has no effect with env.renderer=warp; leave it out"
         if self.backend != "mujoco" and is_own(tasks[0]):
             yield f"env.backend={self.backend} knows the goals of LIBERO's own tasks only; try env.backend=mujoco"
         if self.states_file is not None and (len(tasks) > 1 or not is_own(tasks[0])):
@@ -232,7 +239,8 @@ class LiberoConfig(CommonEnvConfig):
 
     @classmethod
     def training_only(cls, values: Mapping[str, Any]) -> tuple[str, ...]:
-        return ("backend", "python") if values.get("backend", "mujoco") != "mujoco" else ()
+        physics = ("backend", "python") if values.get("backend", "mujoco") != "mujoco" else ()
+        return (*physics, *(("renderer",) if values.get("renderer") == "warp" else ()))
 
     @classmethod
     def tasks_in_words(cls, name: str) -> list[tuple[str, str]]:

@@ -23,6 +23,7 @@ import numpy as np
 
 from embodied.core.types import EpisodeSpec, Observation
 from embodied.envs.capabilities import AS_TRAINED, EvaluationProtocol, Expert
+from embodied.envs.libero import drawing
 from embodied.envs.libero.config import (
     BENCHMARK,
     SETTLING_STEPS,
@@ -37,7 +38,7 @@ from embodied.envs.libero.scene import Scene, SceneRow
 from embodied.envs.libero.tasks import TaskFiles, check_own, check_width, files_of, limit_of, read_states, thing_names
 from embodied.envs.mujoco.env import MujocoEnv, in_mujoco
 from embodied.envs.mujoco.rendering import SHOWN as DRAWN
-from embodied.envs.mujoco.rendering import Painter
+from embodied.envs.mujoco.rendering import Painter, current
 from embodied.envs.vector_env import StepResult
 
 CAMERAS = {"agentview": "agentview", "wrist": "robot0_eye_in_hand"}  # our names of MuJoCo's cameras
@@ -71,7 +72,7 @@ class LiberoEnv(MujocoEnv):
     @classmethod
     def protocols(cls, config: LiberoConfig) -> tuple[EvaluationProtocol, ...]:
         if is_own(tasks_of(config.task)[0]):
-            return in_mujoco(own_protocol(config)), AS_TRAINED
+            return drawing.named(in_mujoco(own_protocol(config)), config), AS_TRAINED
         trained = {
             "drawn": "training with env.initial_states=drawn never begins in one of these",
             "stored": "training with env.initial_states=stored begins in the same states",
@@ -84,11 +85,14 @@ class LiberoEnv(MujocoEnv):
             f"settling steps, to the first success or the step limit of its suite; {trained[config.initial_states]}"
         )
         options = {"on_success": "terminate", "max_episode_steps": None} | SETTLING
-        return in_mujoco(EvaluationProtocol(name, rules, options, number)), AS_TRAINED
+        protocol = in_mujoco(EvaluationProtocol(name, rules, options, number))
+        return drawing.named(protocol, config), AS_TRAINED
 
     @classmethod
     def check(cls, config: LiberoConfig) -> None:
         super().check(config)
+        if config.renderer == "warp":
+            drawing.check()
         check_own(config)
 
     @classmethod
@@ -152,13 +156,27 @@ class LiberoEnv(MujocoEnv):
         return {"state": self._state.copy(), "instruction": instructions}
 
     def _paint(self, rows: np.ndarray) -> dict[str, np.ndarray]:
+        if self.config.renderer == "warp":
+            frames = self._drawn(
+                rows, [self._rows[row].shown for row in rows], self.config.cameras, self.config.image_size
+            )
+            frames = frames[:, :, :, ::-1] if self.config.mirrored else frames
+            return {camera: frames[:, at] for at, camera in enumerate(self.config.cameras)}
         scenes = [self._rows[row] for row in rows]
         return {camera: np.stack([self._painted(row, camera) for row in scenes]) for camera in self.config.cameras}
 
     def render_rows(self, rows: np.ndarray) -> np.ndarray:
         side = self.config.video_size
         chosen = [self._rows[row] for row in rows]
+        if self.config.renderer == "warp":
+            return self._drawn(rows, [current(row.scene, row) for row in chosen], ["agentview"], side)[:, 0]
         return np.stack([self._painter(row).paint_now(row, "agentview", side) for row in chosen])
+
+    def video_problem(self) -> str:
+        return "" if self.config.renderer == "warp" else super().video_problem()
+
+    def drawn_by(self) -> str:
+        return "Warp" if self.config.renderer == "warp" else super().drawn_by()
 
     def facts(self) -> dict[str, str]:
         return {"state": self._layout.describe(self.config.state == "proprio")}
@@ -225,6 +243,15 @@ class LiberoEnv(MujocoEnv):
         frame = self._painter(scene).paint(scene, camera, self.config.image_size)
         return frame[:, ::-1] if self.config.mirrored else frame
 
+    def _drawn(self, rows: np.ndarray, shown: list, cameras: Sequence[str], side: int) -> np.ndarray:
+        """Pictures by Warp, uint8 [rows, cameras, side, side, 3]; rows of one scene are drawn together."""
+        frames = np.empty((len(rows), len(cameras), side, side, 3), np.uint8)
+        for scene in dict.fromkeys(self._rows[row].scene for row in rows):
+            chosen = [at for at, row in enumerate(rows) if self._rows[row].scene is scene]
+            numbers = [scene.sim.model.camera_name2id(CAMERAS[camera]) for camera in cameras]
+            frames[chosen] = SCENES.drawer(self.config).draw(scene, [shown[at] for at in chosen], numbers, side)
+        return frames
+
     def _scene(self, task: str) -> Scene:
         shown = SHOWN + (DRAWN if self.config.cameras else ())
         most = min(self.config.tasks_in_memory, len(self.all_tasks))
@@ -245,6 +272,7 @@ class SceneCache(threading.local):
     def __init__(self) -> None:
         self.scenes: dict[tuple[str, tuple[str, ...], bool], Scene] = {}
         self.painters: dict[Scene, Painter] = {}
+        self._drawer: drawing.Drawer | None = None
 
     def scene(self, task: str, shown: tuple[str, ...], fast_images: bool, most: int) -> Scene:
         """The scene of a task, loaded if necessary; idle scenes are dropped until at most `most` are loaded."""
@@ -266,6 +294,11 @@ class SceneCache(threading.local):
                 before.close()
             self.painters[scene] = Painter(scene, largest, fast, CAMERAS)
         return self.painters[scene]
+
+    def drawer(self, config: LiberoConfig) -> drawing.Drawer:
+        """What draws with Warp."""
+        self._drawer = self._drawer or drawing.Drawer(config)
+        return self._drawer
 
     def drop_idle(self) -> None:
         """Unload all scenes that no row plays."""

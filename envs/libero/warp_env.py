@@ -20,6 +20,7 @@ import numpy as np
 from embodied.core.errors import ConfigError
 from embodied.core.types import EnvSpec, EpisodeSpec
 from embodied.envs.capabilities import EvaluationProtocol
+from embodied.envs.libero import drawing
 from embodied.envs.libero.config import LiberoConfig
 from embodied.envs.libero.env import LiberoEnv
 from embodied.envs.libero.scene import NO_OP, STILL, SceneRow
@@ -36,7 +37,8 @@ class WarpLiberoEnv(LiberoEnv):
         rules = (
             f"in MuJoCo Warp, which simulates otherwise than LIBERO's MuJoCo: {usual.rules.partition('; MuJoCo ')[0]}"
         )
-        return replace(usual, name=usual.published_name.replace("-v1", "-warp-v1"), rules=rules), *others
+        named = replace(usual, name=usual.published_name.replace("-v1", "-warp-v1"), rules=rules)
+        return drawing.named(named, config), *others
 
     @classmethod
     def check(cls, config: LiberoConfig) -> None:
@@ -171,6 +173,8 @@ class WarpLiberoEnv(LiberoEnv):
 
     def render_rows(self, rows: np.ndarray) -> np.ndarray:
         chosen = [self._rows[row] for row in rows]
+        if self.config.renderer == "warp":
+            return self._drawn(rows, chosen, ["agentview"], self.config.video_size)[:, 0]
         return np.stack([self._painter(row).paint(row, "agentview", self.config.video_size) for row in chosen])
 
     def close_extras(self, **more: object) -> None:

@@ -1,33 +1,28 @@
 """Pictures of MuJoCo's models by ray tracing in Warp, on a GPU or on cores, without a graphics driver.
 
-Rules are those of MuJoCo's OpenGL: shapes of triangles, light at their corners, textures with coarser copies for what is
-far away, four rays for a pixel at an edge, one mirror. A model is a namespace of MuJoCo's arrays (`DRAWN`), so any version of MuJoCo may
-have loaded it. LIBERO has no shadows and no fog, and none are drawn.
+Rules are those of MuJoCo's OpenGL: shapes of triangles, light at their corners, textures with coarser copies for what
+is far away, four rays for a pixel at an edge, one mirror. LIBERO has no shadows and no fog, and none are drawn. The
+model is a dict of arrays (`drawing.arrays_of`), so any version of MuJoCo may have loaded it.
 """
+
+# ruff: noqa: UP018, RUF046  # Warp takes a plain number for a constant
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import warp as wp
 
-DRAWN = (  # arrays of the model
-    *("geom_type", "geom_dataid", "geom_matid", "geom_group", "geom_size", "geom_rgba", "site_type", "site_group"),
-    *("site_size", "mesh_vertadr", "mesh_vertnum", "mesh_faceadr", "mesh_facenum", "mesh_normaladr", "mesh_vert"),
-    *("mesh_texcoordadr", "mesh_face", "mesh_normal", "mesh_facenormal", "mesh_texcoord", "mesh_facetexcoord"),
-    *("mat_texid", "mat_texrepeat", "mat_texuniform", "mat_rgba", "mat_specular", "mat_shininess", "mat_emission"),
-    *("mat_reflectance", "tex_type", "tex_width", "tex_height", "tex_nchannel", "tex_adr", "tex_data", "cam_fovy"),
-    *("light_directional", "light_active", "light_cutoff", "light_exponent", "light_attenuation", "light_ambient"),
-    *("light_diffuse", "light_specular"),
-)
+wp.config.log_level = wp.LOG_ERROR
 PLANE, SPHERE, CYLINDER, BOX, MESH = 0, 2, 5, 6, 7  # MuJoCo's types of geoms
 FLAT, SKY = 0, 2  # MuJoCo's types of textures; 1 is a cube, too
 RGB = 1  # the role of a material's texture
 SLICES, STACKS, QUADS, CELLS = 28, 16, 4, 24  # of round shapes, of a box's side, of a plane
-MOST_TEXELS = 1024  # on a side; finer textures are never seen in pictures of a few hundred pixels
 GREY = (0.5, 0.5, 0.5, 1.0)  # color of a geom that shows its material's
+FACES = 6
 LAYERS = 4  # transparent surfaces in a row
 SKIN = 1e-5
 FAR = wp.constant(1e6)
@@ -248,7 +243,7 @@ def look(s: Scene, row: int, number: int, x: float, y: float):
             first = hit.instance
         if hit.instance < 0 or left < 0.005:
             break
-        opacity = s.color[row, hit.instance][3]
+        opacity = s.color[row, hit.instance][3] * (2.0 - s.color[row, hit.instance][3])  # drawn twice, as MuJoCo does
         color = color + left * opacity * shade(s, row, head, ray, hit, 1.0)
         if hit.instance == s.mirror:
             color = color + left * reflected(s, row, head, ray, hit)
@@ -393,35 +388,23 @@ def places_of(m: Any, points: np.ndarray, size: np.ndarray, material: int) -> np
 
 def textures_of(m: Any, number: int) -> list[wp.Texture2D]:
     """A texture, or the six of a cube."""
-    width, height, depth = m.tex_width[number], m.tex_height[number], m.tex_nchannel[number]
-    data = m.tex_data.reshape(-1)[m.tex_adr[number] :][: width * height * depth].reshape(height, width, depth)
-    image = np.pad(data[..., :3] if depth > 2 else data[..., [0, 0, 0]], ((0, 0), (0, 0), (0, 1)))
+    image = np.pad(m.images[number], ((0, 0), (0, 0), (0, 1)))
     is_flat = m.tex_type[number] == FLAT
-    sides = [image] if is_flat else np.split(image, height // width) * (6 * width // height)
+    sides = [image] if is_flat else np.split(image, len(image) // image.shape[1])
     mode = wp.TextureAddressMode.WRAP if is_flat else wp.TextureAddressMode.CLAMP
-    made = {}
-    for side in sides:
-        if id(side) not in made:
-            small = side
-            while max(small.shape) > MOST_TEXELS:
-                small = small[: small.shape[0] // 2 * 2, : small.shape[1] // 2 * 2].astype(np.uint16)
-                small = ((small[::2, ::2] + small[1::2, ::2] + small[::2, 1::2] + small[1::2, 1::2] + 2) // 4).astype(
-                    np.uint8
-                )
-            made[id(side)] = wp.Texture2D(np.ascontiguousarray(small), address_mode=mode, num_mip_levels=0)
-    return [made[id(side)] for side in sides]
+    made = [wp.Texture2D(np.ascontiguousarray(side), address_mode=mode, num_mip_levels=0) for side in sides]
+    return made if is_flat or len(made) == FACES else made * FACES
 
 
 class Pictures:
     """Draws rows of one model.
 
-    pictures = Pictures(model, cameras=[2, 5])
-    frames = pictures.draw(shown, side=256)
+    pictures = Pictures(drawing.arrays_of(model))
+    frames = pictures.draw(shown, cameras=[2, 5], side=256)
     """
 
-    def __init__(self, model: Any, cameras: Sequence[int], device: str = "cpu") -> None:
-        """`model` has the arrays `DRAWN`, the distance `near`, and the colors `headlight` [3, 3]."""
-        m, self.device = model, wp.get_device(device)
+    def __init__(self, model: Mapping[str, Any], device: str = "cpu") -> None:
+        m, self.device = SimpleNamespace(**model), wp.get_device(device)
         self._geoms = np.flatnonzero((m.geom_group == 1) | (m.geom_group == 2))
         self._sites = np.flatnonzero(m.site_group < 3)
         materials = m.geom_matid[self._geoms]
@@ -430,14 +413,12 @@ class Pictures:
         things = [*zip(m.geom_type, m.geom_size, m.geom_dataid, m.geom_matid)]
         things = [things[geom] for geom in self._geoms]
         things += [(m.site_type[site], m.site_size[site], -1, -1) for site in self._sites]
-        self.scene, self._rows = Scene(), 0
+        self.scene = Scene()
         with wp.ScopedDevice(self.device):
             self._add_shapes(m, things)
             self._add_textures(m, [thing[3] for thing in things])
             self._add_lamps(m)
-            self.scene.camera = wp.array([*cameras], dtype=int)
-            self.scene.slope = wp.array(np.tan(np.radians(m.cam_fovy[[*cameras]]) / 2), dtype=float)
-        self.scene.near = float(m.near)
+        self.scene.near, self._slopes = float(m.near), np.tan(np.radians(m.cam_fovy) / 2)
 
     def _add_shapes(self, m: Any, things: Sequence[tuple[Any, ...]]) -> None:
         s, made = self.scene, {}
@@ -478,7 +459,7 @@ class Pictures:
         self.scene.lamp = wp.array(np.concatenate([[[*m.headlight, [1, 0, 0]]], lamps]), dtype=wp.vec3)
         self.scene.beam = wp.array(np.concatenate([[[1, 0, 0, 1]], beams]), dtype=wp.vec4)
 
-    def draw(self, shown: Mapping[str, np.ndarray], side: int) -> np.ndarray:
+    def draw(self, shown: Mapping[str, np.ndarray], cameras: Sequence[int], side: int) -> np.ndarray:
         """uint8 [rows, cameras, side, side, 3], upright. `shown` holds arrays of all rows, `rendering.SHOWN`."""
         rows, s = len(shown["geom_xpos"]), self.scene
         vectors = lambda name: shown[name].reshape(rows, -1, 3).astype(np.float32)  # noqa: E731
@@ -492,6 +473,7 @@ class Pictures:
         with wp.ScopedDevice(self.device):
             s.position, s.rotation = wp.array(position, dtype=wp.vec3), wp.array(rotation, dtype=wp.mat33)
             s.color, s.side = wp.array(color, dtype=wp.vec4), side
+            s.camera, s.slope = wp.array([*cameras], dtype=int), wp.array(self._slopes[[*cameras]], dtype=float)
             s.eye, s.gaze = wp.array(vectors("cam_xpos"), dtype=wp.vec3), wp.array(turns("cam_xmat"), dtype=wp.mat33)
             s.lamp_position = wp.array(vectors("light_xpos"), dtype=wp.vec3)
             s.lamp_direction = wp.array(vectors("light_xdir"), dtype=wp.vec3)
@@ -499,9 +481,12 @@ class Pictures:
             tree = wp.Bvh(low, high, groups=wp.array(np.repeat(np.arange(rows), s.count), dtype=int))
             s.tree, s.root = tree.id, wp.zeros(rows, dtype=int)
             wp.launch(find_roots, dim=rows, inputs=[s.tree, s.root])
-            dim = (rows, len(s.camera), side * side)
+            dim = (rows, len(cameras), side * side)
             colors, firsts = wp.empty(dim, dtype=wp.vec3), wp.empty(dim, dtype=int)
             picture = wp.empty((*dim, 3), dtype=wp.uint8)
             wp.launch(draw_centers, dim=dim, inputs=[s, colors, firsts])
             wp.launch(draw_edges, dim=dim, inputs=[s, colors, firsts, picture])
             return picture.numpy().reshape(*dim[:2], side, side, 3)
+
+    def close(self) -> None:
+        """Nothing is left open."""

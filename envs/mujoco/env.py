@@ -39,7 +39,7 @@ class MujocoEnv(VectorEnv):
                 f"env.name={config.name} needs {packages}, not installed: python -m pip install -c constraints.txt "
                 f"{packages}  (or: make setup)"
             )
-        if config.cameras:
+        if config.cameras and config.renderer != "warp":
             rendering.opengl()
 
     @classmethod

@@ -100,6 +100,13 @@ class Scene(Protocol):
         """Let the model describe this row."""
 
 
+def current(scene: Scene, row: Row) -> dict[str, np.ndarray]:
+    """`SHOWN` of a row's current state."""
+    scene.attach(row)
+    now = {name: getattr(row.data._data, name) for name in ARRAYS}
+    return {**now, "site_rgba": scene.model.site_rgba.copy()}
+
+
 class Painter:
     """Draws the rows of one scene."""
 
@@ -136,9 +143,7 @@ class Painter:
 
     def paint_now(self, row: Row, camera: str, side: int) -> np.ndarray:
         """An image of the current state, for videos."""
-        self._scene.attach(row)
-        now = {name: getattr(row.data._data, name) for name in ARRAYS}
-        return self._draw({**now, "site_rgba": self._scene.model.site_rgba.copy()}, camera, side)
+        return self._draw(current(self._scene, row), camera, side)
 
     def _draw(self, shown: dict[str, np.ndarray], camera: str, side: int) -> np.ndarray:
         mujoco, model = self._mujoco, self._scene.model
