@@ -40,6 +40,7 @@ from embodied.envs.player import (
     play_episodes,
     play_horizon,
 )
+from embodied.envs.vector_env import VectorEnv
 from embodied.runtime import Needs
 from embodied.runtime.device_memory import AllocatedMemory, give_back_unused
 
@@ -89,11 +90,12 @@ class SimWorker(PlayerWorker):
         return self.whole_episodes or all(stage.env.saves_state for stage in self.stages)
 
     def offload(self) -> None:
-        """Free the simulators, after saving their state."""
+        """Free the simulators, after saving their state, or only what they have on the GPU, where that suffices."""
         if self.memory.num_bytes and self.away is None and self._can_leave():
-            self.away = {} if self.whole_episodes else self.get_state()
-            self.close()
-            self.eval_env = None
+            if not all(env.free_gpu_memory() for env in self._envs()):
+                self.away = {} if self.whole_episodes else self.get_state()
+                self.close()
+                self.eval_env = None
             give_back_unused()
 
     def onload(self) -> None:
@@ -162,8 +164,11 @@ class SimWorker(PlayerWorker):
         return sum(restore_stage(stage, state, episodes) for stage in self.stages)
 
     def close(self) -> None:
-        for env in [stage.env for stage in self.stages] + ([self.eval_env] if self.eval_env else []):
+        for env in self._envs():
             env.close()
+
+    def _envs(self) -> list[VectorEnv]:
+        return [stage.env for stage in self.stages] + ([self.eval_env] if self.eval_env else [])
 
     def _hand_on(self, job: Job, record: Record, end: int) -> None:
         """Hand on the decisions before `end`, cut at the borders of the learner ranks' env blocks."""

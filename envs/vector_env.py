@@ -164,7 +164,7 @@ class VectorEnv(EnvCapabilities, GymnasiumVectorEnv):
         rows, episodes = self._wanted(options or {})
         elapsed = (options or {}).get("elapsed")
         if len(rows):
-            success = self._reset_rows(rows, episodes)
+            success = self._begin(rows, episodes)
             if is_tensor(success):
                 begun = np.isin(np.arange(self.num_envs), rows)
                 self._success = with_rows(self._success, begun, success if self._stays else host(success))
@@ -267,7 +267,15 @@ class VectorEnv(EnvCapabilities, GymnasiumVectorEnv):
         self._image_cache.stale[:] = True
         return self._observation()
 
+    def free_gpu_memory(self) -> bool:
+        """Free this env's memory on a GPU, if the simulation can go on without: False if the env has to be closed for
+        it. Called only between rollouts; what is freed comes back when it is needed."""
+        return False
+
     # How it is done.
+
+    def _begin(self, rows: np.ndarray, episodes: list[EpisodeSpec]) -> Array | None:
+        return self._reset_rows(rows, episodes)
 
     def _observation(self, rows: np.ndarray | None = None) -> Observation:
         """The observations of all rows now; images are up to date for these rows (None: for all)."""

@@ -178,6 +178,12 @@ class LiberoEnv(MujocoEnv):
     def drawn_by(self) -> str:
         return "Warp" if self.config.renderer == "warp" else super().drawn_by()
 
+    def free_gpu_memory(self) -> bool:
+        return self.config.backend == "mujoco" and self.config.renderer != "warp" and super().free_gpu_memory()
+
+    def _close_painters(self) -> None:
+        SCENES.close_painters()
+
     def facts(self) -> dict[str, str]:
         return {"state": self._layout.describe(self.config.state == "proprio")}
 
@@ -299,6 +305,10 @@ class SceneCache(threading.local):
         """What draws with Warp."""
         self._drawer = self._drawer or drawing.Drawer(config)
         return self._drawer
+
+    def close_painters(self) -> None:
+        while self.painters:
+            self.painters.popitem()[1].close()
 
     def drop_idle(self) -> None:
         """Unload all scenes that no row plays."""

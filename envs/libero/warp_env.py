@@ -24,13 +24,15 @@ from embodied.envs.libero import drawing
 from embodied.envs.libero.config import LiberoConfig
 from embodied.envs.libero.env import LiberoEnv
 from embodied.envs.libero.scene import NO_OP, STILL, SceneRow
-from embodied.envs.vector_env import StepResult
+from embodied.envs.vector_env import StepResult, VectorEnv
 
 SETTLED_TOGETHER = {"warp": 16, "warp_cuda": 256}  # rows
 PACKAGES = "mujoco-warp==3.10.0.3 mujoco==3.10.0 warp-lang==1.19.0"
 
 
 class WarpLiberoEnv(LiberoEnv):
+    _get_state = VectorEnv._get_state  # an episode played again in a batch of another size ends up elsewhere
+
     @classmethod
     def protocols(cls, config: LiberoConfig) -> tuple[EvaluationProtocol, ...]:
         usual, *others = super().protocols(config)

@@ -48,7 +48,8 @@ from embodied.envs.maniskill.tasks import (
     to_prove,
 )
 from embodied.envs.own_modules import explain_errors, is_own, try_out
-from embodied.envs.vector_env import StepResult, VectorEnv
+from embodied.envs.replayed_env import ReplayedEnv
+from embodied.envs.vector_env import StepResult
 
 NO_DRAWING = (
     "this GPU does not draw, since its driver lacks the graphics part; in a container start it with "
@@ -62,7 +63,7 @@ PROTOCOL = EvaluationProtocol("maniskill-v1", RULES, TO_THE_END)
 BRIDGE_RULES = "the task's own initial states in turn, all of them before any twice; played to the step limit"
 
 
-class ManiSkillEnv(VectorEnv):
+class ManiSkillEnv(ReplayedEnv):
     draws_on_gpus = True
     catalogue = "ManiSkill"
     other_folder = "MS_ASSET_DIR=folder with data/"

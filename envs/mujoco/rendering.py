@@ -67,6 +67,14 @@ def make_current() -> None:
     _mine.context.make_current()
 
 
+def free_context() -> None:
+    """Free this thread's OpenGL context, whose painters are closed."""
+    if context := getattr(_mine, "context", None):
+        atexit.unregister(context.free)
+        context.free()
+        _mine.context = None
+
+
 def draw_on_cores() -> None:
     """Let this process draw by software, before it has a context: through OSMesa, or Mesa's EGL without a card."""
     os.environ.pop(CHOICE, None)

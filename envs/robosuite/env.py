@@ -117,6 +117,10 @@ class RobosuiteEnv(MujocoEnv):
         chosen = [self._singles[row] for row in rows]
         return np.stack([single.picture(single.video_camera, self.config.video_size) for single in chosen])
 
+    def _close_painters(self) -> None:
+        for single in self._singles:
+            single.drop_painter()
+
     def close_extras(self, **_: object) -> None:
         for single in self._singles:
             single.close()
@@ -163,7 +167,7 @@ class Single:
         )
 
     def begin(self, seed: int) -> None:
-        self._drop_painter()  # it belongs to the old model
+        self.drop_painter()  # it belongs to the old model
         self._draws = Draws(seed)
         with quiet(), self._draws.used():
             self._look(self.env.reset())
@@ -189,7 +193,7 @@ class Single:
         return self._painter.paint_now(self, camera, side)
 
     def close(self) -> None:
-        self._drop_painter()
+        self.drop_painter()
         with quiet():
             self.env.close()
 
@@ -214,7 +218,7 @@ class Single:
         self.parts = {name: len(seen[name]) for name in chosen}
         self.seen = np.concatenate([seen[name] for name in chosen])
 
-    def _drop_painter(self) -> None:
+    def drop_painter(self) -> None:
         if self._painter is not None:
             self._painter.close()
             self._painter = None

@@ -2,6 +2,7 @@
 
 import numpy as np
 import pytest
+from needed import requires
 from stepped import GRPO, ITERATIONS, PPO, Run
 
 from embodied.envs import sim_worker
@@ -26,12 +27,12 @@ def built(monkeypatch):
     return envs
 
 
-def played(folder, recipe, leaves):
+def played(folder, recipe, leaves, iterations=ITERATIONS):
     folder.mkdir()
     with Run(folder, *recipe, "pipeline.stages=2") as run:
         sims, numbers = run.loop.workers.sims, []
-        for number in range(ITERATIONS):
-            numbers.append(run.loop.iterate(number, ITERATIONS)[1]["train/grad_norm"])
+        for number in range(iterations):
+            numbers.append(run.loop.iterate(number, iterations)[1]["train/grad_norm"])
             if leaves:
                 sims.offload().wait()
                 run.loop.source.save()  # a checkpoint needs no simulator
@@ -45,6 +46,25 @@ def test_a_simulator_that_left_goes_on_as_if_it_had_stayed(recipe, built, tmp_pa
     stayed = len(built)
     found, others = played(tmp_path / "leaves", recipe, leaves=True)
     assert len(built) == stayed * (2 + ITERATIONS)
+    assert found == numbers and all(np.array_equal(weights[name], others[name]) for name in weights)
+
+
+ROBOT = (
+    "recipe=maniskill_ppo env.num_envs=4 env.stagger=true policy.hidden=[16] algo.rollout_decisions=20 "
+    "algo.minibatch_size=40 algo.epochs=1 run.iterations=2 run.env_steps=null"
+).split()
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")  # ManiSkill's and SAPIEN's own
+@pytest.mark.parametrize("task", ["PushCube-v1", "StackCube-v1"])
+def test_robots_that_left_go_on_bit_for_bit(task, built, tmp_path):
+    """Their open episodes are played again, with all that contacts and solvers remember."""
+    requires("mani_skill")
+    recipe = [*ROBOT, f"env.task={task}"]
+    numbers, weights = played(tmp_path / "stays", recipe, leaves=False, iterations=2)
+    found, others = played(tmp_path / "leaves", recipe, leaves=True, iterations=2)
+    assert len(built) == 4 * (2 + 2)
     assert found == numbers and all(np.array_equal(weights[name], others[name]) for name in weights)
 
 

@@ -207,6 +207,22 @@ def test_an_episode_does_not_remember_the_one_before(env):
 
 
 @needs_libero
+def test_open_episodes_are_saved_and_go_on_bit_for_bit(env):
+    specs = [EpisodeSpec(task, -1, seed, seed) for seed, task in enumerate([OBJECT, SPATIAL, OBJECT])]
+    start(env, *specs)
+    env.step_chunk(actions(1, steps=1))
+    start(env, None, None, specs[1])  # a row that is one step behind, and has changed its task
+    env.step_chunk(actions(2, steps=1))
+    state = env.get_state()
+    expected = env.step_chunk(actions(3, steps=1))
+    start(env, *specs[::-1])
+    env.set_state(state)
+    found = env.step_chunk(actions(3, steps=1))
+    np.testing.assert_array_equal(found.obs["state"], expected.obs["state"])
+    assert found.obs["instruction"] == expected.obs["instruction"]
+
+
+@needs_libero
 def test_rows_play_the_task_their_episode_names(env):
     obs = start(env, EpisodeSpec(SPATIAL, 0, 0, 0), EpisodeSpec(OBJECT, 0, 0, 1), EpisodeSpec(SPATIAL, 1, 0, 2))
     bowl = "pick up the black bowl on the cookie box and place it on the plate"

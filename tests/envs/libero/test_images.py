@@ -63,6 +63,16 @@ def test_images_are_drawn_where_a_chunk_ends_and_where_an_episode_does(env, monk
     assert drawn == both[2:]
 
 
+def test_what_draws_is_freed_for_a_learner_and_made_again(env):
+    before, row = env.observe()["images"], env._rows[0]
+    assert env.free_gpu_memory()
+    env._image_cache.stale[:] = True
+    after = env.observe()["images"]
+    assert env._rows[0] is row  # the simulation stayed
+    for camera, images in before.items():
+        np.testing.assert_array_equal(after[camera], images)
+
+
 def test_images_are_the_right_way_up(env):
     """An object that moves shows where the camera's position and direction say, rows counted from above."""
     row = env._rows[0]
