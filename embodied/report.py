@@ -4,7 +4,7 @@ Writes report.html of a run or an evaluation: curves, tables, videos, timings, p
 holds the same numbers and words. For several runs: one page that compares them, by name, date, commit and differences
 between their recipes.
 
-usage: python -m embodied.report RUN [RUN ...] [out=FILE] [--live] [--help]
+usage: python -m embodied.report RUN [RUN ...] [out=FILE] [--live] [--rerun=N] [--help]
 
   RUN                           a run's folder (runs/NAME-DATE) or an evaluation's (runs/NAME-DATE/eval/v000100), or
                                 that of a group of seeds or settings, which counts as its average; or, alone, that of
@@ -13,6 +13,8 @@ usage: python -m embodied.report RUN [RUN ...] [out=FILE] [--live] [--help]
                                 comparison.html beside the first of several
   --live                        write the page again every few seconds until no RUN is running any more; an open page
                                 reloads itself
+  --rerun=N                     no page, but episode N of RUN's newest evaluation as a file of Rerun, in its folder:
+                                the video, and every step that eval.dataset=true recorded
 
 The page needs no network and no server: open it from disk in any browser. Its videos are the files of the run.
 """
@@ -30,13 +32,14 @@ from embodied.core.errors import ConfigError
 from embodied.core.files import as_path, read_object
 from embodied.reporting.comparison_page import read_all
 from embodied.reporting.page import write_page
+from embodied.reporting.rerun_file import write_episode
 from embodied.reporting.run_page import REPORT, page_of
 from embodied.reporting.runs import Run
 from embodied.run import launch
 from embodied.sharing.page import SHARE
 
 COMPARISON = "comparison.html"
-LIVE = "--live"
+LIVE, RERUN = "--live", "--rerun="
 WHICH_RUN = "which run? python -m embodied.report runs/NAME-DATE [runs/NAME-DATE ...] [out=FILE] [--live]"
 EVERY_S = 5
 
@@ -47,10 +50,16 @@ def main(argv: list[str] | None = None) -> int:
 
 def start(argv: list[str]) -> int:
     options = [word.removeprefix("out=") for word in argv if word.startswith("out=")]
-    runs = [as_path(word) for word in argv if not word.startswith("out=") and word != LIVE]
+    numbers = [word.removeprefix(RERUN) for word in argv if word.startswith(RERUN)]
+    runs = [as_path(word) for word in argv if not word.startswith(("out=", RERUN)) and word != LIVE]
     if not runs or len(options) > 1 or any(str(run).startswith("-") for run in runs):
         raise ConfigError(WHICH_RUN)
     out = as_path(options[0]) if options else None
+    if numbers:
+        if len(runs) > 1 or not numbers[-1].isdecimal():
+            raise ConfigError(f"{RERUN}{numbers[-1]}: name one RUN, and the number of an episode")
+        print(write_episode(runs[0], int(numbers[-1]), out))
+        return 0
     if LIVE in argv:
         keep_writing(runs, out)
     print(write(runs, out))
