@@ -281,7 +281,7 @@ function cell(value, kind, how = {}) {
 function table(block) {
   const head = block.head.length ? el("thead", {}, el("tr", {}, block.head.map((one) => cell(one, "th", { scope: "col" })))) : null;
   const style = head ? block.numeric && "numbers" : "facts", body = el("tbody", {});
-  const made = el("div", { class: "scroll" }, el("table", { class: style }, head, body));
+  const made = el("div", { class: "scroll" }, el("table", { class: style, "aria-label": block.form && page.heading }, head, body));
   return Object.assign(block.form ? el("form", { action: "/" }, picking(block.form), made) : made, { body });
 }
 
@@ -465,15 +465,18 @@ async function follow() {
   if (!document.hidden) {
     try {
       const answer = await fetch(location.href, { headers: { accept: "application/json" } });
-      if (answer.ok) page = await answer.json();
+      const told = await answer.json();
+      if (!answer.ok) throw new Error(told.problems[0]);
+      page = told;
       gone.remove();
-      if (answer.ok) show();
+      show();
       hideRows();
-    } catch {
+    } catch (err) {
+      gone.textContent = `Not up to date: ${err.message}`;
       main.prepend(gone);
     }
   }
   setTimeout(follow, 1000 * page.live_s);
 }
-const gone = el("p", { class: "problem", role: "status" }, "The server does not answer: this page shows what it said last.");
+const gone = el("p", { class: "problem", role: "status" });
 if (page.served && page.live_s) setTimeout(follow, 1000 * page.live_s);

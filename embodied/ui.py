@@ -39,9 +39,9 @@ def start(argv: list[str]) -> int:
         server = PageServer(roots, int(port))
     except OSError as err:
         raise ConfigError(f"port={port}: {err.strerror or err}; choose another (port=0: a free one)") from None
-    print(f"runs        {', '.join(map(str, server.roots))}")
-    print(f"listening   http://{HOST}:{server.server_port}/", flush=True)
     with server, suppress(KeyboardInterrupt):
+        print(f"runs        {', '.join(map(str, server.roots))}")
+        print(f"listening   http://{HOST}:{server.server_port}/", flush=True)
         server.serve_forever()
     return 0
 

@@ -201,6 +201,11 @@ def test_an_open_page_follows_its_run_without_a_reload(runs, tab):
         assert tab.until(f"{CURVE} !== {json.dumps(before)} && {CURVE}") != before
         assert tab.ask("document.contains(window.same)"), "what did not change stays"
         assert tab.ask("document.activeElement === document.querySelector('.charts .save')"), "and the keyboard's place"
+        assert not tab.errors
+        (runs / "a").rename(runs / "c")
+        tab.until("document.querySelector('[role=status]')?.textContent.includes('is not there')")
+        (runs / "c").rename(runs / "a")
+        tab.errors.clear()  # the browser's own, of the missing run
         tab.open(home)
         tab.ask("document.querySelectorAll('[type=checkbox]').forEach((one) => one.click())")
         tab.ask("wanted.value = 'failed'; wanted.dispatchEvent(new Event('input'))")

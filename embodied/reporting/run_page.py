@@ -36,6 +36,7 @@ from embodied.reporting.runs import Evaluation, Run, read_run, start_of
 from embodied.reporting.sections import (
     conversation_blocks,
     describe_rate,
+    early_videos,
     evaluations_table,
     figure_cells,
     histograms,
@@ -109,6 +110,9 @@ def report(run: Run, beside: Path) -> Block:
         sections.append(section("Results", *result_charts(run), note=results_note(run)))
     if run.last:
         sections += evaluation_sections(run, run.last, beside)
+    for name in run.partial:
+        folder = run.folder if name == run.name else run.folder / "eval" / name
+        sections.append(section(f"Episodes of evaluation {name}, before its end", early_videos(folder, beside)))
     if run.metrics:
         sections.append(section("Learning", *learning_charts(run)))
         if samples := samples_shown(read_samples(run.folder)):

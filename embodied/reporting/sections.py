@@ -167,6 +167,18 @@ def video_gallery(evaluation: Evaluation, beside: Path) -> Block | None:
     return videos(shown)
 
 
+def early_videos(evaluation: Path, beside: Path) -> Block | None:
+    """Videos of an evaluation that has no results yet; their names say the outcomes."""
+    paths = sorted((evaluation / "videos").glob("*.mp4"))
+    named = [(path, match) for path in paths if (match := VIDEO_NAME.fullmatch(path.name))]
+    return videos(
+        [
+            {"src": relative(path, beside), "outcome": match["outcome"], "words": f"episode {int(match['episode'])}"}
+            for path, match in named[: len(OUTCOMES) * MOST_VIDEOS]
+        ]
+    )
+
+
 def videos(shown: Sequence[Block]) -> Block | None:
     return {"kind": "videos", "videos": shown} if shown else None
 

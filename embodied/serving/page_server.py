@@ -9,7 +9,7 @@ A URL's path is the path on this machine, so links between runs are as in writte
 JSON (Accept: application/json) is its data, which the open page draws again without a reload.
 
 Only programs of this machine can connect. Nothing changes a file. Other users of the machine can connect, too, so only
-files of the kinds in TYPES are given: no weights, and nothing outside the named folders.
+files of the kinds in TYPES are given: no weights, no logs, and nothing outside the named folders.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ HOST = "127.0.0.1"
 EVERY_S, SHARE = 2.0, 20  # an open page asks again after EVERY_S, and after SHARE times the seconds that it takes
 SILENT_S, MAKING_S = 60.0, 60.0  # limits for a client that says nothing, and for waiting until other pages are made
 PLAIN, PIECE = "text/plain; charset=utf-8", 1 << 16
-TYPES = {".mp4": "video/mp4", ".png": "image/png", ".html": "text/html; charset=utf-8", ".json": "application/json"}
-TYPES |= dict.fromkeys((".jsonl", ".csv", ".yaml", ".log", ".txt"), PLAIN)
+TYPES = {".mp4": "video/mp4", ".html": "text/html; charset=utf-8", ".json": "application/json"}
+TYPES |= {".jsonl": PLAIN, ".csv": PLAIN}
 SAFE = {
     "X-Content-Type-Options": "nosniff",
     "Cross-Origin-Resource-Policy": "same-origin",
@@ -163,7 +163,7 @@ class Handler(BaseHTTPRequestHandler):
         length = len(body) if isinstance(body, bytes) else length
         for name, value in {**SAFE, **headers, "Content-Length": str(length)}.items():
             self.send_header(name, value)
-        if {"Content-Length", "Transfer-Encoding"} & {*self.headers}:  # a body that nobody reads
+        if self.headers.get("Content-Length") or self.headers.get("Transfer-Encoding"):  # a body that nobody reads
             self.send_header("Connection", "close")
         self.end_headers()
         if self.command != "HEAD":

@@ -75,9 +75,12 @@ def test_the_report_says_how_far_an_evaluation_is_and_gives_no_rates(tmp_path):
     (tmp_path / "run.json").write_text('{"state": "stopped"}')
     (tmp_path / "config.yaml").write_text("env: {name: pointmass}\n")
     begun(tmp_path / "eval" / "v000002", 0, 1, 2)
+    (tmp_path / "eval" / "v000002" / "videos").mkdir()
+    (tmp_path / "eval" / "v000002" / "videos" / "episode-001_failure_reach_seed7.mp4").touch()
     for folder in (tmp_path, tmp_path / "eval" / "v000002"):
         page = str(report(read_run(folder), folder))
         assert "Evaluation v000002 is partial: 3 of 10 episodes are over" in page and "success_once" not in page
+        assert "videos/episode-001_failure_reach_seed7.mp4" in page and "'words': 'episode 1'" in page
     (tmp_path / "run.json").write_text('{"state": "running"}')
     shown = report(read_run(tmp_path), tmp_path)
     assert "evaluation v000002: 3 of 10 episodes are over" in shown["words"] and not shown["problems"]
