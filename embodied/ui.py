@@ -34,7 +34,8 @@ def start(argv: list[str]) -> int:
         raise ConfigError(f"port={port} is no port; name a number up to 65535 (0: a free one)")
     for root in roots:
         if not root.is_dir():
-            raise ConfigError(f"{root} is not a folder; name one with runs: python -m embodied.ui runs")
+            train = "python -m embodied.train recipe=pointmass_ppo"
+            raise ConfigError(f"{root} is not a folder; name one with runs, or make one: {train}")
     try:
         server = PageServer(roots, int(port))
     except OSError as err:

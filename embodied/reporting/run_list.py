@@ -112,12 +112,12 @@ def walk(folder: Path, deepest: int) -> Iterator[tuple[Path, set[str]]]:
             entries = [entry for entry in found if not entry.name.startswith(".")]
     except OSError:  # it went away, or may not be read
         return
-    names = {entry.name for entry in entries if not entry.is_dir()}
+    inside = [entry.name for entry in entries if entry.is_dir(follow_symlinks=False)]
+    names = {entry.name for entry in entries}.difference(inside)
     yield folder, names
     if deepest and names.isdisjoint((RUN, RESULTS, PARTIAL, *WHOLE)):
-        for entry in entries:
-            if entry.is_dir(follow_symlinks=False):
-                yield from walk(folder / entry.name, deepest - 1)
+        for name in inside:
+            yield from walk(folder / name, deepest - 1)
 
 
 def modified(path: Path) -> int:
