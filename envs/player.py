@@ -79,6 +79,7 @@ class EpisodeTracker:
         self.success_once: Array = np.zeros(num_envs, bool)
         self.success_now: Array = np.zeros(num_envs, bool)
         self.success_at_reset: Array = np.zeros(num_envs, bool)
+        self.errors: dict[int, str] = {}  # by row: why the simulator gave its episode up
         self.keys: tuple[Array, Array] | None = None  # episodes and decisions, on the device of observations
 
     def begin(self, rows: np.ndarray, specs: Sequence[EpisodeSpec], success: Array | None) -> None:
@@ -110,6 +111,7 @@ class EpisodeTracker:
     def record(self, result: ChunkResult) -> None:
         """Count one decision's env steps."""
         mask = result.mask
+        self.errors |= dict(result.errors)
         live = mask.any(axis=1)
         self.decision[live] += 1
         if self.keys is not None:
@@ -134,12 +136,13 @@ class EpisodeTracker:
             return []
         known = on_host([self.total_reward, self.success_once, self.success_now, self.success_at_reset])
         numbers = (array[rows].tolist() for array in (self.length, *known))
-        return [*map(self._result, [self.specs[row] for row in rows.tolist()], *numbers)]
+        return [*map(self._result, rows.tolist(), *numbers)]
 
-    def _result(self, spec: EpisodeSpec, length: int, total_reward: float, *flags: float) -> EpisodeResult:
+    def _result(self, row: int, length: int, total_reward: float, *flags: float) -> EpisodeResult:
+        spec = self.specs[row]
         once, at_end, at_reset = (bool(flag) if self.has_success else None for flag in flags)
         counted = spec.index, spec.task, spec.init_state_id, spec.seed, length, float(total_reward)
-        return EpisodeResult(*counted, once, at_end, at_reset)
+        return EpisodeResult(*counted, once, at_end, at_reset, self.errors.pop(row, ""))
 
     # The content of a checkpoint; the specs follow from the episode numbers.
     ARRAYS = "episode started decision length total_reward success_once success_now success_at_reset".split()

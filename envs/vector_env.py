@@ -91,6 +91,7 @@ class VectorEnv(EnvCapabilities, GymnasiumVectorEnv):
         self._success: Array = np.zeros(num_envs, bool)
         self._reward = Reward(config, num_envs, env_spec.has_success)
         self._rewards: Array = np.zeros(num_envs, self.dtype)
+        self.given_up: dict[int, str] = {}  # a plug-in names rows whose episode it gives up: `_step` truncates them
         self.checks: FiniteChecks | None = None  # of tensors, if `check_noted` is called later for many decisions
 
     # Methods of a plug-in. It never writes again to an array that it has returned.
@@ -223,7 +224,8 @@ class VectorEnv(EnvCapabilities, GymnasiumVectorEnv):
             obs = put_rows(obs, final, rows)
         self._check(obs, began_live)
         reported = side_by_side(success) if self.env_spec.has_success else None
-        return ChunkResult(obs, side_by_side(rewards), terminated, truncated, mask, reported)
+        errors, self.given_up = tuple(self.given_up.items()), {}
+        return ChunkResult(obs, side_by_side(rewards), terminated, truncated, mask, reported, errors)
 
     def render(self) -> tuple[np.ndarray, ...]:
         return tuple(self.render_rows(np.arange(self.num_envs)))

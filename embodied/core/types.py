@@ -160,6 +160,7 @@ class ChunkResult:
     truncated: np.ndarray  # bool [N, C]
     mask: np.ndarray  # bool [N, C]
     success: Array | None  # bool [N, C]; None for envs without success
+    errors: tuple[tuple[int, str], ...] = ()  # rows whose episode the simulator gave up, and why
 
     @property
     def done(self) -> np.ndarray:

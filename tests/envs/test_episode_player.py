@@ -1,5 +1,7 @@
 """Stages of a sim worker: when their episodes begin and end."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
@@ -54,6 +56,22 @@ def test_a_resumed_run_whose_simulator_is_not_saved_spreads_its_episodes_as_it_d
     stage.play(np.zeros((2, 1, 2)))
     rows = {name: array for name, array in stage_state(stage).items() if not name.startswith("env.")}
     assert lengths_of_episodes(stagger=True, state=rows) == lengths_of_episodes(stagger=True) == [[7, 8], [2, 8]]
+
+
+def test_an_episode_that_the_simulator_gives_up_ends_with_its_reason(monkeypatch):
+    stage = staged(PointMassConfig(name="pointmass", max_episode_steps=3, on_success="continue"))
+    stage.reset_all(SPECS)
+    step = stage.env._step
+
+    def giving_up(*given):
+        stage.env.given_up[1] = "no room"
+        return replace(step(*given), truncated=np.array([False, True]))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(stage.env, "_step", giving_up)
+        (given_up,) = stage.end(stage.play(np.zeros((2, 1, 2))))[1]
+    (whole,) = stage.end(stage.play(np.zeros((2, 2, 2))))[1]
+    assert [(each.index, each.length, each.error) for each in (given_up, whole)] == [(3, 1, "no room"), (2, 3, "")]
 
 
 def test_head_starts_spread_evenly_over_any_block_of_envs():
