@@ -98,8 +98,12 @@ def for_all_gpus(config: RunConfig, machines: Topology) -> RunConfig:
 
 def check_simulator(config: RunConfig, machines: Topology) -> None:
     """Raise ConfigError if the simulator needs a GPU and the machine has none."""
-    if config.env.on_gpu and not machines.gpus:
-        raise ConfigError("env.backend=cuda needs an NVIDIA GPU, and this machine shows none; try env.backend=auto")
+    env = config.env
+    if env.on_gpu and not machines.gpus:
+        asked, usual = getattr(env, "backend", env.physics), type(env).model_fields["backend"].default
+        raise ConfigError(
+            f"env.backend={asked} needs an NVIDIA GPU, and this machine shows none; try env.backend={usual}"
+        )
 
 
 def is_small(policy: PolicyOptions) -> bool:

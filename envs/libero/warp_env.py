@@ -89,10 +89,9 @@ class WarpLiberoEnv(LiberoEnv):
         from embodied.envs.libero.warp_batch import begun
 
         scene, most = self._scene(task), SETTLED_TOGETHER[self.config.backend]
-        desk = self._desks.setdefault(task, SceneRow(scene))
         if task not in self._settling:  # of one size: sums over contacts differ between batches of different sizes
-            self._settling[task] = self._batch(scene, min(self.num_envs, most))
-        batch, parts, ends = self._settling[task], [], []
+            self._desks[task], self._settling[task] = SceneRow(scene), self._batch(scene, min(self.num_envs, most))
+        desk, batch, parts, ends = self._desks[task], self._settling[task], [], []
         action = np.tile(NO_OP if self.config.settling_gripper == "open" else STILL, (batch.size, 1))
         for first in range(0, len(episodes), batch.size):
             begins = []
