@@ -151,9 +151,9 @@ class LiberoConfig(CommonEnvConfig):
     )
     backend: Literal["mujoco", "warp", "warp_cuda"] = Field(
         "mujoco",
-        description="The physics: the benchmark's MuJoCo, or MuJoCo Warp on cores or on a GPU, which moves all rows "
-        "together, in an interpreter of its own. Results in Warp have another name, and embodied.evaluate takes the "
-        "benchmark's physics unless its command names another.",
+        description="The physics: the benchmark's MuJoCo, or MuJoCo Warp in an interpreter of its own, on cores or a GPU. "
+        "Results in Warp have another name, and embodied.evaluate takes the benchmark's physics unless its command "
+        "names another.",
     )
     task: Tasks = Field(
         "libero_object/0",

@@ -1,4 +1,4 @@
-"""N rows of one LIBERO task in MuJoCo Warp's arrays, on a GPU or on cores.
+"""N rows of one LIBERO task in MuJoCo Warp's arrays, on a GPU all at once, on cores in turns.
 
 robosuite's own env of the task (`scene.py`) begins each episode: it places objects and furniture and gives the state;
 from then on the rows live in arrays here. An env step is 25 physics steps with the controller in between, recorded as
@@ -16,6 +16,7 @@ import mujoco_warp as mjw
 import numpy as np
 import warp as wp
 from mujoco_warp._src import collision_driver
+from mujoco_warp._src.types import OverflowType
 
 from embodied.envs.libero.goals import Goal
 from embodied.envs.libero.scene import SHOWN, SUBSTEPS, Scene
@@ -23,11 +24,13 @@ from embodied.envs.libero.warp_controller import JOINTS, launch, move_fingers, s
 from embodied.envs.mujoco.rendering import ARRAYS as DRAWN
 
 CONTACTS, CONSTRAINTS = 256, 1024  # room for each row
+NOT_FINITE = -1
 CARRIED = ("qpos", "qvel", "qacc_warmstart")  # of MuJoCo's data, from step to step
 PLACED = ("body_pos", "body_quat")  # of MuJoCo's model, where furniture stands
 READ = dict.fromkeys(("qpos", "qvel", "xpos", "xquat", "site_xpos", *DRAWN))  # by states, experts and pictures
 ARM = ("goal_pos", "goal_mat", "gripper", "posture", "seen_pos", "seen_mat", "is_fresh")  # the controller's arrays
 
+BROADPHASE = wp.constant(int(OverflowType.BROADPHASE))
 wp.config.log_level = wp.LOG_ERROR
 
 
@@ -51,7 +54,7 @@ def find_contacts(
 @wp.kernel(enable_backward=False)
 def note_overflow(room: int, num_pairs: wp.array1d[int], overflow: wp.array1d[int]):
     if num_pairs[0] > room:
-        overflow[wp.tid()] = 1
+        overflow[wp.tid()] = BROADPHASE
 
 
 @wp.kernel(enable_backward=False)
@@ -123,20 +126,22 @@ class Batch:
             arrays[name].assign(whole)
         self._host.clear()
 
-    def step(self, actions: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """One env step: success, and whether a row has broken, bool [size] each. A row breaks if its contacts or
-        constraints have no room or its numbers are not finite; it stays where it was."""
-        self.actions.assign(np.ascontiguousarray(actions, np.float64))
+    def step(self, slots: np.ndarray, actions: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """One env step of these rows: success, and what is wrong (`in_words`; 0: nothing). A row whose contacts or
+        constraints have no room, or whose numbers are not finite, stays where it was. Other rows may move, too."""
+        whole = np.zeros((self.size, JOINTS))
+        whole[slots] = actions
+        self.actions.assign(whole)
         with wp.ScopedDevice(self.device):
             wp.capture_launch(self._graph)
         self._host.clear()
         finite = np.isfinite(self.d.qpos.numpy()).all(axis=1) & np.isfinite(self.d.qvel.numpy()).all(axis=1)
-        broken = (self.d.overflow.numpy() != 0) | ~finite
-        success = self.success() & ~broken
-        if broken.any():
-            slots = np.flatnonzero(broken)
-            self.put(slots, {name: array.numpy()[slots] for name, array in self._before.items()})
-        return success, broken
+        wrong = np.where(finite, self.d.overflow.numpy(), NOT_FINITE)
+        success = self.success() & (wrong == 0)
+        if wrong.any():
+            back = np.flatnonzero(wrong)
+            self.put(back, {name: array.numpy()[back] for name, array in self._before.items()})
+        return success[slots], wrong[slots]
 
     def success(self) -> np.ndarray:
         arrays = SimpleNamespace(
@@ -180,6 +185,40 @@ class Batch:
         return self._host[name]
 
 
+def in_words(wrong: int) -> str:
+    """Why a row could not go on."""
+    if wrong == NOT_FINITE:
+        return "MuJoCo Warp computed numbers that are not finite"
+    return f"MuJoCo Warp had no room: {OverflowType(wrong).name or wrong}"
+
+
+class InTurns:
+    """Rows that pass through a batch of one row in turns. On cores this is faster than all at once, and no row depends
+    on how many there are."""
+
+    def __init__(self, one: Batch, size: int) -> None:
+        self.one, self.scene, self.size = one, one.scene, size
+        self._rows = {name: values.repeat(size, 0) for name, values in one.rows(np.zeros(1, int)).items()}
+
+    def rows(self, slots: np.ndarray) -> dict[str, np.ndarray]:
+        return {name: values[slots] for name, values in self._rows.items()}
+
+    def put(self, slots: np.ndarray, rows: dict[str, np.ndarray]) -> None:
+        for name, values in rows.items():
+            self._rows[name][slots] = values.reshape(len(slots), *self._rows[name].shape[1:])
+
+    def step(self, slots: np.ndarray, actions: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        first, success, wrong = np.zeros(1, int), np.zeros(len(slots), bool), np.zeros(len(slots), int)
+        for at, slot in enumerate(slots[:, None]):
+            self.one.put(first, self.rows(slot))
+            success[at : at + 1], wrong[at : at + 1] = self.one.step(first, actions[at])
+            self.put(slot, self.one.rows(first))
+        return success, wrong
+
+    def __getitem__(self, name: str) -> np.ndarray:
+        return self._rows[f"shown_{name}"].astype(np.float64)
+
+
 def begun(scene: Scene, row: Any) -> dict[str, np.ndarray]:
     """A row as robosuite's env has just begun it, for `Batch.put`."""
     data, arm = row.data._data, scene.robot.controller
@@ -201,7 +240,7 @@ def begun(scene: Scene, row: Any) -> dict[str, np.ndarray]:
 class Row:
     """An env row in a batch, as experts and painters see it (`scene.SceneRow`)."""
 
-    def __init__(self, batch: Batch, slot: int) -> None:
+    def __init__(self, batch: Batch | InTurns, slot: int) -> None:
         self.batch, self.slot, self.scene = batch, slot, batch.scene
         self.data = SimpleNamespace(_data=self)
 

@@ -1,4 +1,4 @@
-"""LIBERO's tasks in MuJoCo Warp: `env.backend=warp` on cores, `warp_cuda` on a GPU. All rows of a task move together.
+"""LIBERO's tasks in MuJoCo Warp: `env.backend=warp` on cores, `warp_cuda` on a GPU, where a task's rows move together.
 
 Scenes, stored states, drawn placements, observations, actions, step limits and goals are those of `env.py`, and MuJoCo
 draws the pictures; the physics is another one, so results have another name (`libero-warp-v1`). The episode of a row
@@ -24,8 +24,7 @@ from embodied.envs.libero.env import LiberoEnv
 from embodied.envs.libero.scene import NO_OP, STILL, SceneRow
 from embodied.envs.vector_env import StepResult, VectorEnv
 
-SETTLED_TOGETHER = {"warp": 16, "warp_cuda": 256}  # rows
-NO_ROOM = "MuJoCo Warp had no room for its contacts"
+SETTLED_TOGETHER = 256  # rows on a GPU
 PACKAGES = "mujoco-warp==3.10.0.3 mujoco==3.10.0 warp-lang==1.19.0"
 
 
@@ -52,7 +51,7 @@ class WarpLiberoEnv(LiberoEnv):
 
     @classmethod
     def plays_together(cls, config: LiberoConfig) -> bool:
-        return True
+        return config.backend == "warp_cuda"
 
     @classmethod
     def spec_of(cls, config: Any, num_actions: int, **more: Any) -> EnvSpec:
@@ -64,8 +63,9 @@ class WarpLiberoEnv(LiberoEnv):
         super().__init__(config, num_envs)
         self._batches: dict[str, Any] = {}  # by task: the rows that play it
         self._settling: dict[str, Any] = {}  # by task: rows before their episode
+        self._singles: dict[str, Any] = {}  # by task: on cores, the batch of one row
         self._desks: dict[str, SceneRow] = {}  # by task: where robosuite's env begins episodes
-        self._broken = np.zeros(num_envs, bool)  # rows that broke while they settled
+        self._wrong = np.zeros(num_envs, int)  # what went wrong while rows settled
 
     def _reset_rows(self, rows: np.ndarray, episodes: list[EpisodeSpec]) -> np.ndarray:
         success = np.zeros(len(rows), bool)
@@ -77,7 +77,7 @@ class WarpLiberoEnv(LiberoEnv):
         for task in dict.fromkeys(tasks):
             at = np.flatnonzero([other == task for other in tasks])
             settled, ends = self._settled(task, [episodes[each] for each in at])
-            success[at], self._broken[rows[at]] = np.transpose(ends)
+            success[at], self._wrong[rows[at]] = np.transpose(ends)
             slots = self._slots(task, rows[at], settled)
             self._batches[task].put(slots, settled)
         self._stale[rows] = True
@@ -85,26 +85,27 @@ class WarpLiberoEnv(LiberoEnv):
         return success
 
     def _settled(self, task: str, episodes: list[EpisodeSpec]) -> tuple[dict[str, np.ndarray], list[np.ndarray]]:
-        """The rows of these episodes when they begin, and whether they are solved or broken."""
+        """The rows of these episodes when they begin, and of each whether it is solved and what is wrong."""
         from embodied.envs.libero.warp_batch import begun
 
-        scene, most = self._scene(task), SETTLED_TOGETHER[self.config.backend]
+        scene = self._scene(task)
         if task not in self._settling:  # of one size: sums over contacts differ between batches of different sizes
-            self._desks[task], self._settling[task] = SceneRow(scene), self._batch(scene, min(self.num_envs, most))
+            self._desks[task], self._settling[task] = SceneRow(scene), self._batch(task, SETTLED_TOGETHER)
         desk, batch, parts, ends = self._desks[task], self._settling[task], [], []
-        action = np.tile(NO_OP if self.config.settling_gripper == "open" else STILL, (batch.size, 1))
+        action = NO_OP if self.config.settling_gripper == "open" else STILL
         for first in range(0, len(episodes), batch.size):
             begins = []
             for episode in episodes[first : first + batch.size]:
                 scene.begin(desk, episode.seed, self._initial_state(episode), 0)
                 begins.append(begun(scene, desk))
+            slots = np.arange(len(begins))
             batch.put(np.arange(batch.size), joined(begins + begins[:1] * (batch.size - len(begins))))
-            solved, broken = np.zeros((2, batch.size), bool)
+            solved, wrong = np.zeros((2, len(begins)), int)
             for _ in range(self.config.settling_steps):
-                solved, breaks = batch.step(action)
-                broken |= breaks
-            parts.append(batch.rows(np.arange(len(begins))))
-            ends += [*np.stack([solved & ~broken, broken], axis=1)[: len(begins)]]
+                solved, more = batch.step(slots, np.tile(action, (len(begins), 1)))
+                wrong = np.where(wrong, wrong, more)
+            parts.append(batch.rows(slots))
+            ends += [*np.stack([solved & (wrong == 0), wrong], axis=1)]
         return joined(parts), ends
 
     def _slots(self, task: str, rows: np.ndarray, settled: dict[str, np.ndarray]) -> np.ndarray:
@@ -115,9 +116,8 @@ class WarpLiberoEnv(LiberoEnv):
         players = [row for row in range(self.num_envs) if self._task[row] == task]
         batch = self._batches.get(task)
         if batch is None or batch.size < len(players):
-            size = min(self.num_envs, 1 << (len(players) - 1).bit_length())
-            self._batches[task] = grown = self._batch(self._scene(task), size)
-            grown.put(np.arange(size), {name: values[:1].repeat(size, 0) for name, values in settled.items()})
+            self._batches[task] = grown = self._batch(task, 1 << (len(players) - 1).bit_length())
+            grown.put(np.arange(grown.size), {name: row[:1].repeat(grown.size, 0) for name, row in settled.items()})
             for row in players:
                 if self._rows[row] is not None:
                     slot = self._rows[row].slot
@@ -135,13 +135,18 @@ class WarpLiberoEnv(LiberoEnv):
         """Unload tasks that no row plays, if too many are loaded."""
         idle = [task for task in self._batches if task not in self._task]
         for task in idle[: max(0, len(self._batches) - self.config.tasks_in_memory)]:
-            for loaded in (self._batches, self._settling, self._desks):
-                del loaded[task]
+            for loaded in (self._batches, self._settling, self._singles, self._desks):
+                loaded.pop(task, None)
 
-    def _batch(self, scene: Any, size: int) -> Any:
-        from embodied.envs.libero.warp_batch import Batch
+    def _batch(self, task: str, size: int) -> Any:
+        from embodied.envs.libero.warp_batch import Batch, InTurns
 
-        return Batch(scene, size, "cpu" if self.config.backend == "warp" else "cuda")
+        scene, size = self._scene(task), min(size, self.num_envs)
+        if self.config.backend == "warp_cuda":
+            return Batch(scene, size, "cuda")
+        if task not in self._singles:
+            self._singles[task] = Batch(scene, 1, "cpu")
+        return InTurns(self._singles[task], size)
 
     def _by_batch(self, rows: np.ndarray) -> Iterator[tuple[Any, np.ndarray, np.ndarray]]:
         """These rows by their batch, with their places in it."""
@@ -150,15 +155,15 @@ class WarpLiberoEnv(LiberoEnv):
             yield self._batches[task], here, np.array([self._rows[row].slot for row in here])
 
     def _step(self, actions: np.ndarray, active: np.ndarray) -> StepResult:
-        success, cut = np.zeros(self.num_envs, bool), self._broken & active
+        from embodied.envs.libero.warp_batch import in_words
+
+        success, wrong = np.zeros(self.num_envs, bool), np.where(active, self._wrong, 0)
         for batch, rows, slots in self._by_batch(np.flatnonzero(active)):
-            wanted = np.zeros((batch.size, 7))
-            wanted[slots] = actions[rows]
-            solved, broken = batch.step(wanted)
-            success[rows] = solved[slots]
-            cut[rows] |= broken[slots]
-        self.given_up |= dict.fromkeys(np.flatnonzero(cut).tolist(), NO_ROOM)
-        self._broken &= ~cut
+            success[rows], more = batch.step(slots, actions[rows])
+            wrong[rows] = np.where(wrong[rows], wrong[rows], more)
+        self.given_up |= {row: in_words(wrong[row]) for row in np.flatnonzero(wrong).tolist()}
+        cut = wrong != 0
+        self._wrong[cut] = 0
         self._stale |= active
         late = (self._elapsed + 1 >= self._limit) | cut
         return StepResult(success.astype(np.float32), np.zeros(self.num_envs, bool), success & ~cut, truncated=late)
@@ -174,7 +179,7 @@ class WarpLiberoEnv(LiberoEnv):
         return np.stack([self._painter(row).paint(row, "agentview", self.config.video_size) for row in chosen])
 
     def close_extras(self, **more: object) -> None:
-        self._batches, self._settling, self._desks = {}, {}, {}
+        self._batches, self._settling, self._singles, self._desks = {}, {}, {}, {}
         super().close_extras(**more)
 
 
