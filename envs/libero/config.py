@@ -151,7 +151,7 @@ class LiberoConfig(CommonEnvConfig):
     )
     backend: Literal["mujoco", "warp", "warp_cuda"] = Field(
         "mujoco",
-        description="The physics: the benchmark's MuJoCo, or MuJoCo Warp in an interpreter of its own, on cores or a GPU. "
+        description="The physics: the benchmark's MuJoCo, or MuJoCo Warp in its own interpreter, on cores or a GPU. "
         "Results in Warp have another name, and embodied.evaluate takes the benchmark's physics unless its command "
         "names another.",
     )
