@@ -59,20 +59,25 @@ def rest(task: str) -> Figures:
     movable = state_layout([files_of(task)]).movable
     actions = np.random.default_rng(0).uniform(-1, 1, (1, RANDOM_STEPS, 7)).astype(np.float32)
     still = np.tile(NO_OP.astype(np.float32), (1, STILL_STEPS, 1))
-    seen = {}
+    seen, errors = {}, []
     for backend in BACKENDS:
         env = env_of(backend, task, 1, on_success="continue", max_episode_steps=1000)
-        start = env.reset(options={"episodes": [EpisodeSpec(task, 0, 7, 0)]})[0]["state"]
-        states = [start, env.step_chunk(still).obs["state"]]
-        states += [env.step_chunk(actions[:, at : at + PART]).obs["state"] for at in range(0, RANDOM_STEPS, PART)]
+        states = [env.reset(options={"episodes": [EpisodeSpec(task, 0, 7, 0)]})[0]["state"]]
+        for chunk in (still, *np.split(actions, RANDOM_STEPS // PART, axis=1)):
+            result = env.step_chunk(chunk)
+            states.append(result.obs["state"])
+            errors += [f"{backend}, part {len(states) - 2}: {why}" for _, why in result.errors]
         env.close()
         hands = np.array([state[0, :3] for state in states])
         objects = np.array([state[0, HAND : HAND + PLACE * movable].reshape(-1, PLACE)[:, :3] for state in states])
         seen[backend] = hands, objects
-    hand, objects = (np.linalg.norm(one - other, axis=-1) * 100 for one, other in zip(*seen.values(), strict=True))
+    apart = [
+        np.linalg.norm(one.astype(float) - other, axis=-1) * 100 for one, other in zip(*seen.values(), strict=True)
+    ]
+    hand, objects = apart
     largest = objects.max(axis=1).round(3).tolist()
     walked = {"random_hand_cm": hand[2:].round(3).tolist(), "random_object_cm": largest[2:]}
-    return {"settled_cm": largest[0], "still_cm": largest[1], **walked}
+    return {"settled_cm": largest[0], "still_cm": largest[1], **walked, **({"errors": errors} if errors else {})}
 
 
 def expert(task: str) -> Figures:
@@ -86,7 +91,7 @@ def expert(task: str) -> Figures:
         while live:
             result = env.step_chunk(player.act()[:, None])
             solved |= result.success[:, -1]
-            steps, live = steps + int(result.mask.sum()), bool(result.mask.any())
+            steps, live = steps + int(result.mask.sum()), bool((~result.done & result.mask.any(axis=1)).any())
         env.close()
         figures |= {f"{backend}_solved": int(solved.sum()), f"{backend}_steps": steps}
     return figures

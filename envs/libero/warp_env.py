@@ -161,7 +161,7 @@ class WarpLiberoEnv(LiberoEnv):
         for batch, rows, slots in self._by_batch(np.flatnonzero(active)):
             success[rows], more = batch.step(slots, actions[rows])
             wrong[rows] = np.where(wrong[rows], wrong[rows], more)
-        self.given_up |= {row: in_words(wrong[row]) for row in np.flatnonzero(wrong).tolist()}
+        self.given_up |= {row: in_words(int(wrong[row])) for row in np.flatnonzero(wrong).tolist()}
         cut = wrong != 0
         self._wrong[cut] = 0
         self._stale |= active
