@@ -213,6 +213,7 @@ def test_an_open_page_follows_its_run_without_a_reload(runs, tab):
         (runs / "a").rename(runs / "c")
         tab.until("document.querySelector('[role=status]')?.textContent.includes('is not there')")
         (runs / "c").rename(runs / "a")
+        tab.until("!document.querySelector('[role=status]')")
         tab.errors.clear()  # the browser's own, of the missing run
         tab.open(home)
         tab.ask("document.querySelectorAll('[type=checkbox]').forEach((one) => one.click())")
