@@ -154,6 +154,7 @@ PAGES = {
         else Step("export .*=reach_onnx", "pip install 'embodied-loop[onnx]'", code=2),
         Step("evaluate", "comparison.html"),
         Step("drive.py", "(1, 1, 2)"),
+        Step("push runs/reach", ("license: mit", "nothing was uploaded")),
     ],
     "demonstrations.md": [
         Step("collect recipe=pointmass_ppo", "success_once"),

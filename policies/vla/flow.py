@@ -311,10 +311,9 @@ class FlowPolicy(VLAPolicy):
             return  # our folders have them among the weights
         figures, where = statistics.figures_of(source.figures if source else {}, str(source and source.path), name)
         mode = self.settings.normalization
-        eps = 1e-8 if "type" in self.settings.published else 1e-6  # lerobot's, openpi's
         for scale, part, kind in ((self.action_scale, "actions", "action"), (self.state_scale, "state", "state")):
             if figures:
-                scale.adopt(figures[part], mode, eps, f"the {kind} statistics of {where}")
+                scale.adopt(figures[part], mode, self._eps, f"the {kind} statistics of {where}")
 
     @property
     def horizon(self) -> int:
@@ -478,9 +477,31 @@ class FlowPolicy(VLAPolicy):
         for name, dtype in source.layout.items():
             tensor = tensor_of_blob(source.unused[name]) if name in source.unused else own[self.own_name(name)]
             weights[name] = tensor.to(getattr(torch, dtype))
-        self.write_published(Path(folder), source.settings.published, weights, shard_bytes)
+        folder, scales = Path(folder), {"observation.state": self.state_scale, "action": self.action_scale}
+        self.write_published(folder, source.settings.published, weights, shard_bytes)
+        statistics.write_scales(folder, scales, self.settings.normalization, self._eps)
+        self.check_scales(folder)
+
+    def check_scales(self, folder: Path) -> None:
+        """Refuse a published folder if its statistics are not those of this policy."""
+        scales = (("actions", self.action_scale), ("state", self.state_scale))
+        for figures in statistics.read_figures(folder).values():
+            again = {part: statistics.Scale(len(scale.shift)) for part, scale in scales}
+            for part, scale in again.items():
+                scale.adopt(figures[part], self.settings.normalization, self._eps, part)
+            if all(torch.allclose(again[part].scale, scale.scale, rtol=1e-5) for part, scale in scales):
+                return
+        raise ConfigError(
+            "the published layout would hold other statistics than policy.statistics, with which this policy was "
+            "trained: policy.save_pretrained(folder) writes our layout"
+        )
 
     # Inside
+
+    @property
+    def _eps(self) -> float:
+        """What lerobot and openpi add to deviations and ranges."""
+        return 1e-8 if "type" in self.settings.published else 1e-6
 
     @property
     def _joint(self) -> bool:

@@ -8,7 +8,7 @@ Some families add a small number to the width of a range (`slack`).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from shlex import quote
@@ -23,7 +23,8 @@ from embodied.core.errors import CheckpointError, ConfigError
 from embodied.core.files import reading
 from embodied.core.types import EnvSpec
 from embodied.policies.policy_folder import read_json
-from embodied.runtime.published_weights import array_of, read_safetensors
+from embodied.runtime.published_weights import array_of, blob_of, read_safetensors, spec_of, write_safetensors
+from embodied.runtime.published_weights import tensor_of as tensor_of_blob
 
 BOUNDS = {"quantiles": ("q01", "q99"), "extremes": ("min", "max")}
 
@@ -213,6 +214,27 @@ class Scale(nn.Module):
 
     def from_unit(self, unit: Tensor) -> Tensor:
         return unit.to(torch.float64) * self.scale + self.shift
+
+    def figures(self, mode: str, eps: float) -> dict[str, Tensor]:
+        """The numbers that `adopt` takes."""
+        if mode == MEAN_STD:
+            return {"mean": self.shift, "std": self.scale - eps}
+        low = self.shift - self.scale
+        return {"q01": low, "q99": low + 2 * self.scale - eps}
+
+
+def write_scales(folder: Path, scales: Mapping[str, Scale], mode: str, eps: float) -> None:
+    """Put these scales, by lerobot's names, into the normalising steps of a folder; files that have them stay."""
+    for file in folder.glob("policy_*.safetensors"):
+        stored = {key: tensor_of_blob(blob).clone() for key, blob in read_safetensors(file).items()}
+        before = {key: tensor.clone() for key, tensor in stored.items()}
+        for feature, scale in scales.items():
+            for name, numbers in scale.figures(mode, eps).items():
+                if (tensor := stored.get(f"{feature}.{name}")) is not None:
+                    tensor.view(-1)[: len(numbers)] = numbers.to(tensor)
+        if any(not torch.equal(tensor, before[key]) for key, tensor in stored.items()):
+            specs = {key: spec_of(tensor) for key, tensor in stored.items()}
+            write_safetensors(file, specs, ((key, blob_of(tensor)) for key, tensor in stored.items()))
 
 
 def read_figures(path: Path) -> dict[str, Moments]:
