@@ -20,6 +20,7 @@ import shutil
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from shlex import quote
 from typing import Any
 
 import yaml
@@ -208,9 +209,9 @@ def success(played: Evaluated | None) -> str:
 def use(folder: Path, name: str, family: str, env: dict[str, Any]) -> str:
     """Commands and code that take the repository."""
     named = " ".join(f"env.{key}={env[key]}" for key in ("name", "task") if env.get(key)) or "env.name=NAME"
-    code = [f"python -m embodied.evaluate checkpoint={name} {named}"]
+    code = [f"python -m embodied.evaluate checkpoint={quote(name)}" + f" {named}"]
     if published_family(folder) not in (None, "language"):
-        code.append(f"python -m embodied.train recipe=NAME policy.name={family} policy.pretrained={name}")
+        code.append("python -m embodied.train recipe=NAME" + f" policy.name={family} policy.pretrained={name}")
     text = "```bash\n" + "\n".join(code) + "\n```"
     if read_json(folder / CONFIG).get("type") == "smolvla":
         text += f"""
@@ -271,7 +272,7 @@ def upload(folder: Path, repository: str, options: Options, hub: Any) -> None:
     except Exception as err:  # not yours, full, or the connection broke
         raise EmbodiedError(f"{repository} was not uploaded ({in_a_line(err)}); {again}") from None
     print(f"uploaded    {getattr(made, 'commit_url', made)}")
-    print(f"evaluate    python -m embodied.evaluate checkpoint={repository} env.name=NAME")
+    print(f"evaluate    python -m embodied.evaluate checkpoint={quote(repository)}" + " env.name=NAME")
 
 
 if __name__ == "__main__":

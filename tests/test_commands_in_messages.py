@@ -104,7 +104,7 @@ def check(command, words, run):
         assert {*words} <= {*LISTS}
     elif command == "sims":
         assert {*words} <= {*locked.names(), "NAME", "python=PATH", str(run)}
-    elif command in ("report", "datasets.quantiles", "policies.openvla.components"):
+    elif command in ("report", "push", "datasets.quantiles", "policies.openvla.components"):
         assert all(word == str(run) for word in words)
     else:
         raise AssertionError(f"who reads {words}?")
