@@ -31,6 +31,7 @@ from embodied.config.read import read_yaml
 from embodied.core.errors import CheckpointError, ConfigError, EmbodiedError, in_a_line
 from embodied.core.files import as_path
 from embodied.core.options import Strict
+from embodied.policies.config import POLICY_CONFIGS
 from embodied.policies.hub import HUB_ID
 from embodied.policies.policy_folder import CONFIG, published_family, read_json
 from embodied.records.success_stats import describe_results
@@ -210,17 +211,11 @@ def use(folder: Path, name: str, family: str, env: dict[str, Any]) -> str:
     """Commands and code that take the repository."""
     named = " ".join(f"env.{key}={env[key]}" for key in ("name", "task") if env.get(key)) or "env.name=NAME"
     code = [f"python -m embodied.evaluate checkpoint={quote(name)}" + f" {named}"]
-    if published_family(folder) not in (None, "language"):
+    if (kind := published_family(folder)) and not POLICY_CONFIGS[kind].speaks:
         code.append("python -m embodied.train recipe=NAME" + f" policy.name={family} policy.pretrained={name}")
     text = "```bash\n" + "\n".join(code) + "\n```"
-    if read_json(folder / CONFIG).get("type") == "smolvla":
-        text += f"""
-
-```python
-from lerobot.policies.smolvla.modeling_smolvla import SmolVLAPolicy
-
-policy = SmolVLAPolicy.from_pretrained("{name}")
-```"""
+    if kind and (other := POLICY_CONFIGS[kind].loaded_by):
+        text += f"\n\n```python\n{other.format(name=name)}\n```"
     return text
 
 

@@ -102,6 +102,9 @@ class PolicyOptions(Strict):
     speaks: ClassVar[bool] = False
     """True if this family answers text envs; what a class of yours does, `Policy.speaks` says."""
 
+    loaded_by: ClassVar[str] = ""
+    """Code of another program that loads its published folder {name}, for a model card."""
+
     continues_chunks: ClassVar[bool] = False
     """True if it makes chunks that continue given actions."""
 

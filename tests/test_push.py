@@ -10,8 +10,7 @@ from safetensors.torch import load_file
 from tiny_vla import ARM, build, observe, publish, weights_of
 
 from embodied import evaluate, push, train
-from embodied.policies.hub import FILES
-from embodied.run import policy_source
+from embodied.policies.hub import folder_of
 
 INLINE = ["cluster.backend=inline", 'placement={"sim,policy": "cpu:0", learner: "cpu:0"}']
 SHORT = ["run.iterations=1", "env.num_envs=4", "algo.rollout_decisions=8", "algo.minibatch_size=32", "eval.episodes=2"]
@@ -54,17 +53,16 @@ def run(tmp_path_factory):
 
 
 def fetched(hub, monkeypatch, tmp_path):
-    """Reads of the hub get what a download of our files would bring."""
+    """Downloads from the hub take the files that were uploaded."""
 
-    def fetch(repository, key="checkpoint", files=FILES):
+    def download(repository, allow_patterns):
         there = tmp_path / "cache" / repository
-        for pattern in files:
-            for file in (hub.folder / repository).glob(pattern):
-                there.mkdir(parents=True, exist_ok=True)
-                shutil.copyfile(file, there / file.name)
+        there.mkdir(parents=True, exist_ok=True)
+        for file in (file for pattern in allow_patterns for file in (hub.folder / repository).glob(pattern)):
+            shutil.copyfile(file, there / file.name)
         return there
 
-    monkeypatch.setattr(policy_source, "fetch", fetch)
+    monkeypatch.setattr("huggingface_hub.snapshot_download", download)
 
 
 def test_nothing_is_uploaded_before_the_user_has_seen_it_and_said_yes(run, tmp_path, monkeypatch, capsys):
@@ -139,18 +137,20 @@ def test_what_is_wrong_is_said(words, told, capsys):
     assert told in capsys.readouterr().err
 
 
-def test_a_policy_that_began_with_lerobots_folder_leaves_in_its_layout_with_its_own_statistics(tmp_path):
+def test_a_policy_that_began_with_lerobots_folder_leaves_in_its_layout_with_its_own_statistics(tmp_path, monkeypatch):
     folder = publish(tmp_path / "published", "smolvla", ARM)
     policy = build("smolvla", spec=ARM, pretrained=str(folder))
     policy.action_scale.shift += 0.5
     policy.save_pretrained(tmp_path / "policy")
-    out = push.push(str(tmp_path / "policy"), "ada/arm", push.Options(out=str(tmp_path / "out")))
+    hub = Hub(tmp_path / "hub")
+    out = push.push(str(tmp_path / "policy"), "ada/arm", push.Options(yes=True, out=str(tmp_path / "out")), hub)
+    fetched(hub, monkeypatch, tmp_path)
     assert weights_of(out).keys() == weights_of(folder).keys()
     stored = load_file(out / "policy_preprocessor_step_5.safetensors")
     before = load_file(folder / "policy_preprocessor_step_5.safetensors")
     assert (stored["action.mean"] - before["action.mean"]).numpy() == pytest.approx(0.5)
     assert (stored["action.std"] == before["action.std"]).all()
-    again = build("smolvla", spec=ARM, pretrained=str(out))
+    again = build("smolvla", spec=ARM, pretrained=str(folder_of("ada/arm")))
     obs, draws = observe(2, ARM), np.random.default_rng(0).normal(size=(2, policy.noise_spec().width))
     ours, theirs = (each.act(obs, draws, temperature=0.0).actions for each in (policy, again))
     assert theirs == pytest.approx(ours, abs=1e-5)

@@ -14,6 +14,10 @@ class SmolVLAConfig(FlowConfig):
     """SmolVLA: images, state and an instruction in, a chunk of actions out of noise."""
 
     policy = "embodied.policies.smolvla.policy:SmolVLAPolicy"
+    loaded_by = (
+        "from lerobot.policies.smolvla.modeling_smolvla import SmolVLAPolicy\n\n"
+        'policy = SmolVLAPolicy.from_pretrained("{name}")'
+    )
 
     name: Literal["smolvla"] = Field(
         description="Images, state and an instruction in, a chunk of actions out of noise: lerobot's SmolVLA."

@@ -13,6 +13,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -39,7 +40,6 @@ from embodied.runtime.published_weights import tensor_of as tensor_of_blob
 
 UNUSED = "unused.safetensors"
 LAYOUT = "published_weights"  # key of our config.json: names and precisions of the original weights
-MOST_GUIDANCE = 5.0  # Black, Galliker and Levine (2025), section 4
 HALF_LOG_2PI = 0.5 * math.log(2 * math.pi)
 MODEL = "model."  # prefix of the names of a published model's weights, here and in lerobot
 
@@ -347,7 +347,8 @@ class FlowPolicy(VLAPolicy):
         for step in range(self.config.steps):
             k = torch.full((len(x),), step, device=x.device)
             time = time_of(k, self.config.steps)
-            hidden, velocity = self.continuing(seen, x, time, *before) if before else self.denoise(seen, x, time)
+            move = partial(networks.continuing, self.denoise, *before) if before else self.denoise
+            hidden, velocity = move(seen, x, time)
             values = self._value(seen, hidden) if values is None else values
             noisy = (k == first) | self._joint
             draws = extra[:, step if self._joint else 0]
@@ -363,20 +364,6 @@ class FlowPolicy(VLAPolicy):
             values.cpu().numpy(),
             self._remember(chain, first),
         )
-
-    def continuing(
-        self, seen: Prefix, x: Tensor, time: Tensor, actions: Tensor, weights: Tensor
-    ) -> tuple[Tensor, Tensor]:
-        """`denoise` towards chunks that begin with these actions [N, H, D], as far as the weights [N, H, 1] ask for it:
-        the velocity is corrected by the gradient of the actions that it leads to (real-time chunking)."""
-        with torch.enable_grad():
-            x = x.detach().requires_grad_()
-            hidden, velocity = self.denoise(seen, x, time)
-            there = x - column(time, x) * velocity
-            (pull,) = torch.autograd.grad(there, x, weights * (actions - there.detach()))
-        t = column(time, x)
-        strength = ((t * t + (1 - t) ** 2) / (t * (1 - t))).clamp(max=MOST_GUIDANCE)  # infinite at first
-        return hidden.detach(), velocity.detach() - strength * pull
 
     def _before(self, obs: Observation) -> tuple[Tensor, Tensor] | None:
         """The actions that a chunk should continue, in the model's units and filled up to a chunk, and their weights;
@@ -477,24 +464,9 @@ class FlowPolicy(VLAPolicy):
         for name, dtype in source.layout.items():
             tensor = tensor_of_blob(source.unused[name]) if name in source.unused else own[self.own_name(name)]
             weights[name] = tensor.to(getattr(torch, dtype))
-        folder, scales = Path(folder), {"observation.state": self.state_scale, "action": self.action_scale}
-        self.write_published(folder, source.settings.published, weights, shard_bytes)
-        statistics.write_scales(folder, scales, self.settings.normalization, self._eps)
-        self.check_scales(folder)
-
-    def check_scales(self, folder: Path) -> None:
-        """Refuse a published folder if its statistics are not those of this policy."""
-        scales = (("actions", self.action_scale), ("state", self.state_scale))
-        for figures in statistics.read_figures(folder).values():
-            again = {part: statistics.Scale(len(scale.shift)) for part, scale in scales}
-            for part, scale in again.items():
-                scale.adopt(figures[part], self.settings.normalization, self._eps, part)
-            if all(torch.allclose(again[part].scale, scale.scale, rtol=1e-5) for part, scale in scales):
-                return
-        raise ConfigError(
-            "the published layout would hold other statistics than policy.statistics, with which this policy was "
-            "trained: policy.save_pretrained(folder) writes our layout"
-        )
+        self.write_published(Path(folder), source.settings.published, weights, shard_bytes)
+        scales = {"state": self.state_scale, "actions": self.action_scale}
+        statistics.write_scales(Path(folder), scales, self.settings.normalization, self._eps)
 
     # Inside
 

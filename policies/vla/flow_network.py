@@ -308,3 +308,21 @@ class NoiseHead(nn.Module):
     def forward(self, hidden: Tensor) -> Tensor:
         low, high = self.range
         return (low + (high - low) * (self.mlp(hidden).tanh() + 1) / 2).exp()
+
+
+MOST_GUIDANCE = 5.0  # as in "Real-Time Execution of Action Chunking Flow Policies" (2025)
+
+
+def continuing(
+    denoise: Callable, actions: Tensor, weights: Tensor, seen: Prefix, x: Tensor, time: Tensor
+) -> tuple[Tensor, Tensor]:
+    """`denoise` towards chunks that begin with these actions [N, H, D], as far as the weights [N, H, 1] ask for it: the
+    velocity is corrected by the gradient of the actions that it leads to (real-time chunking)."""
+    t = time.to(x.dtype)[:, None, None]
+    with torch.enable_grad():
+        x = x.detach().requires_grad_()
+        hidden, velocity = denoise(seen, x, time)
+        there = x - t * velocity
+        (pull,) = torch.autograd.grad(there, x, weights * (actions - there.detach()))
+    strength = ((t * t + (1 - t) ** 2) / (t * (1 - t))).clamp(max=MOST_GUIDANCE)  # infinite at first
+    return hidden.detach(), velocity.detach() - strength * pull

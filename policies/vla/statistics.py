@@ -224,17 +224,34 @@ class Scale(nn.Module):
 
 
 def write_scales(folder: Path, scales: Mapping[str, Scale], mode: str, eps: float) -> None:
-    """Put these scales, by lerobot's names, into the normalising steps of a folder; files that have them stay."""
+    """Put these scales of states and actions into lerobot's normalising steps in a folder; files that have them stay.
+    Refuses a folder of another layout with other statistics."""
     for file in folder.glob("policy_*.safetensors"):
         stored = {key: tensor_of_blob(blob).clone() for key, blob in read_safetensors(file).items()}
         before = {key: tensor.clone() for key, tensor in stored.items()}
-        for feature, scale in scales.items():
+        for part, scale in scales.items():
             for name, numbers in scale.figures(mode, eps).items():
-                if (tensor := stored.get(f"{feature}.{name}")) is not None:
+                if (tensor := stored.get(f"{WANTED[part][1]}.{name}")) is not None:
                     tensor.view(-1)[: len(numbers)] = numbers.to(tensor)
         if any(not torch.equal(tensor, before[key]) for key, tensor in stored.items()):
             specs = {key: spec_of(tensor) for key, tensor in stored.items()}
             write_safetensors(file, specs, ((key, blob_of(tensor)) for key, tensor in stored.items()))
+    if not any(are_of(figures, scales, mode, eps) for figures in read_figures(folder).values()):
+        raise ConfigError(
+            "the published layout would hold other statistics than policy.statistics, with which this policy was "
+            "trained: policy.save_pretrained(folder) writes our layout"
+        )
+
+
+def are_of(figures: Moments, scales: Mapping[str, Scale], mode: str, eps: float) -> bool:
+    """True if these scales are of these statistics."""
+    again = {part: Scale(len(scale.shift)) for part, scale in scales.items()}
+    for part, scale in again.items():
+        scale.adopt(figures[part], mode, eps, part)
+    pairs = [
+        (getattr(again[part], name), getattr(scales[part], name)) for part in scales for name in ("shift", "scale")
+    ]
+    return all(torch.allclose(one, other, rtol=1e-5, atol=1e-6) for one, other in pairs)
 
 
 def read_figures(path: Path) -> dict[str, Moments]:
