@@ -4,6 +4,7 @@
 # make vllm            add vLLM, for recipes with policy.engine=vllm
 # make sims NAME       the environment of a simulator whose packages do not fit here, for env.python=auto
 # make lint            formatting, lint and types
+# make docs            the site of README and docs/, in build/site
 # make docs-check      every command and snippet of the README and docs/
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
 RUN = .venv/bin/python
@@ -15,7 +16,7 @@ AVX2 = MKL_ENABLE_INSTRUCTIONS=AVX2 ONEDNN_MAX_CPU_ISA=AVX2 ATEN_CPU_CAPABILITY=
 # MKL obeys MKL_CBWR on every processor, MKL_ENABLE_INSTRUCTIONS on Intel's alone.
 SSE = MKL_CBWR=COMPATIBLE ONEDNN_MAX_CPU_ISA=SSE41 ATEN_CPU_CAPABILITY=default
 
-.PHONY: train test test-all test-numbers lint docs-check format setup sims vllm
+.PHONY: train test test-all test-numbers lint docs docs-check format setup sims vllm
 
 train: setup
 	@$(RUN) -m embodied.train recipe=maniskill_ppo $(ARGS)
@@ -32,6 +33,10 @@ test-numbers: setup
 
 lint: setup
 	@$(RUN) -m ruff format --check . && $(RUN) -m ruff check . && $(RUN) -m mypy
+
+docs: setup
+	@$(RUN) -c "import mkdocs, mkdocstrings" 2>/dev/null || $(RUN) -m pip install -q --no-build-isolation -c constraints.txt -e ".[docs]"
+	@NO_MKDOCS_2_WARNING=1 $(RUN) -m mkdocs build --strict
 
 docs-check: setup
 	@$(PYTEST) tests/test_documents.py tests/test_*page*.py $(ARGS)

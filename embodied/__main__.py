@@ -81,7 +81,8 @@ def listing() -> str:
     ]
     for family, names in by_family(recipe_names(RECIPES, *BY_TASK)).items():
         lines += wrap_names(family, names)
-    return "\n".join([*lines, "", "to begin with: embodied train recipe=pointmass_ppo"])
+    pages = f"the pages that messages name are in {(HERE / 'docs').resolve()}"
+    return "\n".join([*lines, "", pages, "to begin with: embodied train recipe=pointmass_ppo"])
 
 
 def wrap_names(title: str, names: list[str]) -> list[str]:

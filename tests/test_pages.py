@@ -162,6 +162,7 @@ PAGES = {
         Step("train recipe=pointmass_ppo", "success_once"),
         Step("collect .*expert=planner", "success_once 100.0%", "collect.noise=0 collect.episodes=2", slow=True),
     ],
+    "versions.md": [Step("python -m embodied --version", re.compile(r"^\d+\.\d+\.\d+$"))],
     "evaluation.md": [
         Step("evaluate checkpoint.*(pointmass_ppo-DATE|=pointmass)", "results.json"),  # servers: another test
         Step("evaluate .*maniskill", "results.json", slow=True),

@@ -338,5 +338,6 @@ def model_of(name: str) -> str:
 
 
 def cores() -> tuple[int, ...]:
-    """The cores this process may use."""
-    return tuple(sorted(os.sched_getaffinity(0)))
+    """The cores this process may use: all of them on systems without affinity, such as macOS."""
+    usable = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else range(os.cpu_count() or 1)
+    return tuple(sorted(usable))

@@ -149,7 +149,9 @@ def planned(
 
 
 def check_where(config: RunConfig, dry: bool) -> None:
-    """Refuse to run on machines that are only named for planning."""
+    """Refuse to run on machines that are only named for planning, and on systems without Linux's shared memory."""
+    if not (dry or sys.platform.startswith("linux")):
+        raise ConfigError(f"runs need Linux, and this is {sys.platform}; --dry-run and embodied.plan work here")
     if (named := config.cluster.machines) and not dry:
         raise ConfigError(
             f"cluster.machines={named} is for planning: add --dry-run, or leave it out; "

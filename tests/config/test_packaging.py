@@ -1,8 +1,10 @@
 """What is installed: every package of the checkout under one name, its recipes and assets, and nothing of the tests."""
 
+import re
 import subprocess
 import sys
 import sysconfig
+import tarfile
 import venv
 import zipfile
 from configparser import ConfigParser
@@ -15,7 +17,7 @@ from embodied.core.plugins import OURS
 ROOT = Path(__file__).parents[2]
 FOLDERS = {
     "embodied": "embodied",
-    **{name: f"embodied/{name}" for name in ("envs", "policies", "placement", "recipes", "assets")},
+    **{name: f"embodied/{name}" for name in ("envs", "policies", "placement", "recipes", "assets", "docs")},
 }
 
 
@@ -37,10 +39,18 @@ def wheel(tracked, tmp_path_factory):
         elif (ROOT / name).is_file():
             (source / name).parent.mkdir(parents=True, exist_ok=True)
             (source / name).write_bytes((ROOT / name).read_bytes())
-    build = "import sys; from setuptools import build_meta; build_meta.build_wheel(sys.argv[1])"  # as pip does
-    done = subprocess.run([sys.executable, "-c", build, str(out)], cwd=source, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
+    build(source, "sdist", out)
+    with tarfile.open(next(out.glob("*.tar.gz"))) as archive:
+        archive.extractall(out, filter="data")
+    build(next(out.glob("embodied_loop-*/")), "wheel", out)
     return next(out.glob("*.whl"))
+
+
+def build(source, kind, out):
+    """As pip and the package `build` do."""
+    hook = "import sys; from setuptools import build_meta; getattr(build_meta, f'build_{sys.argv[1]}')(sys.argv[2])"
+    done = subprocess.run([sys.executable, "-c", hook, kind, str(out)], cwd=source, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
 
 
 def test_the_wheel_holds_every_module_and_data_file_and_no_tests(wheel, tracked):
@@ -80,26 +90,35 @@ def test_a_folder_of_the_same_name_in_the_working_directory_shadows_nothing(whee
 
 
 @pytest.mark.slow
-def test_the_wheel_trains_in_an_environment_without_the_checkout(wheel, tmp_path, monkeypatch):
-    """Dependencies are borrowed from here by their folder, which leaves the link to the checkout behind."""
-    monkeypatch.delenv("PYTHONPATH", raising=False)
-    venv.create(tmp_path / "env")
-    site = next((tmp_path / "env").glob("lib/python*/site-packages"))
-    zipfile.ZipFile(wheel).extractall(site)
-    (site / "borrowed.pth").write_text(sysconfig.get_path("purelib") + "\n")
+def test_the_wheel_is_installed_with_its_extras_and_trains_without_the_checkout(wheel, tmp_path, monkeypatch):
+    """Dependencies are those of this environment, borrowed by links, without the link to the checkout."""
+    for name in ("PYTHONPATH", "PIP_REQUIRE_VIRTUALENV"):
+        monkeypatch.delenv(name, raising=False)
+    venv.create(tmp_path / "env")  # empty: pip is borrowed, too
+    (site,) = (tmp_path / "env").glob("lib/python*/site-packages")
+    borrowed = tmp_path / "borrowed"
+    borrowed.mkdir()
+    for one in Path(sysconfig.get_path("purelib")).iterdir():
+        if "embodied_loop" not in one.name:
+            (borrowed / one.name).symlink_to(one)
+    (site / "borrowed.pth").write_text(f"{borrowed}\n")
+    mine = tmp_path / "mine"
     for name in ("envs", "assets"):
-        (tmp_path / "mine" / name).mkdir(parents=True)
-        (tmp_path / "mine" / name / "__init__.py").write_text("raise RuntimeError('shadowed')")
-    python = tmp_path / "env" / "bin" / "python"
-    command = [str(python), "-m", "embodied.train", "recipe=pointmass_ppo", "run.iterations=2", "eval.episodes=4"]
-    told = subprocess.run(command, cwd=tmp_path / "mine", capture_output=True, text=True, timeout=200)
-    assert told.returncode == 0, told.stderr
-    (run,) = (tmp_path / "mine" / "runs").iterdir()
-    assert (run / "checkpoints").is_dir()
-    where = subprocess.run(
-        [str(python), "-c", "import embodied.envs; print(embodied.envs.__file__)"],
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-    )
-    assert where.stdout.startswith(str(tmp_path))
+        (mine / name).mkdir(parents=True)
+        (mine / name / "__init__.py").write_text("raise RuntimeError('shadowed')")
+
+    def here(*words):
+        done = subprocess.run([tmp_path / "env/bin" / words[0], *words[1:]], cwd=mine, capture_output=True, text=True)
+        assert done.returncode == 0, done.stdout + done.stderr
+        return done.stdout
+
+    extras = "embodied-loop[maniskill,libero,language]"
+    here("python", "-m", "pip", "install", "--no-index", "--find-links", str(wheel.parent), extras)
+    listing = here("embodied", "--help")
+    pages = Path(re.search(r"pages that messages name are in (.*)", listing)[1])
+    assert pages.is_relative_to(site.resolve()) and (pages / "text_envs.md").is_file()
+    assert "maniskill_ppo" in listing and "pointmass_ppo" in here("embodied", "list")
+    assert "PushCube-v1" in here("embodied", "train", "recipe=maniskill_ppo", "--dry-run")
+    here("embodied", "train", "recipe=pointmass_ppo", "run.iterations=2", "eval.episodes=4")
+    (run,) = (mine / "runs").iterdir()
+    assert (run / "checkpoints").is_dir() and (run / "report.html").is_file()
