@@ -256,6 +256,23 @@ PAGES = {
         Step("train .*tensor_parallel=4", ("2 x policy on gpu:0-7, 4 each", "vLLM 12.8")),
         Step("train recipe=smol_grpo", "tokens an answer", f"{WORDS} policy.train_layers=1 algo.filter=none"),
     ],
+    "gsm8k.md": [
+        Step(
+            "train recipe=gsm8k_grpo --dry-run",
+            ("8 x policy + learner on gpu:0-7", "rollout: policy 16.4 + vLLM 56.4; update: learner 67.9", "of 80 GB"),
+        ),
+        Step(
+            "train .*cache_gb=70 .*--dry-run",
+            "try learner.checkpoint_activations=true policy.cache_gb=45",
+            "policy.cache_gb=70",
+            code=2,
+        ),
+        Step("train recipe=./gsm8k.yaml", ("evaluation", "math500"), "--dry-run", slow=True),
+        Step("train .*(schedule=async|tensor_parallel|dapo|reinforce)", "of 80 GB", "--dry-run", slow=True),
+        Step("train .*lora_rank", ("1 x policy + learner on gpu:0", "0.0873 of them"), "--dry-run", slow=True),
+        Step("make_problems.py", slow=True),
+        Step("train recipe=./small_grpo", "task math math", "policy.train_layers=1 --dry-run", slow=True),
+    ],
     "libero.md": [
         Step("train .*backend=warp", ("physics MuJoCo Warp", "libero-warp-v1"), f"{STATES} {WARP}", slow=True),
         Step("evaluate checkpoint=runs/warp-DATE$", "libero-v1", slow=True),
@@ -285,6 +302,16 @@ PAGES = {
 
 def prepare(folder, name):
     """What a page takes for granted."""
+    if name == "gsm8k.md":
+        publish(folder / "models/SmolLM2-135M-Instruct", "llama", tied=True)
+        about = {"model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"], "tie_word_embeddings": False}
+        about |= {"num_hidden_layers": 36, "hidden_size": 4096, "num_attention_heads": 32, "num_key_value_heads": 8}
+        about |= {"head_dim": 128, "intermediate_size": 12288, "vocab_size": 151936, "max_position_embeddings": 40960}
+        (folder / "Qwen/Qwen3-8B").mkdir(parents=True)
+        (folder / "Qwen/Qwen3-8B/config.json").write_text(json.dumps(about))
+        for name, numbers in {"train": range(60), "test": range(60, 90)}.items():
+            rows = [json.dumps({"question": f"{n} + 1?", "answer": f"It is {n + 1}.\n#### {n + 1}"}) for n in numbers]
+            (folder / f"{name}-of-the-hub.jsonl").write_text("\n".join(rows))
     if name == "text_envs.md":
         (folder / "questions.jsonl").write_text(next(text for kind, text in Page(name).blocks if kind == "json"))
         (folder / "verifiers-env/bin").mkdir(parents=True)
@@ -357,6 +384,10 @@ def of_page(page, begins):
 def test_a_page_is_followed(name, all_steps, begun, tmp_path_factory, monkeypatch, capsys):
     monkeypatch.setattr("embodied.envs.text.math.find_spec", lambda name: True)  # for plans alone
     page, (folder, done) = Page(name), begin(name, begun, tmp_path_factory.mktemp)
+    split = {"train": folder / "train-of-the-hub.jsonl", "test": folder / "test-of-the-hub.jsonl"}
+    monkeypatch.setattr(
+        "embodied.core.hub.data_files", lambda name: ("0" * 40, (split[name.partition("@")[0].rpartition(":")[2]],))
+    )
     here, absent = runner(folder, monkeypatch, capsys), set()
     for step in [*BEFORE.get(name, ()), *PAGES[name]]:
         if step not in done and (all_steps or not step.slow):

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from math import lcm, prod
+from math import ceil, inf, lcm, prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -21,7 +21,7 @@ from embodied.config.sections import SCORERS
 from embodied.core.arrays import gather
 from embodied.core.errors import CheckpointError, ConfigError
 from embodied.core.files import as_path
-from embodied.core.options import broken_rules, never_with, only_with
+from embodied.core.options import broken_rules, never_with, only_with, written
 from embodied.core.types import deal_by_task
 from embodied.envs import env_class, import_class
 from embodied.envs.config import OWN_SCORE
@@ -75,6 +75,12 @@ class Need:
     def least(self) -> float:
         """On a GPU the peak over phases, since workers take turns; on a host the sum over phases."""
         return max(self._during(phase) for phase in (START, ROLLOUT, UPDATE)) if self.device else self.whole
+
+    @property
+    def excess(self) -> float:
+        """Bytes that are too many, summed over the phases in which workers take turns."""
+        peaks = [self._during(phase) for phase in (START, ROLLOUT, UPDATE)] if self.device else [self.whole]
+        return sum(max(0.0, peak - self.has) for peak in peaks)
 
     def _during(self, phase: str) -> float:
         return sum(load.bytes for load in self.loads if load.phase in ("", phase))
@@ -144,6 +150,7 @@ def measured_memory(config: RunConfig, ranks: int) -> Memory | None:
     rows = min(rows, config.learner.micro_batch_size or rows)
     alike = config.with_values("learner", micro_batch_size=rows, shard=False)
     alike = alike if config.policy.speaks else alike.with_values("policy", preset="full")
+    alike = alike.with_values("policy", cache_gb=None) if config.policy.speaks else alike
     settings = alike.model_dump_json(include={"policy", "learner", "algo", "env", "roles"})
     if settings not in counted:
         from embodied.learners.memory_estimate import estimate
@@ -314,31 +321,71 @@ def check_memory(config: RunConfig, plan: PlacementPlan, machines: Topology, lea
 
 
 def saving_options(config: RunConfig, plan: PlacementPlan, machines: Topology) -> str:
-    """Options that save memory, as many as this plan needs, cheap ones first; "" if all of them save too little."""
-    spare = {"checkpoint_activations": True} | ({} if config.policy.speaks else {"micro_batch_size": 1})
-    parts = (4, 8, 16, 32) if vllm_cache(config) else ()
-    options: list[tuple[str, dict[str, Any]]] = []
-    options += [("policy", {"cache_gb": config.policy.cache_gb / divisor}) for divisor in parts]
-    options += [("learner", {"shard": plan.count("learner") > 1}), ("learner", spare)]
-    if config.policy.speaks:
-        adapters = {"lora_rank": config.policy.lora_rank or LORA_RANK, "train_layers": None}
-        options += [("policy", {"dtype": "bfloat16"}), ("policy", adapters)]
-    changed = config
+    """Options with which the plan fits, the most helpful first; "" if all of them save too little. Options that change
+    no result come first, a language model's precision and adapters last; KV caches are as large as fits."""
+    policy, exact = config.policy, {"checkpoint_activations": True, "reduce_each_pass": True}
+    alike: list[tuple[str, dict[str, Any]]] = [("learner", {"shard": plan.count("learner") > 1})]
+    alike += [("learner", {key: value}) for key, value in exact.items()]
+    alike += [] if policy.speaks else [("learner", {"micro_batch_size": 1})]
+    adapters = {"lora_rank": getattr(policy, "lora_rank", None) or LORA_RANK, "train_layers": None}
+    others = [("policy", {"dtype": "bfloat16"}), ("policy", adapters)] if policy.speaks else []
+    chosen: list[tuple[str, dict[str, Any]]] = []
+
+    def excess(options: Iterable[tuple[str, dict[str, Any]]]) -> float:
+        """Bytes that are too many with these options and the smallest cache; infinite if they do not go together."""
+        changed = with_options(config, options)
+        *_, changed = changed, *smaller_caches(changed, plan)
+        return inf if is_refused(changed) else sum(need.excess for need in needs(changed, plan, machines))
+
+    for kind in (alike, others):
+        while kind and excess(chosen):
+            best = min(kind, key=lambda option: excess([*chosen, option]))
+            if excess([*chosen, best]) >= excess(chosen):
+                break
+            chosen.append(best)
+            kind.remove(best)
+    if excess(chosen):
+        return ""
+    for option in chosen[::-1]:  # a later option may have made an earlier one needless
+        without = [other for other in chosen if other is not option]
+        chosen = chosen if excess(without) else without
+    whole = with_options(config, chosen)
+    caches = [whole, *smaller_caches(whole, plan)]
+    changed = next(each for each in caches if not any(need.excess for need in needs(each, plan, machines)))
+    order = [f"{section}.{key}" for section, values in chosen for key in values]
+    words = [(word.partition("=")[0], word) for word in differences(config, changed)]
+    return " ".join(word for _, word in sorted(words, key=lambda one: [*order, one[0]].index(one[0])))
+
+
+def with_options(config: RunConfig, options: Iterable[tuple[str, dict[str, Any]]]) -> RunConfig:
     for section, values in options:
-        saving = changed.with_values(section, **values)
-        try:
-            type(config).model_validate(dict(saving))
-        except ValueError:  # this policy does not allow it
-            continue
-        changed = saving
-        if all(need.least <= need.has for need in needs(changed, plan, machines)):
-            return " ".join(differences(config, changed))
-    return ""
+        config = config.with_values(section, **values)
+    return config
+
+
+def is_refused(config: RunConfig) -> bool:
+    """True if these options do not go together."""
+    try:
+        type(config).model_validate(dict(config))
+        type(config.learner).model_validate(dict(config.learner))
+    except ValueError:
+        return True
+    return False
+
+
+def smaller_caches(config: RunConfig, plan: PlacementPlan) -> Iterator[RunConfig]:
+    """With smaller KV caches of vLLM, the largest first: whole gigabytes, down to one conversation."""
+    memory = measured_memory(config, plan.count("learner"))
+    least = memory.acting / 1e9 if memory else 1
+    given = vllm_cache(config) / 1e9
+    for cache in range(ceil(given) - 1, 0, -1):
+        if cache >= least:
+            yield config.with_values("policy", cache_gb=float(cache))
 
 
 def differences(before: RunConfig, after: RunConfig) -> list[str]:
     return [
-        f"{section}.{key}={'null' if value is None else str(value).lower()}"
+        f"{section}.{key}={written(value)}"
         for section in ("policy", "learner")
         for key, value in getattr(after, section)
         if value != getattr(getattr(before, section), key)
@@ -574,9 +621,16 @@ def remarks(config: RunConfig, learns: bool) -> Iterator[str]:
     whole = not policy.lora_rank and not policy.train_layers
     better = {"lr": 1e-6} if whole and algo.lr > HIGHEST_LR else {}
     better |= {"adam_eps": 1e-8} if algo.adam_eps > HIGHEST_EPS else {}
-    if better and (weights := stored_weights(as_path(policy.pretrained))) >= LARGE_MODEL:
+    if better and (weights := num_weights(config)) >= LARGE_MODEL:
         keys = " and ".join(f"algo.{key}={value:g} (now {getattr(algo, key):g})" for key, value in better.items())
         yield f"{weights / 1e9:.2g} billion weights learn in smaller steps than this recipe's: try {keys}"
+
+
+def num_weights(config: RunConfig) -> int:
+    """The number of weights of the model in a folder, from its files or its shape."""
+    stored = stored_weights(as_path(config.policy.pretrained))
+    counted_by_shape = None if stored else measured_memory(config, 1)
+    return counted_by_shape.num_weights if counted_by_shape else stored
 
 
 def refuse(problems: Iterable[str]) -> None:

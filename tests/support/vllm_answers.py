@@ -142,9 +142,25 @@ def scored(policy, request, answer, pictures):
     return scores.logprobs.ravel().numpy()[mask]
 
 
+def least_share(engine, model, min_p):
+    """The smallest probability of a drawn token, as a share of the likeliest token's."""
+    found = answers(engine, ASKED, min_p=min_p)
+    least = []
+    for request in ASKED:
+        ids = torch.tensor([[*request.tokens, *map(int, found[request.key].tokens)]])
+        with torch.no_grad():
+            likely = model(ids).logits[0, len(request.tokens) - 1 : -1].softmax(-1)
+        drawn = likely.gather(1, ids[0, len(request.tokens) :, None])[:, 0]
+        least.append(float((drawn / likely.amax(-1)).min()))
+    return min(least)
+
+
 def drawn(engine, model):
     """What does not depend on the model: rules of sampling, ends of answers, and weights that make no numbers."""
-    said = {"narrow": [answered(answers(engine, ASKED, **rule)) for rule in ({"top_k": 1}, {"top_p": 1e-6})]}
+    said = {
+        "narrow": [answered(answers(engine, ASKED, **rule)) for rule in ({"top_k": 1}, {"top_p": 1e-6}, {"min_p": 1.0})]
+    }
+    said["shares"] = [least_share(engine, model, min_p) for min_p in (0.0, 0.3)]
     greedy = Sampling(0, "act/eval", SamplingRule(0.0), frozenset({STOP}))
     beside = [replace(one, sampling=greedy if place % 2 else None) for place, one in enumerate(ASKED)]
     engine.begin(1, 0, "train", SamplingRule())
