@@ -96,9 +96,6 @@ class PolicyOptions(Strict):
     reads_pictures: ClassVar[bool] = False
     """True if a text env may show it pictures."""
 
-    window: ClassVar[int | None] = None
-    """Tokens of a sliding window that alone limits a conversation."""
-
     speaks: ClassVar[bool] = False
     """True if this family answers text envs; what a class of yours does, `Policy.speaks` says."""
 

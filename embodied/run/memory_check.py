@@ -609,13 +609,8 @@ def check_scorers(config: RunConfig) -> None:
 
 
 def remarks(config: RunConfig, learns: bool) -> Iterator[str]:
-    """Notes for the first screen about the model in a folder: its sliding window, and settings for its size."""
+    """Notes for the first screen about the model in a folder: settings for its size."""
     policy, algo = config.policy, config.algo
-    if window := policy.window:
-        yield (
-            f"layers of this model see {window} tokens (a sliding window): conversations end there, and longer prompts "
-            f"are dropped; policy.max_length={window} or less says so, too"
-        )
     if not (learns and policy.speaks and policy.published and policy.pretrained) or config.sft.data:
         return
     whole = not policy.lora_rank and not policy.train_layers

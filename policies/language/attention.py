@@ -1,6 +1,8 @@
 """Attention of packed rows: masks, the only place that chooses a kernel, and rows that several ranks compute together.
 
-On the meta device nothing is computed; it serves to count the memory of a backward pass.
+Models with sliding windows, soft caps of scores, or sinks have a kernel of their own (`special_attention`), which takes
+a second mask for the layers with a window. On the meta device nothing is computed; it serves to count the memory of a
+backward pass.
 
 Divided rows are as in DeepSpeed's Ulysses. Place c of every row belongs to rank c mod N. A rank computes everything but
 attention for its own places. Before attention the ranks exchange queries, keys and values: each then has all places,
@@ -27,6 +29,7 @@ from embodied.runtime.collective import RankGroup
 DENSE, SPARSE = "sdpa", "flex_attention"  # by transformers' names
 COUNTED = "embodied_counted"  # for counting memory: computes nothing
 DIVIDED = "embodied_divided"  # for rows that ranks compute together
+SPECIAL = "embodied_special"  # for windows, soft caps and sinks
 TILE = 128  # block size of flex_attention
 
 
@@ -51,14 +54,40 @@ def wide_row(kernel: str, dim: int) -> float:
     return 2.0 * dim if kernel == DENSE else math.inf
 
 
-def attention_mask(packed: Packed, kernel: str, device: torch.device) -> Any:
+def window_of(shape: Any) -> int | None:
+    """The number of tokens that layers with a sliding window see; None if no layer has one."""
+    kinds = getattr(shape, "layer_types", None) or ["sliding_attention"]
+    return (getattr(shape, "sliding_window", None) or None) if "sliding_attention" in kinds else None
+
+
+def is_special(shape: Any) -> bool:
+    """True if a model of this shape needs `special_attention`."""
+    capped = getattr(shape, "attn_logit_softcapping", None) is not None
+    return capped or window_of(shape) is not None or shape.model_type == "gpt_oss"
+
+
+def implementation(kernel: str, shape: Any) -> str:
+    """transformers' name of what computes attention with this kernel for a model of this shape."""
+    return SPECIAL if is_special(shape) and kernel != COUNTED else kernel
+
+
+def attention_masks(packed: Packed, kernel: str, device: torch.device, shape: Any) -> dict[str, Any]:
+    """The masks for a model of this shape, as arguments of transformers' model."""
+    masks, window = {"attention_mask": attention_mask(packed, kernel, device)}, window_of(shape)
+    if window is not None and kernel != COUNTED:
+        masks["window_mask"] = attention_mask(packed, kernel, device, window)
+    return masks
+
+
+def attention_mask(packed: Packed, kernel: str, device: torch.device, window: int | None = None) -> Any:
     """The mask for transformers' `attention_mask`. Empty places attend to empty places, so that no row of the mask is
     empty."""
     if kernel == COUNTED:  # without a mask, models with a padding token would search for padding
         rows, width = packed.ids.shape
         return torch.ones(rows, 1, width, width, dtype=torch.bool, device=device)
-    blocks, segments = (torch.from_numpy(part).to(device) for part in (packed.blocks, packed.segments))
-    sees, (rows, width) = rule(blocks, segments), blocks.shape
+    parts = (packed.blocks, packed.segments, packed.order)
+    blocks, segments, order = (torch.from_numpy(part).to(device) for part in parts)
+    sees, (rows, width) = rule(blocks, segments, order, window), blocks.shape
     if kernel == DENSE:
         row, place = torch.arange(rows, device=device), torch.arange(width, device=device)
         return sees(row[:, None, None], None, place[:, None], place)[:, None]
@@ -67,16 +96,52 @@ def attention_mask(packed: Packed, kernel: str, device: torch.device) -> Any:
     return create_block_mask(sees, rows, None, width, width, device=device, BLOCK_SIZE=TILE)
 
 
-def rule(blocks: Tensor, segments: Tensor) -> Any:
+def rule(blocks: Tensor, segments: Tensor, order: Tensor, window: int | None) -> Any:
     """A function of two places of a row: True if the first sees the second, an earlier or the same token of its block,
-    which is shared by the block or of its segment."""
+    which is shared by the block or of its segment, and one of the last `window` tokens of its conversation."""
 
     def sees(row: Tensor, head: Tensor | None, one: Tensor, other: Tensor) -> Tensor:
         theirs = segments[row, other]
         mine = (segments[row, one] == theirs) | (theirs == 0)
-        return (one >= other) & (blocks[row, one] == blocks[row, other]) & mine
+        seen = (one >= other) & (blocks[row, one] == blocks[row, other]) & mine
+        return seen if window is None else seen & (order[row, one] - order[row, other] < window)
 
     return sees
+
+
+def special_attention(
+    module: Any,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Any,
+    *,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    window_mask: Any = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    **_: Any,
+) -> tuple[Tensor, None]:
+    """Attention with windows, soft caps and sinks, as transformers calls it: [B, heads, W, D] -> [B, W, heads, D]."""
+    mask = mask if sliding_window is None else window_mask
+    if not isinstance(mask, Tensor):  # a GPU's block mask
+        out, _ = AttentionInterface()[SPARSE](
+            module, query, key, value, mask, scaling=scaling, softcap=softcap, s_aux=s_aux
+        )
+        return out, None
+    if softcap is None and s_aux is None:
+        out, _ = AttentionInterface()[DENSE](module, query, key, value, mask, scaling=scaling)
+        return out, None
+    key, value = (each.repeat_interleave(query.shape[1] // each.shape[1], 1) for each in (key, value))
+    scores = query @ key.mT * (query.shape[-1] ** -0.5 if scaling is None else scaling)
+    scores = scores if softcap is None else softcap * torch.tanh(scores / softcap)
+    scores = scores.masked_fill(~mask, -torch.inf)
+    if s_aux is not None:  # a head's own score of no token
+        scores = torch.cat((scores, s_aux.to(scores.dtype).view(-1, 1, 1).expand(*scores.shape[:-1], 1)), -1)
+    exact = torch.promote_types(scores.dtype, torch.float32)
+    likely = scores.softmax(-1, dtype=exact).to(value.dtype)[..., : key.shape[2]]
+    return (likely @ value).transpose(1, 2).contiguous(), None
 
 
 class CountedAttention(torch.autograd.Function):
@@ -121,6 +186,7 @@ def parts_of_ranks(packed: Packed, count: int) -> list[Packed]:
     ids, segments = (np.pad(each, more) for each in (packed.ids, packed.segments))
     positions = np.pad(packed.positions, more + [(0, 0)] * (packed.positions.ndim - 2))
     whole = replace(packed, blocks=np.pad(packed.blocks, more, constant_values=-1), segments=segments)
+    whole = replace(whole, order=np.pad(packed.order, more))
     row, column = np.divmod(packed.sources, width)
     parts = []
     for rank in range(count):
@@ -211,10 +277,13 @@ def divided_attention(
 ) -> tuple[Tensor, None]:
     """Attention as transformers calls it: [B, heads, W/N, D] -> [B, W/N, heads, D]."""
     query, key, value = ranks.to_heads(query, key, value)
+    if (sinks := options.get("s_aux")) is not None:  # of this rank's heads
+        options["s_aux"] = sinks.chunk(ranks.group.size)[ranks.group.place]
     out, _ = AttentionInterface()[ranks.kernel](module, query, key, value, mask, **options)
     return ranks.to_places(out), None
 
 
 AttentionInterface.register(COUNTED, counted_attention)
 AttentionInterface.register(DIVIDED, divided_attention)
+AttentionInterface.register(SPECIAL, special_attention)
 ExpertsInterface.register(COUNTED, counted_experts)

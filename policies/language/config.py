@@ -90,7 +90,7 @@ class LanguageConfig(LoraOptions):
     )
     max_tokens: int = Field(512, gt=0, description="Most tokens of an answer; a longer one is cut off.")
     max_length: int | None = Field(
-        None, gt=0, description="Most tokens of a conversation; null: the model's positions or shorter sliding window."
+        None, gt=0, description="Most tokens of a conversation; null: the model's positions."
     )
     max_running: int = Field(
         64, gt=0, description="Conversations that a policy worker plays at the same time, on each of its servers."
@@ -134,19 +134,6 @@ class LanguageConfig(LoraOptions):
             return self.preset == "tiny_vl"
         path = as_path(self.pretrained) / "config.json"
         return not path.is_file() or read_object(path, CheckpointError).get("model_type") in SEEING
-
-    @property
-    def window(self) -> int | None:  # type: ignore[override]
-        """The tokens that a layer of the folder's model sees, if they alone limit a conversation: its sliding window is
-        shorter than its positions, and no option says less."""
-        path = as_path(self.pretrained or "") / "config.json"
-        if self.max_length is not None or self.pretrained is None or not path.is_file():
-            return None
-        content = read_object(path, CheckpointError)
-        shape = content.get("text_config", content)
-        slides = "sliding_attention" in (shape.get("layer_types") or ["sliding_attention"])
-        window = shape.get("sliding_window") if slides and shape.get("use_sliding_window", True) else None
-        return window if window and window < (shape.get("max_position_embeddings") or window) else None
 
     @property
     def mixed_precision(self) -> bool:

@@ -48,6 +48,7 @@ from transformers.utils import logging
 from embodied.core.conversations import Message, Said, in_words, pictures_in
 from embodied.core.errors import CheckpointError, ConfigError, in_a_line, nearest
 from embodied.core.files import as_path
+from embodied.policies.language.attention import DENSE, implementation, is_special, window_of
 from embodied.policies.language.config import LanguageConfig
 from embodied.policies.language.sight import PREPROCESSOR, SIGHTS, Sight, decoder_of
 from embodied.policies.policy_folder import CONFIG, OURS, TOKENIZER_FILES, copy_files, own_layer, read_blobs, read_json
@@ -104,7 +105,8 @@ def describe(config: PreTrainedConfig) -> dict[str, Any]:
 def empty_model(config: PreTrainedConfig, dtype: torch.dtype) -> Any:
     """The model on the meta device, without memory."""
     # transformers would set this dtype as the process's default meanwhile, which affects other threads.
-    options = {"dtype": torch.get_default_dtype(), "attn_implementation": "sdpa", "trust_remote_code": False}
+    kernel = implementation(DENSE, config.get_text_config())
+    options = {"dtype": torch.get_default_dtype(), "attn_implementation": kernel, "trust_remote_code": False}
     try:
         with BUILDING, torch.device("meta"):
             model = auto_class(config).from_config(config, **options).eval()
@@ -153,18 +155,13 @@ def head_size(shape: Any) -> int:
 
 def longest(max_length: int | None, shape: PreTrainedConfig) -> int:
     """The most tokens of a conversation: `max_length`, else the model's number of positions."""
-    shape = shape.get_text_config()
-    limits = {"positions": getattr(shape, "max_position_embeddings", None)}
-    if "sliding_attention" in (getattr(shape, "layer_types", None) or ["sliding_attention"]):
-        limits["tokens that a layer sees"] = getattr(shape, "sliding_window", None)
-    known = {what: number for what, number in limits.items() if number}
-    if not known and max_length is None:
+    positions = getattr(shape.get_text_config(), "max_position_embeddings", None)
+    if not (positions or max_length):
         raise ConfigError("this model does not say how many positions it has; set policy.max_length")
-    for what, number in known.items():
-        if max_length and max_length > number:
-            why = f"policy.max_length={max_length} is more than this model's {number} {what}"
-            raise ConfigError(f"{why}; try policy.max_length={number}")
-    return max_length or min(known.values())
+    if max_length and positions and max_length > positions:
+        why = f"policy.max_length={max_length} is more than this model's {positions} positions"
+        raise ConfigError(f"{why}; try policy.max_length={positions}")
+    return max_length or positions
 
 
 def blocks_of(model: Any) -> list[nn.Module]:
@@ -189,13 +186,16 @@ def _lists(module: nn.Module) -> list[nn.ModuleList]:
 
 
 def first_layers(config: PreTrainedConfig) -> PreTrainedConfig:
-    """The config of a model's first layers, at least two, as few as contain every kind of layer."""
+    """The config of a model's first layers, at least two, as few as contain every kind of layer, with sliding windows
+    that a short text is longer than."""
     whole = copy.deepcopy(config)
     cut = whole.get_text_config()
     layers = cut.num_hidden_layers
     lists = {key: each for key, each in vars(cut).items() if isinstance(each, list) and len(each) == layers}
     newest = [each.index(kind) for each in lists.values() for kind in each if not isinstance(kind, list | dict)]
     dense = getattr(cut, "first_k_dense_replace", None) or 0
+    if window_of(cut):
+        cut.sliding_window = min(cut.sliding_window, SHORT_WINDOW)
     cut.num_hidden_layers = min(layers, max([2, dense + 1, *(at + 1 for at in newest)]))
     for key, each in lists.items():
         setattr(cut, key, each[: cut.num_hidden_layers])
@@ -326,7 +326,7 @@ SPREAD = 0.05  # deviation of fresh weights; with 0.02, as in large models, such
 KINDS = {"full_attention", "sliding_attention"}  # supported kinds of layers
 SCALED = {"logit_scale": "cohere", "logits_scaling": "granite", "final_logit_softcapping": "gemma"}
 """Keys of config.json that scale logits, and prefixes of the model types that use them."""
-IGNORED = ("attn_logit_softcapping",)  # option of attention that kernels silently ignore
+SHORT_WINDOW = 5
 PATCH = 8  # pixels per side of a patch; a place of a picture is two by two patches
 PROCESSED = {"patch_size": PATCH, "size": {"shortest_edge": (4 * PATCH) ** 2, "longest_edge": (16 * PATCH) ** 2}}
 
@@ -382,12 +382,12 @@ def check_kind(model: Any, where: str) -> None:
     """Refuse a model whose log-probs would be computed wrongly here."""
     shape = model.config.get_text_config()
     kinds = set(getattr(shape, "layer_types", None) or ()) - KINDS
-    if not getattr(model, "_supports_sdpa", False) or kinds:
+    if not (getattr(model, "_supports_sdpa", False) or is_special(shape)) or kinds:
         odd = f"{shape.model_type} with {', '.join(sorted(kinds)) or 'attention of its own'}"
         why = f"{where} is a {odd}, which cannot read several conversations in one row"
         raise ConfigError(f"{why}; take a model of plain attention, such as Llama, Qwen or GPT-2")
     others = [key for key, kind in SCALED.items() if not shape.model_type.startswith(kind)]
-    if odd := [key for key in (*IGNORED, *others) if getattr(shape, key, None) not in (None, 1, 1.0)]:
+    if odd := [key for key in others if getattr(shape, key, None) not in (None, 1, 1.0)]:
         raise ConfigError(f"{where} is a {shape.model_type}, whose {odd[0]} is not supported; take another model")
 
 

@@ -27,6 +27,7 @@ class Packed:
 
     ids: np.ndarray  # int64 [B, W]
     positions: np.ndarray  # int64 [B, W], or [B, W, 3] of models that see rows and columns
+    order: np.ndarray  # int64 [B, W], a token's index in its conversation
     blocks: np.ndarray  # int64 [B, W], -1: empty
     segments: np.ndarray  # int64 [B, W], 0: shared by the block
     sources: np.ndarray  # int64 [U], places in all rows
@@ -59,8 +60,8 @@ def lay_out(
     starts = ends - lengths
     if mask[starts].any():
         raise ValueError("a conversation begins with a sampled token, whose probability is unknown")
-    if token_positions is None:
-        token_positions = np.arange(len(tokens)) - np.repeat(starts, lengths)
+    token_numbers = np.arange(len(tokens)) - np.repeat(starts, lengths)
+    token_positions = token_numbers if token_positions is None else token_positions
     whole = blocks_of(tokens, mask, lengths, groups)
     parts = [part for block in whole for part in split_cheaply(block, lengths, wide)]
     row = max([row, *(block.size for block in parts)])
@@ -69,6 +70,7 @@ def lay_out(
     ids, segments = (np.zeros(shape, np.int64) for _ in range(2))
     positions = np.zeros((*shape, *token_positions.shape[1:]), np.int64)
     blocks, place = np.full(shape, -1, np.int64), np.empty(len(tokens), np.int64)
+    order = np.zeros(shape, np.int64)
     for at, numbers in enumerate(bins):
         column = 0
         for number in numbers:
@@ -76,7 +78,7 @@ def lay_out(
             for segment, begin, end in parts_of_block(block, starts, ends):
                 part = slice(column, column + end - begin)
                 ids[at, part], blocks[at, part], segments[at, part] = tokens[begin:end], number, segment
-                positions[at, part] = token_positions[begin:end]
+                positions[at, part], order[at, part] = token_positions[begin:end], token_numbers[begin:end]
                 place[begin:end] = at * shape[1] + np.arange(part.start, part.stop)
                 column = part.stop
             for member in block.members[1:]:
@@ -85,7 +87,7 @@ def lay_out(
                 place[prompt] = place[first : first + block.shared]
     scored = np.flatnonzero(mask)
     sources, takes = np.unique(place[scored - 1], return_inverse=True)
-    return Packed(ids, positions, blocks, segments, sources, takes.reshape(-1), scored)
+    return Packed(ids, positions, order, blocks, segments, sources, takes.reshape(-1), scored)
 
 
 def parts_of_block(block: PromptBlock, starts: np.ndarray, ends: np.ndarray) -> Iterator[tuple[int, int, int]]:

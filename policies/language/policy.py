@@ -162,7 +162,8 @@ class LanguagePolicy(PublishedPolicy):
         shown, positions = self.number_pictures(tokens, lengths, names) if names else (tokens, None)
         packed = lay_out(shown, mask, lengths, groups, wide=room, token_positions=positions)
         score = partial(self.scores_of, tokens=tokens, way=way, names=list(dict.fromkeys(names)))
-        ranks = DividedPass(*inputs["ranks"], way) if "ranks" in inputs else None
+        whole = attention.implementation(way, self.model.config.get_text_config())
+        ranks = DividedPass(*inputs["ranks"], whole) if "ranks" in inputs else None
         scores, which = (score(packed), packed.scored) if ranks is None else ranks.score(score, packed)
         empty, scored = scores[0].new_zeros(len(tokens)), tensor_of(which, self.device)
         logprobs, entropy, *values = (empty.index_put((scored,), of) for of in scores)
@@ -213,9 +214,10 @@ class LanguagePolicy(PublishedPolicy):
         positions, at, blocks = tensor_of(packed.positions, self.device), packed.positions, packed.blocks
         if positions.ndim == 3:  # on several axes
             positions, at = positions.movedim(2, 0), at.max(-1)
-        seen = attention.attention_mask(packed, way, self.device)
-        more = {"use_cache": False} | ({} if ranks is None else {"ranks": ranks})
-        attention.use_kernel(self.decoder, way if ranks is None else attention.DIVIDED)
+        shape = self.model.config.get_text_config()
+        more = attention.attention_masks(packed, way, self.device, shape) | {"use_cache": False}
+        more |= {} if ranks is None else {"ranks": ranks}
+        attention.use_kernel(self.decoder, attention.implementation(way, shape) if ranks is None else attention.DIVIDED)
         read = {"input_ids": ids}
         if self.sight is not None:
             read = {"inputs_embeds": self.sight.embed(self.model, ids, names, ranks)}
@@ -224,7 +226,7 @@ class LanguagePolicy(PublishedPolicy):
             blocks, shown = blocks[:, ranks.group.place :: ranks.group.size], shown / ranks.group.size
         self.count_work(at[blocks >= 0], shown)
         with self.experts.counting(tensor_of(blocks >= 0, self.device)):
-            states = self.decoder(**read, position_ids=positions, attention_mask=seen, **more)
+            states = self.decoder(**read, position_ids=positions, **more)
         return states.last_hidden_state.flatten(0, 1)[sources]
 
     def words(self, hidden: Tensor, takes: np.ndarray, chosen: np.ndarray) -> tuple[Tensor, Tensor]:

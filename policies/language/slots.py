@@ -25,6 +25,7 @@ from transformers.pytorch_utils import Conv1D
 from embodied.core import rng
 from embodied.core.conversations import FIRST_PLACE
 from embodied.core.types import SamplingRule
+from embodied.policies.language.attention import DENSE, implementation, is_special, use_kernel, window_of
 from embodied.policies.language.config import LanguageConfig
 from embodied.policies.language.engine import (
     Answer,
@@ -112,6 +113,7 @@ class SlotEngine(Engine):
 
     def __init__(self, config: LanguageConfig, policy: LanguagePolicy) -> None:
         self.model, self.sight, self.device = policy.model, policy.sight, policy.model.device
+        self.shape = self.model.config.get_text_config()
         row_bytes = token_bytes(self.model) * policy.max_length
         fit = cache_bytes(config, self.model, policy.max_length) // row_bytes
         super().__init__(policy, min(fit, config.max_running))
@@ -148,8 +150,7 @@ class SlotEngine(Engine):
         self.between_turns = {}  # of older weights
         self.model.eval()
         self.device = self.model.device
-        if self.decoder.config._attn_implementation != "sdpa":  # learning may have set another kernel
-            self.decoder.set_attn_implementation("sdpa")
+        use_kernel(self.decoder, implementation(DENSE, self.shape))  # learning may have set another kernel
         with torch.inference_mode(False), torch.no_grad():
             self.fast = fast_step(self.model, self.max_length)
 
@@ -230,11 +231,17 @@ class SlotEngine(Engine):
             # Tokens after a prefix in its row are masked, and will be overwritten.
             at = places.clamp(max=self.cache.length - 1) if before.any() else slice(width)
             self.cache.at, self.cache.seen = (self.to_device(np.array(batch)), at), seen
-            mask = torch.arange(seen, device=self.device) <= places[:, :, None]
-            self.read(batch, before, width, mask[:, None])
+            self.read(batch, before, width, self.masks(places, seen))
             self.totals["prefilled"] += sum(missing[row] for row in batch)
 
-    def read(self, rows: list[int], before: np.ndarray, width: int, mask: Tensor) -> None:
+    def masks(self, places: Tensor, seen: int) -> dict[str, Tensor]:
+        """The masks, as arguments of transformers' model, for new tokens that are the `places`-th [N, new] of their
+        conversations: of the first `seen` tokens in their rows they see the earlier ones."""
+        behind, window = places[:, None, :, None] - torch.arange(seen, device=self.device), window_of(self.shape)
+        masks = {"attention_mask": behind >= 0}
+        return masks if window is None else masks | {"window_mask": (behind >= 0) & (behind < window)}
+
+    def read(self, rows: list[int], before: np.ndarray, width: int, masks: dict[str, Tensor]) -> None:
         """Compute the keys and values of these rows' prefixes after their first `before` tokens."""
         ids, shown, names = np.zeros((len(rows), width), np.int64), [], []
         places = before[:, None] + np.arange(width)
@@ -257,7 +264,7 @@ class SlotEngine(Engine):
         places = self.to_device(places.clip(max=self.max_length - 1))
         self.decoder(
             **given,
-            attention_mask=mask,
+            **masks,
             position_ids=places if places.ndim == 2 else places.movedim(2, 0),
             past_key_values=self.cache,
             use_cache=True,
@@ -324,16 +331,16 @@ class SlotEngine(Engine):
         self.cache.reserve(seen)
         lengths = self.to_device(self.lengths[:count])
         self.cache.at, self.cache.seen = (torch.arange(count, device=self.device), lengths), seen
-        mask = torch.arange(seen, device=self.device) <= lengths[:, None]
+        masks = self.masks(lengths[:, None], seen)
         pending, positions = self.to_device(self.pending[:count]), self.to_device((self.lengths - self.behind)[:count])
         if self.fast:
-            self.cache.bias = torch.where(mask, 0.0, -torch.inf).to(self.model.dtype)[:, None, None]
+            self.cache.bias = torch.where(masks["attention_mask"], 0.0, -torch.inf).to(self.model.dtype)
             logits, states = self.fast(pending, positions, self.cache)
         else:
             with last_states(self.model) as hidden:
                 logits = self.model(
                     input_ids=pending[:, None],
-                    attention_mask=mask[:, None, None],
+                    **masks,
                     position_ids=positions[:, None],
                     past_key_values=self.cache,
                     use_cache=True,
@@ -455,7 +462,11 @@ def fast_step(model: Any, length: int) -> Step | None:
     vocabulary] and the last hidden states [N, D]; None for other architectures. It is valid while the model's
     parameters are the same objects."""
     shape = model.config.get_text_config()
-    if model.dtype == torch.float64 or torch.is_autocast_enabled(next(model.parameters()).device.type):
+    if (
+        is_special(shape)
+        or model.dtype == torch.float64
+        or torch.is_autocast_enabled(next(model.parameters()).device.type)
+    ):
         return None
     if shape.model_type == "gpt2" and not shape.add_cross_attention:
         return of_gpt2(model)

@@ -180,7 +180,7 @@ class LanguageWorker(PolicyWorker):
             self.no_room += 1
             return self._completion(replace(asked, said=()), NOTHING, version)
         why = f"a prompt of {count} tokens leaves no room for an answer within {self.policy.max_length}, the most that "
-        why += "policy.max_length, the model's positions or its sliding window allow"
+        why += "policy.max_length or the model's positions allow"
         return self._completion(asked, NOTHING, version, why)
 
     def _step(self, version: int, show: bool) -> list[tuple[str, Completion]]:

@@ -289,24 +289,3 @@ def test_a_model_larger_than_the_recipes_is_told_its_learning_rate_and_epsilon(s
     config = load(["recipe=math_grpo", f"policy.pretrained={folder}", "env.file=questions.jsonl", *options]).config
     notes = [*remarks(config, learns=True)]
     assert told in notes[0] if told else not notes
-
-
-@pytest.mark.parametrize(
-    ("shape", "options", "window"),
-    [
-        ({"sliding_window": 512}, (), 512),
-        ({"text_config": {"sliding_window": 512, "max_position_embeddings": 4096}}, (), 512),
-        ({"sliding_window": 512}, ("policy.max_length=512",), None),
-        ({"sliding_window": 512, "use_sliding_window": False}, (), None),
-        ({"sliding_window": 512, "layer_types": ["full_attention"]}, (), None),
-        ({"sliding_window": 65536}, (), None),
-        ({}, (), None),
-    ],
-)
-def test_a_sliding_window_that_ends_conversations_is_named(shape_of, shape, options, window):
-    folder = shape_of("Qwen2.5-1.5B")
-    about = json.loads((folder / "config.json").read_text()) | {"model_type": "mistral"} | shape
-    (folder / "config.json").write_text(json.dumps(about))
-    recipe = ["recipe=sums_grpo", "run.start_from=null", f"policy.pretrained={folder}", *options]
-    notes = " ".join(remarks(load(recipe).config, learns=False))
-    assert (f"see {window} tokens" in notes and f"policy.max_length={window}" in notes) if window else not notes

@@ -64,7 +64,7 @@ def write(folder: Path, shape, template: str | None = None, kind=AutoModelForCau
 
 def theirs(folder: Path, dtype=torch.float32):
     """The folder as transformers loads it."""
-    return AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).eval()
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, attn_implementation="eager").eval()
 
 
 def inputs_of(*conversations) -> dict:

@@ -31,6 +31,7 @@ CONVERSATIONS = [
 MODELS = {
     "learned positions": ({"preset": "tiny_gpt2", "dtype": "float64"}, {}, CONVERSATIONS),
     "two key-value heads": ({"pretrained": folder, "dtype": "float64", "value_head": True}, {}, CONVERSATIONS),
+    "sinks": ({"pretrained": f"{folder}/sinks"}, {}, CONVERSATIONS),
     "recomputed": ({"preset": "tiny", "dtype": "float64"}, {"checkpoint_activations": True}, CONVERSATIONS),
     "last layer": ({"preset": "tiny_gpt2", "dtype": "float64", "train_layers": 1}, {}, CONVERSATIONS),
     "one token": ({"preset": "tiny_gpt2", "dtype": "float64"}, {}, [(0, [(False, [5]), (True, [6])])]),
@@ -57,7 +58,7 @@ for name, (options, learner, conversations) in MODELS.items():
         torch.nn.init.constant_(head.weight, 0.1)
     *scores, gradient = results(model, inputs, owns=True)
     for degree, group in groups.items():
-        if name == "two key-value heads" and degree > 2:
+        if name in ("two key-value heads", "sinks") and degree > 2:
             continue
         for owner in (0, degree - 1):
             *found, grads = results(model, inputs | {"ranks": (group, owner)}, owns=group.place == owner)

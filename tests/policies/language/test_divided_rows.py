@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from rank_processes import run_ranks
 from tiny_language import answers, inputs_of, write
-from transformers import Starcoder2Config
+from transformers import GptOssConfig, Starcoder2Config
 
 from embodied.policies.language.attention import parts_of_ranks
 from embodied.policies.language.packing import lay_out
@@ -17,14 +17,16 @@ LAYER_NORMS = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads":
 
 @pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_divided_conversations_have_the_scores_and_gradients_of_one_rank(tmp_path, ranks):
-    """With shared prompts, several turns, layers that are frozen or computed again, and fewer tokens than ranks."""
+    """With shared prompts, turns, windows, sinks, layers frozen or computed again, and fewer tokens than ranks."""
     words = {"vocab_size": 100, "eos_token_id": 1, "bos_token_id": None, "max_position_embeddings": 256}
-    folder = write(tmp_path / "model", Starcoder2Config(**words, **LAYER_NORMS, intermediate_size=48))
+    folder = write(tmp_path / "model", Starcoder2Config(**words, **LAYER_NORMS, intermediate_size=48, sliding_window=8))
+    experts = {"num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": 8, "sliding_window": 8}
+    write(folder / "sinks", GptOssConfig(**words, **LAYER_NORMS, **experts, intermediate_size=48))
     rows = run_ranks(PROGRAM, tmp_path / "meet", ranks, folder, cells=5)
     models = {name for name, *_ in rows}
-    assert len(models) == 5 and {int(degree) for _, degree, *_ in rows} == {2, ranks}
+    assert len(models) == 6 and {int(degree) for _, degree, *_ in rows} == {2, ranks}
     for name, degree, scores, gradient, others in rows:
-        bar = 1e-6 if name == "recomputed" else 1e-12  # its norms compute in float32
+        bar = {"recomputed": 1e-6, "sinks": 1e-4}.get(name, 1e-12)  # these compute norms, or all, in float32
         assert float(scores) < bar and float(gradient) < bar, (name, degree)
         assert name == "one token" or float(others) > 0.01, (name, degree)
 

@@ -7,6 +7,7 @@ import transformers
 from language_models import answers
 from safetensors.torch import load_file, save_file
 from tiny_language import SPEC, build, inputs_of, theirs, write
+from tiny_language import answers as answers_to_score
 
 from embodied.core.errors import CheckpointError, ConfigError
 from embodied.learners.config import LearnerConfig
@@ -15,6 +16,7 @@ from embodied.policies import load_policy, policy_class
 from embodied.policies.language import folder as files
 from embodied.policies.language.engine import Request, make_engine
 
+WINDOW = 4  # tokens that layers with a sliding window see
 WORDS = {"vocab_size": 100, "eos_token_id": 1, "bos_token_id": None, "pad_token_id": 0}
 PLAIN = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "max_position_embeddings": 64}
 SIZES = PLAIN | {"num_key_value_heads": 2, "intermediate_size": 48}
@@ -28,14 +30,17 @@ KINDS = {
     "GPTNeoX": PLAIN | {"intermediate_size": 48},
     "OPT": PLAIN | {"ffn_dim": 48, "word_embed_proj_dim": 32},
     "Llama": SIZES,
-    "Mistral": SIZES | {"sliding_window": 32},
+    "Mistral": SIZES | {"sliding_window": WINDOW},
     "Qwen2": SIZES,
     "Qwen3": WIDE,
     "Phi3": SIZES,
     "Olmo2": SIZES,
     "SmolLM3": SIZES,
     "Gemma": WIDE,
-    "Gemma3Text": WIDE | {"num_hidden_layers": 7, "sliding_window": 32},
+    "Gemma2": WIDE | {"sliding_window": WINDOW, "attn_logit_softcapping": 2.0},
+    "Gemma3Text": WIDE | {"num_hidden_layers": 7, "sliding_window": WINDOW},
+    "Olmo3": SIZES | {"num_hidden_layers": 4, "sliding_window": WINDOW},
+    "GptOss": WIDE | {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": WINDOW},
     "Granite": SIZES | {"logits_scaling": 2.0, "embedding_multiplier": 3.0},
     "Cohere": SIZES,
     "Mixtral": SIZES | {"num_local_experts": 4},
@@ -93,6 +98,36 @@ def test_a_folder_of_any_kind_scores_writes_and_is_saved_as_in_transformers(kind
     assert torch.equal(logprobs(load_policy(tmp_path / "ours")), changed)
 
 
+@torch.no_grad()
+@pytest.mark.parametrize("kind", ["Mistral", "Gemma2", "Gemma3Text", "Olmo3", "GptOss"])
+def test_windows_caps_and_sinks_count_in_packed_rows_and_in_later_turns(kind, tmp_path):
+    policy = build(pretrained=str(publish(tmp_path, kind)), max_tokens=6)
+    model = theirs(tmp_path)
+    said = [*answers_to_score([8, 22, 31, 60], [9], [7] * 9, prompt=PROMPT), (1, [(False, [5]), (True, ANSWER)])]
+    inputs = inputs_of(*said)
+    scores = policy(inputs).logprobs.ravel()[torch.from_numpy(inputs["mask"].ravel())]
+    texts = [[token for _, tokens in parts for token in tokens] for _, parts in said]
+    likely = [model(torch.tensor([text])).logits[0].log_softmax(-1) for text in texts]
+    known = [
+        likely[n][at - 1, text[at]] for n, text in enumerate(texts) for at in range(len(said[n][1][0][1]), len(text))
+    ]
+    torch.testing.assert_close(scores, torch.stack(known), atol=1e-5, rtol=0)
+
+    engine = make_engine(policy.config, policy)
+    (first,) = answers(engine, [Request(0, PROMPT, 6, 0, keep=True)], 0.0).values()
+    text = [*PROMPT, *first.tokens.tolist(), 5, 9, 13]
+    for request in (Request(1, text, 6, 0), Request(2, text, 6, 1)):
+        engine.add(request)
+    found = []
+    while engine.running:
+        found += engine.step()
+    assert len(found) == 2
+    for answer in found:
+        likely = model(torch.tensor([[*text, *answer.tokens.tolist()]])).logits[0].log_softmax(-1)
+        places = np.arange(len(text), len(text) + len(answer.tokens))
+        np.testing.assert_allclose(answer.logprobs, likely[places - 1, answer.tokens], atol=1e-5)
+
+
 def test_adapters_beside_experts_are_saved_without_these(tmp_path):
     policy = build(pretrained=str(publish(tmp_path / "origin", "Mixtral")), lora_rank=2)
     with torch.no_grad():
@@ -118,7 +153,6 @@ def test_a_folder_with_an_expert_too_few_is_refused(tmp_path):
 @pytest.mark.parametrize(
     ("kind", "sizes", "reason"),
     [
-        ("Gemma2", WIDE, "a gemma2, whose attn_logit_softcapping is not supported"),
         ("Mamba", {"hidden_size": 32, "num_hidden_layers": 2}, "a mamba cannot be run here"),
         ("GPTJ", {"n_embd": 32, "n_layer": 2, "n_head": 4, "rotary_dim": 4}, "a gptj cannot be run here"),
     ],

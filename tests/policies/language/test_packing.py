@@ -69,10 +69,12 @@ def test_tokens_are_those_of_prompts_once_and_of_all_answers(groups, row):
 @given(GROUPS, st.integers(4, 60))
 def test_both_kernels_see_alike_and_nobody_sees_nothing(groups, row):
     packed = lay_out(*flat(inputs_of(*drawn(groups))), row=row)
-    blocks, segments = torch.from_numpy(packed.blocks), torch.from_numpy(packed.segments)
-    mask, (rows, width) = attention_mask(packed, DENSE, torch.device("cpu")), blocks.shape
-    assert torch.equal(mask, create_mask(rule(blocks, segments), rows, 1, width, width, device="cpu"))
-    assert mask.any(dim=-1).all()
+    parts = [torch.from_numpy(part) for part in (packed.blocks, packed.segments, packed.order)]
+    rows, width = packed.blocks.shape
+    for window in (None, 3):
+        mask = attention_mask(packed, DENSE, torch.device("cpu"), window)
+        assert torch.equal(mask, create_mask(rule(*parts, window), rows, 1, width, width, device="cpu"))
+        assert mask.any(dim=-1).all()
 
 
 @settings(deadline=None)
