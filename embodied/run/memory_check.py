@@ -533,11 +533,6 @@ LEARNING = (
         {"policy.engine": "http"},
         "the server needs the learned weights; set a folder that it sees as well, such as policy.weights=/dev/shm",
     ),
-    never_with(
-        "policy.temperature",
-        {"policy.engine": ("vllm", "http")},
-        "its log-probs are for temperature 1; try policy.engine=transformers, or policy.temperature=1",
-    ),
 )
 ACTING = (never_with("env.side_by_side", {}, "only text envs hold conversations; leave it out"),)
 TEXT = {"policy.speaks": True}

@@ -224,7 +224,8 @@ class LanguageServer:
             seed, stream = ask.seed, ROUND
         else:  # without a noise address no two answers share noise
             seed, stream = self.config.seed, f"{ROUND}/{number}"
-        rule = SamplingRule(ask.temperature, ask.top_p, max(ask.top_k, 0), min_p=ask.min_p)
+        drawn = ask.temperature, ask.top_p, max(ask.top_k, 0)
+        rule = SamplingRule(*drawn, logprob_temperature=ask.logprob_temperature, min_p=ask.min_p)
         sampling = Sampling(seed, f"act/{stream}", rule, stops, ask.top_logprobs, ask.proof)
         asked: list[ServedConversation] = []
         for prompt in ask.prompts:

@@ -80,6 +80,7 @@ class Ask(Options):
     chat: bool
     max_tokens: int | None = Field(None, ge=0, le=2**31)  # None: the server's limit; 0: only the prompt's log-probs
     temperature: float = Field(1.0, ge=0, le=2)
+    logprob_temperature: float = Field(1.0, gt=0, le=2)  # of the log-probs, among all tokens
     top_p: float = Field(1.0, gt=0, le=1)
     top_k: int = Field(0, ge=-1, le=2**31)  # up to 0: all
     min_p: float = Field(0.0, ge=0, le=1)

@@ -45,6 +45,7 @@ from embodied.workflows.dealing import Dealer, EpisodeRow
 
 if TYPE_CHECKING:
     from embodied.config.sections import PipelineSection
+    from embodied.policies.language.config import LanguageConfig
     from embodied.workflows.rollout_manager import Round
     from embodied.workflows.workers import Workers
 
@@ -89,9 +90,7 @@ class Groups(Collector):
         )
         self.pool = GroupPool(self.algo, discards_surplus(self.algo, config.pipeline))
         self.prompts = PromptPools(self.algo.pools, config.seed, self.algo.group_size) if self.algo.pools else None
-        # Losses need the log-probs of the distribution that tokens were drawn from.
-        drawn_at = config.policy.temperature if self.text else 1.0
-        self.sampling = SamplingRule(drawn_at, logprob_temperature=drawn_at)
+        self.sampling = sampling_of(config.policy) if self.text else SamplingRule()
         self.table: dict[int, EpisodeRow] = {}  # episodes that are played, kept or sent
         self.dealer = Dealer(config, self.learners, self.text, self.table)
         self.keepers = [self.rollouts.sims, *self.relays.groups]
@@ -536,6 +535,11 @@ def added(parts: Iterable[dict[str, float]]) -> dict[str, float]:
             before = total.get(name, 0.0)
             total[name] = max(before, number) if "gap" in name else before + number
     return total
+
+
+def sampling_of(policy: LanguageConfig) -> SamplingRule:
+    """How rollouts draw tokens. Losses compare with the log-probs among all tokens at this temperature."""
+    return SamplingRule(policy.temperature, policy.top_p, policy.top_k, logprob_temperature=policy.temperature)
 
 
 def sampled(episodes: list[int], count: int) -> frozenset[int]:

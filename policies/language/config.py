@@ -88,6 +88,16 @@ class LanguageConfig(LoraOptions):
     temperature: float = Field(
         1.0, gt=0, description="Logits are divided by it in rollouts and losses; evaluations have eval.temperature."
     )
+    top_p: float = Field(
+        1.0,
+        gt=0,
+        le=1,
+        description="Rollouts draw only from the likeliest tokens whose probabilities reach this; losses take the "
+        "probabilities among all tokens. Evaluations have eval.top_p.",
+    )
+    top_k: int = Field(
+        0, ge=0, description="Rollouts draw only from so many of the likeliest tokens, likewise; 0: all."
+    )
     max_tokens: int = Field(512, gt=0, description="Most tokens of an answer; a longer one is cut off.")
     max_length: int | None = Field(
         None, gt=0, description="Most tokens of a conversation; null: the model's positions."
@@ -156,6 +166,11 @@ class LanguageConfig(LoraOptions):
         only_with(" ".join(OF_SERVER), {"engine": "http"}),
         only_with("tensor_parallel", {"engine": "vllm"}),
         never_with("system template_arguments", {"chat": False}, "there is no template; leave it out"),
+        never_with(
+            "top_p top_k",
+            {"engine": ("vllm", "http"), "temperature": lambda temperature: temperature != 1},
+            "it tells log-probs of all tokens at temperature 1 alone; try policy.engine=transformers",
+        ),
         never_with({"url": None}, {"engine": "http"}, "it asks a server; set policy.url=http://127.0.0.1:8000"),
     )
 

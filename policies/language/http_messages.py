@@ -57,7 +57,9 @@ def body_of(request: Request, model: str, proves: bool = False) -> dict[str, Any
     """The JSON for /v1/completions to continue a conversation."""
     how, rule = request.sampling, request.sampling.rule
     stream = how.stream.removeprefix("act/")
-    return ({"proof": True} if proves else {}) | {
+    ours = {"proof": True} if proves else {}  # vLLM's server has an option for all of its log-probs
+    ours |= {"logprob_temperature": rule.logprob_temperature} if rule.logprob_temperature != 1 else {}
+    return ours | {
         "model": model,
         "prompt": [int(token) for token in request.tokens],
         "max_tokens": request.max_tokens,

@@ -3,8 +3,9 @@
 weights then lie in the host's memory, from which these processes read new weights.
 
 vLLM samples, with seeds by conversation and index; unlike with our engine, an answer may depend on concurrent answers.
-Log-probs are taken before the temperature is applied (vLLM's `raw_logprobs`), like the learner's. Sampling that
-excludes tokens (top_p, top_k) is for evaluations and programs of their own.
+Log-probs are those that the learner computes, among all tokens at policy.temperature. At temperature 1 vLLM takes them
+before it samples (`raw_logprobs`), so rollouts may exclude tokens (top_p, top_k). At another one it takes them
+afterwards (`processed_logprobs`), so those of evaluations are of the evaluation's own temperature and excluded tokens.
 
 While learners hold the device, vLLM sleeps at level 2: it keeps neither weights nor KV cache. It wakes up in two steps,
 so that weights are loaded before the cache is allocated:
@@ -274,7 +275,7 @@ def start(config: LanguageConfig, policy: LanguagePolicy) -> tuple[Any, Any]:
                 tensor_parallel_size=parts,
                 distributed_executor_backend="uni" if parts == 1 else "mp",
                 worker_extension_cls=f"{__name__}.{FromFolder.__name__}",
-                logprobs_mode="raw_logprobs",
+                logprobs_mode="raw_logprobs" if config.temperature == 1 else "processed_logprobs",
                 **options,
             )
         except Exception as err:

@@ -166,7 +166,7 @@ SUMS policy.engine=http policy.url=http://h policy.token_from=a-secret -> names 
 SUMS policy.top_p=0.9 -> unknown key: rollouts draw from all tokens
 SUMS algo.top_k=5 -> and eval.top_k truncates it in evaluations
 SUMS policy.temperature=0 -> policy.temperature=0: should be greater than 0
-SUMS SERVER policy.weights=/dev/shm policy.temperature=0.8 -> its log-probs are for temperature 1; try policy
+SUMS SERVER policy.weights=/dev/shm policy.temperature=0.8 policy.top_k=5 -> it tells log-probs of all tokens at temper
 SUMS SERVER -> set a folder that it sees as well, such as policy.weights=/dev/shm
 SUMS eval.top_p=0.9 eval.temperature=0 -> with eval.temperature=0 and policy.name=language: it takes the likeliest token
 SUMS eval.top_k=1 eval.temperature=0 -> eval.top_k=1 does not go with eval.temperature=0

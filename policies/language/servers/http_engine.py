@@ -164,9 +164,14 @@ class HTTPEngine(Engine):
 
     def differences(self, came: list[tuple[Request, ParsedAnswer]]) -> list[np.ndarray]:
         """For each answer, the differences by token between its log-probs and the learner's; empty for dropped answers,
-        or if the learner's are not finite."""
-        gaps = [np.zeros(0)] * len(came)
-        whole = [place for place, (_, parsed) in enumerate(came) if parsed.tokens and not parsed.dropped]
+        or if the learner's are not finite. Answers of evaluations are not compared unless policy.temperature=1: a
+        server of vLLM's tells log-probs of their own temperatures."""
+        gaps, told_at = [np.zeros(0)] * len(came), self.config.temperature
+        whole = [
+            place
+            for place, (request, parsed) in enumerate(came)
+            if parsed.tokens and not parsed.dropped and request.sampling.rule.logprob_temperature == told_at
+        ]
         if self.config.gap_limit is None or not whole:
             return gaps
         parts = [(came[place][0].tokens, came[place][1].tokens) for place in whole]
@@ -175,7 +180,7 @@ class HTTPEngine(Engine):
         inputs = {"actions": tokens[:, None, None], "mask": mask[:, None]}
         inputs["lengths"] = np.array([len(said) + len(written) for said, written in parts])
         inputs["groups"] = np.array([came[place][0].episode for place in whole])
-        with torch.no_grad(), self.policy.at_temperature_1():  # of servers' log-probs
+        with torch.no_grad():
             own = self.policy(inputs).logprobs.reshape(-1).double().cpu().numpy()[mask]
         ends = np.cumsum([len(written) for _, written in parts])[:-1]
         for place, each in zip(whole, np.split(own, ends)):

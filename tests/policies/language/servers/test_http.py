@@ -98,6 +98,18 @@ def test_weights_are_taken_once_they_are_new_and_answers_follow(policy, tmp_path
             assert [at.name for at in kept] == [engine.name]  # of other versions nothing is left
 
 
+def test_at_another_temperature_log_probs_are_of_it_and_are_compared_with_the_learners(tmp_path):
+    policy, rule = build(dtype="float64", temperature=0.7, **SIZES), {"logprob_temperature": 0.7, "top_k": 9}
+    with served(of_other_weights(), tmp_path) as server, engine_at(server.url, policy, tmp_path) as engine:
+        engine.load(policy.state_dict(), 1)
+        found = answers(engine, ASKED, 0.7, **rule)
+        check_same(found, of_own_engine(policy, 0.7, **rule))
+        gap = engine.metrics()["largest_gap_0"]
+        assert 0 < gap < 1e-9
+        answers(engine, ASKED, 0.4)  # an evaluation, whose log-probs are of temperature 1
+        assert engine.metrics()["largest_gap_0"] == gap
+
+
 @pytest.mark.parametrize("served_rank", [None, 2])
 def test_adapters_are_merged_for_a_server_that_has_none(served_rank, tmp_path):
     folder = publish(tmp_path / "model", "qwen3", tied=True)
