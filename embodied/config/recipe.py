@@ -7,7 +7,7 @@ across sections, such as multiples of env rows and stages. Nothing imported here
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -109,6 +109,13 @@ class RunConfig(Strict):
     def with_values(self, section: str, **changes: Any) -> RunConfig:
         """The config with other values in a section."""
         return self.model_copy(update={section: getattr(self, section).model_copy(update=changes)})
+
+    def shards_role(self, role: str, hosts: Iterable[Sequence[str]]) -> bool:
+        """True if this role's workers hold shards of its network: several, in processes of their own. `hosts`: the
+        roles of every process."""
+        its = [roles for roles in hosts if role in roles]
+        alone = len(its) > 1 and all(len(roles) == 1 for roles in its)
+        return alone and self.learner.shard and self.policy.speaks
 
     # Checks across sections
 

@@ -413,7 +413,7 @@ def describe(config: RunConfig, plan: PlacementPlan, weights: Path | str | None 
         *placement_lines(plan),
         *drawing_lines(config, plan),
         *(schedule_lines(config) if plan.count("learner") else []),
-        *(whole_networks(config) if plan.count("learner") else []),
+        *(whole_networks(config, plan) if plan.count("learner") else []),
         *[f"{'' if i else 'memory':<12}{line}" for i, line in enumerate(plan.memory)],
         f"processes   {describe_backend(config.cluster.backend)}",
     ]
@@ -467,15 +467,15 @@ def schedule_lines(config: RunConfig) -> list[str]:
     return lines
 
 
-def whole_networks(config: RunConfig) -> list[str]:
-    """Says that learner.shard does not split the networks of roles."""
-    held = [name for name in ("reference", "critic") if getattr(config.roles, name)]
+def whole_networks(config: RunConfig, plan: PlacementPlan) -> list[str]:
+    """Says which networks of roles learner.shard does not split."""
+    hosts = [host.roles for host in plan.hosts]
+    held = [name for name in memory_check.NETWORKS if getattr(config.roles, name)]
+    held = [name for name in held if not config.shards_role(name, hosts)]
     if not (config.learner.shard and held):
         return []
-    note = (
-        f"note        learner.shard=true splits the learners' weights alone; role {' and '.join(held)}: all weights on "
-    )
-    return wrap(f"{note}each device", WIDTH, subsequent_indent=" " * 12)
+    note = f"note        role {' and '.join(held)}: all weights on each device; learner.shard=true splits them over "
+    return wrap(f"{note}several devices of their own (a map in placement)", WIDTH, subsequent_indent=" " * 12)
 
 
 def without_success(config: RunConfig) -> str:

@@ -8,9 +8,10 @@ to the host while other workers use the GPU, as in the run (`runtime/device_leas
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from math import ceil, inf, lcm, prod
+from math import lcm, prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -21,7 +22,7 @@ from embodied.config.sections import SCORERS
 from embodied.core.arrays import gather
 from embodied.core.errors import CheckpointError, ConfigError
 from embodied.core.files import as_path
-from embodied.core.options import broken_rules, never_with, only_with, written
+from embodied.core.options import broken_rules, never_with, only_with
 from embodied.core.types import deal_by_task
 from embodied.envs import env_class, import_class
 from embodied.envs.config import OWN_SCORE
@@ -40,7 +41,7 @@ DRAWING_BYTES = 0.3e9  # of a GPU, for every process that renders there; assumed
 NCCL_BYTES = 0.63e9  # of a GPU, for a rank's all-reduce: 598 MiB on an H200, NCCL 2.28
 LARGE_BYTES = 1e9  # a folder with more weights holds a model of full size
 TEXT_SIMS = 4  # for each GPU
-LORA_RANK = 32  # of the adapters in advice
+NETWORKS = ("reference", "critic")  # roles with networks like the policy's
 START, ROLLOUT, UPDATE = "start", "rollout", "update"
 counted: dict[str, Memory | None] = {}  # cached in this process, since counting takes seconds
 
@@ -182,7 +183,7 @@ def loads(config: RunConfig, plan: PlacementPlan, learn: bool, memory: Memory | 
     if learn and (images := image_bytes(config)):
         for host in learners:
             yield Load("images", copies(config) * images / len(learners), host.node, phase=UPDATE)
-    added = role_bytes(config, memory) if learn else {}
+    added = role_bytes(config, memory, plan) if learn else {}
     for host in plan.hosts:
         device = host.device if host.device.startswith("gpu:") else ""
         for role in (role for role in host.roles if role in added):
@@ -238,14 +239,18 @@ def divided_load(what: str, num_bytes: float, host: PlannedHost) -> Iterator[Loa
         yield Load(what, part, host.node, device, ROLLOUT, discarded=part)
 
 
-def role_bytes(config: RunConfig, memory: Memory | None) -> dict[str, float]:
-    """Bytes of a worker of each extra role with a large model, without the activations of its passes."""
+def role_bytes(config: RunConfig, memory: Memory | None, plan: PlacementPlan) -> dict[str, float]:
+    """Bytes of a worker of each extra role with a large model; of a reference without the activations of its passes."""
     roles, policy = config.roles, config.policy
     needed: dict[str, float] = {}
+    shards = {role: plan.count(role) for role in NETWORKS if config.shards_role(role, [h.roles for h in plan.hosts])}
     if memory and roles.reference:
-        needed["reference"] = memory.weights
+        count = shards.get("reference", 0)
+        needed["reference"] = memory.weights / count + memory.gathered if count else memory.weights
     if memory and roles.critic:
-        needed["critic"] = memory.weights + memory.training + memory.activations
+        count, whole = shards.get("critic", 0), memory.weights + memory.training + memory.activations
+        alone = dataclasses.replace(memory, reference=0, averaged=0)
+        needed["critic"] = alone.sharded(count) if count else whole
     if roles.reward_model and (stored := stored_bytes(as_path(roles.reward_model))) > LARGE_BYTES:
         needed["reward"] = stored
     if roles.judge:
@@ -313,83 +318,15 @@ def check_memory(config: RunConfig, plan: PlacementPlan, machines: Topology, lea
     memories = needs(config, plan, machines, learn)
     if over := [need for need in memories if need.least > need.has]:
         fewer = "policy.max_length" if config.policy.speaks else "env.num_envs"
-        saving = saving_options(config, plan, machines) if learn else ""
+        saving = ""
+        if learn:
+            from embodied.run.memory_advice import saving_options
+
+            saving = saving_options(config, plan, machines)
         works = saving or f"a smaller policy, fewer {fewer} or larger machines"
         lines = [f"memory: {line}" for line in describe_memory(over)]
         raise ConfigError("\n".join([*lines, f"that is more than the machines have; try {works}"]))
     return memories
-
-
-def saving_options(config: RunConfig, plan: PlacementPlan, machines: Topology) -> str:
-    """Options with which the plan fits, the most helpful first; "" if all of them save too little. Options that change
-    no result come first, a language model's precision and adapters last; KV caches are as large as fits."""
-    policy, exact = config.policy, {"checkpoint_activations": True, "reduce_each_pass": True}
-    alike: list[tuple[str, dict[str, Any]]] = [("learner", {"shard": plan.count("learner") > 1})]
-    alike += [("learner", {key: value}) for key, value in exact.items()]
-    alike += [] if policy.speaks else [("learner", {"micro_batch_size": 1})]
-    adapters = {"lora_rank": getattr(policy, "lora_rank", None) or LORA_RANK, "train_layers": None}
-    others = [("policy", {"dtype": "bfloat16"}), ("policy", adapters)] if policy.speaks else []
-    chosen: list[tuple[str, dict[str, Any]]] = []
-
-    def excess(options: Iterable[tuple[str, dict[str, Any]]]) -> float:
-        """Bytes that are too many with these options and the smallest cache; infinite if they do not go together."""
-        changed = with_options(config, options)
-        *_, changed = changed, *smaller_caches(changed, plan)
-        return inf if is_refused(changed) else sum(need.excess for need in needs(changed, plan, machines))
-
-    for kind in (alike, others):
-        while kind and excess(chosen):
-            best = min(kind, key=lambda option: excess([*chosen, option]))
-            if excess([*chosen, best]) >= excess(chosen):
-                break
-            chosen.append(best)
-            kind.remove(best)
-    if excess(chosen):
-        return ""
-    for option in chosen[::-1]:  # a later option may have made an earlier one needless
-        without = [other for other in chosen if other is not option]
-        chosen = chosen if excess(without) else without
-    whole = with_options(config, chosen)
-    caches = [whole, *smaller_caches(whole, plan)]
-    changed = next(each for each in caches if not any(need.excess for need in needs(each, plan, machines)))
-    order = [f"{section}.{key}" for section, values in chosen for key in values]
-    words = [(word.partition("=")[0], word) for word in differences(config, changed)]
-    return " ".join(word for _, word in sorted(words, key=lambda one: [*order, one[0]].index(one[0])))
-
-
-def with_options(config: RunConfig, options: Iterable[tuple[str, dict[str, Any]]]) -> RunConfig:
-    for section, values in options:
-        config = config.with_values(section, **values)
-    return config
-
-
-def is_refused(config: RunConfig) -> bool:
-    """True if these options do not go together."""
-    try:
-        type(config).model_validate(dict(config))
-        type(config.learner).model_validate(dict(config.learner))
-    except ValueError:
-        return True
-    return False
-
-
-def smaller_caches(config: RunConfig, plan: PlacementPlan) -> Iterator[RunConfig]:
-    """With smaller KV caches of vLLM, the largest first: whole gigabytes, down to one conversation."""
-    memory = measured_memory(config, plan.count("learner"))
-    least = memory.acting / 1e9 if memory else 1
-    given = vllm_cache(config) / 1e9
-    for cache in range(ceil(given) - 1, 0, -1):
-        if cache >= least:
-            yield config.with_values("policy", cache_gb=float(cache))
-
-
-def differences(before: RunConfig, after: RunConfig) -> list[str]:
-    return [
-        f"{section}.{key}={written(value)}"
-        for section in ("policy", "learner")
-        for key, value in getattr(after, section)
-        if value != getattr(getattr(before, section), key)
-    ]
 
 
 def copies(config: RunConfig) -> int:

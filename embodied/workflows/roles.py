@@ -2,7 +2,8 @@
 
 The reference and a critic are networks that add a column to the trajectories. The reference's log-probs equal the
 learners' own reference. A critic predicts a conversation's remaining return, sends these values on, and updates on the
-same conversations before the learners: PPO's advantages need the values from before its update.
+same conversations before the learners: PPO's advantages need the values from before its update. With learner.shard,
+workers in processes of their own hold shards of their network and score the groups of a round together.
 
 Scoring workers give conversations a reward instead of their env, or in addition to it: by a function, by a classifier
 network, or by a language model (the judge), which gets its questions over a queue, like a policy. A score is the reward
@@ -11,7 +12,7 @@ of a conversation's last token. The other tokens' rewards are the env's if score
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
@@ -37,7 +38,17 @@ from embodied.core.types import EnvSpec, EpisodeResult, Servers, Trajectory, cho
 from embodied.envs import import_class
 from embodied.envs.own_modules import explain_errors
 from embodied.learners.config import LearnerConfig
-from embodied.learners.model import Model, Pass, PolicyOptimizer, scheduled
+from embodied.learners.model import (
+    Model,
+    Pass,
+    PolicyOptimizer,
+    is_sharded,
+    local,
+    local_weights,
+    rows_of,
+    scheduled,
+    whole_of,
+)
 from embodied.learners.train_batch import (
     REFERENCE,
     RankBatch,
@@ -57,18 +68,31 @@ from embodied.policies.language.worker import LanguageWorker
 from embodied.policies.policy_folder import read_weights
 from embodied.runtime import Needs
 from embodied.runtime.device_memory import Computing, DeviceTensors, give_back_unused, num_bytes
+from embodied.runtime.rendezvous import RendezvousAddress, listen
 from embodied.workflows.relay import RelayWorker
-
-ALONE = {"shard": False, "sequence_degree": 1}  # a role's network is unsharded on its device
 
 
 class NetworkWorker(RelayWorker):
     """A network on a device, offloaded when other workers need the memory."""
 
-    def __init__(self, policy: Any, algo: AlgoConfig, learner: LearnerConfig, seed: int, device: str) -> None:
-        self.config, self.algo, self.seed, self.device = policy, algo, seed, device
-        self.learner = learner.model_copy(update=ALONE)
+    learns = False
+
+    def __init__(
+        self, policy: Any, algo: AlgoConfig, learner: LearnerConfig, seed: int, device: str, rendezvous: Any = None
+    ) -> None:
+        """`rendezvous` of the role's workers, if they hold shards of the network; None: each holds the whole."""
+        self.config, self.algo, self.seed, self.device, self.rendezvous = policy, algo, seed, device, rendezvous
+        shards = {} if rendezvous else {"shard": False, "reduce_each_pass": False}
+        self.learner = learner.model_copy(update={"sequence_degree": 1} | shards)
         self.computing = Computing()
+
+    def listen(self, timeout_s: float) -> RendezvousAddress:
+        """Rank 0: open the rendezvous for workers on several machines."""
+        self.server, self.rendezvous = listen(timeout_s)
+        return self.rendezvous
+
+    def set_rendezvous(self, address: RendezvousAddress) -> None:
+        self.rendezvous = address
 
     def build(self, spec: EnvSpec, start: Path | None = None) -> None:
         """Build the network with the run's initial weights."""
@@ -76,14 +100,23 @@ class NetworkWorker(RelayWorker):
         policy = self.make(spec).eval()
         if start:
             policy.begin_with(read_weights(start))
+        if not self.learns:
+            policy.requires_grad_(False)
         self.model = Model(policy.to(self.device), self.learner, self.tick)
+        self.model.collective = OfRole(self)
+        self.dtypes = {name: tensor.dtype for name, tensor in policy.state_dict().items()}
+        if self.learner.shard:
+            from embodied.learners.sharding import form_shards, shard
+
+            form_shards(self.rendezvous, self.rank, self.world_size, self.model.device)
+            shard(policy)
 
     def make(self, spec: EnvSpec) -> Any:
         return make_policy(self.config, spec, self.seed)
 
     def tensors(self) -> list[Tensor]:
         """All tensors on the device."""
-        return [*self.model.policy.parameters(), *self.model.policy.buffers()]
+        return local_weights(self.model.policy)
 
     def needs(self, shared: bool = False) -> Needs:
         return Needs(num_bytes(self.tensors()) + self.computing.num_bytes)
@@ -98,6 +131,8 @@ class NetworkWorker(RelayWorker):
 
     def add(self, parts: list[Trajectory]) -> list[Trajectory]:
         if not parts:
+            with torch.no_grad():
+                self.help()
             return []
         with self.computing.measured():
             trajectories = self.with_column(join(parts))
@@ -107,6 +142,23 @@ class NetworkWorker(RelayWorker):
         """The trajectories with the role's column added."""
         raise NotImplementedError
 
+    def help(self) -> None:
+        """Run as many passes as the other workers, if they hold shards."""
+        for _ in range(self.model.most_passes(0)):
+            self.made_up_values()
+
+    def made_up_values(self) -> Tensor:
+        """A pass with a made-up conversation."""
+        tokens, mask = np.zeros((2, 1, 1), np.int32), np.array([[False], [True]])
+        conversation = {"actions": tokens, "mask": mask, "lengths": np.array([2]), "groups": np.array([0])}
+        return self.model.score(conversation).values
+
+    def close(self) -> None:
+        if self.learner.shard:
+            from embodied.learners.sharding import leave
+
+            leave()
+
     def items(self, played: Trajectory) -> tuple[RankBatch, np.ndarray]:
         """The trajectory's decisions as items, and a mask of counted ones, bool [K]."""
         trained = trained_items(played, self.algo, self.model.policy.speaks)
@@ -115,10 +167,6 @@ class NetworkWorker(RelayWorker):
 
 class ReferenceWorker(NetworkWorker):
     """Adds the log-probs of the run's initial policy."""
-
-    def build(self, spec: EnvSpec, start: Path | None = None) -> None:
-        super().build(spec, start)
-        self.model.policy.requires_grad_(False)
 
     def with_column(self, played: Trajectory) -> Trajectory:
         batch, _ = self.items(played)
@@ -138,6 +186,7 @@ class CriticWorker(NetworkWorker):
     """Adds values of conversations, token by token, and learns from all their returns at the end of the batch."""
 
     algo: PPOConfig
+    learns = True
 
     def __init__(
         self,
@@ -146,13 +195,14 @@ class CriticWorker(NetworkWorker):
         learner: LearnerConfig,
         seed: int,
         device: str,
+        rendezvous: Any,
         lr: float | None,
         iterations: int,
     ) -> None:
         rate = next(each for each in (lr, algo.value_lr, algo.lr) if each is not None)
         self.lr_factor = partial(scheduled, algo, total=iterations)  # as the policy's learning rate falls
         algo = algo.model_copy(update={"lr": rate, "value_lr": rate})
-        super().__init__(policy.model_copy(update={"value_head": True}), algo, learner, seed, device)
+        super().__init__(policy.model_copy(update={"value_head": True}), algo, learner, seed, device, rendezvous)
         self.updates = 0
 
     def make(self, spec: EnvSpec) -> Any:
@@ -162,7 +212,7 @@ class CriticWorker(NetworkWorker):
 
     def build(self, spec: EnvSpec, start: Path | None = None) -> None:
         super().build(spec, start)
-        self.optimizer = PolicyOptimizer(self.model.policy, self.algo, OfRole(self))
+        self.optimizer = PolicyOptimizer(self.model.policy, self.algo, OfRole(self), self.dtypes)
         self.valued: list[Trajectory] = []  # conversations of the batch, with their values
 
     def tensors(self) -> list[Tensor]:
@@ -211,6 +261,8 @@ class CriticWorker(NetworkWorker):
                 if batch is not None:
                     passes = batch.passes(self.model, torch.from_numpy(np.sort(units)))
                     steps_taken.add_passes(passes, partial(self.value_loss, batch), tokens / steps)
+                else:
+                    self.help_learning()
                 steps_taken.step(lr_factor, epoch, len(units), tokens / steps)
         losses = [row["value_loss"] for row in steps_taken.read(steps_taken.steps)[0]]
         if not np.isfinite(losses).all():
@@ -229,8 +281,15 @@ class CriticWorker(NetworkWorker):
     def value_loss(self, batch: RankBatch, micro_batch: Pass) -> tuple[Tensor, Tensor]:
         scores, items = self.model.score(micro_batch.inputs(batch)), batch.select_loss_arrays(micro_batch.items)
         bounds = {"value_clip": self.algo.value_clip, "huber_delta": self.algo.huber_delta}
-        loss, _ = value_loss_sum(scores.values, items.values, items.returns, items.weights, **bounds)
+        weights = items.weights * float(micro_batch.counts)
+        loss, _ = value_loss_sum(scores.values, items.values, items.returns, weights, **bounds)
         return loss, loss.detach().view(1)
+
+    def help_learning(self) -> None:
+        """Add gradients of 0, pass by pass like the other workers, if they hold shards."""
+        count = self.model.most_passes(0)
+        for number in range(1, count + 1):
+            self.model.backward(0.0 * self.made_up_values().sum(), last=number == count)
 
     def summed(self, numbers: np.ndarray) -> np.ndarray:
         return self.all_reduce(numbers) if self.world_size > 1 else numbers
@@ -238,29 +297,43 @@ class CriticWorker(NetworkWorker):
     # Checkpoints
 
     def get_state(self) -> dict[str, np.ndarray]:
-        arrays = {f"net.{name}": tensor for name, tensor in self.model.policy.state_dict().items()}
-        arrays |= {f"optimizer.{name}": tensor for name, tensor in self.optimizer.state_tensors()}
-        known = {
-            name: tensor.detach().to(torch.promote_types(tensor.dtype, torch.float32))
-            for name, tensor in arrays.items()
-        }
-        return {name: tensor.cpu().numpy().copy() for name, tensor in known.items()} | {
-            "updates": np.array(self.updates)
-        }
+        """Whole arrays; of shards only rank 0 returns them, since other workers load rank 0's."""
+        arrays = {}
+        for name, tensor in self.stored():
+            whole = tensor.detach().to(torch.promote_types(tensor.dtype, torch.float32))
+            if not self.learner.shard or self.rank == 0:
+                arrays[name] = whole.cpu().numpy().copy()
+        return arrays | ({"updates": np.array(self.updates)} if arrays else {})
+
+    def stored(self) -> Iterator[tuple[str, Tensor]]:
+        """The whole tensors of network and optimizer, one at a time; all workers with shards take part."""
+        for name, tensor in self.model.policy.state_dict().items():
+            yield f"net.{name}", tensor.full_tensor() if is_sharded(tensor) else tensor
+        of = dict(self.model.policy.named_parameters())
+        for name, tensor in self.optimizer.state_tensors():
+            p = of[name.rpartition("/")[0]]
+            yield f"optimizer.{name}", whole_of(tensor, p) if is_sharded(p) and tensor.ndim else tensor
 
     def set_state(self, arrays: dict[str, np.ndarray]) -> None:
         self.updates = int(arrays["updates"])
         with torch.no_grad():
             for name, tensor in self.model.policy.state_dict(keep_vars=True).items():
-                tensor.copy_(torch.from_numpy(arrays[f"net.{name}"].copy()))
+                local(tensor).copy_(own_rows(arrays[f"net.{name}"], tensor))
+            of = dict(self.model.policy.named_parameters())
             for name, tensor in self.optimizer.state_tensors():
-                tensor.copy_(torch.from_numpy(arrays[f"optimizer.{name}"].copy()))
+                tensor.copy_(own_rows(arrays[f"optimizer.{name}"], of[name.rpartition("/")[0]]))
+
+
+def own_rows(whole: np.ndarray, like: Tensor) -> Tensor:
+    """This worker's rows of an array, if `like` is sharded."""
+    array = torch.from_numpy(whole.copy())
+    return array[rows_of(like)] if is_sharded(like) and array.ndim else array
 
 
 class OfRole:
     """A role's workers as ranks that sum tensors."""
 
-    def __init__(self, worker: CriticWorker) -> None:
+    def __init__(self, worker: NetworkWorker) -> None:
         self.worker = worker
 
     def sum(self, values: Tensor) -> Tensor:
@@ -269,7 +342,10 @@ class OfRole:
         return torch.as_tensor(self.worker.all_reduce(values.cpu().numpy()), device=values.device)
 
     def gather(self, rows: np.ndarray) -> list[np.ndarray]:
-        raise NotImplementedError("unsharded networks only exchange sums")
+        """The rows of all workers, which have as many."""
+        whole = np.zeros((self.worker.world_size, *rows.shape), rows.dtype)
+        whole[self.worker.rank] = rows
+        return [*(whole if self.worker.world_size == 1 else self.worker.all_reduce(whole))]
 
 
 def scores_of_episodes(played: Trajectory, algo: PPOConfig, max_tokens: int) -> np.ndarray:

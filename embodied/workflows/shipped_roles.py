@@ -27,6 +27,7 @@ def shipped_roles(config: RunConfig) -> tuple[Role, ...]:
     """The additional roles of a recipe, in the order in which rollouts and groups pass through them."""
     wanted, roles = config.roles, []
     passing = partial(Role, relays=True, streams=True, builds=True)
+    network = partial(passing, keeps_rewards=True, streams=not (config.learner.shard and config.policy.speaks))
     if wanted.scorer:
         worker = {"verifier": "VerifierWorker", "reward_model": "ClassifierWorker", "judge": "JudgedWorker"}
         asks = "judge" if wanted.judge else ""
@@ -34,9 +35,9 @@ def shipped_roles(config: RunConfig) -> tuple[Role, ...]:
     if wanted.judge:
         roles.append(Role("judge", f"{WORKERS}JudgeWorker", judge_arguments, builds=True))
     if wanted.reference:
-        roles.append(passing("reference", f"{WORKERS}ReferenceWorker", network_arguments, keeps_rewards=True))
+        roles.append(network("reference", f"{WORKERS}ReferenceWorker", network_arguments))
     if wanted.critic:
-        roles.append(passing("critic", f"{WORKERS}CriticWorker", critic_arguments, keeps_rewards=True, saved=True))
+        roles.append(network("critic", f"{WORKERS}CriticWorker", critic_arguments, saved=True))
     return tuple(roles)
 
 
@@ -51,7 +52,9 @@ def judge_arguments(workers: Workers) -> tuple:
 
 def network_arguments(workers: Workers, role: str = "reference") -> tuple:
     config = workers.config
-    return config.policy, config.algo, config.learner, config.seed, workers.torch_device(role)
+    shards = config.shards_role(role, [host.roles for host in workers.cluster.hosts])
+    meeting = workers.cluster.rendezvous(role) if shards else None
+    return config.policy, config.algo, config.learner, config.seed, workers.torch_device(role), meeting
 
 
 def critic_arguments(workers: Workers) -> tuple:

@@ -89,6 +89,9 @@ class Workers:
             if self._share_gpus:
                 builds[0].wait()
             builds.append(self._build_learners(start_folder))
+        for role in (role for role in self.roles if role.name in ("reference", "critic")):
+            if self.config.shards_role(role.name, [host.roles for host in self.cluster.hosts]):
+                self._meet(self.groups[role.name])
         builds += [self.groups[role.name].build(self.spec, start_folder) for role in self.roles if role.builds]
         for build in builds:
             build.wait()
@@ -102,12 +105,18 @@ class Workers:
         return not used[0].isdisjoint(used[1])
 
     def _build_learners(self, start_folder: Path | None) -> Handle:
-        learning = self.learners.process().wait()
-        if len(learning) > 1 and {place for place, _ in learning} != {machine()}:  # else a file of the run is used
-            (address,) = self.learners[0].listen(self.config.faults.timeout_s).wait()
-            self.learners.set_rendezvous(address).wait()
+        learning = self._meet(self.learners)
         snapshot = self._need_snapshot(learning, self.policies.process().wait())
         return self.learners.build(self.spec, new_name(), snapshot, start_folder, not self._acts_during_update)
+
+    def _meet(self, group: WorkerGroup) -> list[tuple[str, int]]:
+        """Give ranks on several machines an address to meet at; others use a file of the run. Returns the ranks'
+        machines and processes."""
+        processes = group.process().wait()
+        if len(processes) > 1 and {place for place, _ in processes} != {machine()}:
+            (address,) = group[0].listen(self.config.faults.timeout_s).wait()
+            group.set_rendezvous(address).wait()
+        return processes
 
     def _need_snapshot(self, learning: list[tuple[str, int]], acting: list[tuple[str, int]]) -> bool:
         """True if policies are in other processes than the learners, unless learner processes hold the GPU of

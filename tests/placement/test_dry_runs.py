@@ -14,6 +14,8 @@ from embodied.envs import env_class
 from embodied.learners.memory_estimate import Memory
 from embodied.policies import make_policy
 from embodied.run import launch, memory_check
+from embodied.workflows.rl_loop import EmbodiedLoop
+from embodied.workflows.shipped_roles import roles_of_run
 
 
 def planned(recipe, cluster, *more, learn=True):
@@ -48,9 +50,13 @@ def test_the_first_recipe_takes_cores_wherever_it_runs(cluster, monkeypatch):
 
 def test_the_first_lines_say_which_networks_learner_shard_does_not_split():
     words = ["recipe=sums_ppo_critic", "run.start_from=null", "learner.shard=true"]
-    config = load([*words, "policy.dtype=float32"]).config
-    assert "role critic: all weights on each device" in " ".join(launch.whole_networks(config))
-    assert not launch.whole_networks(load(words[:2]).config)
+    words += ["cluster.machines=8xGPU", "policy.dtype=float32"]
+    apart = {"sim": "cpu:0-3", "policy": "gpu:0-1", "learner": "gpu:2-4", "critic": "gpu:5-7"}
+    for place, told in (("collocated", "role critic: all weights on each device"), (json.dumps(apart), "")):
+        config = load([*words, f"placement={place}"]).config
+        config, plan = launch.planned(config, dry=True, roles=roles_of_run(EmbodiedLoop, config))
+        lines = launch.whole_networks(config, plan)
+        assert told in " ".join(lines) and bool(told) == bool(lines)
 
 
 @pytest.mark.parametrize(("cluster", "gpus", "nodes"), [("1xGPU", 1, 1), ("8xGPU", 8, 1), ("4x8xGPU", 32, 4)])

@@ -27,6 +27,7 @@ from embodied.workflows.shipped_roles import roles_of_run
 SHAPES = {  # layers, width, heads, of keys, mlp
     "Qwen2.5-1.5B": (28, 1536, 12, 2, 8960),
     "Qwen2.5-7B": (28, 3584, 28, 4, 18944),
+    "Qwen2.5-14B": (48, 5120, 40, 8, 13824),
     "Qwen2.5-32B": (64, 5120, 40, 8, 27648),
 }
 RECIPE = ("recipe=sums_grpo", "run.start_from=null", "policy.max_length=2048", "learner.pack_tokens=2048")
@@ -132,6 +133,30 @@ def test_roles_that_a_recipe_adds_are_counted_too(shape_of):
     assert of("reward", told(f"roles.reward_model={large}")) == 15.2
     cache = 32 * 2048 * 28 * 2 * 4 * 128 * 2 / 1e9
     assert of("judge", told(f"roles.judge={large}")) == pytest.approx(15.2 + cache, abs=0.1)
+
+
+@pytest.mark.parametrize(
+    ("name", "cluster", "places", "most"),
+    [
+        ("Qwen2.5-7B", "8xGPU", {"policy": "gpu:0-1", "critic": "gpu:2-4", "learner": "gpu:5-7"}, 64),
+        (
+            "Qwen2.5-14B",
+            "2x8xGPU",
+            {"policy": "node0/gpu:0-3", "critic": "node0/gpu:4-7,node1/gpu:0-1", "learner": "node1/gpu:2-7"},
+            66,
+        ),
+    ],
+)
+def test_a_critic_with_shards_is_planned_beside_learners_with_shards(shape_of, name, cluster, places, most):
+    words = ["recipe=sums_ppo_critic", "run.start_from=null", f"policy.pretrained={shape_of(name)}"]
+    words += ["policy.dtype=bfloat16", "policy.max_length=2048", "learner.pack_tokens=2048", "policy.max_running=32"]
+    words += ["learner.shard=true", "learner.reduce_each_pass=true", "learner.checkpoint_activations=true"]
+    sims = {"sim": "node0/cpu:0-3*4" if "x8" in cluster else "cpu:0-3*4"}
+    words += [f"cluster.machines={cluster}", f"placement={json.dumps(sims | places)}"]
+    config = load(words).config
+    told = " ".join(launch.planned(config, dry=True, roles=roles_of_run(EmbodiedLoop, config))[1].memory)
+    critic, learner = (float(re.search(rf"\b{role} ([\d.]+)", told)[1]) for role in ("critic", "learner"))
+    assert critic == pytest.approx(learner, rel=0.01) and learner < most
 
 
 @pytest.mark.slow

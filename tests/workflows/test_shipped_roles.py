@@ -95,6 +95,31 @@ def test_a_critic_learns_what_conversations_come_to_and_resumes(tmp_path):
         assert numbers["critic/lr"] == pytest.approx(0.01 * 9 / 20), "the ninth update"
 
 
+@pytest.mark.slow
+def test_a_critic_and_a_reference_with_shards_learn_and_tell_what_whole_ones_do(tmp_path):
+    """Two groups and three critics, one of which only helps the others; states are loaded with shards and without."""
+    words = [*CRITIC, "algo.kl_coef=0.1", "algo.kl_in=reward", "roles.reference=true", "algo.epochs=2", "algo.lr=0.01"]
+    words += ["algo.groups=2", "algo.group_size=5", "algo.minibatch_size=5", "env.num_envs=5"]
+    places = placed(learner="cpu:2-3*2", critic="fake:0-2", reference="fake:3-4")
+    told, weights, states = [], [], []
+    for shard in ("true", "false"):
+        options = {"placement": places, "backend": "local"}
+        with Talk(tmp_path / shard, *words, f"learner.shard={shard}", **options) as run:
+            told.append([numbers for _, numbers in run.some(2)])
+            weights.append(run.weights())
+            states.append(run.loop.workers.save())
+            run.loop.workers.restore(dict(states[0]))
+            again = run.loop.workers.save()
+            assert all(np.array_equal(array, again[name]) for name, array in states[0].items())
+    assert far(*weights) < 1e-9
+    sharded, whole = ({name[9:]: each for name, each in state.items() if name[:8] == "critic-0"} for state in states)
+    assert sharded.keys() == whole.keys() and far(sharded, whole) < 1e-9
+    assert not any(name.startswith("critic-1") for name in states[0])
+    for one, other in zip(*told, strict=True):
+        for key in ("critic/value_loss", "critic/explained_variance", "train/reference_kl"):
+            assert one[key] == pytest.approx(other[key], rel=1e-9)
+
+
 def scored(folder, *words, **roles):
     """What each conversation of an iteration was asked, its answer and its reward, with these roles."""
     with Talk(folder, "algo.filter=none", "run.samples=20", *words, placement=placed(**roles)) as run:
