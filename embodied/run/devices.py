@@ -26,7 +26,7 @@ from embodied.placement import PlacementError, PlacementPlan, PlannedHost
 from embodied.placement.grammar import parse_map
 from embodied.placement.topology import Gpu, Node, Topology, read_topology
 from embodied.policies.config import PolicyOptions
-from embodied.run.memory_check import decisions_of
+from embodied.run import memory_check
 from embodied.runtime import HostPlan, nodes_of
 
 if TYPE_CHECKING:
@@ -114,7 +114,7 @@ def is_small(policy: PolicyOptions) -> bool:
 def has_small_steps(config: RunConfig) -> bool:
     """True if a core computes a gradient step so fast that more ranks save nothing."""
     weights = max(config.policy.few_weights, config.policy.least_weights)  # 0: unknown
-    items = config.algo.minibatch_size or decisions_of(config)
+    items = config.algo.minibatch_size or memory_check.decisions_of(config)
     return 0 < items * weights < SMALL_STEP and not config.learner.shard
 
 
@@ -341,3 +341,19 @@ def cores() -> tuple[int, ...]:
     """The cores this process may use: all of them on systems without affinity, such as macOS."""
     usable = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else range(os.cpu_count() or 1)
     return tuple(sorted(usable))
+
+
+def check_memory(config: RunConfig, plan: PlacementPlan, machines: Topology, learn: bool) -> list[memory_check.Need]:
+    """Raise ConfigError if a memory cannot hold the plan's workers; else return every memory."""
+    memories = memory_check.needs(config, plan, machines, learn)
+    if over := [need for need in memories if need.least > need.has]:
+        fewer = "policy.max_length" if config.policy.speaks else "env.num_envs"
+        saving = ""
+        if learn:
+            from embodied.run.memory_advice import saving_options
+
+            saving = saving_options(config, plan, machines)
+        works = saving or f"a smaller policy, fewer {fewer} or larger machines"
+        lines = [f"memory: {line}" for line in memory_check.describe_memory(over)]
+        raise ConfigError("\n".join([*lines, f"that is more than the machines have; try {works}"]))
+    return memories

@@ -35,7 +35,15 @@ from embodied.placement.placement_plan import ENVS_PER_SIM
 from embodied.policies import check_package, policy_class, slow_imports
 from embodied.records.loggers import check_log
 from embodied.run import devices, memory_check
-from embodied.run.devices import check_devices, check_simulator, draws_on_gpus, host_plans, machines, networks_on
+from embodied.run.devices import (
+    check_devices,
+    check_memory,
+    check_simulator,
+    draws_on_gpus,
+    host_plans,
+    machines,
+    networks_on,
+)
 from embodied.run.ending import Interrupted
 from embodied.runtime import Cluster, choose_backend, describe_backend
 
@@ -144,7 +152,7 @@ def planned(
     check_room(config, plan, topology, learn)
     if learn:
         check_learners(config, plan, topology, roles)
-    memories = memory_check.check_memory(config, plan, topology, learn)
+    memories = check_memory(config, plan, topology, learn)
     return config, replace(plan, memory=tuple(memory_check.describe_memory(memories)))
 
 
@@ -223,7 +231,7 @@ def check_training(config: RunConfig, kind: Any) -> None:
 def check_room(config: RunConfig, plan: PlacementPlan, topology: Topology, learn: bool) -> None:
     """Refuse a learner that cannot hold all weights, simulators that need too much memory, and too many images."""
     if learn and config.learner.shard and plan.count("learner") == 1:  # a single rank holds all weights
-        memory_check.check_memory(config.with_values("learner", shard=False), plan, topology, learn)
+        check_memory(config.with_values("learner", shard=False), plan, topology, learn)
     if not memory_check.is_large(config):
         memory = sum(node.memory_bytes for node in topology.nodes)
         memory_check.check_simulators(config, plan.count("sim"), memory, learn)

@@ -1,4 +1,4 @@
-"""Advice for a run that does not fit into memory: which options help most. Imported only then."""
+"""Advice for a run that does not fit into memory: the options that help most. Imported only then."""
 
 from __future__ import annotations
 

@@ -313,22 +313,6 @@ def describe_memory(memories: list[Need]) -> list[str]:
 # Refusals
 
 
-def check_memory(config: RunConfig, plan: PlacementPlan, machines: Topology, learn: bool) -> list[Need]:
-    """Raise ConfigError if a memory cannot hold the plan's workers; else return every memory."""
-    memories = needs(config, plan, machines, learn)
-    if over := [need for need in memories if need.least > need.has]:
-        fewer = "policy.max_length" if config.policy.speaks else "env.num_envs"
-        saving = ""
-        if learn:
-            from embodied.run.memory_advice import saving_options
-
-            saving = saving_options(config, plan, machines)
-        works = saving or f"a smaller policy, fewer {fewer} or larger machines"
-        lines = [f"memory: {line}" for line in describe_memory(over)]
-        raise ConfigError("\n".join([*lines, f"that is more than the machines have; try {works}"]))
-    return memories
-
-
 def copies(config: RunConfig) -> int:
     """The number of copies of an iteration's images; with schedule=async batches of older rollouts wait in the
     learners."""

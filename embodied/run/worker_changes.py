@@ -31,8 +31,7 @@ from embodied.placement.placement_plan import check_shares, devices_of, hosts_on
 from embodied.placement.topology import number
 from embodied.policies import slow_imports
 from embodied.records.progress import timestamp
-from embodied.run.devices import divides_requests, host_plans, machines
-from embodied.run.memory_check import check_memory
+from embodied.run.devices import check_memory, divides_requests, host_plans, machines
 from embodied.run.run_folder import ANSWER, REQUEST
 from embodied.runtime.device_leases import GB, SHARE
 
