@@ -128,6 +128,8 @@ def follow(
         print("\n".join([launch.describe(config, plan, weights=config.resume), *launch.notes(loaded)]))
         print(launch.describe_saving(config))
         print(launch.describe_learner(config), end="")
+        if program.command == "train":
+            print(launch.memory_check.describe_seconds(config, plan, launch.machines(config)), end="")
         return 0
     # From here on the folder exists and records how the run ends.
     command = command_of(program)

@@ -48,6 +48,7 @@ class Memory:
     )
     gradient: int = 0  # in float32, that a learner with shards adds up unsharded: all of it, or a block's
     acting: int = 0  # KV cache of one env row
+    products: float = 0.0  # multiplications of a forward pass of the longest conversation
 
     @property
     def total(self) -> int:
@@ -85,10 +86,17 @@ def estimate(config: RunConfig, items: int = 1) -> Memory | None:
     if kind.speaks and env_class(config.env).shows_pictures(config.env):
         inputs["places"] = longest_pass(policy, config.learner)  # an upper bound, as if pictures filled the prompts
     copied = num_bytes(p for p in policy.parameters() if p.requires_grad)
+    products = products_of(policy, longest_conversation(policy, config.learner)) if kind.speaks else 0.0
     memory = count(policy, config.learner, inputs)
     averaged = EXACT * memory.num_trained if config.algo.average else 0
     reference = copied if config.algo.kl_coef and not config.roles.reference else 0
-    return replace(memory, reference=reference, averaged=averaged)
+    return replace(memory, reference=reference, averaged=averaged, products=products)
+
+
+def products_of(policy: Policy, tokens: int) -> float:
+    """The multiplications of a forward pass of a conversation of so many tokens."""
+    token, pair, _ = policy.pass_cost()
+    return token * tokens + pair * tokens * (tokens + 1)
 
 
 def spec_of_arm(config: RunConfig) -> EnvSpec:

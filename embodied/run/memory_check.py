@@ -27,6 +27,7 @@ from embodied.core.types import deal_by_task
 from embodied.envs import env_class, import_class
 from embodied.envs.config import OWN_SCORE
 from embodied.placement import PlacementPlan, PlannedHost, Topology
+from embodied.placement.topology import PEAK_FLOPS
 from embodied.runtime.published_weights import read_safetensors
 
 if TYPE_CHECKING:
@@ -311,6 +312,25 @@ def describe_memory(memories: list[Need]) -> list[str]:
 
 
 # Refusals
+
+
+def describe_seconds(config: RunConfig, plan: PlacementPlan, machines: Topology) -> str:
+    """A line with the time that an iteration's gradient steps on full-length answers take at the peak rate of the
+    learners' GPUs; empty for robots, and on cores."""
+    memory, algo = measured_memory(config, plan.count("learner")), config.algo
+    nodes = {"": machines.nodes[0], **{node.name: node for node in machines.nodes}}
+    held = [(host.node, host.device) for host in plan.hosts if "learner" in host.roles]
+    if memory is None or not memory.products or not all(device.startswith("gpu:") for _, device in held):
+        return ""
+    models = [gpu.model for node, at in held for gpu in nodes[node].gpus if f"gpu:{gpu.index}" == at]
+    peaks = [PEAK_FLOPS.get(model, PEAK_FLOPS["H100"]) for model in models]
+    passes = 4 if config.learner.checkpoint_activations else 3  # a backward pass costs as much as two forward passes
+    answers = algo.groups * algo.group_size
+    operations = 2 * passes * memory.products * answers * algo.epochs
+    return (
+        f"time        {answers:,} answers of full length take at least {operations / sum(peaks):.2g} s an iteration to "
+        f"learn from: {operations / 1e15:,.1f} PFLOP at the peak of {len(peaks)} GPUs ({peaks[0] / 1e12:.0f} TFLOP/s)\n"
+    )
 
 
 def copies(config: RunConfig) -> int:
