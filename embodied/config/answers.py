@@ -93,7 +93,6 @@ OURS = {  # our keys -> names in other toolkits; a name may mean two keys
     "eval.videos": "capture_video record_video save_video num_videos",
 }
 USUAL = {word: keys.split() for keys, words in OURS.items() for word in words.split()}
-TRUNCATES = ("top_p", "top_k", "min_p")
 CLOSE = 0.8  # limit of difflib's ratio, for the last part of a key; 0.6 for a whole key
 FAR = 0.6
 
@@ -404,13 +403,7 @@ def as_word(word: str) -> str:
 
 
 def hint(key: str, known: list[str]) -> str:
-    """`, did you mean 'algo.lr'?`, or nothing; for top_p and top_k of rollouts, the reason why they do not exist."""
-    section, _, last = key.rpartition(".")
-    if section != "eval" and as_word(last) in TRUNCATES and f"eval.{as_word(last)}" in known:
-        return (
-            ": rollouts draw from all tokens, since losses need log-probs of the distribution that tokens are drawn "
-            f"from; policy.temperature sharpens it, and eval.{as_word(last)} truncates it in evaluations"
-        )
+    """`, did you mean 'algo.lr'?`, or nothing."""
     likely = likely_keys(key, known)
     return f", did you mean {' or '.join(map(repr, likely))}?" if likely else ""
 

@@ -532,7 +532,7 @@ def _lines(model: BaseModel, sources: dict[str, str], default: str, prefix: str,
         if isinstance(value, BaseModel):
             lines += [f"{indent}{name}:", *_lines(value, sources, default, key + ".", indent + "  ")]
             continue
-        if isinstance(value, Path):
+        if isinstance(value, Path) and not is_data_set(value):
             value = value.absolute()
         set_by = {where for known, where in sources.items() if known == key or known.startswith(key + ".")}
         where = ", ".join(sorted(set_by)) or default

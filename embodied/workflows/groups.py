@@ -539,7 +539,8 @@ def added(parts: Iterable[dict[str, float]]) -> dict[str, float]:
 
 def sampling_of(policy: LanguageConfig) -> SamplingRule:
     """How rollouts draw tokens. Losses compare with the log-probs among all tokens at this temperature."""
-    return SamplingRule(policy.temperature, policy.top_p, policy.top_k, logprob_temperature=policy.temperature)
+    drawn = policy.temperature, policy.top_p, policy.top_k
+    return SamplingRule(*drawn, logprob_temperature=policy.temperature, min_p=policy.min_p)
 
 
 def sampled(episodes: list[int], count: int) -> frozenset[int]:

@@ -98,6 +98,9 @@ class LanguageConfig(LoraOptions):
     top_k: int = Field(
         0, ge=0, description="Rollouts draw only from so many of the likeliest tokens, likewise; 0: all."
     )
+    min_p: float = Field(
+        0.0, ge=0, lt=1, description="Rollouts draw no token below this share of the likeliest one's probability."
+    )
     max_tokens: int = Field(512, gt=0, description="Most tokens of an answer; a longer one is cut off.")
     max_length: int | None = Field(
         None, gt=0, description="Most tokens of a conversation; null: the model's positions."
@@ -167,7 +170,7 @@ class LanguageConfig(LoraOptions):
         only_with("tensor_parallel", {"engine": "vllm"}),
         never_with("system template_arguments", {"chat": False}, "there is no template; leave it out"),
         never_with(
-            "top_p top_k",
+            "top_p top_k min_p",
             {"engine": ("vllm", "http"), "temperature": lambda temperature: temperature != 1},
             "it tells log-probs of all tokens at temperature 1 alone; try policy.engine=transformers",
         ),

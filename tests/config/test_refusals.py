@@ -163,8 +163,7 @@ SUMS policy.engine=http policy.url=127.0.0.1:8000 -> should be like http://
 SUMS policy.engine=http policy.url=[http://h,http://h] -> should name every server once
 SUMS policy.engine=http policy.url=http://me:secret@127.0.0.1 -> without a user's name
 SUMS policy.engine=http policy.url=http://h policy.token_from=a-secret -> names an environment variable
-SUMS policy.top_p=0.9 -> unknown key: rollouts draw from all tokens
-SUMS algo.top_k=5 -> and eval.top_k truncates it in evaluations
+SUMS algo.top_k=5 -> did you mean 'policy.top_k' or 'eval.top_k'
 SUMS policy.temperature=0 -> policy.temperature=0: should be greater than 0
 SUMS SERVER policy.weights=/dev/shm policy.temperature=0.8 policy.top_k=5 -> it tells log-probs of all tokens at temper
 SUMS SERVER -> set a folder that it sees as well, such as policy.weights=/dev/shm
