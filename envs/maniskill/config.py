@@ -14,6 +14,17 @@ from embodied.envs.maniskill.bridge_tasks import CONTROL, PLATES, asset_folder, 
 
 REWARD_MODES = ("normalized_dense", "dense", "sparse")  # reward modes of ManiSkill's own tasks
 
+GpuCapacity = Literal[
+    "temp_buffer_capacity",
+    "max_rigid_contact_count",
+    "max_rigid_patch_count",
+    "heap_capacity",
+    "found_lost_pairs_capacity",
+    "found_lost_aggregate_pairs_capacity",
+    "total_aggregate_pairs_capacity",
+    "collision_stack_size",
+]
+
 
 class ManiSkillConfig(CommonEnvConfig):
     """ManiSkill's tasks from states and images, on the CPU or on its own GPU physics."""
@@ -56,6 +67,11 @@ class ManiSkillConfig(CommonEnvConfig):
     backend: Literal["auto", "cuda", "cpu_batched", "cpu"] = Field(
         "auto",
         description="Physics on a GPU, on the CPU in one batch, or one env at a time; auto: the fastest on cores.",
+    )
+    gpu_memory: dict[GpuCapacity, Annotated[int, Field(gt=0)]] = Field(
+        {},
+        description="Capacities of PhysX on a GPU by ManiSkill's names (GPUMemoryConfig) that are not to follow from "
+        "env.num_envs, such as {max_rigid_patch_count: 524288}.",
     )
     solver_iterations: Annotated[int, Field(gt=0, lt=256)] | None = Field(
         None,

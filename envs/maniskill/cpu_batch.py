@@ -3,18 +3,13 @@
 ManiSkill refuses more than one env per process on a CPU, although its batched code would work. While an env is built,
 some names in its modules are replaced, so that it gets `BatchedCpuPhysics` instead of the GPU's physics. Lazy lookups
 are triggered before the names are restored.
-
-ManiSkill draws initial states with `torch.rand` and with `numpy.random.RandomState.normal`. Both are Mersenne Twisters
-with the same words for a seed. Building two generators per row takes 150 us; computing the words of all rows together
-takes about a microsecond per row. The numbers equal the generators' bit for bit.
 """
 
 from __future__ import annotations
 
-import math
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from functools import cached_property, partial
 from typing import Any
 
@@ -24,6 +19,7 @@ import torch
 from mani_skill.agents.controllers.utils.kinematics import Kinematics
 from mani_skill.envs import sapien_env
 from mani_skill.envs.scene import ManiSkillScene
+from mani_skill.envs.utils import randomization
 from mani_skill.envs.utils.randomization.batched_rng import BatchedRNG
 from mani_skill.render.utils import can_render
 from mani_skill.utils.building.actor_builder import ActorBuilder
@@ -35,9 +31,10 @@ from mani_skill.utils.geometry.rotation_conversions import (
 from mani_skill.utils.structs.articulation import Articulation
 from mani_skill.utils.structs.articulation_joint import ArticulationJoint
 from mani_skill.utils.structs.pose import Pose, to_sapien_pose
-from scipy.special import xlogy
 
+from embodied.envs.maniskill.bridge_tasks import PLATES, TWINS
 from embodied.envs.maniskill.cpu_physics import BatchedCpuPhysics
+from embodied.envs.maniskill.episode_draws import EpisodeDraws, Rows, RowsOfNormals, RowsOfPlaces, RowsOfUniforms
 from embodied.envs.maniskill.tasks import DRAWING, action_bounds, for_robots
 
 BETWEEN_STEPS = ("_before_simulation_step", "_after_simulation_step")  # a task's code between physics steps
@@ -176,16 +173,13 @@ def named(prop: cached_property, name: str) -> cached_property:
 # the same draws as a single env with that seed; the rest is done once for all rows. If a task draws for all rows in one
 # call, it gets the rows' own draws stacked.
 
-# Tasks that draw once for all rows, in a fixed sequence of calls.
+# Tasks whose rows drawn in one call get what each gets alone; other tasks are tried when they are built.
 DRAWN_TOGETHER = (
-    "PushCube-v1",
-    "PullCube-v1",
-    "PickCube-v1",
-    "LiftPegUpright-v1",
-    "PlaceSphere-v1",
-    "RollBall-v1",
-    "PokeCube-v1",
+    *("PushCube-v1", "PullCube-v1", "PickCube-v1", "LiftPegUpright-v1", "PlaceSphere-v1", "RollBall-v1"),
+    *("PokeCube-v1", "StackCube-v1", "PullCubeTool-v1", "PegInsertionSide-v1", *TWINS),
 )
+TRIED_ROWS, TRIALS = 16, 4
+WRITTEN = ("rigid_body_data", *(f"articulation_{name}" for name in ("qpos", "qvel", "target_qpos", "target_qvel")))
 
 
 @torch.no_grad()
@@ -193,19 +187,15 @@ def begin_episodes(env: Any, rows: np.ndarray, seeds: list[int], states: list[in
     """Reset these rows, to a task's stored states if `states` are not -1; returns ManiSkill's info of all rows."""
     scene, physics = env.scene, env.scene.px
     on_cpu = isinstance(physics, BatchedCpuPhysics)
-    mask = torch.zeros(env.num_envs, dtype=torch.bool, device=env.device)
-    mask[torch.as_tensor(rows, device=env.device)] = True
-    scene._reset_mask = mask
-    env._elapsed_steps[mask] = 0
+    chosen = Rows.of(rows, env.device)
+    scene._reset_mask = chosen
+    env._elapsed_steps[chosen] = 0
     if on_cpu:
         physics.refresh(rows.tolist())
     stand_still(env)
     env.agent.reset()
-    if env.spec.id in DRAWN_TOGETHER:
-        initialize_together(env, rows, seeds)
-    else:
-        initialize_one_by_one(env, rows, seeds, states, mask)
-    scene._reset_mask = mask
+    initialize(env, rows, seeds, states)
+    scene._reset_mask = chosen
     scene._gpu_apply_all()
     if on_cpu:  # only these rows changed
         physics.refresh(rows.tolist())
@@ -216,28 +206,71 @@ def begin_episodes(env: Any, rows: np.ndarray, seeds: list[int], states: list[in
         scene._gpu_fetch_all()
     controllers = env.agent.controller.values() if isinstance(env.agent.controller, dict) else [env.agent.controller]
     for controller in controllers:
-        controller.reset()  # with the mask: other rows keep their targets
-    scene._reset_mask = torch.ones_like(mask)
+        controller.reset()  # of these rows: other rows keep their targets
+    scene._reset_mask = env.every_row
     return env.get_info()
 
 
-def initialize_together(env: Any, rows: np.ndarray, seeds: list[int]) -> None:
-    """The same draws as `initialize_one_by_one`, in one call of the task's code."""
-    draws, before = EpisodeDraws(np.array(seeds)), env._episode_rng
+def initialize(env: Any, rows: np.ndarray, seeds: list[int], states: list[int]) -> None:
+    stored = [state >= 0 for state in states]
+    if env.draws_together and all(stored) == any(stored):
+        initialize_together(env, rows, seeds, states)
+    else:
+        initialize_one_by_one(env, rows, seeds, states)
+
+
+def choose_drawing(env: Any) -> None:
+    """Find out how a new env's initial states are drawn. The env has to be reset afterwards."""
+    known = env.spec.id in DRAWN_TOGETHER or env.spec.id.startswith(PLATES)
+    everyone = np.arange(env.num_envs)
+    env.every_row = (
+        Rows.of(everyone, env.device) if known else env.scene._reset_mask
+    )  # other tasks may take it for a mask
+    env.draws_together = known or draws_together(env)
+
+
+def draws_together(env: Any) -> bool:
+    """True if rows drawn in one call get what each row gets alone, bit for bit: tried with several seeds, since a task
+    may draw until something is free."""
+    rows, mask = np.arange(min(env.num_envs, TRIED_ROWS)), env.scene._reset_mask
+    found = []
+    for way in (initialize_together, initialize_one_by_one):
+        with suppress(Exception):
+            for trial in range(TRIALS):
+                env.scene._reset_mask = Rows.of(rows, env.device)
+                way(env, rows, [TRIED_ROWS * trial + row for row in rows.tolist()], [-1] * len(rows))
+                found.append(drawn_state(env, rows))
+    env.scene._reset_mask = mask
+    return len(found) == 2 * TRIALS and all(map(np.array_equal, found[:TRIALS], found[TRIALS:]))
+
+
+def drawn_state(env: Any, rows: np.ndarray) -> np.ndarray:
+    """All numbers that an initialization may have written: of the physics, and the env's own with a row per env."""
+    physics, count = env.scene.px, env.num_envs
+    arrays = [getattr(physics, f"cuda_{name}").torch() for name in WRITTEN]
+    own = [value for _, value in sorted(vars(env).items()) if type(value) is torch.Tensor and len(value.shape)]
+    arrays += [value[rows] for value in own if len(value) == count]
+    return np.concatenate([np.nan_to_num(array.cpu().numpy().astype(np.float64), nan=7.0).ravel() for array in arrays])
+
+
+def initialize_together(env: Any, rows: np.ndarray, seeds: list[int], states: list[int]) -> None:
+    """The same draws as `initialize_one_by_one`, in one call of the task's code, with the scene's mask as `Rows`."""
+    draws, before = EpisodeDraws(np.array(seeds)), (env._episode_rng, env._batched_episode_rng)
     env._episode_seed[rows] = seeds
     env._episode_rng = RowsOfNormals(draws)
-    with replaced_rand(RowsOfUniforms(draws, env.device)):
-        env._initialize_episode(torch.as_tensor(rows, device=env.device), {})
-    env._episode_rng = before  # these tasks use this generator only here, and never the generators of single rows
+    env._batched_episode_rng = None  # such a task draws nothing from generators of single rows
+    options = {"episode_id": torch.tensor(states)} if states[0] >= 0 else {}
+    try:
+        with replaced_draws(RowsOfUniforms(draws, env.device)):
+            env._initialize_episode(env.scene._reset_mask.as_subclass(torch.Tensor), options)
+    finally:
+        env._episode_rng, env._batched_episode_rng = before
 
 
-def initialize_one_by_one(env: Any, rows: np.ndarray, seeds: list[int], states: list[int], mask: torch.Tensor) -> None:
-    one = torch.zeros_like(mask)
+def initialize_one_by_one(env: Any, rows: np.ndarray, seeds: list[int], states: list[int]) -> None:
     with own_draws(env.device) as seed_draws:
         for row, seed, state in zip(rows.tolist(), seeds, states, strict=True):
-            one[:] = False
-            one[row] = True
-            env.scene._reset_mask = one
+            env.scene._reset_mask = torch.arange(env.num_envs, device=env.device) == row
             own = BatchedRNG.from_seeds([seed], backend=env._batched_rng_backend)
             env._episode_seed[row] = seed
             env._batched_episode_rng[np.array([row])] = own
@@ -248,13 +281,17 @@ def initialize_one_by_one(env: Any, rows: np.ndarray, seeds: list[int], states: 
 
 
 @contextmanager
-def replaced_rand(rand: Any) -> Iterator[None]:
-    with DRAWING:
-        torch.rand, before = rand, torch.rand
-        try:
-            yield
-        finally:
-            torch.rand = before
+def replaced_draws(rand: RowsOfUniforms) -> Iterator[None]:
+    places = type("RowsOfPlaces", (RowsOfPlaces,), {"rand": rand})
+    with DRAWING, ExitStack() as stack:
+        for owner, name, value in (
+            (torch, "rand", rand.rand),
+            (torch, "randint", rand.randint),
+            (randomization, "UniformPlacementSampler", places),
+        ):
+            stack.callback(setattr, owner, name, getattr(owner, name))
+            setattr(owner, name, value)
+        yield
 
 
 @contextmanager
@@ -283,147 +320,3 @@ def stand_still(env: Any) -> None:
         articulation.set_qvel(torch.zeros(articulation.max_dof, device=env.device))
         articulation.set_root_linear_velocity(zero)
         articulation.set_root_angular_velocity(zero)
-
-
-FEW_ROWS = 200  # with fewer rows, reseeding a generator for each row is faster
-STATE, SHIFT = 624, 397  # words of a Mersenne Twister's state, and the offset at which it mixes them
-WORDS = STATE - SHIFT  # number of first words that depend only on the initial state
-SPARE_PAIRS = 7  # extra attempts at pairs of normal numbers; about one row in 1,000 needs more
-TORCH_RAND = torch.rand
-# Arrays without axes, which NumPy takes faster than its scalars
-THIRTY, FACTOR, *NUMBERS = (np.array(number, np.uint32) for number in (30, 1812433253, *range(STATE)))
-
-
-class EpisodeDraws:
-    """Random numbers of rows with these seeds: row i's numbers equal a generator's with seed `seeds[i]`."""
-
-    def __init__(self, seeds: np.ndarray) -> None:
-        self.seeds = np.asarray(seeds, np.uint32)
-        self._state = (np.empty((0, len(self.seeds)), np.uint32),) * 2
-
-    def uniforms(self, count: int) -> torch.Tensor:
-        """The first `torch.rand(count)` of each row: float32 [rows, count]."""
-        if len(self.seeds) < FEW_ROWS or count > WORDS:
-            generator = torch.Generator()
-            drawn = [TORCH_RAND(count, generator=generator.manual_seed(seed)) for seed in self.seeds.tolist()]
-            return torch.stack(drawn)
-        words = twister_words(*self.state(0, count)).T & np.uint32(2**24 - 1)
-        return torch.from_numpy(words.astype(np.float32) * np.float32(2.0**-24))
-
-    def normals(self, count: int) -> np.ndarray:
-        """The first `RandomState(seed).normal(size=count)` of each row: float64 [rows, count]."""
-        pairs = -(-count // 2)
-        attempts = pairs + SPARE_PAIRS
-        if len(self.seeds) < FEW_ROWS or 4 * attempts > WORDS:
-            return normals_one_by_one(self.seeds, count)
-        rows = np.arange(len(self.seeds))
-        points = np.empty(len(rows) * pairs, np.complex128)
-        places = rows * pairs  # of the next point of each row, which replaces a rejected one
-        self.state(0, 4 * attempts)  # of all attempts at once
-        for attempt in range(attempts):
-            state = self.state(4 * attempt, 4 * attempt + 4)
-            if attempt >= pairs:
-                unfinished = places < (rows + 1) * pairs
-                rows, places = rows[unfinished], places[unfinished]
-                state = [part.take(rows, axis=1) for part in state]
-            points[places], accepted = points_in_square(twister_words(*state))
-            places += accepted
-        numbers = normals_of(points).reshape(-1, 2 * pairs)[:, :count]
-        lacking = rows[places < (rows + 1) * pairs]
-        numbers[lacking] = normals_one_by_one(self.seeds[lacking], count)
-        return numbers
-
-    def state(self, start: int, stop: int) -> tuple[np.ndarray, np.ndarray]:
-        """The arguments of `twister_words` for words `start` to `stop` of each row."""
-        if len(self._state[1]) < stop:
-            self._state = twister_state(self.seeds, stop)
-        first, later = self._state
-        return first[start : stop + 1], later[start:stop]
-
-
-def normals_one_by_one(seeds: np.ndarray, count: int) -> np.ndarray:
-    generator = np.random.RandomState(0)
-    numbers = np.empty((len(seeds), count))
-    for row, seed in enumerate(seeds.tolist()):
-        generator.seed(seed)
-        numbers[row] = generator.normal(size=count)
-    return numbers
-
-
-def points_in_square(words: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """A point of each row, whose coordinates are in [-1, 1), from four words: complex [rows]; and if it is accepted."""
-    high, low = (words[0::2] >> np.uint32(5)).view(np.int32), (words[1::2] >> np.uint32(6)).view(np.int32)
-    points = np.empty(words.shape[1], np.complex128)
-    # The generators return the second coordinate's number first.
-    points.imag, points.real = (high * 67108864.0 + low) * (2.0 / 9007199254740992.0) - 1.0
-    radius = squared_radius(points)
-    return points, (radius < 1.0) & (radius != 0.0)
-
-
-def squared_radius(points: np.ndarray) -> np.ndarray:
-    return points.real * points.real + points.imag * points.imag
-
-
-def normals_of(points: np.ndarray) -> np.ndarray:
-    """Two normal numbers from each point in the unit circle, by the polar method: float64 [points, 2]."""
-    with np.errstate(all="ignore"):  # rows without enough points have memory's old content
-        radius = squared_radius(points)
-        logs = xlogy(1.0, radius)  # the C library's log, as in the generators; NumPy's differs in the last bit
-        return points.view(np.float64).reshape(-1, 2) * np.sqrt(-2.0 * logs / radius)[:, None]
-
-
-def twister_state(seeds: np.ndarray, count: int) -> tuple[np.ndarray, np.ndarray]:
-    """The part of the initial states that the first `count` words, at most WORDS, depend on: words 0 to `count`, and
-    `count` words from SHIFT on, both uint32 [words, rows]."""
-    block = np.empty((2 * count + 3, len(seeds)), np.uint32)  # one array: separate arrays were twice as slow
-    first, later, (passed, mixed) = block[: count + 1], block[count + 1 : -2], block[-2:]
-    state = [*first, *[passed] * (SHIFT - count - 1), *later]
-    first[0] = seeds
-    for last, following, number in zip(state, state[1:], NUMBERS[1:], strict=False):
-        np.right_shift(last, THIRTY, mixed)
-        np.bitwise_xor(mixed, last, mixed)
-        np.multiply(mixed, FACTOR, mixed)
-        np.add(mixed, number, following)
-    return first, later
-
-
-def twister_words(first: np.ndarray, later: np.ndarray) -> np.ndarray:
-    """The words that Mersenne Twisters give first, from parts of their initial states: uint32 [words, rows]."""
-    joined = (first[:-1] & np.uint32(0x80000000)) | (first[1:] & np.uint32(0x7FFFFFFF))
-    words = later ^ (joined >> np.uint32(1)) ^ (joined & np.uint32(1)) * np.uint32(0x9908B0DF)
-    words ^= words >> np.uint32(11)
-    words ^= (words << np.uint32(7)) & np.uint32(0x9D2C5680)
-    words ^= (words << np.uint32(15)) & np.uint32(0xEFC60000)
-    return words ^ words >> np.uint32(18)
-
-
-class RowsOfUniforms:
-    """Replaces `torch.rand`: row i of each tensor comes from row i's own stream, on any device."""
-
-    def __init__(self, draws: EpisodeDraws, device: torch.device) -> None:
-        self.draws, self.device = draws, device
-        self.num_drawn = 0  # numbers drawn by each row
-
-    def __call__(self, *size: Any, **options: Any) -> torch.Tensor:
-        size = options.get("size", size)
-        shape = torch.Size(size if len(size) != 1 or isinstance(size[0], int) else size[0])
-        check_rows(shape, self.draws)
-        first, self.num_drawn = self.num_drawn, self.num_drawn + shape[1:].numel()
-        return self.draws.uniforms(self.num_drawn)[:, first:].reshape(shape).to(self.device)
-
-
-class RowsOfNormals:
-    """Replaces a numpy generator: row i of each array comes from row i's own stream."""
-
-    def __init__(self, draws: EpisodeDraws) -> None:
-        self.draws = draws
-        self.num_drawn = 0  # numbers drawn by each row
-
-    def normal(self, mean: float, deviation: float, size: tuple[int, ...]) -> np.ndarray:
-        check_rows(size, self.draws)
-        first, self.num_drawn = self.num_drawn, self.num_drawn + math.prod(size[1:])
-        return mean + deviation * self.draws.normals(self.num_drawn)[:, first:].reshape(size)
-
-
-def check_rows(shape: tuple[int, ...], draws: EpisodeDraws) -> None:
-    assert shape[0] == len(draws.seeds), f"a draw of shape {list(shape)} for {len(draws.seeds)} rows"

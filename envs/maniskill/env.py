@@ -12,8 +12,8 @@ from __future__ import annotations
 import fcntl
 import math
 import os
-from collections.abc import Callable
-from contextlib import AbstractContextManager, closing
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, closing, contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -29,6 +29,7 @@ from embodied.envs.capabilities import AS_TRAINED, CataloguedTask, EvaluationPro
 from embodied.envs.maniskill import tasks
 from embodied.envs.maniskill.bridge_tasks import TWINS, asset_folder, is_bridge, missing_bridge_assets, source_of
 from embodied.envs.maniskill.config import ManiSkillConfig
+from embodied.envs.maniskill.gpu_memory import Overflows, sized
 from embodied.envs.maniskill.tasks import (
     BATCHED_CONTROLS,
     BATCHED_TASKS,
@@ -54,6 +55,10 @@ from embodied.envs.vector_env import StepResult
 NO_DRAWING = (
     "this GPU does not draw, since its driver lacks the graphics part; in a container start it with "
     "NVIDIA_DRIVER_CAPABILITIES=all"
+)
+ALONE = (
+    "its initial states are drawn env by env, which costs a GPU milliseconds each: one call for all envs draws other "
+    "numbers (docs/own_task.md)"
 )
 DOWNLOADS = "https://github.com/sapien-sim/physx-precompiled/releases/download"
 PROOF_S = 60.0  # time limit of a training run for proving that batched physics is equal for its task
@@ -204,7 +209,7 @@ class ManiSkillEnv(ReplayedEnv):
         gain = f"{proof.speedup:.1f} times as fast as single envs here" if proof.speedup else "not timed"
         if proof.equal:
             finding = f"batched equals single envs ({figures(proof.worst)}), {gain}; env.backend=auto uses it"
-            return [finding, f"proof: {path}"]
+            return [finding, *[ALONE] * proof.drawn_alone, f"proof: {path}"]
         why = f"Batched physics is not used for this task: {proof.problem}; {gain}"
         return [f"single envs only. {why}", f"kept: {path}"]
 
@@ -257,6 +262,10 @@ class ManiSkillEnv(ReplayedEnv):
             self._scale = self.units = np.array([metres] * 3 + [radians] * 3 + [1.0], np.float32)
         self._on_device = [tensor_of(array, env.device) for array in (self._scale, self._offset)]
         with DRAWING:
+            if self.batched:
+                from embodied.envs.maniskill.cpu_batch import choose_drawing
+
+                choose_drawing(env)
             info = env.reset(seed=0)[1]
         limit = config.max_episode_steps or find_task(config.task).max_episode_steps or 100
         seen = numbers(env, info, config)
@@ -281,6 +290,7 @@ class ManiSkillEnv(ReplayedEnv):
         self._numbers = {name: np.zeros((num_envs, part.shape[-1]), np.float32) for name, part in seen.items()}
         self._info_now: dict[str, Any] | None = None  # info of the batched env until its state is observed
         self._cameras: dict[int, Any] = {}
+        self._overflows = Overflows() if config.backend == "cuda" else None
 
     @property
     def gives_tensors(self) -> bool:
@@ -295,6 +305,8 @@ class ManiSkillEnv(ReplayedEnv):
         return "" if device is None else device.name if device.is_cuda() else "lavapipe"
 
     def _reset_rows(self, rows: np.ndarray, episodes: list[EpisodeSpec]) -> Array | None:
+        if self._overflows is not None:
+            self._overflows.check(str(self.config.task), self.num_envs)
         if self.batched:
             from embodied.envs.maniskill.cpu_batch import begin_episodes
 
@@ -465,6 +477,19 @@ def render_backend(config: ManiSkillConfig) -> str:
     return "none"
 
 
+@contextmanager
+def gpu_capacities(config: ManiSkillConfig, num_envs: int) -> Iterator[None]:
+    """Inside, an env on a GPU is built with room for so many rows."""
+    import sapien.physx
+
+    usual = sapien.physx.set_gpu_memory_config
+    sapien.physx.set_gpu_memory_config = sized(usual, num_envs, config.gpu_memory)
+    try:
+        yield
+    finally:
+        sapien.physx.set_gpu_memory_config = usual
+
+
 def build(config: ManiSkillConfig, num_envs: int) -> list[Any]:
     """One batched env, or `num_envs` plain ones."""
     ensure_vulkan(on_cores=config.renderer == "cores")
@@ -480,7 +505,7 @@ def build(config: ManiSkillConfig, num_envs: int) -> list[Any]:
     elif config.image_fov is not None:
         view["fov"] = math.radians(config.image_fov)
     solver = {"scene_config": {"solver_position_iterations": config.solver_iterations}}
-    with quiet(), DRAWING:
+    with quiet(), DRAWING, gpu_capacities(config, num_envs):
 
         def make(num_envs: int = 1) -> Any:
             try:

@@ -50,6 +50,7 @@ class Proof:
     worst: dict[str, float]  # the largest differences
     speedup: float | None  # batched to single, at TIMED_ROWS rows on this machine
     date: str
+    drawn_alone: bool = False  # initial states are drawn row by row
 
 
 def compare(env_class: type[VectorEnv], config: ManiSkillConfig) -> tuple[dict[str, Any], list[VectorEnv]]:
@@ -97,9 +98,10 @@ def prove_equal(env_class: type[VectorEnv], config: ManiSkillConfig, folder: Pat
     """Compare and time, and store the result in this folder."""
     from embodied.envs.env_checker import check_vector_env
 
-    worst, speedup, problem = {}, None, ""
+    worst, speedup, problem, drawn_alone = {}, None, "", False
     try:
         worst, (batched, single) = compare(env_class, config)
+        drawn_alone = not batched.envs[0].draws_together
         problem = "" if worst.pop("equal") else f"it differs: {figures(worst)}"
         if not problem:
             check_vector_env(batched, atol=TOLERANCE)
@@ -108,7 +110,7 @@ def prove_equal(env_class: type[VectorEnv], config: ManiSkillConfig, folder: Pat
         problem = f"it fails: {err}"
     except Exception as err:
         problem = f"it fails: {type(err).__name__}: {err}{line_of(err)}"
-    proof = Proof(not problem, " ".join(problem.split()), worst, speedup, str(date.today()))
+    proof = Proof(not problem, " ".join(problem.split()), worst, speedup, str(date.today()), drawn_alone)
     return proof, keep(proof, config, folder)
 
 
@@ -175,7 +177,7 @@ def read_proof(config: ManiSkillConfig, folder: Path) -> Proof | None:
         return None
     try:
         record = json.loads(path.read_text(encoding="utf-8"))
-        return Proof(**{name: record[name] for name in Proof.__dataclass_fields__})
+        return Proof(**{name: record[name] for name in Proof.__dataclass_fields__ if name in record})
     except (ValueError, LookupError, TypeError):
         return None
 

@@ -31,6 +31,7 @@ from mani_skill.utils.structs.types import SimConfig
 
 from embodied.envs.maniskill.bridge.scene import BASES, BridgeScene
 from embodied.envs.maniskill.bridge_tasks import OBJECTS, PLATES
+from embodied.envs.maniskill.episode_draws import Rows
 
 MIDDLE, SPACING = (-0.16, 0.0), 0.03  # of the grid of 6 x 6 points
 NEAR, FAR = 0.070, 0.15 + 1e-6  # minimum distance of objects, and of some pairs
@@ -323,19 +324,22 @@ class PutOnPlate(BridgeScene, BaseEnv):
         rows, before = env_idx.tolist(), list(self.episodes)
         for row, number in zip(rows, options.get("episode_id", drawn).tolist(), strict=True):
             self.episodes[row] = self.variant.episode(number)
+        everyone = self.scene._reset_mask
         for thing, actor in self.actors.items():
-            poses = [self._pose(thing, self.episodes[row]) for row in rows]
-            if len(rows) > 1 or poses[0] or before[rows[0]] is None or self._pose(thing, before[rows[0]]):
-                placed = [pose or ([*parked(*thing)], [1, 0, 0, 0]) for pose in poses]
+            poses = {row: self._pose(thing, self.episodes[row]) for row in rows}
+            moved = [row for row in rows if poses[row] or before[row] is None or self._pose(thing, before[row])]
+            if moved:
+                placed = [poses[row] or ([*parked(*thing)], [1, 0, 0, 0]) for row in moved]
                 p, q = (torch.tensor(np.array(part), dtype=torch.float32, device=self.device) for part in zip(*placed))
+                self.scene._reset_mask = Rows.of(np.array(moved), self.device)
                 actor.set_pose(Pose.create_from_pq(p, q))
+        self.scene._reset_mask = everyone
         start = np.stack([np.add(QPOS, np.append(self.episodes[row].start, [0, 0])) for row in rows])
         self.agent.robot.set_pose(sapien.Pose(*BASES[self.scene_setting]))
         self.agent.reset(init_qpos=torch.tensor(start, dtype=torch.float32, device=self.device))
-        for row in rows:
-            episode = self.episodes[row]
-            sizes = [self._box("object", episode.object, episode.turn), self._box("plate", episode.plate, 0.0)]
-            self._half[row] = torch.tensor(np.array(sizes) / 2, dtype=torch.float32)
+        begun = [self.episodes[row] for row in rows]
+        sizes = [[self._box("object", e.object, e.turn), self._box("plate", e.plate, 0.0)] for e in begun]
+        self._half[env_idx] = torch.tensor(np.array(sizes) / 2, dtype=torch.float32, device=self.device)
         self._held[env_idx] = 0
         self._grasped[env_idx] = self._held_long[env_idx] = False
         self.__dict__.pop("_kept", None)
@@ -365,8 +369,7 @@ class PutOnPlate(BridgeScene, BaseEnv):
         mask = self.scene._reset_mask
         for row in rows:
             episode = self.episodes[row]
-            self.scene._reset_mask = torch.zeros_like(mask)
-            self.scene._reset_mask[row] = True
+            self.scene._reset_mask = Rows.of(np.array([row]), self.device)
             place = [*episode.places[2], self.variant.heights[2]]
             actor = self.actors["object", episode.object]
             actor.set_pose(Pose.create_from_pq(torch.tensor([place]), torch.tensor([rotation_about_z(episode.turn)])))

@@ -13,6 +13,7 @@ from embodied.core.types import EpisodeSpec
 from embodied.envs import make_env
 from embodied.envs.env_checker import check_vector_env
 from embodied.envs.maniskill import env as maniskill
+from embodied.envs.maniskill import gpu_memory
 from embodied.envs.maniskill.config import ManiSkillConfig
 from embodied.envs.maniskill.env import ManiSkillEnv
 from embodied.placement.topology import Gpu
@@ -50,6 +51,31 @@ def test_where_physx_cannot_be_downloaded_the_error_says_what_goes_where(monkeyp
     monkeypatch.setenv("HOME", str(tmp_path))
     with pytest.raises(EmbodiedError, match=rf"is not in {tmp_path}.*no such.*host; unzip https:.*/linux-so.zip there"):
         maniskill.build(ManiSkillConfig(task="PushCube-v1", backend="cuda"), 2)
+
+
+def test_physx_has_room_for_the_rows_and_contacts_that_were_lost_end_the_run_with_the_numbers_to_set(tmp_path):
+    usual = {"max_rigid_contact_count": 1 << 19, "max_rigid_patch_count": 1 << 20, "heap_capacity": 1 << 26}
+    assert gpu_memory.capacities(usual, 4096, {}) == usual
+    more = usual | {"max_rigid_contact_count": 1 << 21, "max_rigid_patch_count": 9}
+    assert gpu_memory.capacities(usual, 10_000, {"max_rigid_patch_count": 9}) == more
+    with (tmp_path / "log").open("w") as log:
+        log.write(
+            "Contact buffer overflow detected, please increase its size to at least 9 in the scene desc! (before)\n"
+        )
+        log.flush()
+        overflows = gpu_memory.Overflows(log.fileno())
+        overflows.check("PushCube-v1", 8)
+        log.write(
+            "[SAPIEN] [critical] the application need to increase the PxgDynamicsMemoryConfig::foundLostPairsCapacity "
+            "parameter to 165721092, otherwise the simulation will miss interactions\n"
+            "[SAPIEN] [critical] Patch buffer overflow detected, please increase its size to at least 2194799 in the "
+            "scene desc!\n"
+        )
+        log.flush()
+        numbers = "found_lost_pairs_capacity: 268435456, max_rigid_patch_count: 4194304"
+        with pytest.raises(EmbodiedError, match=f"for 8 envs of PushCube-v1.*env.gpu_memory='{{{numbers}}}'"):
+            overflows.check("PushCube-v1", 8)
+        overflows.check("PushCube-v1", 8)
 
 
 @pytest.mark.parametrize("backend", ["cpu", "cpu_batched"])
