@@ -13,6 +13,7 @@ Each finished task is written to results/libero_pictures.json at once, and a tas
 from __future__ import annotations
 
 import argparse
+import fcntl
 import json
 import sys
 import tempfile
@@ -35,35 +36,34 @@ SHOWN = ["libero_spatial/5", "libero_object/0", "libero_goal/2", "libero_10/0", 
 RENDERERS = {"mujoco": "cores", "warp": "warp"}
 CAMERAS = ("agentview", "wrist")
 SIDES = ["128", "256"]
-STEPS, REPEATS = 20, 4
+REPEATS = 4
 EVAL_EPISODES = 100
 
 Figures = dict[str, Any]
 
 
 def pictures(task: str, side: int, cameras: tuple[str, ...] = CAMERAS) -> dict[str, np.ndarray]:
-    """By renderer: uint8 [2, cameras, side, side, 3], at the start from stored state 0 and after random actions."""
-    actions = np.random.default_rng(0).uniform(-1, 1, (1, STEPS, 7)).astype(np.float32)
-    drawn = {}
+    """By renderer: uint8 [cameras, side, side, 3] of the first stored state."""
+    env, drawn = env_of(task, "cores", side, cameras), {}
+    env.reset(options={"episodes": [EpisodeSpec(task, 0, 7, 0)]})
     for name, renderer in RENDERERS.items():
-        env = env_of(task, renderer, side, cameras)
-        start = env.reset(options={"episodes": [EpisodeSpec(task, 0, 7, 0)]})[0]["images"]
-        seen = start, env.step_chunk(actions).obs["images"]
-        drawn[name] = np.stack([[images[camera][0] for camera in cameras] for images in seen])
-        env.close()
+        env.config = env.config.model_copy(update={"renderer": renderer})
+        images = env.observe()["images"]
+        drawn[name] = np.stack([images[camera][0] for camera in cameras])
+    env.close()
     return drawn
 
 
 def env_of(task: str, renderer: str, side: int, cameras: tuple[str, ...]) -> Any:
     asked = {"name": "libero", "task": task, "num_envs": 1, "renderer": renderer, "image_size": side}
-    return make_env(TypeAdapter(EnvConfig).validate_python(asked | {"cameras": cameras}), 1)
+    return make_env(TypeAdapter(EnvConfig).validate_python(asked | {"cameras": cameras, "tasks_in_memory": 1}), 1)
 
 
 def differences(task: str) -> Figures:
     """Mean absolute differences in grey levels of 256 of pictures of 256 pixels, and of brightness."""
     drawn = pictures(task, 256)
     apart = drawn["warp"].astype(int) - drawn["mujoco"]
-    figures = dict(zip(CAMERAS, np.abs(apart).mean(axis=(0, 2, 3, 4)).round(2).tolist(), strict=True))
+    figures = dict(zip(CAMERAS, np.abs(apart).mean(axis=(1, 2, 3)).round(2).tolist(), strict=True))
     return figures | {"brighter": round(float(apart.mean()), 2)}
 
 
@@ -104,7 +104,7 @@ def sheet() -> None:
     pairs = []
     for at, task in enumerate(SHOWN):
         drawn = pictures(task, 128, ("wrist" if at % 2 else "agentview",))
-        pairs.append(np.concatenate([drawn["mujoco"][0, 0], drawn["warp"][0, 0]], axis=1))
+        pairs.append(np.concatenate([drawn["mujoco"][0], drawn["warp"][0]], axis=1))
     rows = [
         np.concatenate([np.pad(pair, ((2, 2), (4, 4), (0, 0)), constant_values=255) for pair in pairs[at : at + 3]], 1)
         for at in (0, 3)
@@ -160,11 +160,14 @@ def main() -> None:
         return print(tables(stored()))
     measure, names = PARTS[asked.part]
     for name in asked.only or names:
-        content = {"machine": common.machine()["cpu"], **stored()}
-        if name not in content.setdefault(asked.part, {}):
-            content[asked.part][name] = {**measure(name), "commit": common.code_commit()}
-            common.write_json(RESULTS, content)
-            print(name, content[asked.part][name], flush=True)
+        if name not in stored().get(asked.part, {}):
+            figures = {**measure(name), "commit": common.code_commit()}
+            with RESULTS.with_suffix(".lock").open("w") as lock:
+                fcntl.flock(lock, fcntl.LOCK_EX)
+                content = {"machine": common.machine()["cpu"], **stored()}
+                content.setdefault(asked.part, {})[name] = figures
+                common.write_json(RESULTS, content)
+            print(name, figures, flush=True)
 
 
 if __name__ == "__main__":
