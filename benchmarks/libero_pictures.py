@@ -48,7 +48,7 @@ def pictures(task: str, side: int, cameras: tuple[str, ...] = CAMERAS) -> dict[s
     env.reset(options={"episodes": [EpisodeSpec(task, 0, 7, 0)]})
     for name, renderer in RENDERERS.items():
         env.config = env.config.model_copy(update={"renderer": renderer})
-        images = env.observe()["images"]
+        images = env._paint(np.array([0]))  # of the same state
         drawn[name] = np.stack([images[camera][0] for camera in cameras])
     env.close()
     return drawn
@@ -75,7 +75,7 @@ def speed(side: str) -> Figures:
         env.reset(options={"episodes": [EpisodeSpec(TASKS[0], 0, 7, 0)]})
         before = cpu_s()
         for _ in range(REPEATS):
-            env.observe()
+            env._paint(np.array([0]))
         figures[name] = round(1000 * (cpu_s() - before) / REPEATS / len(CAMERAS), 1)
         env.close()
     return figures

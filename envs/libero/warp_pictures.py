@@ -17,6 +17,7 @@ import numpy as np
 import warp as wp
 
 wp.config.log_level = wp.LOG_ERROR
+wp.set_module_options({"enable_backward": False, "fast_math": True})
 PLANE, SPHERE, CYLINDER, BOX, MESH = 0, 2, 5, 6, 7  # MuJoCo's types of geoms
 FLAT, SKY = 0, 2  # MuJoCo's types of textures; 1 is a cube, too
 RGB = 1  # the role of a material's texture
@@ -243,7 +244,8 @@ def look(s: Scene, row: int, number: int, x: float, y: float):
             first = hit.instance
         if hit.instance < 0 or left < 0.005:
             break
-        opacity = s.color[row, hit.instance][3] * (2.0 - s.color[row, hit.instance][3])  # drawn twice, as MuJoCo does
+        opacity = wp.min(s.color[row, hit.instance][3], 1.0)
+        opacity = opacity * (2.0 - opacity)  # MuJoCo draws transparent surfaces twice
         color = color + left * opacity * shade(s, row, head, ray, hit, 1.0)
         if hit.instance == s.mirror:
             color = color + left * reflected(s, row, head, ray, hit)
@@ -254,7 +256,7 @@ def look(s: Scene, row: int, number: int, x: float, y: float):
     return color, first
 
 
-@wp.kernel(enable_backward=False)
+@wp.kernel
 def draw_centers(s: Scene, colors: wp.array3d(dtype=wp.vec3), firsts: wp.array3d(dtype=int)):
     row, camera, at = wp.tid()
     color, first = look(s, row, camera, float(at % s.side) + 0.5, float(at / s.side) + 0.5)
@@ -262,7 +264,7 @@ def draw_centers(s: Scene, colors: wp.array3d(dtype=wp.vec3), firsts: wp.array3d
     firsts[row, camera, at] = first
 
 
-@wp.kernel(enable_backward=False)
+@wp.kernel
 def draw_edges(
     s: Scene, colors: wp.array3d(dtype=wp.vec3), firsts: wp.array3d(dtype=int), picture: wp.array4d(dtype=wp.uint8)
 ):
@@ -285,7 +287,7 @@ def draw_edges(
         picture[row, camera, at, k] = wp.uint8(wp.clamp(color[k], 0.0, 1.0) * 255.0 + 0.5)
 
 
-@wp.kernel(enable_backward=False)
+@wp.kernel
 def find_roots(tree: wp.uint64, roots: wp.array(dtype=int)):
     roots[wp.tid()] = wp.bvh_get_group_root(tree, wp.tid())
 
