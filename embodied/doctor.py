@@ -281,7 +281,7 @@ def drawing_of(kind: str, machine: Machine) -> Finding:
     if done.problem:
         return Finding(f"{kind} on GPUs", WARNING, done.problem, "env.renderer=cores")
     result = Result(**done.answer)
-    fix = "" if result.on_gpus else result.ways_out() if result.problem else GRAPHICS_FIX
+    fix = "" if result.on_gpus else result.ways_out(ENV_CONFIGS[kind]) if result.problem else GRAPHICS_FIX
     return Finding(f"{kind} on GPUs", OK if result.on_gpus else WARNING, result.describe(), fix)
 
 

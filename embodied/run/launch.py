@@ -355,10 +355,12 @@ def with_renderer(
     if result is None or result.on_gpus or not result.software_s:
         return config, plan
     if result.problem and not isinstance(config.placement, str):
-        raise ConfigError(f"drawing: {result.describe()}; {result.ways_out()}")
+        raise ConfigError(f"drawing: {result.describe()}; {result.ways_out(type(config.env))}")
     config = config.with_values("env", renderer="cores")
     config, plan = with_placement(config, topology, learn, roles)
-    reason = f"drawing on cores, since {result.describe()}{f'; {result.ways_out()}' * bool(result.problem)}"
+    reason = (
+        f"drawing on cores, since {result.describe()}{f'; {result.ways_out(type(config.env))}' * bool(result.problem)}"
+    )
     return config, replace(plan, reason="; ".join(filter(None, [plan.reason, reason])))
 
 

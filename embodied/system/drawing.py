@@ -24,7 +24,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 
@@ -89,9 +89,11 @@ class Result:
         slow = "; software is faster" * (self.picture_s > self.software_s)
         return f"{who} draw beside matrix products ({self.by}): {times}{slow}"
 
-    def ways_out(self) -> str:
-        """What to try if it does not work."""
+    def ways_out(self, options: Any) -> str:
+        """What to try if it does not work. `options`: the class of the env's options."""
         ways = ["env.renderer=cores draws on cores"]
+        if "warp" in get_args(options.model_fields["renderer"].annotation):
+            ways.append("env.renderer=warp draws without a graphics driver (docs/libero.md)")
         if self.one_each == "":
             place = """sim: {devices: "cpu:0", render: "gpu:0"}"""
             ways.insert(0, f"one drawing process per GPU works: a placement with {place} (docs/gpu.md)")

@@ -25,6 +25,7 @@ SLICES, STACKS, QUADS, CELLS = 28, 16, 4, 24  # of round shapes, of a box's side
 GREY = (0.5, 0.5, 0.5, 1.0)  # color of a geom that shows its material's
 FACES = 6
 LAYERS = 4  # transparent surfaces in a row
+CLEAR = 0.005
 SKIN = 1e-5
 FAR = wp.constant(1e6)
 
@@ -180,11 +181,8 @@ def shade(s: Scene, row: int, head: wp.vec3, ray: Ray, hit: Hit, tint: float):
     """Color of what a ray has met."""
     i, mesh, k = hit.instance, s.mesh[hit.instance], s.corner[hit.instance] + 3 * hit.face
     m, p, shine = s.rotation[row, i], s.position[row, i], s.shine[i]
-    a, b, c = (
-        wp.mesh_eval_position(mesh, hit.face, 1.0, 0.0),
-        wp.mesh_eval_position(mesh, hit.face, 0.0, 1.0),
-        wp.mesh_eval_position(mesh, hit.face, 0.0, 0.0),
-    )
+    a, b = wp.mesh_eval_position(mesh, hit.face, 1.0, 0.0), wp.mesh_eval_position(mesh, hit.face, 0.0, 1.0)
+    c = wp.mesh_eval_position(mesh, hit.face, 0.0, 0.0)
     color = tint * wp.vec3(s.color[row, i][0], s.color[row, i][1], s.color[row, i][2])
     la = light(s, row, ray.start, head, m * a + p, wp.normalize(m * s.normal[k]), color, shine)
     lb = light(s, row, ray.start, head, m * b + p, wp.normalize(m * s.normal[k + 1]), color, shine)
@@ -237,21 +235,20 @@ def look(s: Scene, row: int, number: int, x: float, y: float):
     ray = Ray(eye, gaze * to, gaze * (to + wp.vec3(pixel, 0.0, 0.0)), gaze * (to - wp.vec3(0.0, pixel, 0.0)))
     head = gaze * wp.vec3(0.0, 0.0, 1.0)
     color = wp.vec3()
-    left, near, first = float(1.0), float(s.near), int(-1)
-    for layer in range(LAYERS):
+    left, near, first, layer = float(1.0), float(s.near), int(-1), int(0)
+    while layer < LAYERS and left > CLEAR:
         hit = trace(s, row, ray, near)
-        if layer == 0:
-            first = hit.instance
-        if hit.instance < 0 or left < 0.005:
-            break
-        opacity = wp.min(s.color[row, hit.instance][3], 1.0)
-        opacity = opacity * (2.0 - opacity)  # MuJoCo draws transparent surfaces twice
-        color = color + left * opacity * shade(s, row, head, ray, hit, 1.0)
-        if hit.instance == s.mirror:
-            color = color + left * reflected(s, row, head, ray, hit)
-        left = left * (1.0 - opacity)
-        near = hit.t + SKIN
-    if left > 0.005 and s.sky >= 0:
+        first = wp.where(layer == 0, hit.instance, first)
+        layer = wp.where(hit.instance < 0, LAYERS, layer + 1)
+        if hit.instance >= 0:
+            opacity = wp.min(s.color[row, hit.instance][3], 1.0)
+            opacity = opacity * (2.0 - opacity)  # MuJoCo draws transparent surfaces twice
+            color = color + left * opacity * shade(s, row, head, ray, hit, 1.0)
+            if hit.instance == s.mirror:
+                color = color + left * reflected(s, row, head, ray, hit)
+            left = left * (1.0 - opacity)
+            near = hit.t + SKIN
+    if left > CLEAR and s.sky >= 0:
         color = color + left * paint(s, s.sky, True, in_sky(ray.to), in_sky(ray.right), in_sky(ray.below))
     return color, first
 

@@ -99,5 +99,5 @@ def runner(folder, monkeypatch, capsys):
 def lacks(command):
     """The package that a command of a page needs and that is not here; empty if it can run."""
     absent = {"envpool[_:]": find_spec("envpool") is None, "metaworld[_:]": locked.problem_of("metaworld")}
-    absent |= {"backend=warp|runs/warp": locked.problem_of("libero_warp")}
+    absent |= {"(backend|renderer)=warp|runs/(warp|drawn)": locked.problem_of("libero_warp")}
     return next((words for words, problem in absent.items() if problem and re.search(words, command)), "")

@@ -13,7 +13,7 @@ from pydantic import TypeAdapter
 from embodied.config.recipe import load
 from embodied.core.errors import ConfigError, EmbodiedError
 from embodied.core.vulkan_driver import ensure_vulkan
-from embodied.envs.config import EnvConfig
+from embodied.envs.config import ENV_CONFIGS, EnvConfig
 from embodied.placement.topology import GB, Gpu
 from embodied.run import devices, launch
 from embodied.run.devices import discover, seats_on
@@ -39,7 +39,8 @@ FAULTS = [  # (what the drawer does, what the probe says)
 def test_a_drawer_that_fails_on_the_gpu_is_named_with_the_picture(kwargs, words):
     result = probe(drawn(**kwargs), [SEAT], SOON)
     assert words in result.problem and not result.on_gpus and result.software_s > 0
-    assert "env.renderer=cores" in result.ways_out() and result.one_each is None
+    assert "env.renderer=cores" in result.ways_out(ENV_CONFIGS["robosuite"]) and result.one_each is None
+    assert "env.renderer=warp" in result.ways_out(ENV_CONFIGS["libero"])
 
 
 def test_a_drawer_that_hangs_costs_its_deadline_and_is_killed(tmp_path):
@@ -56,7 +57,7 @@ def test_a_drawer_that_hangs_costs_its_deadline_and_is_killed(tmp_path):
 def test_a_gpu_that_draws_for_one_process_alone_offers_this_as_a_way_out(tmp_path):
     result = probe(drawn(fault="abort", at=2, lone=str(tmp_path / "lock")), [SEAT] * 2, SOON)
     assert "SIGABRT" in result.problem and result.one_each == ""
-    assert "one drawing process per GPU works" in result.ways_out()
+    assert "one drawing process per GPU works" in result.ways_out(ENV_CONFIGS["libero"])
 
 
 @pytest.mark.slow
