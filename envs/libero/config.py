@@ -19,7 +19,7 @@ from embodied.envs.config import CommonEnvConfig, OnSuccess, Renderer, Tasks
 
 # Measured: a worker, MuJoCo's cache of files if there are several tasks, each task.
 SIM_BYTES, CACHED_BYTES, SCENE_BYTES, SCENE_WITH_IMAGES_BYTES = 0.3e9, 0.4e9, 0.3e9, 0.8e9
-WARP_BYTES = 0.7e9  # measured on cores with one task and with three: MuJoCo Warp in a worker
+WARP_BYTES = 0.7e9  # measured on cores with one task and with three: MuJoCo Warp in a worker, or beside it to draw
 
 
 @dataclass(frozen=True)
@@ -255,5 +255,6 @@ class LiberoConfig(CommonEnvConfig):
         """Memory follows from the number of tasks: a row of a task's scene needs little."""
         loaded = min(num_tasks, max(rows, self.tasks_in_memory))
         cached = CACHED_BYTES if loaded > 1 else 0
-        cached += WARP_BYTES if self.backend != "mujoco" else 0
+        uses_warp = self.backend != "mujoco" or (self.renderer == "warp" and self.cameras)
+        cached += WARP_BYTES if uses_warp else 0
         return SIM_BYTES + cached + loaded * (SCENE_WITH_IMAGES_BYTES if self.cameras else SCENE_BYTES)
