@@ -18,7 +18,7 @@ import warp as wp
 
 wp.config.log_level = wp.LOG_ERROR
 wp.set_module_options({"enable_backward": False, "fast_math": True})
-PLANE, SPHERE, CYLINDER, BOX, MESH = 0, 2, 5, 6, 7  # MuJoCo's types of geoms
+PLANE, SPHERE, CAPSULE, ELLIPSOID, CYLINDER, BOX, MESH = 0, 2, 3, 4, 5, 6, 7  # MuJoCo's types of geoms
 FLAT, SKY = 0, 2  # MuJoCo's types of textures; 1 is a cube, too
 RGB = 1  # the role of a material's texture
 SLICES, STACKS, QUADS, CELLS = 28, 16, 4, 24  # of round shapes, of a box's side, of a plane
@@ -333,16 +333,21 @@ def cylinder() -> tuple[np.ndarray, ...]:
     return revolved(*(np.linspace(*np.array(line, float), STACKS + 1) for line in lines))
 
 
-def sphere() -> tuple[np.ndarray, ...]:
-    angle = np.linspace(-np.pi / 2, np.pi / 2, STACKS + 1)
-    return revolved(np.stack([np.cos(angle), np.sin(angle)] * 2, -1))
+def capsule(half: float = 0.0) -> tuple[np.ndarray, ...]:
+    """Half a ball below and above a cylinder; a ball if that has no height."""
+    angle = np.linspace(-np.pi / 2, np.pi / 2, STACKS + 2)  # none is 0
+    profile = np.stack([np.cos(angle), np.sin(angle)] * 2, -1)
+    profile[:, 1] += half * np.sign(angle)
+    return revolved(profile)
 
 
-SOLIDS = {
-    BOX: (box, (0, 1, 2)),
-    CYLINDER: (cylinder, (0, 0, 1)),
-    SPHERE: (sphere, (0, 0, 0)),
-    PLANE: (lambda: rectangle(CELLS), (0, 1, 1)),
+SOLIDS = {  # how a shape is made from its size, and the sizes along x, y and z
+    PLANE: (lambda _: rectangle(CELLS), (0, 1, 1)),
+    SPHERE: (lambda _: capsule(), (0, 0, 0)),
+    CAPSULE: (lambda size: capsule(size[1] / size[0]), (0, 0, 0)),
+    ELLIPSOID: (lambda _: capsule(), (0, 1, 2)),
+    CYLINDER: (lambda _: cylinder(), (0, 0, 1)),
+    BOX: (lambda _: box(), (0, 1, 2)),
 }
 
 
@@ -360,7 +365,7 @@ def shape_of(m: Any, kind: int, size: np.ndarray, data: int, material: int) -> S
         if kind not in SOLIDS:
             raise ValueError(f"geoms and sites of MuJoCo's type {kind} are not drawn in Warp")
         make, axes = SOLIDS[kind]
-        (points, faces, normals), size = make(), size[list(axes)]
+        (points, faces, normals), size = make(size), size[list(axes)]
         normals = (normals / np.maximum(size, 1e-9))[faces]
         return Shape(points * size, faces, normals, places_of(m, points, size, material)[faces])
     part = slice(m.mesh_faceadr[data], m.mesh_faceadr[data] + m.mesh_facenum[data])

@@ -35,6 +35,7 @@ XML = """
     <geom type="box" size=".3 .3 .02" pos=".6 0 .02" material="mirror" group="1"/>
     <geom type="cylinder" size=".1 .2" pos="-.5 .1 .2" rgba=".2 .7 .3 1" group="1"/>
     <geom type="sphere" size=".15" pos=".5 .4 .15" rgba=".7 .6 .1 .5" group="1"/>
+    <geom type="capsule" size=".08 .15" pos="-.4 -.5 .1" euler="0 90 20" rgba=".6 .2 .6 1" group="1"/>
     <geom type="box" size=".1 .1 .1" pos="0 -1 .5" group="0"/>
     <site type="sphere" size=".05" pos="0 -.4 .3" rgba="1 0 0 1"/>
     <camera name="front" pos="0 -1.6 1.2" xyaxes="1 0 0 0 .6 .8" fovy="45"/>
