@@ -26,3 +26,9 @@ def test_the_site_is_built_with_every_option_and_public_name(tmp_path):
 
     assert all(f'id="embodied.{name}' in api or f".{name}" in api for name in embodied.__all__)
     assert "Collocated" in (tmp_path / "site" / "search" / "search_index.json").read_text()
+
+
+def test_the_site_lists_every_page():
+    listed = {*re.findall(r"(\w+\.md)", (ROOT / "mkdocs.yml").read_text().partition("\nnav:")[2])}
+    made = {"index.md", "examples.md", "options.md", "python.md", "changelog.md", "contributing.md"}
+    assert listed == made | {path.name for path in (ROOT / "docs").glob("*.md")}
