@@ -25,7 +25,8 @@ from embodied.envs.mujoco.rendering import ARRAYS as DRAWN
 
 CONTACTS, CONSTRAINTS = 256, 1024  # room for each row
 NOT_FINITE = -1
-CARRIED = ("qpos", "qvel", "qacc_warmstart")  # of MuJoCo's data, from step to step
+# Of MuJoCo's data, from step to step. MuJoCo Warp never computes where furniture is, which is fixed to the world.
+CARRIED = ("qpos", "qvel", "qacc_warmstart", "geom_xpos", "geom_xmat")
 PLACED = ("body_pos", "body_quat")  # of MuJoCo's model, where furniture stands
 READ = dict.fromkeys(("qpos", "qvel", "xpos", "xquat", "site_xpos", *DRAWN))  # by states, experts and pictures
 ARM = ("goal_pos", "goal_mat", "gripper", "posture", "seen_pos", "seen_mat", "is_fresh")  # the controller's arrays

@@ -78,6 +78,18 @@ def test_episodes_begin_in_the_states_of_the_benchmark_s_env_and_go_on_like_it(e
     np.testing.assert_allclose(*hands, atol=2e-3)
 
 
+def test_furniture_stands_where_each_episode_puts_it(env):
+    one, places = env(1, task="libero_goal/0", settling_steps=0), []
+    for seed in range(2):
+        start(one, EpisodeSpec("libero_goal/0", 0, seed, 0))
+        model, shown = one.row(0).scene.model, one.row(0).shown
+        fixed = model.body_weldid[model.geom_bodyid] == 0
+        places.append(shown["geom_xpos"][fixed].copy())
+        one.step_chunk(np.zeros((1, 1, 7), np.float32))
+        np.testing.assert_allclose(shown["geom_xpos"][fixed], places[-1], atol=1e-6)
+    assert np.abs(places[0] - places[1]).max() > 0.001
+
+
 def test_rows_of_several_tasks_and_limits_keep_out_of_each_other_s_way(env):
     env = env(3, task=[SPATIAL, OBJECT], max_episode_steps=2)
     specs = [EpisodeSpec(env.config.task, 0, seed, seed) for seed in range(3)]
