@@ -192,7 +192,8 @@ class Policy(nn.Module):
     def reference(self) -> Policy:
         """A copy of the policy for later comparisons. Untrained weights are shared, not copied."""
         frozen = [p for p in self.parameters() if not p.requires_grad]
-        return copy.deepcopy(self, {id(p): p for p in frozen}).requires_grad_(False)
+        made = copy.deepcopy(self, {id(p): p for p in frozen})
+        return made._apply(lambda tensor: tensor).requires_grad_(False)  # layers may want their weights side by side
 
     @classmethod
     def attention_heads(cls, config: Any) -> tuple[int, int]:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from embodied.core.errors import CheckpointError
-from embodied.policies.base import Policy
+from embodied.policies.base import Policy, check_like
 from embodied.policies.policy_folder import own_layer
 from embodied.policies.vla.lora import (
     initial_adapter,
@@ -73,7 +73,8 @@ class PublishedPolicy(Policy):
             )
         for name, parameter in own.items():
             if name not in fresh:
-                self.use_weights({name: tensor_of(stored[where[name]]).clone()})
+                check_like(name, published := tensor_of(stored[where[name]]), parameter)
+                parameter.copy_(published)
             elif not name.startswith(self.own_scales):
                 parameter.copy_(self._draw_weight(name, parameter.shape, draw))
         set_magnitudes(own, fresh)

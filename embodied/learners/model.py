@@ -169,6 +169,7 @@ class FrozenFeatures:
 
 
 def recompute(policy: Policy) -> None:
+    """Compute activations again in the backward pass. Policies have no randomness of their own to keep."""
     from torch.utils.checkpoint import checkpoint
 
     if not policy.blocks():
@@ -177,7 +178,7 @@ def recompute(policy: Policy) -> None:
             "leave it out, or give the policy a method `blocks`"
         )
     for block in policy.blocks():
-        block.forward = partial(checkpoint, block.forward, use_reentrant=False)
+        block.forward = partial(checkpoint, block.forward, use_reentrant=False, preserve_rng_state=False)
 
 
 def compile_blocks(policy: Policy) -> None:
@@ -268,9 +269,8 @@ class PolicyOptimizer:
         if not self.fixed:
             self.adam.forget_gradients()
         with torch.no_grad():
-            for p, master in zip(self.params, self.masters, strict=True):
-                if p.dtype in HALVES:
-                    local(p).copy_(master)
+            if halves := [(local(p), m) for p, m in zip(self.params, self.masters, strict=True) if p.dtype in HALVES]:
+                torch._foreach_copy_(*map(list, zip(*halves, strict=True)))
 
     @torch.no_grad()
     def add_to_mean(self, weight: float) -> None:
@@ -325,7 +325,9 @@ class PolicyOptimizer:
 
     def broken(self) -> Tensor:
         """True if some of this rank's weights are not finite."""
-        return ~torch.stack([torch.isfinite(master).all() for master in self.masters]).all()
+        none = self.masters[0].new_zeros(1)  # a rank may hold no rows of some weights
+        largest = torch._foreach_norm([none, *filter(Tensor.numel, self.masters)], math.inf)
+        return ~torch.stack(largest).isfinite().all()
 
     def save(self, folder: Path, rank: int = 0) -> None:
         """Write the state into a folder of a checkpoint. Each rank with shards writes a file with its rows, if all

@@ -14,7 +14,7 @@ from torch.nn import functional as F
 
 from embodied.policies.openvla.folder import LlamaSettings, TowerSettings
 from embodied.policies.vla import layers
-from embodied.policies.vla.layers import MLP, GatedMLP, GroupedAttention, RotaryTables, turns
+from embodied.policies.vla.layers import MLP, GatedMLP, GroupedAttention, RotaryTables, product, turns
 from embodied.policies.vla.policy import compiled
 
 BOS, STOP = 1, 2
@@ -73,7 +73,7 @@ class RMSNorm(nn.Module):
         self.eps = eps
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.weight * layers.normed(x, self.eps).to(x.dtype)
+        return layers.rms_norm(x, self.weight, self.eps)
 
 
 class LlamaAttention(GroupedAttention):
@@ -82,14 +82,19 @@ class LlamaAttention(GroupedAttention):
         self.layer = layer
 
     def forward(
-        self, x: Tensor, turn: RotaryTables, mask: Tensor | None, causal: bool, cache: Cache | None, read: slice
-    ):
-        cos, sin = turn
-        q, k, v = self.split(self.q_proj(x[:, read])), self.split(self.k_proj(x)), self.split(self.v_proj(x))
-        q, k = layers.rotate(q, cos[:, :, read], sin[:, :, read]), layers.rotate(k, cos, sin)
+        self,
+        x: Tensor,
+        turn: RotaryTables,
+        mask: Tensor | None,
+        causal: bool,
+        cache: Cache | None,
+        read: slice,
+        add_to: Tensor,
+    ) -> Tensor:
+        q, k, v = self.project(x, turn)
         if cache is not None:
             k, v = cache.add(self.layer, k, v)
-        return self.attend(q, k, v, mask, causal)
+        return self.attend(q[:, :, read], k, v, mask, causal, add_to)
 
 
 class LlamaLayer(nn.Module):
@@ -109,8 +114,8 @@ class LlamaLayer(nn.Module):
         cache: Cache | None = None,
         read: slice = ALL,
     ) -> Tensor:
-        x = x[:, read] + self.self_attn(self.input_layernorm(x), turn, mask, causal, cache, read)
-        return x + self.mlp(self.post_attention_layernorm(x))
+        x = self.self_attn(self.input_layernorm(x), turn, mask, causal, cache, read, x[:, read])
+        return self.mlp(self.post_attention_layernorm(x), x)
 
 
 class LlamaStack(nn.Module):
@@ -131,16 +136,15 @@ class LlamaStack(nn.Module):
         bidirectional: bool = False,
         padded: bool = True,
         read: slice = ALL,
+        turn: RotaryTables | None = None,
     ) -> Tensor:
         """Hidden states [N, L, D] of embeddings [N, L, D]; with `read`, the last layer computes only these places.
 
         `present` [N, all tokens so far] is False for padding; cached tokens come first. `padded`: there may be padding.
-        `bidirectional`: every token attends to every other one.
+        `bidirectional`: every token attends to every other one. `turn` are the rotary tables, if known.
         """
         new, total = x.shape[1], present.shape[1]
-        position = (present.long().cumsum(1) - 1).clamp(min=0)[:, -new:]
-        head_dim = self.settings.dim // self.settings.heads
-        turn = turns(position, head_dim, self.settings.rope_theta, x.dtype)
+        turn = turn or self.turn(present, slice(total - new, None))
         plain = not padded and (bidirectional or new in (1, total))
         mask = None if plain else attention_mask(present, new, bidirectional)
         causal = plain and not bidirectional and new > 1
@@ -153,6 +157,11 @@ class LlamaStack(nn.Module):
         if cache is not None:
             cache.length += new
         return self.norm(x)
+
+    def turn(self, present: Tensor, places: slice | Tensor = ALL) -> RotaryTables:
+        """The rotary tables of these places in rows with padding."""
+        settings, position = self.settings, (present.long().cumsum(1) - 1).clamp(min=0)[:, places]
+        return turns(position, settings.dim // settings.heads, settings.rope_theta, self.norm.weight.dtype)
 
 
 class LanguageModel(nn.Module):
@@ -181,8 +190,10 @@ class Attention(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         rows, tokens, dim = x.shape
-        q, k, v = self.qkv(x).view(rows, tokens, 3, self.heads, dim // self.heads).permute(2, 0, 3, 1, 4)
-        return self.proj(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).reshape(rows, tokens, dim))
+        qkv = product(x, (self.qkv,)).view(rows, tokens, 3, self.heads, dim // self.heads)
+        q, k, v = qkv.permute(2, 0, 3, 1, 4)
+        out = F.scaled_dot_product_attention(q, k, v).transpose(1, 2).reshape(rows, tokens, dim)
+        return product(out, (self.proj,))
 
 
 class LayerScale(nn.Module):
@@ -190,14 +201,19 @@ class LayerScale(nn.Module):
         super().__init__()
         self.scale_factor = nn.Parameter(torch.ones(dim))
 
-    def forward(self, x: Tensor) -> Tensor:
-        return x * self.scale_factor
+    def forward(self, x: Tensor, change: Tensor) -> Tensor:
+        return torch.addcmul(x, change, self.scale_factor)
+
+
+class Sum(nn.Module):
+    def forward(self, x: Tensor, change: Tensor) -> Tensor:
+        return x + change
 
 
 class VisionBlock(nn.Module):
     def __init__(self, tower: TowerSettings) -> None:
         super().__init__()
-        scale = LayerScale if tower.kind == "dinov2" else lambda dim: nn.Identity()
+        scale = LayerScale if tower.kind == "dinov2" else lambda dim: Sum()
         self.norm1 = nn.LayerNorm(tower.dim, eps=1e-6)
         self.attn = Attention(tower.dim, tower.heads)
         self.ls1 = scale(tower.dim)
@@ -206,10 +222,10 @@ class VisionBlock(nn.Module):
         self.ls2 = scale(tower.dim)
 
     def attend(self, x: Tensor) -> Tensor:
-        return x + self.ls1(self.attn(self.norm1(x)))
+        return self.ls1(x, self.attn(self.norm1(x)))
 
     def think(self, x: Tensor) -> Tensor:
-        return x + self.ls2(self.mlp(self.norm2(x)))
+        return self.ls2(x, self.mlp(self.norm2(x)))
 
     def forward(self, x: Tensor) -> Tensor:
         return self.think(self.attend(x))
@@ -293,10 +309,7 @@ class Projector(nn.Module):
         return x
 
 
-# Decoding of action tokens after a prompt. Acting needs no gradients, and small batches are limited by the number of
-# operations, so `FastDecoder` computes the same as `LlamaStack` in far fewer operations, in place and on flat rows. It
-# supports plain layers only. With adapters, autocast or half precision, whose rounding must equal the learner's,
-# `Decoder` runs the stack itself.
+# Decoding of action tokens after a prompt
 
 
 class Decoder:
@@ -305,6 +318,7 @@ class Decoder:
     def __init__(self, stack: LlamaStack, cache: Cache, present: Tensor, padded: bool, more: int) -> None:
         self.stack, self.cache, self.padded = stack, cache, padded
         self.present = F.pad(present, (0, more), value=True)
+        self.turn = stack.turn(self.present if padded else self.present[:1])
         cache.begin(*self.present.shape)
 
     def read(self, x: Tensor) -> Tensor:
@@ -316,93 +330,9 @@ class Decoder:
         return self._run(x[:, None])
 
     def _run(self, x: Tensor) -> Tensor:
-        so_far = self.present[:, : self.cache.length + x.shape[1]]
-        return self.stack(x, so_far, self.cache, padded=self.padded, read=LAST)[:, -1]
-
-
-class FastDecoder(Decoder):
-    def __init__(self, stack: LlamaStack, cache: Cache, present: Tensor, padded: bool, more: int) -> None:
-        super().__init__(stack, cache, present, padded, more)
-        settings = stack.settings
-        self.rows = len(self.present)
-        self.heads, self.kv_heads = settings.heads, settings.kv_heads
-        self.head_dim = settings.dim // settings.heads
-        weight = stack.norm.weight
-        self.eps = weight.new_tensor(settings.eps)
-        rows = self.present if padded else self.present[:1]  # without padding all rows have the same positions
-        position = (rows.long().cumsum(1) - 1).clamp(min=0)
-        cos, sin = turns(position, self.head_dim, settings.rope_theta, weight.dtype)
-        left, right = sin.chunk(2, dim=-1)
-        self.cos, self.sin = cos.transpose(1, 2), torch.cat([-left, right], dim=-1).transpose(1, 2)  # [N, W, 1, d]
-        self.seen = as_bias(self.present[:, None, None], weight.dtype) if padded else None  # [N, 1, 1, W]
-
-    def _run(self, x: Tensor) -> Tensor:
-        begin, new = self.cache.length, x.shape[1]
-        end = begin + new
-        mask = None
-        if self.padded:
-            first = as_bias(attention_mask(self.present[:, :end], new, False), x.dtype) if new > 1 else None
-            mask = self.seen[..., :end] if first is None else first
-        turn = self.cos[:, begin:end], self.sin[:, begin:end]
-        x = x.reshape(self.rows * new, -1).clone()
-        *layers, last = self.stack.layers
-        for layer in layers:
-            x = self._layer(layer, x, turn, mask, new)
-        x = self._layer(last, x, turn, mask, new, read_last=new > 1)
-        self.cache.length = end
-        return self._norm(self.stack.norm, x)
-
-    def _layer(
-        self,
-        layer: LlamaLayer,
-        x: Tensor,
-        turn: tuple[Tensor, Tensor],
-        mask: Tensor | None,
-        new: int,
-        read_last: bool = False,
-    ) -> Tensor:
-        """Runs a layer on embeddings [N * new, D], overwriting them; returns its outputs, on request only of the last
-        tokens."""
-        attention, mlp, (cos, sin) = layer.self_attn, layer.mlp, turn
-        normed = self._norm(layer.input_layernorm, x)
-        k = self._rotate_heads(normed @ attention.k_proj.weight.t(), cos, sin)
-        v = normed @ attention.v_proj.weight.t()
-        causal = mask is None and new > 1
-        if read_last:
-            x, normed = x.view(self.rows, new, -1)[:, -1].contiguous(), normed.view(self.rows, new, -1)[:, -1]
-            cos, sin, causal = cos[:, -1:], sin[:, -1:], False
-            mask = None if mask is None else mask[:, :, -1:]
-        q = self._rotate_heads(normed @ attention.q_proj.weight.t(), cos, sin).transpose(1, 2)
-        k, v = self.cache.add(attention.layer, k.transpose(1, 2), v.view(k.shape).transpose(1, 2))
-        grouped = self.heads != self.kv_heads
-        out = F.scaled_dot_product_attention(q, k, v, mask, is_causal=causal, enable_gqa=grouped)
-        x.addmm_(out.transpose(1, 2).reshape(len(x), -1), attention.o_proj.weight.t())
-        normed = self._norm(layer.post_attention_layernorm, x)
-        gate = F.silu(normed @ mlp.gate_proj.weight.t(), inplace=True)
-        return x.addmm_(gate.mul_(normed @ mlp.up_proj.weight.t()), mlp.down_proj.weight.t())
-
-    def _rotate_heads(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        """[N * L, heads * d] -> [N, L, heads, d], by the places of its tokens."""
-        x = x.view(self.rows, -1, x.shape[-1] // self.head_dim, self.head_dim)
-        return (x * cos).addcmul_(x.roll(self.head_dim // 2, -1), sin)
-
-    def _norm(self, norm: RMSNorm, x: Tensor) -> Tensor:
-        size = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
-        return (x * torch.addcmul(self.eps, size, size, value=1 / x.shape[-1]).rsqrt_()).mul_(norm.weight)
-
-
-PLAIN = {LlamaStack, LlamaLayer, LlamaAttention, GatedMLP, RMSNorm, nn.ModuleList, nn.Linear, nn.Embedding}
-
-
-def as_bias(seen: Tensor, dtype: torch.dtype) -> Tensor:
-    """A bias for attention scores: 0 for visible tokens."""
-    return torch.zeros(seen.shape, dtype=dtype, device=seen.device).masked_fill_(~seen, -torch.inf)
-
-
-def fastest_decoder(stack: LlamaStack) -> type[Decoder]:
-    weight = stack.norm.weight
-    exact = weight.dtype in (torch.float32, torch.float64) and not torch.is_autocast_enabled(weight.device.type)
-    return FastDecoder if exact and all(type(module) in PLAIN for module in stack.modules()) else Decoder
+        begin, end = self.cache.length, self.cache.length + x.shape[1]
+        turn = self.turn[0][:, begin:end], self.turn[1][:, begin:end]
+        return self.stack(x, self.present[:, :end], self.cache, padded=self.padded, read=LAST, turn=turn)[:, -1]
 
 
 # With torch.compile: one program for prompts and one for a single token, from the stack's own layers. A program needs
@@ -448,10 +378,7 @@ class Slots:
 
 def step(stack: LlamaStack, x: Tensor, place: Tensor, present: Tensor, memory: Memory) -> Tensor:
     """The last hidden states [N, D] of tokens x [N, L, D] at places [L]."""
-    head_dim = stack.settings.dim // stack.settings.heads
-    position = (present.long().cumsum(1) - 1).clamp(min=0)[:, place]
-    turn = turns(position, head_dim, stack.settings.rope_theta, x.dtype)
-    here = torch.arange(present.shape[1], device=x.device)
+    turn, here = stack.turn(present, place), torch.arange(present.shape[1], device=x.device)
     mask = (((here <= place[:, None]) & present[:, None]) | (here == place[:, None]))[:, None]
     slots, (*first, last) = Slots(memory, place), stack.layers
     for layer in first:

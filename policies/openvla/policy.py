@@ -319,7 +319,7 @@ class OpenVLAPolicy(PrismaticPolicy):
     @torch.inference_mode()
     def act(self, obs: Observation, noise: np.ndarray, temperature: float = 1.0) -> PolicyOutput:
         stack, uniform = self.language_model.model, torch.as_tensor(noise).to(self.device)
-        decoder = network.CompiledDecoder if self.config.compile else network.fastest_decoder(stack)
+        decoder = network.CompiledDecoder if self.config.compile else network.Decoder
         x, *masks = self._prefix(obs)
         text = decoder(stack, self.cache, *masks, uniform.shape[1] - 1)
         written, logprobs, values = self.write(text, x, uniform, temperature)

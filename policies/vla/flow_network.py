@@ -22,8 +22,10 @@ from embodied.policies.vla.layers import (
     GroupedAttention,
     NamedParts,
     RotaryTables,
-    normed,
+    SideBySide,
     patch_tokens,
+    product,
+    rms_norm,
     rotate,
     smooth_filters,
     turns,
@@ -50,7 +52,9 @@ class VisionSettings:
         return (self.image_size // self.patch) ** 2
 
 
-class VisionAttention(nn.Module):
+class VisionAttention(SideBySide):
+    joint = (("q_proj", "k_proj", "v_proj"),)
+
     def __init__(self, dim: int, heads: int) -> None:
         super().__init__()
         self.heads = heads
@@ -60,11 +64,9 @@ class VisionAttention(nn.Module):
         self.out_proj = nn.Linear(dim, dim)
 
     def forward(self, x: Tensor) -> Tensor:
-        q, k, v = (
-            project(x).unflatten(-1, (self.heads, -1)).transpose(1, 2)
-            for project in (self.q_proj, self.k_proj, self.v_proj)
-        )
-        return self.out_proj(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
+        both = product(x, (self.q_proj, self.k_proj, self.v_proj))
+        q, k, v = both.unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
+        return product(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2), (self.out_proj,))
 
 
 class SiglipBlock(nn.Module):
@@ -127,12 +129,13 @@ class Norm(nn.Module):
 
     def forward(self, x: Tensor, condition: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
         """Returns the normed tokens and the gate of the residual, if any."""
-        exact = normed(x, self.eps)
+        exact = torch.promote_types(x.dtype, torch.float32)
         if condition is None:
-            weight = self.weight.to(exact.dtype)
-            return (exact * (self.offset + weight if self.offset else weight)).to(x.dtype), None
+            weight = self.offset + self.weight.to(exact) if self.offset else self.weight
+            return rms_norm(x, weight, self.eps), None
         scale, shift, gate = self.dense(condition.to(self.dense.weight.dtype))[:, None].chunk(3, dim=-1)
-        return (exact * (1 + scale.to(exact.dtype)) + shift.to(exact.dtype)).to(x.dtype), gate.to(x.dtype)
+        normed = rms_norm(x.to(exact), None, self.eps)
+        return torch.addcmul(shift.to(exact), normed, 1 + scale.to(exact)).to(x.dtype), gate.to(x.dtype)
 
 
 class StackLayer(nn.Module):
@@ -152,21 +155,23 @@ class StackLayer(nn.Module):
         self, x: Tensor, turn: RotaryTables, mask: Tensor, past: KeysValues | None, condition: Tensor | None
     ) -> tuple[Tensor, KeysValues]:
         attention, (ready, gate) = self.self_attn, self.input_layernorm(x, condition)
-        q = rotate(attention.split(attention.q_proj(ready)), *turn)
-        sources = [part.transpose(1, 2).flatten(2) for part in past] if self.across else [ready, ready]
-        projections = (attention.k_proj, attention.v_proj)
-        k, v = (attention.split(project(source)) for project, source in zip(projections, sources, strict=True))
-        if not self.across:
-            k = rotate(k, *turn)
+        if self.across:
+            q = rotate(attention.split(product(ready, (attention.q_proj,))), *turn).transpose(1, 2)
+            k, v = (
+                attention.split(product(seen.transpose(1, 2).flatten(2), (layer,))).transpose(1, 2)
+                for seen, layer in zip(past, (attention.k_proj, attention.v_proj), strict=True)
+            )
+        else:
+            q, k, v = attention.project(ready, turn)
             if past is not None:
                 k, v = (torch.cat([before, new], dim=2) for before, new in zip(past, (k, v), strict=True))
-        x = add_gated(x, attention.attend(q, k, v, mask), gate)
+        x = with_residual(x, gate, lambda add_to: attention.attend(q, k, v, mask, add_to=add_to))
         ready, gate = self.post_attention_layernorm(x, condition)
-        return add_gated(x, self.mlp(ready), gate), (k, v)
+        return with_residual(x, gate, lambda add_to: self.mlp(ready, add_to)), (k, v)
 
 
-def add_gated(x: Tensor, change: Tensor, gate: Tensor | None) -> Tensor:
-    return x + (change if gate is None else change * gate)
+def with_residual(x: Tensor, gate: Tensor | None, change: Callable[[Tensor | None], Tensor]) -> Tensor:
+    return change(x) if gate is None else torch.addcmul(x, change(None), gate)
 
 
 class Stack(nn.Module):

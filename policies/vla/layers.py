@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 ADAPTER = "default"  # peft's name of a layer's adapter
-RotaryTables = tuple[Tensor, Tensor]  # cosines and sines of the rotary embedding [N, 1, L, head_dim]
+RotaryTables = tuple[Tensor, Tensor]  # of the rotary embedding [N, L, 1, head_dim]: cosines, and sines with signs
 
 
 class NamedParts(nn.Module):
@@ -19,6 +22,53 @@ class NamedParts(nn.Module):
         super().__init__()
         for name, part in parts.items():
             self.add_module(name, part)
+
+
+class SideBySide(nn.Module):
+    """A module some of whose linear layers read the same input. Their weights keep their names, and lie side by side in
+    memory, so that `product` is one product for all of them."""
+
+    joint: tuple[tuple[str, ...], ...] = ()  # names of layers that read the same input
+
+    def _apply(self, fn: Callable, recurse: bool = True) -> SideBySide:
+        """As whenever weights move to a device or precision."""
+        super()._apply(fn, recurse)
+        for names in self.joint:
+            lay_side_by_side([getattr(self, name) for name in names])
+        return self
+
+
+class GroupedAttention(SideBySide):
+    """The projections of an attention in which `heads` queries share `kv_heads` keys and values."""
+
+    joint = (("q_proj", "k_proj", "v_proj"),)
+
+    def __init__(self, dim: int, heads: int, kv_heads: int, head_dim: int) -> None:
+        super().__init__()
+        self.head_dim = head_dim
+        self.heads, self.kv_heads = heads, kv_heads
+        self.q_proj = nn.Linear(dim, heads * head_dim, bias=False)
+        self.k_proj = nn.Linear(dim, kv_heads * head_dim, bias=False)
+        self.v_proj = nn.Linear(dim, kv_heads * head_dim, bias=False)
+        self.o_proj = nn.Linear(heads * head_dim, dim, bias=False)
+
+    def split(self, x: Tensor) -> Tensor:
+        """[N, L, heads * head_dim] -> [N, L, heads, head_dim]."""
+        return x.unflatten(-1, (-1, self.head_dim))
+
+    def project(self, x: Tensor, turn: RotaryTables) -> tuple[Tensor, Tensor, Tensor]:
+        """Rotated queries and keys, and values [N, heads, L, head_dim]."""
+        both = self.split(product(x, (self.q_proj, self.k_proj, self.v_proj)))
+        turned, v = both.split([self.heads + self.kv_heads, self.kv_heads], dim=2)
+        q, k = rotate(turned, *turn).split([self.heads, self.kv_heads], dim=2)
+        return q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
+
+    def attend(
+        self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool = False, add_to: Tensor | None = None
+    ) -> Tensor:
+        grouped = self.heads != self.kv_heads
+        out = F.scaled_dot_product_attention(q, k, v, mask, is_causal=causal, enable_gqa=grouped)
+        return product(out.transpose(1, 2).flatten(2), (self.o_proj,), add_to)
 
 
 class MLP(nn.Module):
@@ -31,31 +81,12 @@ class MLP(nn.Module):
         self.approximate = approximate
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.fc2(F.gelu(self.fc1(x), approximate=self.approximate))
+        return product(F.gelu(product(x, (self.fc1,)), approximate=self.approximate), (self.fc2,))
 
 
-class GroupedAttention(nn.Module):
-    """The projections of an attention in which `heads` queries share `kv_heads` keys and values."""
+class GatedMLP(SideBySide):
+    joint = (("gate_proj", "up_proj"),)
 
-    def __init__(self, dim: int, heads: int, kv_heads: int, head_dim: int) -> None:
-        super().__init__()
-        self.head_dim = head_dim
-        self.groups = heads // kv_heads
-        self.q_proj = nn.Linear(dim, heads * head_dim, bias=False)
-        self.k_proj = nn.Linear(dim, kv_heads * head_dim, bias=False)
-        self.v_proj = nn.Linear(dim, kv_heads * head_dim, bias=False)
-        self.o_proj = nn.Linear(heads * head_dim, dim, bias=False)
-
-    def split(self, x: Tensor) -> Tensor:
-        """[N, L, heads * head_dim] -> [N, heads, L, head_dim]."""
-        return x.unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
-
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool = False) -> Tensor:
-        out = F.scaled_dot_product_attention(q, k, v, mask, is_causal=causal, enable_gqa=self.groups > 1)
-        return self.o_proj(out.transpose(1, 2).flatten(2))
-
-
-class GatedMLP(nn.Module):
     def __init__(self, dim: int, hidden: int, activation: Callable[[Tensor], Tensor]) -> None:
         super().__init__()
         self.gate_proj = nn.Linear(dim, hidden, bias=False)
@@ -63,25 +94,28 @@ class GatedMLP(nn.Module):
         self.down_proj = nn.Linear(hidden, dim, bias=False)
         self.activation = activation
 
-    def forward(self, x: Tensor) -> Tensor:
-        return self.down_proj(self.activation(self.gate_proj(x)) * self.up_proj(x))
+    def forward(self, x: Tensor, add_to: Tensor | None = None) -> Tensor:
+        gate, up = product(x, (self.gate_proj, self.up_proj)).chunk(2, dim=-1)
+        return product(self.activation(gate) * up, (self.down_proj,), add_to)
 
 
-def normed(x: Tensor, eps: float) -> Tensor:
-    """`x` divided by the root of its mean square, in float32 at least."""
-    exact = x.to(torch.promote_types(x.dtype, torch.float32))
-    return exact * torch.rsqrt(exact.square().mean(-1, keepdim=True) + eps)
+def rms_norm(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
+    """`x` divided by the root of its mean square and scaled, computed in float32 at least and rounded once."""
+    if weight is None or weight.dtype == x.dtype:
+        return F.rms_norm(x, x.shape[-1:], weight, eps)
+    return F.rms_norm(x.to(weight.dtype), x.shape[-1:], weight, eps).to(x.dtype)
 
 
 def turns(position: Tensor, head_dim: int, theta: float, dtype: torch.dtype) -> RotaryTables:
     speed = theta ** (-torch.arange(0, head_dim, 2, device=position.device).float() / head_dim)
-    angle = (position[:, None, :, None].float() * speed).repeat(1, 1, 1, 2)
-    return angle.cos().to(dtype), angle.sin().to(dtype)
+    angle = position[:, :, None, None].float() * speed
+    cos, sin = angle.cos(), angle.sin()
+    return torch.cat([cos, cos], dim=-1).to(dtype), torch.cat([-sin, sin], dim=-1).to(dtype)
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    left, right = x.chunk(2, dim=-1)
-    return x * cos + torch.cat([-right, left], dim=-1) * sin
+    """[N, L, heads, head_dim], by tables [N, L, 1, head_dim]."""
+    return torch.addcmul(x * cos, x.roll(x.shape[-1] // 2, dims=-1), sin)
 
 
 def patch_tokens(pixels: Tensor, convolution: nn.Module) -> Tensor:
@@ -93,6 +127,151 @@ def patch_tokens(pixels: Tensor, convolution: nn.Module) -> Tensor:
     patches = patches.reshape(rows, -1, colours * size**2)
     tokens = F.linear(patches, convolution.weight.flatten(1), convolution.bias)
     return with_adapter(tokens, convolution, patches)
+
+
+# Products. LoRA's are y = x W^T + bias + scale (x A^T) B^T: `down` are the matrices A, `up` the matrices B.
+
+
+def product(x: Tensor, linears: Sequence[nn.Module], add_to: Tensor | None = None) -> Tensor:
+    """The outputs of linear layers that read `x`, one behind the other, added to `add_to`. Weights that lie side by
+    side make one product, with adapters two and one for each adapter."""
+    adapted = [number for number, layer in enumerate(linears) if "lora_A" in layer._modules]
+    if len(linears) == 1 and not adapted:
+        (layer,) = linears
+        if add_to is None or layer.bias is not None or autocast_dtype(x):
+            return added(layer(x), add_to)
+        return torch.addmm(add_to.flatten(0, -2), x.flatten(0, -2), layer.weight.t()).view_as(add_to)
+    weights, biases = [layer.weight for layer in linears], [layer.bias for layer in linears]
+    biases = [] if biases[0] is None else biases
+    downs = [linears[number].lora_A[ADAPTER].weight for number in adapted]
+    ups = [linears[number].lora_B[ADAPTER].weight for number in adapted]
+    plain = torch.compiler.is_compiling() or any(is_scaled(linears[number]) for number in adapted)
+    whole, bias, down = (None if plain or not part else side_by_side(part) for part in (weights, biases, downs))
+    apart = any(part and joint is None for part, joint in ((weights, whole), (biases, bias), (downs, down)))
+    if apart or (down is not None and down.dtype != whole.dtype):
+        return added(torch.cat([layer(x) for layer in linears], dim=-1), add_to)
+    if not adapted and not torch.is_grad_enabled():
+        return added(F.linear(x, whole, bias), add_to)
+    scales = [linears[number].scaling[ADAPTER] for number in adapted]
+    joint = Joint(whole, bias, down, [len(each) for each in weights], adapted, scales)
+    inputs = (x, add_to, *ups, *downs, *weights, *biases)
+    if torch.is_grad_enabled() and any(each is not None and each.requires_grad for each in inputs):
+        return JointProduct.apply(joint, *inputs)
+    return joint.product(x, add_to, ups)[0]
+
+
+def autocast_dtype(x: Tensor) -> torch.dtype | None:
+    """The precision of matrix products in autocast."""
+    kind = "cpu" if x.is_meta else x.device.type  # autocast does not know meta
+    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
+
+
+def added(y: Tensor, add_to: Tensor | None) -> Tensor:
+    return y if add_to is None else add_to + y
+
+
+def side_by_side(tensors: Sequence[Tensor]) -> Tensor | None:
+    """The rows of all these tensors as one tensor, if they follow each other in memory; kept with the first one."""
+    first = tensors[0]
+    if len(tensors) == 1:
+        return first.detach()
+    places = [] if first.is_meta else [each.data_ptr() for each in tensors]
+    kept = getattr(first, "side_by_side", None)
+    if kept and kept[0] == places:
+        return kept[1]
+    memory, end = first.untyped_storage()._cdata, first.storage_offset()
+    for each in tensors:
+        if each.storage_offset() != end or each.untyped_storage()._cdata != memory or not each.is_contiguous():
+            return None
+        end += each.numel()
+    with torch.inference_mode(False):
+        rows = first.detach().as_strided((sum(map(len, tensors)), *first.shape[1:]), first.stride())
+    if places:
+        first.side_by_side = places, rows
+    return rows
+
+
+@torch.no_grad()
+def lay_side_by_side(linears: Sequence[nn.Module]) -> None:
+    """Move the weights, biases and adapters of these layers to memory in which they follow each other, unless copies of
+    a policy share only some of them (the frozen ones)."""
+    adapted = [layer for layer in linears if "lora_A" in layer._modules]
+    downs = [layer.lora_A[ADAPTER].weight for layer in adapted]
+    for tensors in ([layer.weight for layer in linears], [layer.bias for layer in linears], downs):
+        kinds = {(type(p), p.dtype, p.device, p.shape[1:], p.requires_grad) for p in tensors if p is not None}
+        if len(kinds) == 1 and type(tensors[0]) is nn.Parameter and side_by_side(tensors) is None:
+            parts = torch.cat([*tensors]).split([len(each) for each in tensors])
+            for each, rows in zip(tensors, parts, strict=True):
+                each.data = rows
+            side_by_side(tensors)  # and forget the memory before
+
+
+@dataclass(frozen=True)
+class Joint:
+    """Linear layers side by side: `adapted` are the numbers of those with an adapter."""
+
+    weight: Tensor
+    bias: Tensor | None
+    down: Tensor | None
+    sizes: list[int]  # outputs of each layer
+    adapted: list[int]
+    scales: list[float]
+
+    def product(self, x: Tensor, add_to: Tensor | None, ups: Sequence[Tensor]) -> tuple[Tensor, list[Tensor | None]]:
+        """Returns the outputs, and what a backward pass needs: `x`, weights, A, its product and B."""
+        shape, x, weight, bias, down = x.shape[:-1], x.flatten(0, -2), self.weight, self.bias, self.down
+        half = autocast_dtype(x)
+        if half:
+            tensors = (x, weight, bias, down, *ups)
+            x, weight, bias, down, *ups = (each if each is None else each.to(half) for each in tensors)
+        folded = add_to is not None and bias is None and add_to.dtype == weight.dtype
+        with torch.autocast(x.device.type, enabled=False) if half else nullcontext():
+            y = torch.addmm(add_to.flatten(0, -2), x, weight.t()) if folded else F.linear(x, weight, bias)
+            middle = None if down is None else x @ down.t()
+            for columns, inner, up, scale in self.of_adapters(y, middle, ups):
+                columns.addmm_(inner, up.t(), alpha=scale)
+        y = y.view(*shape, -1)
+        return y if folded else added(y, add_to), [x, weight, down, middle, *ups]
+
+    def of_adapters(self, y: Tensor, middle: Tensor | None, ups: Sequence[Tensor]) -> Iterator[tuple[Tensor, ...]]:
+        """For each adapter its columns of `y` and of `middle`, B and its scale."""
+        if middle is not None:
+            columns, inner = y.split(self.sizes, dim=1), middle.split([up.shape[1] for up in ups], dim=1)
+            yield from zip([columns[number] for number in self.adapted], inner, ups, self.scales, strict=True)
+
+
+class JointProduct(torch.autograd.Function):
+    """`Joint.product` with gradients for each layer's own weights."""
+
+    @staticmethod
+    def forward(ctx: Any, joint: Joint, x: Tensor, add_to: Tensor | None, *rest: Tensor) -> Tensor:
+        ups = rest[: len(joint.adapted)]
+        y, saved = joint.product(x, add_to, ups)
+        ctx.joint, ctx.shape = joint, x.shape
+        ctx.save_for_backward(*saved)
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, of_y: Tensor) -> tuple[Tensor | None, ...]:
+        joint, (x, weight, down, middle, *ups), count = ctx.joint, ctx.saved_tensors, len(ctx.joint.adapted)
+        _, wants_x, is_added, *wants = ctx.needs_input_grad
+        flat = of_y.flatten(0, -2).to(weight.dtype)
+        of_x = flat @ weight if wants_x else None
+        of_ups, of_downs = [None] * count, [None] * count
+        if down is not None:
+            of_middle = torch.empty_like(middle)
+            for number, (columns, inner, up, scale) in enumerate(joint.of_adapters(flat, of_middle, ups)):
+                torch.addmm(inner, columns, up, beta=0, alpha=scale, out=inner)
+                before = middle.split([each.shape[1] for each in ups], dim=1)[number]
+                of_ups[number] = torch.addmm(up, columns.t(), before, beta=0, alpha=scale) if wants[number] else None
+            of_x = of_x.addmm_(of_middle, down) if wants_x else None
+            of_downs = (of_middle.t() @ x).split([up.shape[1] for up in ups])
+        wants = wants[2 * count :]
+        of_weights = (flat.t() @ x).split(joint.sizes) if any(wants[: len(joint.sizes)]) else [None] * len(joint.sizes)
+        of_biases = flat.sum(0).split(joint.sizes) if any(wants[len(joint.sizes) :]) else [None] * len(joint.sizes)
+        more = (*of_weights, *(of_biases if joint.bias is not None else ()))
+        of_x = of_x.view(ctx.shape) if wants_x else None
+        return None, of_x, of_y if is_added else None, *of_ups, *of_downs, *more
 
 
 def with_adapter(y: Tensor, layer: nn.Module, x: Tensor, rows: slice = slice(None)) -> Tensor:

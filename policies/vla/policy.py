@@ -188,6 +188,12 @@ class VLAPolicy(PublishedPolicy):
         predicted = head(tokens.reshape(len(wanted), head.in_features).to(head.weight.dtype))
         return (predicted.to(torch.float32) - wanted.to(torch.float32)).square().mean(1)
 
+    def use_weights(self, tensors: dict[str, Any]) -> None:
+        """Published weights come one by one; layers that read the same input want theirs side by side. A learner's own
+        weights already lie so, and are used where they lie."""
+        super().use_weights(tensors)
+        self._apply(lambda tensor: tensor)
+
     def begin_with(self, tensors: dict[str, Any]) -> None:
         """Accepts weights with or without the keyframe head."""
         own = self.state_dict()

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from embodied.policies.openvla.folder import LlamaSettings, TowerSettings
-from embodied.policies.openvla.network import Cache, Decoder, FastDecoder, LanguageModel, Tower, fastest_decoder
+from embodied.policies.openvla.network import Cache, Decoder, LanguageModel, Tower
 
 transformers = pytest.importorskip("transformers")
 
@@ -56,9 +56,8 @@ def test_padding_is_invisible_as_in_transformers_llama(llamas):
         torch.testing.assert_close(ours.lm_head(hidden)[1, there[1]], alone[0], atol=1e-5, rtol=1e-5)
 
 
-@pytest.mark.parametrize("decoder", [Decoder, FastDecoder])
 @pytest.mark.parametrize("padded", [False, True])
-def test_token_by_token_equals_all_at_once(llamas, padded, decoder):
+def test_token_by_token_equals_all_at_once(llamas, padded):
     stack, cache = llamas[0].model, Cache()
     x = torch.randn(3, 8, 32, generator=torch.Generator().manual_seed(3))
     there = torch.ones(3, 8, dtype=torch.bool)
@@ -67,20 +66,10 @@ def test_token_by_token_equals_all_at_once(llamas, padded, decoder):
         for rows in (3, 2):  # the second batch finds the memory of the first
             whole = stack(x[:rows], there[:rows], padded=padded)
             before = x.clone()
-            text = decoder(stack, cache, there[:rows, :5], padded, more=3)
+            text = Decoder(stack, cache, there[:rows, :5], padded, more=3)
             found = [text.read(x[:rows, :5]), *(text.go_on(x[:rows, i]) for i in (5, 6, 7))]
             torch.testing.assert_close(torch.stack(found, 1), whole[:, 4:], atol=1e-5, rtol=1e-5)
             assert torch.equal(x, before) and all(len(kept) == 3 for kept in cache.tensors())
-
-
-def test_writing_is_quick_only_where_rounding_is_the_learners():
-    model = LanguageModel(LlamaSettings(50, 32, 2, 4, 2, 48))
-    assert fastest_decoder(model.model) is FastDecoder and fastest_decoder(model.bfloat16().model) is Decoder
-    model = model.float()
-    with torch.autocast("cpu", torch.bfloat16):
-        assert fastest_decoder(model.model) is Decoder
-    model.model.layers[1].mlp.up_proj = torch.nn.Sequential(model.model.layers[1].mlp.up_proj)
-    assert fastest_decoder(model.model) is Decoder
 
 
 def test_siglip_features_equal_transformers():

@@ -83,10 +83,10 @@ def test_film_of_a_block_by_hand():
     draw = torch.Generator().manual_seed(0)
     x, words = torch.randn(2, 5, 96, generator=draw), torch.randn(2, 192, generator=draw)
     with torch.no_grad():
-        middle = x + film.block.ls1(film.block.attn(film.block.norm1(x)))
+        middle = x + film.block.ls1.scale_factor * film.block.attn(film.block.norm1(x))
         gamma, beta = words @ film.scale.weight.T + film.scale.bias, words @ film.shift.weight.T + film.shift.bias
         middle = middle * (1 + gamma)[:, None, :] + beta[:, None, :]
-        wanted = middle + film.block.ls2(film.block.mlp(film.block.norm2(middle)))
+        wanted = middle + film.block.ls2.scale_factor * film.block.mlp(film.block.norm2(middle))
         torch.testing.assert_close(film(x, words), wanted)
 
 

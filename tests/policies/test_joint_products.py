@@ -1,0 +1,85 @@
+"""Layers that read the same input are one product, with the layers' own weights, adapters and gradients."""
+
+import pytest
+import torch
+from tiny_vla import build
+from torch import nn
+
+from benchmarks.operations import count
+from embodied.policies.vla.layers import SideBySide, lay_side_by_side, product, side_by_side
+
+SIZES, SCALES = (6, 2, 4), (0.5, 2.0, 1.0)
+
+
+class Adapted(nn.Linear):
+    """A linear layer with peft's names of an adapter."""
+
+    def __init__(self, outputs, bias, rank, scale):
+        super().__init__(5, outputs, bias, dtype=torch.float64)
+        self.lora_A, self.lora_B = (
+            nn.ModuleDict({"default": nn.Linear(*sizes, bias=False, dtype=torch.float64)})
+            for sizes in ((5, rank), (rank, outputs))
+        )
+        self.scaling = {"default": scale}
+
+    def forward(self, x):
+        return super().forward(x) + self.scaling["default"] * self.lora_B["default"](self.lora_A["default"](x))
+
+
+def layers(adapted, bias):
+    torch.manual_seed(0)
+    sizes = enumerate(zip(SIZES, SCALES, strict=True))
+    return [
+        Adapted(out, bias, n + 1, scale) if n in adapted else nn.Linear(5, out, bias, dtype=torch.float64)
+        for n, (out, scale) in sizes
+    ]
+
+
+def outcome(work, inputs):
+    """Outputs and all gradients."""
+    y = work()
+    return [y.detach(), *torch.autograd.grad((y * torch.arange(y.numel()).view_as(y).sin()).sum(), inputs)]
+
+
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("adapted", [(), (0, 2), (0, 1, 2)])
+def test_one_product_is_the_layers_one_by_one_with_their_gradients(adapted, bias):
+    made = layers(adapted, bias)
+    x, add_to = (torch.randn(2, 3, width, dtype=torch.float64, requires_grad=True) for width in (5, sum(SIZES)))
+    weights = [p for layer in made for p in layer.parameters()]
+    wanted = outcome(lambda: add_to + torch.cat([layer(x) for layer in made], dim=-1), [x, add_to, *weights])
+    before = outcome(lambda: product(x, made, add_to), [x, add_to, *weights])
+    assert side_by_side([layer.weight for layer in made]) is None
+    lay_side_by_side(made)
+    assert torch.equal(side_by_side([layer.weight for layer in made]), torch.cat([layer.weight for layer in made]))
+    after = outcome(lambda: product(x, made, add_to), [x, add_to, *weights])
+    for one, two, three in zip(wanted, before, after, strict=True):
+        torch.testing.assert_close(two, one, atol=1e-12, rtol=0)
+        torch.testing.assert_close(three, one, atol=1e-12, rtol=0)
+    with torch.no_grad():
+        torch.testing.assert_close(product(x, made, add_to), wanted[0], atol=1e-12, rtol=0)
+
+
+@pytest.mark.parametrize("name", ["openvla", "pi0", "smolvla"])
+def test_weights_lie_side_by_side_in_all_copies_and_a_learners_stay_where_they_are(name):
+    learner, actor = build(name), build(name, 1)
+    actor.use_weights({name: weight.clone() for name, weight in learner.state_dict().items()})  # as from elsewhere
+    sharing = build(name, 2)
+    sharing.use_weights(learner.state_dict())
+    groups = [
+        [f"{where}.{layer}" for layer in names]
+        for where, module in learner.named_modules()
+        if isinstance(module, SideBySide)
+        for names in module.joint
+        if len({(w.shape[1:], w.requires_grad) for w in (getattr(module, layer).weight for layer in names)}) == 1
+    ]
+    assert groups
+    for policy in (learner, actor, sharing, learner.reference()):
+        for names in groups:
+            assert side_by_side([policy.get_submodule(name).weight for name in names]) is not None, names
+    own, shared = learner.state_dict(), sharing.state_dict()
+    assert all(shared[name].data_ptr() == weight.data_ptr() for name, weight in own.items())
+
+
+def test_a_decision_of_openvla_is_at_most_4000_kernels():
+    assert count("openvla")["decision"].total() <= 4000
