@@ -140,9 +140,18 @@ def write_model(folder: Path, source: PolicySource) -> None:
 
 def recipe_without_places(recipe: Path) -> dict[str, Any]:
     """The run's recipe, without folders and machines."""
-    stated = read_yaml(recipe.read_text(encoding="utf-8"))
+    stated = without_folders(read_yaml(recipe.read_text(encoding="utf-8")))
     kept = {key: value for key, value in stated.items() if key not in HERE}
     return {"run": {key: stated["run"].get(key) for key in ("env_steps", "iterations")}, **kept}
+
+
+def without_folders(value: Any) -> Any:
+    """The values, of absolute paths only the last name."""
+    if isinstance(value, dict):
+        return {key: without_folders(part) for key, part in value.items()}
+    if isinstance(value, list):
+        return [without_folders(part) for part in value]
+    return Path(value).name if isinstance(value, str) and value.startswith("/") else value
 
 
 def evaluation_of(source: PolicySource, run: Path | None) -> Evaluated | None:
