@@ -62,9 +62,9 @@ def write(folder: Path, shape, template: str | None = None, kind=AutoModelForCau
     return folder
 
 
-def theirs(folder: Path, dtype=torch.float32):
+def theirs(folder: Path, dtype=torch.float32, attention=None):
     """The folder as transformers loads it."""
-    return AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, attn_implementation="eager").eval()
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, attn_implementation=attention).eval()
 
 
 def inputs_of(*conversations) -> dict:

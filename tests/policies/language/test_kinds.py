@@ -74,7 +74,7 @@ def expected(model, answer=tuple(ANSWER)):
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_folder_of_any_kind_scores_writes_and_is_saved_as_in_transformers(kind, tmp_path):
     policy = build(pretrained=str(publish(tmp_path / "origin", kind)), max_tokens=6)
-    model = theirs(tmp_path / "origin")
+    model = theirs(tmp_path / "origin", attention="eager")
     torch.testing.assert_close(logprobs(policy), expected(model), atol=1e-5, rtol=0)
     counted = count(
         policy_class("language").for_memory_estimate(policy.config, SPEC), LearnerConfig(), conversations(64)
@@ -94,7 +94,7 @@ def test_a_folder_of_any_kind_scores_writes_and_is_saved_as_in_transformers(kind
     changed = logprobs(policy)
     assert (changed - expected(model)).abs().max() > 1e-3
     for folder in ("ours", "published"):
-        torch.testing.assert_close(expected(theirs(tmp_path / folder)), changed, atol=1e-5, rtol=0)
+        torch.testing.assert_close(expected(theirs(tmp_path / folder, attention="eager")), changed, atol=1e-5, rtol=0)
     assert torch.equal(logprobs(load_policy(tmp_path / "ours")), changed)
 
 
@@ -102,7 +102,7 @@ def test_a_folder_of_any_kind_scores_writes_and_is_saved_as_in_transformers(kind
 @pytest.mark.parametrize("kind", ["Mistral", "Gemma2", "Gemma3Text", "Olmo3", "GptOss"])
 def test_windows_caps_and_sinks_count_in_packed_rows_and_in_later_turns(kind, tmp_path):
     policy = build(pretrained=str(publish(tmp_path, kind)), max_tokens=6)
-    model = theirs(tmp_path)
+    model = theirs(tmp_path, attention="eager")
     said = [*answers_to_score([8, 22, 31, 60], [9], [7] * 9, prompt=PROMPT), (1, [(False, [5]), (True, ANSWER)])]
     inputs = inputs_of(*said)
     scores = policy(inputs).logprobs.ravel()[torch.from_numpy(inputs["mask"].ravel())]
@@ -138,7 +138,9 @@ def test_adapters_beside_experts_are_saved_without_these(tmp_path):
     assert torch.equal(logprobs(load_policy(tmp_path / "ours")), logprobs(policy))
     policy.save_published(tmp_path / "merged")
     assert stored(tmp_path / "merged") == stored(tmp_path / "origin")
-    torch.testing.assert_close(expected(theirs(tmp_path / "merged")), logprobs(policy), atol=1e-5, rtol=0)
+    torch.testing.assert_close(
+        expected(theirs(tmp_path / "merged", attention="eager")), logprobs(policy), atol=1e-5, rtol=0
+    )
 
 
 def test_a_folder_with_an_expert_too_few_is_refused(tmp_path):
