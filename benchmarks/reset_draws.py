@@ -25,8 +25,8 @@ from benchmarks.common import RESULTS, code_commit, machine, markdown, packages,
 from embodied.core.rng import episode_seed
 from embodied.core.types import EpisodeList
 from embodied.envs.maniskill.config import ManiSkillConfig
+from embodied.envs.maniskill.cpu_batch import EpisodeDraws, RowsOfUniforms
 from embodied.envs.maniskill.env import ManiSkillEnv
-from embodied.envs.maniskill.episode_draws import EpisodeDraws, RowsOfUniforms
 
 JOINTS, PLACES = 9, 2  # normal and uniform numbers per row of PushCube-v1
 ROUNDS = 20

@@ -17,7 +17,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from functools import partial
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
@@ -36,7 +36,6 @@ from embodied.core.arrays import (
     text_arrays,
     with_rows,
 )
-from embodied.core.chunks import LateActions
 from embodied.core.errors import ConfigError
 from embodied.core.request_queue import PolicyClient
 from embodied.core.rng import normal
@@ -59,6 +58,9 @@ from embodied.core.types import (
 from embodied.envs.kept_episodes import EpisodeKeeper
 from embodied.envs.vector_env import VectorEnv
 from embodied.runtime import Channel, Timers, served_while_busy
+
+if TYPE_CHECKING:
+    from embodied.core.chunks import LateActions
 
 OVER = object()  # the end of an iterator
 
@@ -362,8 +364,11 @@ def play_episodes(
     requested. When `stop()` is true, the decision in progress is the last one, and open episodes are given up."""
     job, waiting = tally.job, deque(episodes)
     player.env.checks, player.playing[:] = None, False
-    dim = player.env.env_spec.action.dim
-    player.late = LateActions(job.chunks, player.env.num_envs, dim) if job.chunks else None
+    player.late = None
+    if job.chunks:
+        from embodied.core.chunks import LateActions
+
+        player.late = LateActions(job.chunks, player.env.num_envs, player.env.env_spec.action.dim)
     with ExitStack() as stack:
         kinds = job.recording.recorders
         recorders = [stack.enter_context(kind(player.env, job.recording, tally.warn)) for kind in kinds]

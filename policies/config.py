@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 from pydantic import ConfigDict, Field, NonNegativeInt, PositiveInt
 from typing_extensions import TypedDict
 
-from embodied.core.chunks import ChunkRule
 from embodied.core.errors import ConfigError
 from embodied.core.options import ChosenByName, Requirement, Strict, never_with
 from embodied.core.plugins import FAMILIES, Plugins
@@ -108,6 +107,10 @@ class PolicyOptions(Strict):
     def chunk_rule(self, delay: int) -> ChunkRule | None:
         """How evaluations with this delay play its chunks; None: each as a whole, at once."""
         stated, length = getattr(self, "chunks", {}), getattr(self, "chunk", 1)
+        if not delay and not stated:
+            return None
+        from embodied.core.chunks import ChunkRule
+
         rule = ChunkRule(delay, stated.get("overlap", 0), stated.get("blend") == "real_time")
         if rule.real_time and not self.continues_chunks:
             raise ConfigError(f"policy.chunks.blend=real_time needs a flow policy, and this is {self.name}; try linear")
@@ -324,6 +327,8 @@ def family_of(value: Any) -> str:
 
 
 if TYPE_CHECKING:
+    from embodied.core.chunks import ChunkRule
+
     PolicyConfig = Any
 else:
     PolicyConfig = Annotated[PolicyOptions, ChosenByName(POLICY_CONFIGS, family_of)]

@@ -367,3 +367,29 @@ def impulse_between(contacts: list, a: Any, b: Any) -> np.ndarray:
         elif first == b and second == a:
             total -= sum((point.impulse for point in contact.points), np.zeros(3, np.float32))
     return total
+
+
+class Rows(torch.Tensor):
+    """The rows to reset, as an index, in place of ManiSkill's mask: an index that is a mask makes the host wait for the
+    GPU, which counts its rows."""
+
+    __torch_function__ = torch._C._disabled_torch_function_impl
+    rows: np.ndarray
+
+    @classmethod
+    def of(cls, rows: np.ndarray, device: torch.device) -> Rows:
+        index = torch.as_tensor(rows, device=device).as_subclass(cls)
+        index.rows = rows
+        return index
+
+    def __getitem__(self, scenes: Any) -> torch.Tensor:
+        """The places of the rows in a list of scenes, such as an object's."""
+        if not hasattr(scenes, "on_host"):
+            scenes.on_host = scenes.cpu().numpy()
+        places = np.flatnonzero(np.isin(scenes.on_host, self.rows))
+        if np.array_equal(places, self.rows):
+            return self.as_subclass(torch.Tensor)
+        return torch.as_tensor(places, device=self.device)
+
+    def __setitem__(self, *_: Any) -> None:
+        raise NotImplementedError("rows that are drawn together cannot be chosen again")

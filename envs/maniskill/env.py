@@ -12,8 +12,8 @@ from __future__ import annotations
 import fcntl
 import math
 import os
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, closing, contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager, closing, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -29,7 +29,6 @@ from embodied.envs.capabilities import AS_TRAINED, CataloguedTask, EvaluationPro
 from embodied.envs.maniskill import tasks
 from embodied.envs.maniskill.bridge_tasks import TWINS, asset_folder, is_bridge, missing_bridge_assets, source_of
 from embodied.envs.maniskill.config import ManiSkillConfig
-from embodied.envs.maniskill.gpu_memory import Overflows, sized
 from embodied.envs.maniskill.tasks import (
     BATCHED_CONTROLS,
     BATCHED_TASKS,
@@ -49,8 +48,7 @@ from embodied.envs.maniskill.tasks import (
     to_prove,
 )
 from embodied.envs.own_modules import explain_errors, is_own, try_out
-from embodied.envs.replayed_env import ReplayedEnv
-from embodied.envs.vector_env import StepResult
+from embodied.envs.vector_env import ReplayedEnv, StepResult
 
 NO_DRAWING = (
     "this GPU does not draw, since its driver lacks the graphics part; in a container start it with "
@@ -290,7 +288,11 @@ class ManiSkillEnv(ReplayedEnv):
         self._numbers = {name: np.zeros((num_envs, part.shape[-1]), np.float32) for name, part in seen.items()}
         self._info_now: dict[str, Any] | None = None  # info of the batched env until its state is observed
         self._cameras: dict[int, Any] = {}
-        self._overflows = Overflows() if config.backend == "cuda" else None
+        self._overflows: Any = None
+        if config.backend == "cuda":
+            from embodied.envs.maniskill.gpu_memory import Overflows
+
+            self._overflows = Overflows()
 
     @property
     def gives_tensors(self) -> bool:
@@ -477,24 +479,15 @@ def render_backend(config: ManiSkillConfig) -> str:
     return "none"
 
 
-@contextmanager
-def gpu_capacities(config: ManiSkillConfig, num_envs: int) -> Iterator[None]:
-    """Inside, an env on a GPU is built with room for so many rows."""
-    import sapien.physx
-
-    usual = sapien.physx.set_gpu_memory_config
-    sapien.physx.set_gpu_memory_config = sized(usual, num_envs, config.gpu_memory)
-    try:
-        yield
-    finally:
-        sapien.physx.set_gpu_memory_config = usual
-
-
 def build(config: ManiSkillConfig, num_envs: int) -> list[Any]:
     """One batched env, or `num_envs` plain ones."""
     ensure_vulkan(on_cores=config.renderer == "cores")
+    room: AbstractContextManager[None] = nullcontext()
     if config.backend == "cuda":
+        from embodied.envs.maniskill.gpu_memory import gpu_capacities
+
         load_gpu_physics()
+        room = gpu_capacities(num_envs, config.gpu_memory)
     draws = render_backend(config)
     height, width = config.image_size
     view = {"height": height, "width": width} if config.cameras else {}
@@ -505,7 +498,7 @@ def build(config: ManiSkillConfig, num_envs: int) -> list[Any]:
     elif config.image_fov is not None:
         view["fov"] = math.radians(config.image_fov)
     solver = {"scene_config": {"solver_position_iterations": config.solver_iterations}}
-    with quiet(), DRAWING, gpu_capacities(config, num_envs):
+    with quiet(), DRAWING, room:
 
         def make(num_envs: int = 1) -> Any:
             try:

@@ -8,9 +8,11 @@ from __future__ import annotations
 import os
 import re
 import stat
-from collections.abc import Callable, Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+
+import sapien.physx
 
 from embodied.core.errors import EmbodiedError
 
@@ -38,9 +40,15 @@ def power_of_two(least: int) -> int:
     return 1 << max(0, least - 1).bit_length()
 
 
-def sized(set_capacities: Callable[..., Any], num_envs: int, chosen: Mapping[str, int]) -> Callable[..., Any]:
-    """SAPIEN's function that sets the capacities, for so many rows."""
-    return lambda **usual: set_capacities(**capacities(usual, num_envs, chosen))
+@contextmanager
+def gpu_capacities(num_envs: int, chosen: Mapping[str, int]) -> Iterator[None]:
+    """Inside, an env on a GPU is built with room for so many rows."""
+    set_capacities = sapien.physx.set_gpu_memory_config
+    sapien.physx.set_gpu_memory_config = lambda **usual: set_capacities(**capacities(usual, num_envs, chosen))
+    try:
+        yield
+    finally:
+        sapien.physx.set_gpu_memory_config = set_capacities
 
 
 class Overflows:

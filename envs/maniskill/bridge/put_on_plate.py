@@ -31,7 +31,7 @@ from mani_skill.utils.structs.types import SimConfig
 
 from embodied.envs.maniskill.bridge.scene import BASES, BridgeScene
 from embodied.envs.maniskill.bridge_tasks import OBJECTS, PLATES
-from embodied.envs.maniskill.episode_draws import Rows
+from embodied.envs.maniskill.cpu_physics import Rows
 
 MIDDLE, SPACING = (-0.16, 0.0), 0.03  # of the grid of 6 x 6 points
 NEAR, FAR = 0.070, 0.15 + 1e-6  # minimum distance of objects, and of some pairs

@@ -12,14 +12,14 @@ requires("mani_skill")
 from mani_skill.envs.utils.randomization.samplers import UniformPlacementSampler  # noqa: E402
 
 from embodied.envs.maniskill import cpu_batch  # noqa: E402
-from embodied.envs.maniskill.env import ManiSkillEnv  # noqa: E402
-from embodied.envs.maniskill.episode_draws import (  # noqa: E402
+from embodied.envs.maniskill.cpu_batch import (  # noqa: E402
     FEW_ROWS,
     EpisodeDraws,
     RowsOfNormals,
     RowsOfPlaces,
     RowsOfUniforms,
 )
+from embodied.envs.maniskill.env import ManiSkillEnv  # noqa: E402
 
 
 @pytest.mark.parametrize("num_rows", [3, 3 * FEW_ROWS], ids=["few", "many"])
