@@ -148,7 +148,7 @@ PAGES = {
     ],
     "export.md": [
         Step("train recipe=pointmass_ppo", "success_once"),
-        Step("export .*format=torch", ("actions differ by at most", "graph.json")),
+        Step("export .*=reach_torch", ("actions differ by at most", "graph.json")),
         Step("export .*=reach_onnx", "policy.onnx")
         if find_spec("onnxruntime")
         else Step("export .*=reach_onnx", "pip install 'embodied-loop[onnx]'", code=2),
