@@ -283,9 +283,7 @@ PAGES = {
         Step("evaluate checkpoint=runs/warp-DATE$", "libero-v1", slow=True),
         Step("evaluate .*backend=warp", "libero-warp-v1", "eval.episodes=1 eval.videos=0 env.num_envs=1", slow=True),
         Step("train .*renderer=warp", "+warp-pictures", f"{STATES} env.image_size=48", slow=True),
-        Step(
-            "evaluate checkpoint=runs/drawn-DATE$", "left out, since it is for training: env.renderer=warp", slow=True
-        ),
+        Step("evaluate checkpoint=runs/drawn-DATE$", "was trained with env.renderer='warp' (now 'auto')", slow=True),
         Step("evaluate .*renderer=warp", "libero-v1+warp-pictures", "eval.episodes=1 env.num_envs=1", slow=True),
         Step("evaluate .*task=my_task.bddl eval", "results.json", slow=True),
         Step("train .*task=my_task.bddl", "success_once", STATES, slow=True),
