@@ -275,13 +275,13 @@ def compiled(function: Callable, device: str) -> Callable:
     fast = torch.compile(function, options=options)
 
     @wraps(function)
-    def call(*inputs: Any) -> Any:
+    def call(*inputs: Any, **named: Any) -> Any:
         try:
-            return fast(*inputs)
+            return fast(*inputs, **named)
         except RuntimeError as error:
             if not (cut_off := re.search(r"(/\S+\.so): file too short", str(error))):
                 raise
             Path(cut_off[1]).unlink(missing_ok=True)  # a killed process was writing it; torch's compiler keeps it
-            return call(*inputs)
+            return call(*inputs, **named)
 
     return call

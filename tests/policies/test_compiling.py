@@ -66,7 +66,7 @@ def test_a_program_that_a_killed_process_left_unfinished_is_compiled_again(monke
         return x
 
     monkeypatch.setattr(torch, "compile", lambda function, options: run)
-    assert vla_policy.compiled(run, "cpu")(3) == 3
+    assert vla_policy.compiled(run, "cpu")(x=3) == 3
 
 
 def test_a_saved_policy_does_not_keep_it(tmp_path):
