@@ -73,6 +73,14 @@ def narrowphase_in_room(m: Any, d: Any, context: Any) -> None:
 narrowphase, collision_driver._narrowphase = collision_driver._narrowphase, narrowphase_in_room
 
 
+def model_of(model: mujoco.MjModel, size: int) -> mjw.Model:
+    try:
+        return mjw.put_model(model, batch_sizes=dict.fromkeys(PLACED, size))
+    except NotImplementedError:  # two boxes with a margin, as the microwave's: only MuJoCo's older detection takes them
+        model.opt.disableflags |= int(mujoco.mjtDisableBit.mjDSBL_NATIVECCD | mujoco.mjtDisableBit.mjDSBL_MULTICCD)
+        return mjw.put_model(model, batch_sizes=dict.fromkeys(PLACED, size))
+
+
 class Batch:
     def __init__(self, scene: Scene, size: int, device: str) -> None:
         self.scene, self.size = scene, size
@@ -82,7 +90,7 @@ class Batch:
         self.goal = Goal(scene.env, scene.files.name)
         self.device = wp.get_device(device)
         with wp.ScopedDevice(self.device):
-            self.m = mjw.put_model(model, batch_sizes=dict.fromkeys(PLACED, size))
+            self.m = model_of(model, size)
             self.m.opt.warn_overflow = False  # `step` looks
             nothing = mujoco.MjData(model)  # in the scene's own, objects without a place may touch in too many points
             self.d = mjw.put_data(model, nothing, nworld=size, nconmax=CONTACTS, njmax=CONSTRAINTS)
