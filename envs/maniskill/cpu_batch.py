@@ -228,10 +228,9 @@ def initialize(env: Any, rows: np.ndarray, seeds: list[int], states: list[int]) 
 def choose_drawing(env: Any) -> None:
     """Find out how a new env's initial states are drawn. The env has to be reset afterwards."""
     known = env.spec.id in DRAWN_TOGETHER or env.spec.id.startswith(PLATES)
-    everyone = np.arange(env.num_envs)
-    env.every_row = (
-        Rows.of(everyone, env.device) if known else env.scene._reset_mask
-    )  # other tasks may take it for a mask
+    env.every_row = env.scene._reset_mask
+    if known and not isinstance(env.scene.px, BatchedCpuPhysics):  # a mask makes a GPU wait, other tasks may need one
+        env.every_row = Rows.of(np.arange(env.num_envs), env.device)
     env.draws_together = known or draws_together(env)
 
 
