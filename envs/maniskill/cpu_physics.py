@@ -9,6 +9,7 @@ while its data are in the core's cache: see `step`.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from typing import Any
 
@@ -375,21 +376,23 @@ class Rows(torch.Tensor):
 
     __torch_function__ = torch._C._disabled_torch_function_impl
     rows: np.ndarray
+    end: float
 
     @classmethod
     def of(cls, rows: np.ndarray, device: torch.device) -> Rows:
         index = torch.as_tensor(rows, device=device).as_subclass(cls)
         index.rows = rows
+        index.end = rows[-1] + 1 if len(rows) and (np.diff(rows) > 0).all() else math.inf  # of rows in order
         return index
 
     def __getitem__(self, scenes: Any) -> torch.Tensor:
         """The places of the rows in a list of scenes, such as an object's."""
         if not hasattr(scenes, "on_host"):
             scenes.on_host = scenes.cpu().numpy()
-        places = np.flatnonzero(np.isin(scenes.on_host, self.rows))
-        if np.array_equal(places, self.rows):
+            scenes.in_order = np.array_equal(scenes.on_host, np.arange(scenes.on_host.size))
+        if scenes.in_order and self.end <= scenes.on_host.size:  # one in each scene: most objects
             return self.as_subclass(torch.Tensor)
-        return torch.as_tensor(places, device=self.device)
+        return torch.as_tensor(np.flatnonzero(np.isin(scenes.on_host, self.rows)), device=self.device)
 
     def __setitem__(self, *_: Any) -> None:
         raise NotImplementedError("rows that are drawn together cannot be chosen again")
