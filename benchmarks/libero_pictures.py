@@ -25,7 +25,7 @@ import numpy as np
 from pydantic import TypeAdapter
 
 from benchmarks import common
-from benchmarks.libero_warp import SUITES, TASKS, cpu_s, embodied
+from benchmarks.libero_warp import SUITES, TASKS, cpu_s, embodied, evaluated
 from embodied.core.types import EpisodeSpec
 from embodied.envs import make_env
 from embodied.envs.config import EnvConfig
@@ -91,11 +91,7 @@ def success(recipe: str) -> Figures:
         embodied("sft", *drawn, *words, "eval.episodes=1", "eval.videos=0")
         (run,) = [path.parent for path in Path(folder).glob("*policy*/run.json")]
         for name, renderer in RENDERERS.items():
-            out = Path(folder) / name
-            words = [f"checkpoint={run}", f"run.dir={out}", f"env.renderer={renderer}", "eval.videos=0"]
-            embodied("evaluate", *words, f"eval.episodes={EVAL_EPISODES}")
-            (file,) = out.rglob("results.json")
-            figures[name] = json.loads(file.read_text())["overall"]["success_once"]
+            figures[name] = evaluated(run, f"env.renderer={renderer}", f"eval.episodes={EVAL_EPISODES}")
     return figures
 
 
