@@ -49,7 +49,7 @@ from embodied.placement.topology import DeviceClass, Topology, read_topology
 from embodied.profiling import stored_profiles
 from embodied.reporting.page import Block, Row, Rows, bullets, grid, page, rows_chart, section, short, table, write_page
 from embodied.run import launch
-from embodied.run.devices import discover, draws_on_gpus, known_drawing, machines, with_known_renderer
+from embodied.run.devices import discover, draws_on_gpus, known_drawing, machines, with_gpu_physics, with_known_renderer
 from embodied.run.launch import program_of, proofs
 from embodied.system.machine import under_load
 from embodied.workflows.shipped_roles import roles_of_run
@@ -156,7 +156,7 @@ def compare_predictions(argv: list[str]) -> Path:
             stored_profiles.check_policy(config)
         roles = roles_of(roles_of_run(program, config) if config else program.roles)
         topology = read_topology(options.cluster) if options.cluster else machines(config) if config else discover()
-        config = config and with_known_renderer(config, topology)
+        config = config and resolved(config, topology, named=bool(options.cluster))
         profile, name = find_profile(options.profile, config, [*named_program, *rest], topology, roles)
         where = stored_profiles.device_kinds(config, topology, roles) if config else None
         if why := why_not_measured(profile, topology, name, where):
@@ -201,8 +201,15 @@ def recipe_of(named: str | None, rest: list[str]) -> RunConfig | None:
     loaded = load(rest)
     if loaded is None:
         raise ConfigError("a plan predicts; python -m embodied.train --cfg shows the recipe")
-    config, kind = loaded.config, env_class(loaded.config.env)
-    return config.model_copy(update={"env": kind.resolve(kind.proven(config.env, proofs(config)))})
+    return loaded.config
+
+
+def resolved(config: RunConfig, topology: Topology, named: bool) -> RunConfig:
+    """The config with the env's open options decided as a run on these machines decides them."""
+    config, _ = with_gpu_physics(config, topology, dry=True, named=named)
+    kind = env_class(config.env)
+    config = config.model_copy(update={"env": kind.resolve(kind.proven(config.env, proofs(config)))})
+    return with_known_renderer(config, topology)
 
 
 def find_profile(

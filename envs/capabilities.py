@@ -109,6 +109,11 @@ class EnvCapabilities:
         return config
 
     @classmethod
+    def on_gpus(cls, config: Any) -> Any | None:
+        """The config with physics on GPUs that draw, where its "auto" means them; None where it means cores."""
+        return None
+
+    @classmethod
     def plain_config(cls, config: Any) -> Any:
         """A resolved config for testing the env itself."""
         return cls.resolve(config)

@@ -95,7 +95,8 @@ def test_the_profile_of_an_env_that_chose_its_backend_is_found(tmp_path):
     costs = {name: {"cpu": Cost(constant(1))} for name in ("sim", "policy", "learner")}
     profile = Profile(dataflow_of(measured), costs, made={"key": cost_key(measured)})
     write_profile(profile, profile_path(measured))
-    assert plan.find_profile(None, plan.recipe_of(None, arguments), arguments, discover())[0].costs == profile.costs
+    planned = plan.resolved(plan.recipe_of(None, arguments), discover(), named=False)
+    assert plan.find_profile(None, planned, arguments, discover())[0].costs == profile.costs
 
 
 def test_a_plan_prices_images_from_gpus_and_from_cores(capsys, tmp_path, monkeypatch):
@@ -105,7 +106,7 @@ def test_a_plan_prices_images_from_gpus_and_from_cores(capsys, tmp_path, monkeyp
     monkeypatch.setattr(devices, "gpus", lambda sys=None: cards)
     monkeypatch.setattr("os.sched_getaffinity", lambda pid: {0, 1})
     words = ["recipe=maniskill_ppo_rgb", "learner.device=cuda", f"run.dir={tmp_path}", f"out={tmp_path}"]
-    config = plan.recipe_of(None, words[:3])
+    config = plan.resolved(plan.recipe_of(None, words[:3]), discover(), named=False)
     costs = {"sim": {"cpu": Cost(Curve((1, 32), (0.01, 0.32)))}}
     costs |= {name: {"gpu-H100": Cost(constant(0.1))} for name in ("policy", "learner")}
     for renderer in ("auto", "cores"):

@@ -13,7 +13,7 @@ import platform
 import re
 import shutil
 import subprocess
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -168,6 +168,35 @@ def with_known_renderer(config: RunConfig, machines: Topology) -> RunConfig:
     if known is None or known.on_gpus or not known.software_s or getattr(config.env, "renderer", "gpu") != "auto":
         return config
     return config.with_values("env", renderer="cores")
+
+
+def with_gpu_physics(
+    config: RunConfig,
+    topology: Topology,
+    dry: bool,
+    say: Callable[[str], object] = lambda line: None,
+    named: bool = False,
+) -> tuple[RunConfig, str]:
+    """The config with physics on GPUs where the env's `auto` means them and they draw while they compute, and a reason
+    for the plan. Machines that are only `named` are trusted; a dry run of this one only reads a remembered probe."""
+    env = env_class(config.env).on_gpus(config.env)
+    if env is None or not topology.gpus or config.learner.device == "cpu" or not isinstance(config.placement, str):
+        return config, ""
+    on_gpus = config.model_copy(update={"env": env})
+    if named or config.cluster.machines:
+        return on_gpus, "physics on GPUs if they draw while they compute, which a run tries first"
+    if len(topology.nodes) > 1 or config.cluster.joined:
+        return config, "physics on cores, since nobody tried whether the cluster's GPUs draw (env.backend=cuda: GPUs)"
+    from embodied.system import drawing
+
+    gpus = topology.nodes[0].gpus
+    seats = seats_on(gpus, len(gpus))
+    result = drawing.recorded(env, seats) if dry else drawing.ask(env, seats, say)
+    if result is None:
+        return config, "physics on cores; a run tries first whether GPUs draw while they compute, and then uses them"
+    if result.on_gpus:
+        return on_gpus, f"physics on GPUs, since {result.describe()}"
+    return config, f"physics on cores, since {result.describe()}"
 
 
 def host_plans(

@@ -128,6 +128,7 @@ def planned(
     check_where(config, dry)
     topology = machines(config)
     kind = env_class(config.env)
+    config, physics = devices.with_gpu_physics(config, topology, dry, say) if learn else (config, "")
     config = with_env(config, kind, topology, learn, dry)
     if config.policy.published:
         from embodied.policies.hub import with_folder
@@ -142,6 +143,7 @@ def planned(
     try:
         config, plan = with_placement(config, topology, learn, roles)
         config, plan = with_renderer(config, plan, topology, learn, roles, dry)
+        plan = replace(plan, reason="; ".join(filter(None, [plan.reason, physics])))
     except PlacementError as err:
         raise ConfigError(f"placement: {err}") from None
     check_devices(config, plan)
@@ -366,13 +368,8 @@ def with_renderer(
 
 def drawing_result(config: RunConfig, plan: PlacementPlan, dry: bool) -> drawing.Result | None:
     """What is known of drawing on the plan's GPUs; None if nothing is, or if nobody asks."""
-    seats = devices.seats_of(plan)
-    if (
-        not seats
-        or getattr(config.env, "renderer", "gpu") != "auto"
-        or config.cluster.joined
-        or config.cluster.machines
-    ):
+    seats, elsewhere = devices.seats_of(plan), config.cluster.joined or config.cluster.machines
+    if not seats or elsewhere or getattr(config.env, "renderer", "gpu") != "auto":
         return None
     from embodied.system import drawing
 

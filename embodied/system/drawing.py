@@ -227,6 +227,7 @@ class Child:
         self._reader = path.open()
         command = [sys.executable, "-W", "ignore", "-m", "embodied.system.probes", what, str(folder), name]
         same = {"OMP_NUM_THREADS": "1", "LP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+        same["EMBODIED_PARENT"] = str(os.getpid())  # for `probes.follow_parent`
         with self.errors.open("wb") as errors:
             self.process = subprocess.Popen(
                 command,

@@ -97,12 +97,12 @@ def drawing(kind: str) -> dict[str, Any]:
 def draw(folder: str, name: str) -> dict[str, Any]:
     """Play an env's first decisions again and again until the file `stop` exists, and write a line about every picture
     (`drawing.py`). Without software's pictures to compare with, these are drawn and stored."""
+    follow_parent()
     import numpy as np
 
     from embodied.envs import make_env
     from embodied.system import drawing
 
-    follow_parent()
     at, lines = Path(folder), (Path(folder) / f"{name}.lines").open("w", buffering=1)
     stored, stop = at / "pictures.npy", at / "stop"
     expected = np.load(stored) if stored.exists() else None
@@ -126,9 +126,9 @@ def draw(folder: str, name: str) -> dict[str, Any]:
 
 def multiply(folder: str, name: str) -> dict[str, Any]:
     """Multiply matrices until the file `stop` exists, on the GPU if there is one, and write a line about every sum."""
+    follow_parent()
     import torch
 
-    follow_parent()
     at, lines = Path(folder), (Path(folder) / f"{name}.lines").open("w", buffering=1)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     factors = torch.ones((8192, 8192) if device == "cuda" else (256, 256), device=device)
@@ -142,8 +142,10 @@ def multiply(folder: str, name: str) -> dict[str, Any]:
 
 
 def follow_parent() -> None:
-    """Let the kernel end this process with its parent, even if a driver hangs."""
+    """Let the kernel end this process with its parent, even if a driver hangs; end it now if the parent is gone."""
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.environ.get("EMBODIED_PARENT", str(os.getppid())) != str(os.getppid()):
+        raise SystemExit("the process that asked for this probe has ended")
 
 
 def scoring(kind: str) -> dict[str, Any]:

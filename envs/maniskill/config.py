@@ -66,7 +66,8 @@ class ManiSkillConfig(CommonEnvConfig):
     )
     backend: Literal["auto", "cuda", "cpu_batched", "cpu"] = Field(
         "auto",
-        description="Physics on a GPU, on the CPU in one batch, or one env at a time; auto: the fastest on cores.",
+        description="Physics on a GPU, on the CPU in one batch, or one env at a time; auto: a GPU for 128 rows "
+        "with images if it draws while it computes, else the fastest on cores.",
     )
     gpu_memory: dict[GpuCapacity, Annotated[int, Field(gt=0)]] = Field(
         {},

@@ -59,6 +59,7 @@ ALONE = (
     "numbers (docs/own_task.md)"
 )
 DOWNLOADS = "https://github.com/sapien-sim/physx-precompiled/releases/download"
+GPU_ROWS = 128  # rows with images from which `auto` means a GPU: single envs on cores draw one after the other
 PROOF_S = 60.0  # time limit of a training run for proving that batched physics is equal for its task
 RULES = "every episode is played to the step limit, whatever happens; objects that a task draws are drawn anew"
 TO_THE_END = {"on_success": "continue", "on_failure": "continue", "solver_iterations": None}
@@ -187,6 +188,12 @@ class ManiSkillEnv(ReplayedEnv):
     @classmethod
     def on_cores(cls, config: ManiSkillConfig) -> ManiSkillConfig:
         return config.model_copy(update={"backend": "cpu"})
+
+    @classmethod
+    def on_gpus(cls, config: ManiSkillConfig) -> ManiSkillConfig | None:
+        pays = config.cameras and config.num_envs >= GPU_ROWS
+        is_open = config.backend == "auto" and config.renderer != "cores" and not config.elsewhere
+        return config.model_copy(update={"backend": "cuda"}) if pays and is_open else None
 
     @classmethod
     def plain_config(cls, config: ManiSkillConfig) -> ManiSkillConfig:
@@ -464,7 +471,8 @@ def load_gpu_physics() -> None:
                 raise
             raise EmbodiedError(
                 f"env.backend=cuda: PhysX's library for GPUs is not in {folder}, and SAPIEN cannot download it: "
-                f"{in_a_line(err)}; unzip {DOWNLOADS}/{version}/linux-so.zip there, fetched where there is a network"
+                f"{in_a_line(err)}; unzip {DOWNLOADS}/{version}/linux-so.zip there, fetched where there is a network; "
+                "or try env.backend=cpu"
             ) from None
 
 

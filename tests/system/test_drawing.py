@@ -3,6 +3,8 @@
 import json
 import os
 import re
+import subprocess
+import sys
 from contextlib import suppress
 from dataclasses import replace
 
@@ -51,6 +53,12 @@ def test_a_drawer_that_hangs_costs_its_deadline_and_is_killed(tmp_path):
     )
     with pytest.raises(ProcessLookupError):
         os.kill(int(pids.read_text()), 0)
+
+
+def test_a_drawer_whose_parent_died_while_it_started_ends(tmp_path):
+    command = [sys.executable, "-m", "embodied.system.probes", "multiply", str(tmp_path), "computing-0"]
+    ended = subprocess.run(command, env={**os.environ, "EMBODIED_PARENT": "1"}, capture_output=True, timeout=60)
+    assert b"has ended" in ended.stderr and not [*tmp_path.iterdir()]
 
 
 @pytest.mark.slow
@@ -136,9 +144,9 @@ def two_gpus(cache, monkeypatch):
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
 
 
-def planned(result=None, *words, dry=False):
+def planned(result=None, *words, dry=False, device="cpu"):
     """The plan of a run with pictures on two GPUs, after a probe that found this."""
-    arguments = ["recipe=maniskill_ppo_rgb", "learner.device=cpu", *words]
+    arguments = ["recipe=maniskill_ppo_rgb", f"learner.device={device}", *words]
     if result:
         config, plan = launch.planned(load([*arguments, "env.renderer=gpu"]).config, dry=True)
         record(config.env, devices.seats_of(plan), result)
@@ -168,6 +176,26 @@ def test_a_map_that_draws_where_the_probe_failed_is_refused_with_the_ways_out(tw
         planned(PROBLEM, where)
     with pytest.raises(ConfigError, match=r"sim draws on gpu:0, but env.renderer=cores"):
         planned(None, where, "env.renderer=cores")
+
+
+def test_many_rows_with_images_are_simulated_on_gpus_that_draw_while_they_compute(two_gpus, monkeypatch):
+    """Fewer rows, and GPUs that fail the probe or were not tried, mean physics on cores."""
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+
+    def on_gpus(result, *words, rows=128):
+        return planned(result, f"env.num_envs={rows}", *words, dry=True, device="cuda")
+
+    config, plan = on_gpus(None)
+    assert config.env.backend != "cuda" and "a run tries first" in plan.describe()[0]
+    config, plan = on_gpus(PROBLEM)
+    assert config.env.backend != "cuda" and "physics on cores, since" in plan.describe()[0]
+    works = replace(PROBLEM, problem="")
+    config, plan = on_gpus(works)
+    assert config.env.backend == "cuda" and {host.device for host in plan.hosts} == {"gpu:0", "gpu:1"}
+    assert "physics on GPUs, since 2 processes on 2 GPUs draw" in plan.describe()[0]
+    assert on_gpus(works, rows=64)[0].env.backend != "cuda"
+    for words in ("env.backend=cpu", "env.renderer=cores"):
+        assert on_gpus(None, words)[0].env.backend != "cuda"
 
 
 def test_only_a_plan_that_draws_on_gpus_asks(cache, monkeypatch):
