@@ -6,6 +6,10 @@ later turn only appends tokens.
 
 Prompt "5 6 7", answer "8 9", the env's reply "3", answer "2": tokens 5 6 7 8 9 3 2, mask F F F T T F T.
 
+If the chat template changes earlier turns, the stream *restarts*: it goes on with the whole conversation as the
+template renders it now, so each answer follows the tokens that the engine saw. With a template that leaves out the
+thought "8": tokens 5 6 7 8 9, then 5 6 7 9 3 2 with the mask F F F F F T.
+
 A message may show pictures by name (`core.pictures`). The policy decides how many places of the stream a picture fills.
 The token of a place is -1 minus its number within the picture: with a picture of three places before "5 6", tokens are
 -1 -2 -3 5 6. So each -1 begins a picture; the names are kept separately, in order.
@@ -28,6 +32,8 @@ Message = dict[str, Any]
 Said = Union[str, tuple[Message, ...]]  # noqa: UP007
 
 
+WRITES = "assistant"  # the role of the policy
+RESTART = "restart"  # in `Trajectory.obs`: bool [K], where a stream restarts; absent if none can
 FIRST_PLACE = -1  # the token of a picture's first place; its next places are -2, -3
 TOOL_CALL = re.compile(r"<tool_call>\s*(\{.*?\})\s*</tool_call>", re.DOTALL)  # as Qwen and Hermes write a call
 
@@ -83,6 +89,7 @@ class Prompt:
     override: SamplingRule | None = None  # None: the round's rule
     has_more_turns: bool = False  # True if the env may reply to the answer and ask for another one
     written: WrittenTokens | None = None  # beginning of the answer, by a worker that had to stop
+    history: tuple[tuple[Said, np.ndarray], ...] = ()  # earlier messages, each with its answer's tokens, if needed
 
 
 @dataclass(frozen=True)
@@ -106,6 +113,8 @@ class Completion:
     pieces: tuple[str, ...] = ()  # the text of each token, if it is recorded
     truncated: bool = False  # cut off by max_tokens or the model's length
     dropped: str = ""  # reason why the answer is unusable (a log-prob was NaN) and ignored
+    needs_history: bool = False  # True if the next prompt must have the `history`
+    restarts: bool = False  # True if `tokens` begin with the whole conversation, in place of the prompt's `tokens`
 
     @property
     def num_sampled(self) -> int:

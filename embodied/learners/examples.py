@@ -8,14 +8,13 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from embodied.core.conversations import Said, in_words
+from embodied.core.conversations import WRITES, Said, in_words
 from embodied.core.errors import ConfigError
 from embodied.core.files import files_of, is_data_set, read_rows
 from embodied.core.types import EpisodeList
 from embodied.envs import env_class
 
 Example = tuple[tuple[Said, str], ...]  # the env's messages and the right answers, turn by turn
-WRITES = "assistant"
 LINES = 'a line {"prompt": "...", "answer": "..."} each, or "messages" or a "question" in place of "prompt"'
 
 

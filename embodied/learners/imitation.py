@@ -319,9 +319,13 @@ class ExampleTokens:
         self.first, self.total = first, total
         tokens, masks = [], []
         self.pictures = [pictures_of(example) for example in examples]
+        self.streams: list[list[int]] = []  # of each conversation: the tokens of each prompt with its answers
         for number, example in enumerate(examples, first):
-            stream, mask = written(policy.tokenizer, example)
-            check_length(policy, stream, mask, f"example {number + 1} ({beginning_of(example[0][0])})")
+            streams = written(policy.tokenizer, example)
+            for stream, mask in streams:
+                check_length(policy, stream, mask, f"example {number + 1} ({beginning_of(example[0][0])})")
+            self.streams.append([len(stream) for stream, _ in streams])
+            stream, mask = map(np.concatenate, zip(*streams, strict=True))
             tokens.append(stream)
             masks.append(mask)
         lengths = np.array([len(stream) for stream in tokens], np.int64)
@@ -341,8 +345,8 @@ class ExampleTokens:
         return {
             "actions": torch.from_numpy(self.tokens[at])[:, None, None],
             "mask": torch.from_numpy(self.mask[at])[:, None],
-            "lengths": torch.from_numpy(lengths),
-            "groups": torch.arange(len(rows)),
+            "lengths": torch.tensor([length for row in rows for length in self.streams[row]]),
+            "groups": torch.tensor([number for number, row in enumerate(rows) for _ in self.streams[row]]),
             "pictures": [name for row in rows for name in self.pictures[row]],
         }
 
@@ -355,21 +359,28 @@ def pictures_of(example: Example) -> tuple[str, ...]:
     return tuple(name for said, _ in example for name in pictures_in(said))
 
 
-def written(tokenizer: Any, example: Example) -> tuple[np.ndarray, np.ndarray]:
-    """A conversation's tokens, int64 [n], and a mask of the trained tokens: the answers, each with its end token.
+def written(tokenizer: Any, example: Example) -> list[tuple[np.ndarray, np.ndarray]]:
+    """A conversation's tokens, int64 [n], and a mask of the trained tokens: the answers, each with its end token. Where
+    the chat template changes earlier turns, further ones with the later answers.
 
     "5+6=" answered by "11" as characters with the stop token 0: 5 + 6 = 1 1 0, mask F F F F T T T.
     """
-    tokens: list[int] = []
-    mask: list[bool] = []
+    streams: list[tuple[list[int], list[bool]]] = [([], [])]
+    history: list[tuple[Any, list[int]]] = []
     end_token = getattr(getattr(tokenizer, "base", None), "eos_token_id", None)
     stop = end_token if end_token in tokenizer.stops else min(tokenizer.stops)
     for turn, (said, answer) in enumerate(example):
-        prompt = list(tokenizer.encode(said, first=not turn))
+        tokens, mask = streams[-1]
+        whole = tokenizer.conversation(history, said) if getattr(tokenizer, "rewrites", False) else None
+        if whole is not None and whole[: len(tokens)] != tokens:
+            tokens, mask = [], []
+            streams.append((tokens, mask))
+        prompt = tokenizer.encode(said, first=not turn) if whole is None else whole[len(tokens) :]
         reply = [*tokenizer.encode(answer, first=False), stop]
-        tokens += prompt + reply
+        tokens += [*prompt, *reply]
         mask += [False] * len(prompt) + [True] * len(reply)
-    return np.array(tokens, np.int64), np.array(mask)
+        history.append((said, reply))
+    return [(np.array(tokens, np.int64), np.array(mask)) for tokens, mask in streams]
 
 
 def check_length(policy: Any, tokens: np.ndarray, mask: np.ndarray, which: str) -> None:

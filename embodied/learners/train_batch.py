@@ -42,6 +42,7 @@ from embodied.core.arrays import (
     take_rows,
     text_lists,
 )
+from embodied.core.conversations import RESTART
 from embodied.core.errors import DeadlineExceeded
 from embodied.core.rng import permutation
 from embodied.core.types import Array, BatchEnd, ForLearner, Trajectory, Unit, join, map_decisions
@@ -142,8 +143,12 @@ class RankBatch:
         if self.groups is None:
             replay = {name: take(tensor, items) for name, tensor in self.replay.items()}
             return {"obs": self.observed(items), "actions": actions} | replay
-        units, lengths = (array.cpu() for array in torch.unique_consecutive(take(self.of, items), return_counts=True))
-        groups = torch.from_numpy(self.groups)[units]
+        of = take(self.of, items).cpu()
+        begins = torch.diff(of, prepend=of[:1] - 1) != 0
+        if RESTART in self.obs:
+            begins |= take(self.obs[RESTART], items).cpu()
+        lengths = torch.diff(torch.nonzero(begins)[:, 0], append=torch.tensor([len(of)]))
+        groups = torch.from_numpy(self.groups)[of[begins]]
         inputs = {"actions": actions, "mask": take(self.mask, items), "lengths": lengths, "groups": groups}
         if "picture" not in self.obs:
             return inputs
@@ -170,10 +175,12 @@ class RankBatch:
         if not len(units):
             return []
         begins = np.cumsum(np.bincount(self.of.cpu(), minlength=len(self.numbers) + 1))
-        rows = [np.arange(begins[unit - 1] if unit else 0, begins[unit]) for unit in np.sort(units.numpy())]
+        numbers = np.sort(units.numpy())
+        rows = [np.arange(begins[unit - 1] if unit else 0, begins[unit]) for unit in numbers]
         inputs = self.inputs(torch.from_numpy(np.concatenate(rows)))
-        told = (inputs[name].cpu().numpy().ravel() for name in ("actions", "mask", "lengths", "groups"))
-        packs = model.policy.pack(*told, model.pack_tokens)
+        told = (inputs[name].cpu().numpy().ravel() for name in ("actions", "mask"))
+        lengths = np.array([len(row) for row in rows])
+        packs = model.policy.pack(*told, lengths, self.groups[numbers], model.pack_tokens)
         return [torch.from_numpy(np.concatenate([rows[number] for number in pack])) for pack in packs]
 
     # Learning

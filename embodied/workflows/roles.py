@@ -30,7 +30,7 @@ from embodied.algorithms.groups import score_of
 from embodied.algorithms.losses import value_loss_sum
 from embodied.config.sections import RolesSection
 from embodied.core import rng
-from embodied.core.conversations import Prompt, PromptBatch
+from embodied.core.conversations import RESTART, Prompt, PromptBatch
 from embodied.core.errors import CheckpointError, ConfigError, Diverged
 from embodied.core.files import as_path
 from embodied.core.request_queue import RequestClient, Waiting
@@ -62,8 +62,8 @@ from embodied.learners.train_batch import (
 from embodied.learners.update import GradientSteps
 from embodied.policies import make_policy
 from embodied.policies.language.config import LanguageConfig
-from embodied.policies.language.folder import tokenizer_of
 from embodied.policies.language.policy import LanguagePolicy
+from embodied.policies.language.tokenizer import tokenizer_of
 from embodied.policies.language.worker import LanguageWorker
 from embodied.policies.policy_folder import read_weights
 from embodied.runtime import Needs
@@ -412,10 +412,12 @@ class ScoringWorker(RelayWorker):
             trajectory.ids.tolist(), np.cumsum(trajectory.lengths), trajectory.lengths, strict=True
         ):
             tokens, sampled = trajectory.actions[end - length : end, 0, 0], trajectory.mask[end - length : end, 0]
+            restarts = trajectory.obs[RESTART][end - length : end] if RESTART in trajectory.obs else sampled[:0]
+            first = int(np.flatnonzero(restarts).max(initial=0))
             last = int(np.flatnonzero(~sampled).max(initial=-1)) + 1  # begin of the last answer
             written = tokens[last:].tolist()
             answer = self.tokenizer.decode(written[:-1] if written and written[-1] in self.tokenizer.stops else written)
-            result.append(Talk(episode, self.tokenizer.plain_text(tokens[:last]), answer))
+            result.append(Talk(episode, self.tokenizer.plain_text(tokens[first:last]), answer))
         return result
 
     def with_rewards(self, trajectory: Trajectory, scores: list[float]) -> Trajectory:

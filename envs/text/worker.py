@@ -2,7 +2,8 @@
 them. It never sees the policy, only the tokens that come with answers.
 
 Each row plays one conversation at a time; when one ends, the next begins. Conversations depend neither on their order
-nor on which policy worker answers. Earlier text is never encoded again: a turn appends to the conversation's tokens.
+nor on which policy worker answers. Earlier text is never encoded again: a turn appends to the conversation's tokens,
+unless the policy renders the conversation anew (`restarts`).
 Scores of cut-off answers, and whether they are learned from, are decided elsewhere (`score_of` in algorithms/groups.py,
 `trained_items` in learners/train_batch.py).
 """
@@ -21,7 +22,7 @@ from typing import Any
 
 import numpy as np
 
-from embodied.core.conversations import FIRST_PLACE, Completion, Prompt, PromptBatch, Said, pictures_in
+from embodied.core.conversations import FIRST_PLACE, RESTART, Completion, Prompt, PromptBatch, Said, pictures_in
 from embodied.core.errors import DeadlineExceeded, EmbodiedError
 from embodied.core.request_queue import RequestClient, Waiting
 from embodied.core.types import EnvSpec, EpisodeResult, EpisodeSpec, Route, Trajectory
@@ -184,6 +185,8 @@ class Conversation:
     pictures: list[str] = field(default_factory=list)  # that its tokens show
     problem: str = ""  # why it does not count
     scores: dict[str, float] = field(default_factory=dict)  # by env.rewards, without weights
+    needs_history: bool = False  # True if the policy may render the conversation anew
+    begin: int = 0  # turn with which the tokens of the next prompt begin: the latest restart
 
     def weighted(self, answer: str, turn: Turn, reward: float, over: bool) -> tuple[Turn, float]:
         """The turn and its reward by `env.rewards`; functions score the last answer."""
@@ -200,6 +203,9 @@ class Conversation:
         """Append an answer and the env's turn."""
         count = len(completion.tokens)
         said = count - completion.num_sampled  # tokens of the env's message
+        self.needs_history |= completion.needs_history
+        if completion.restarts:
+            self.begin = len(self.columns)
         if count:  # otherwise the conversation has no room for another turn
             logprobs = np.zeros(count, np.float32)
             logprobs[said:] = completion.logprobs
@@ -211,6 +217,7 @@ class Conversation:
                     "rewards": np.zeros(count, np.float32),
                     "cut_off": np.zeros(count, bool),
                     "versions": np.full(count, completion.version, np.int64),
+                    "restart": (np.arange(count) == 0) & completion.restarts,
                 }
             )
         if self.columns:
@@ -235,6 +242,15 @@ class Conversation:
     def column(self, name: str) -> np.ndarray:
         """A column of all tokens so far."""
         return np.concatenate([each[name] for each in self.columns])
+
+    def context(self) -> np.ndarray:
+        """The tokens that the next message follows, unless the policy renders the conversation anew."""
+        return np.concatenate([np.zeros(0, np.int32), *(each["tokens"] for each in self.columns[self.begin :])])
+
+    def history(self) -> tuple[tuple[Said, np.ndarray], ...]:
+        """The messages and answers so far, for a policy that needs them."""
+        answers = [each["tokens"][each["sampled"]] for each in self.columns] if self.needs_history else []
+        return tuple((turn["said"], answer) for turn, answer in zip(self.turns, answers))
 
     @property
     def num_sampled(self) -> int:
@@ -287,7 +303,8 @@ class Conversation:
             obs["picture"] = np.full(count, "", object)  # its name where one begins
             begins = np.flatnonzero(tokens == FIRST_PLACE)
             obs["picture"][begins] = self.pictures[: len(begins)]
-
+        if self.needs_history:
+            obs[RESTART] = self.column("restart")
         return Trajectory(
             ids=np.array([self.spec.index]),
             lengths=np.array([count]),
@@ -353,11 +370,12 @@ class ConversationClient(RequestClient):
     def _prompt(self, conversation: Conversation) -> Prompt:
         self.number += 1
         self.open[self.number] = conversation
-        tokens = conversation.column("tokens") if conversation.columns else np.zeros(0, np.int32)
+        tokens, history = conversation.context(), conversation.history()
         more = len(conversation.turns) + 1 < conversation.part.turns
         pictures, job, spec = tuple(conversation.pictures), conversation.part.tally.job, conversation.spec
         override, limit = job.rules.get(spec.task, (job.rule, None))
-        return Prompt(self.number, spec.index, conversation.said, tokens, pictures, limit, override, more)
+        about = self.number, spec.index, conversation.said, tokens, pictures, limit, override, more
+        return Prompt(*about, history=history)
 
     def messages(self, requests: list[Prompt]) -> list[PromptBatch]:
         return [PromptBatch(self.source, tuple(requests))]

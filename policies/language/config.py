@@ -120,6 +120,11 @@ class LanguageConfig(LoraOptions):
     template_arguments: dict[str, bool | int | float | str] = Field(
         {}, description="Arguments of the chat template, such as {enable_thinking: false} for Qwen3."
     )
+    thoughts: Literal["template", "keep"] = Field(
+        "template",
+        description="How later turns of a conversation show earlier answers. template: as the chat template renders "
+        "them, which may leave out thoughts (Qwen3, R1). keep: as they were written.",
+    )
     train_layers: int | None = Field(
         None, gt=0, description="Train only this many of the last layers and the final norm; null: all weights."
     )
@@ -168,7 +173,7 @@ class LanguageConfig(LoraOptions):
     rules = (
         only_with(" ".join(OF_SERVER), {"engine": "http"}),
         only_with("tensor_parallel", {"engine": "vllm"}),
-        never_with("system template_arguments", {"chat": False}, "there is no template; leave it out"),
+        never_with("system template_arguments thoughts", {"chat": False}, "there is no template; leave it out"),
         never_with(
             "top_p top_k min_p",
             {"engine": ("vllm", "http"), "temperature": lambda temperature: temperature != 1},

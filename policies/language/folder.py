@@ -1,8 +1,5 @@
 """A language model on disk, as transformers and vLLM read it: config.json, weights, tokenizer, generation_config.json.
 
-Conversations are encoded turn by turn (`ConversationTokenizer`), and encoded tokens never change: a later turn is the
-text that the chat template adds after the previous answer. So a template must only append.
-
 Our policy folders have this format. Our own settings (`OURS`: options, env, and the base model of adapters) are
 additional keys of config.json, which other programs ignore. Other programs cannot read a folder with adapters alone:
 `save_published` writes all weights.
@@ -17,14 +14,13 @@ from __future__ import annotations
 
 import copy
 import json
-import re
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import cached_property, partial
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -34,7 +30,6 @@ from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
     AutoModelForImageTextToText,
-    AutoTokenizer,
     GenerationConfig,
     GPT2Config,
     PreTrainedConfig,
@@ -45,14 +40,14 @@ from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key, revert_weight_conversion
 from transformers.utils import logging
 
-from embodied.core.conversations import Message, Said, in_words, pictures_in
-from embodied.core.errors import CheckpointError, ConfigError, in_a_line, nearest
-from embodied.core.files import as_path
+from embodied.core.errors import CheckpointError, ConfigError, in_a_line
 from embodied.policies.language.attention import DENSE, implementation, is_special, window_of
-from embodied.policies.language.config import LanguageConfig
-from embodied.policies.language.sight import PREPROCESSOR, SIGHTS, Sight, decoder_of
+from embodied.policies.language.sight import PREPROCESSOR, SIGHTS, decoder_of
 from embodied.policies.policy_folder import CONFIG, OURS, TOKENIZER_FILES, copy_files, own_layer, read_blobs, read_json
 from embodied.runtime.published_weights import Blob, Spec, blob_of, tensor_of
+
+if TYPE_CHECKING:
+    from embodied.policies.language.tokenizer import ConversationTokenizer
 
 CPU_HEADS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)  # sizes with kernels in vLLM
 GENERATION = "generation_config.json"
@@ -389,192 +384,3 @@ def check_kind(model: Any, where: str) -> None:
     others = [key for key, kind in SCALED.items() if not shape.model_type.startswith(kind)]
     if odd := [key for key in others if getattr(shape, key, None) not in (None, 1, 1.0)]:
         raise ConfigError(f"{where} is a {shape.model_type}, whose {odd[0]} is not supported; take another model")
-
-
-# Text to tokens and back: a model's own tokenizer and chat template, or a small one of characters
-
-END, UNKNOWN, PADDING = "<end>", "<unk>", "<pad>"
-PICTURE = ("<picture>", "<place>", "</picture>")  # tokens that begin, fill and end a picture
-CHARACTERS = [*map(chr, range(ord(" "), ord("~") + 1)), "\n", "\t"]
-ANSWER = "ANSWER-1"  # the answer in sample conversations, unchanged by templates that trim texts
-THOUGHT = f"<think>\nTHOUGHT-1\n</think>\n\n{ANSWER}"
-ASKED: Message = {"role": "user", "content": "QUESTION-1"}
-READERS = "take a model that sees, such as Qwen2.5-VL or SmolVLM (policy.preset=tiny_vl is a small one)"
-ADVICE = "set policy.chat=false, or put a chat_template.jinja that does into a copy of the folder"
-
-
-class ConversationTokenizer:
-    """Wraps a tokenizer of transformers for conversations."""
-
-    def __init__(self, base: Any, stops: Iterable[int], chat: bool | None = None) -> None:
-        """`stops` end an answer; `chat`: whether messages go through the chat template, None: if there is one."""
-        self.base = base
-        self.stops = frozenset(stops)
-        if chat and not base.chat_template:
-            raise ConfigError("policy.chat=true, but this model has no chat template; leave it out")
-        self.chat = bool(base.chat_template) if chat is None else chat
-        self.begin = beginning(base)
-        self.sight: Sight | None = None  # for a model that reads pictures
-        self.system: str | None = None  # before conversations of messages that have no system message
-        self.arguments: dict[str, Any] = {}  # of the chat template
-
-    def __deepcopy__(self, _: dict) -> ConversationTokenizer:
-        """Shared by copies of a policy, since it never changes."""
-        return self
-
-    def encode(self, said: Said, first: bool, max_tokens: int | None = None) -> list[int]:
-        """Encodes text or messages. The `first` turn begins with the model's initial token, if any; later turns follow
-        an answer with its end token. A text that cannot fit into `max_tokens` is refused before it is encoded. Places
-        of pictures are tokens below 0."""
-        pictures = pictures_in(said)
-        if pictures and self.sight is None:
-            raise ConfigError(f"this model reads only text, but the conversation shows a picture; {READERS}")
-        if isinstance(said, str) or not self.chat:
-            place = self.sight.opening() if self.sight else ""
-            text = said if isinstance(said, str) else "\n".join(in_words(message, place) for message in said)
-            begin = self.begin if first else []
-        else:
-            text, begin = self.render(self.with_system(said)) if first else self.continuation(said), []
-        if max_tokens is not None and len(text) > max_tokens * self.longest_token:
-            why = f"a prompt of {len(text)} characters leaves no room for an answer within {max_tokens} tokens"
-            raise ConfigError(f"{why}, the longest conversation")
-        ids = begin + (self.sight.encode(text, pictures) if self.sight and pictures else self.encode_text(text))
-        # A network needs at least one input token.
-        return ids or ([min(self.stops)] if first else [])
-
-    def decode(self, ids: Sequence[int]) -> str:
-        """The text of tokens, including tokens that end an answer."""
-        return self.base.decode(list(map(int, ids)), skip_special_tokens=False, clean_up_tokenization_spaces=False)
-
-    def plain_text(self, ids: Sequence[int]) -> str:
-        """The text of tokens without special ones, such as a chat template's, and without pictures."""
-        words = [int(one) for one in ids if one >= 0]
-        return self.base.decode(words, skip_special_tokens=True, clean_up_tokenization_spaces=False)
-
-    def use(self, system: str | None, arguments: Mapping[str, Any]) -> None:
-        """Begin conversations with this system message, and render them with these arguments of the chat template."""
-        if (system or arguments) and not self.chat:
-            raise ConfigError(f"policy.{'system' if system else 'template_arguments'}: this model has no chat template")
-        read = set(re.findall(r"[A-Za-z_]\w*", str(self.base.chat_template)))
-        if unread := next((name for name in arguments if name not in read), None):
-            known = nearest(unread, read)
-            raise ConfigError(f"policy.template_arguments: this model's chat template has no {unread}{known}")
-        self.system, self.arguments = system, dict(arguments)
-
-    def with_system(self, messages: tuple[Message, ...]) -> tuple[Message, ...]:
-        if self.system is None or messages[0]["role"] == "system":
-            return messages
-        return ({"role": "system", "content": self.system}, *messages)
-
-    def check_turns(self) -> None:
-        """Refuse a chat template that changes the text of earlier turns when a turn is added."""
-        if not self.chat:
-            return
-        before, more = self.render((ASKED,)), {"role": "user", "content": "QUESTION-2"}
-        for answer in (ANSWER, THOUGHT):
-            now = self.render((ASKED, {"role": "assistant", "content": answer}, more))
-            if not now.startswith(before + answer):
-                what = "leaves out the thoughts of earlier answers" if answer == THOUGHT else "does not"
-                why = f"a chat template must say a longer conversation in the same words and more, and this one {what}"
-                raise ConfigError(f"{why}; {ADVICE}, or ask for one answer only (env.max_episode_steps=1)")
-
-    def save(self, folder: Path) -> None:
-        """Write the tokenizer in transformers' format."""
-        self.base.save_pretrained(folder)
-
-    # Inside
-
-    @cached_property
-    def longest_token(self) -> int:
-        """The most characters of a token."""
-        return max(map(len, self.base.get_vocab()))
-
-    def encode_text(self, text: str) -> list[int]:
-        return self.base(text, add_special_tokens=False)["input_ids"]
-
-    def continuation(self, said: Iterable[Message]) -> str:
-        """The text that a template writes after an answer and its end token."""
-        text = self.render((ASKED, {"role": "assistant", "content": ANSWER}, *said))
-        _, answer, behind = text.rpartition(ANSWER)
-        if not answer:
-            raise ConfigError(f"the model's chat template leaves out the model's answers; {ADVICE}")
-        end = next((end for end in map(self.base.decode, sorted(self.stops)) if end and behind.startswith(end)), "")
-        return behind.removeprefix(end)
-
-    def render(self, messages: Iterable[Message]) -> str:
-        """Renders messages by the chat template, as a prompt for an answer. A message may have the `tools` that can be
-        called."""
-        plain = [dict(message) for message in messages]
-        tools = [tool for message in plain for tool in message.pop("tools", ())]
-        try:
-            fixed = {"tools": tools or None, "tokenize": False, "add_generation_prompt": True}
-            return self.base.apply_chat_template(plain, **self.arguments | fixed)
-        except Exception as err:  # whatever the template raises
-            text = " ".join(str(err).split())
-            raise ConfigError(f"the model's chat template refuses this conversation ({text}); {ADVICE}") from None
-
-
-def beginning(base: Any) -> list[int]:
-    """The token that this tokenizer puts before a text; [] if none."""
-    plain, usual = (base("a", add_special_tokens=special)["input_ids"] for special in (False, True))
-    return usual[:1] if usual[:1] == [base.bos_token_id] != plain[:1] else []
-
-
-def tokenizer_of(config: LanguageConfig, talks: bool, shape: PreTrainedConfig | None = None) -> ConversationTokenizer:
-    """The tokenizer of a policy with these options. `talks`: conversations have several turns; `shape`: the model's
-    config, if already read."""
-    if config.pretrained is None:
-        tokenizer = of_characters(config.chat, sees=config.preset == "tiny_vl")
-    else:
-        origin = as_path(config.pretrained)
-        tokenizer = published_tokenizer(origin, shape or read_config(origin), config.chat)
-    tokenizer.use(config.system, config.template_arguments)
-    if talks:
-        tokenizer.check_turns()
-    return tokenizer
-
-
-def published_tokenizer(folder: Path, shape: PreTrainedConfig, chat: bool | None) -> ConversationTokenizer:
-    """The tokenizer of a published model."""
-    try:
-        base = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
-    except Exception as err:  # of many kinds
-        raise CheckpointError(f"{folder} has no tokenizer that can be read: {in_a_line(err)}") from None
-    vocabulary = shape.get_text_config().vocab_size
-    if len(base) > vocabulary and max(base.get_vocab().values()) >= vocabulary:
-        sizes = f"its tokenizer has {len(base)} tokens, its model {vocabulary}"
-        raise CheckpointError(f"{folder}: {sizes}; they do not belong together")
-    ends = stops_of(folder, shape) | ({base.eos_token_id} - {None})
-    if not ends:
-        raise CheckpointError(f"{folder} names no token that ends an answer: generation_config.json lacks eos_token_id")
-    return ConversationTokenizer(base, ends, chat)
-
-
-def stops_of(folder: Path, config: PreTrainedConfig) -> set[int]:
-    """The tokens that end an answer, from generation_config.json and config.json."""
-    generation = read_json(folder / GENERATION) if (folder / GENERATION).is_file() else {}
-    configs = (config, config.get_text_config())
-    ends = [generation.get("eos_token_id"), *(getattr(each, "eos_token_id", None) for each in configs)]
-    return {stop for end in ends if end is not None for stop in (end if isinstance(end, list) else [end])}
-
-
-def of_characters(chat: bool | None = None, sees: bool = False) -> ConversationTokenizer:
-    """A tokenizer with a token for every printable ASCII character, newline and tab, and one token for all other
-    characters. With `sees` it has tokens for pictures."""
-    from tokenizers import Regex
-    from tokenizers import Tokenizer as Fast
-    from tokenizers.decoders import Fuse
-    from tokenizers.models import WordLevel
-    from tokenizers.pre_tokenizers import Split
-    from transformers import PreTrainedTokenizerFast
-
-    known = [PADDING, END, UNKNOWN, *CHARACTERS]
-    fast = Fast(WordLevel({word: number for number, word in enumerate(known)}, unk_token=UNKNOWN))
-    fast.pre_tokenizer = Split(Regex(r"[\s\S]"), "isolated")
-    fast.decoder = Fuse()
-    base = PreTrainedTokenizerFast(
-        tokenizer_object=fast, eos_token=END, unk_token=UNKNOWN, pad_token=PADDING, clean_up_tokenization_spaces=False
-    )
-    if sees:
-        base.add_tokens(list(PICTURE), special_tokens=True)
-    return ConversationTokenizer(base, [base.eos_token_id], chat)

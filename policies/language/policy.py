@@ -36,6 +36,7 @@ from embodied.policies.language.experts import BIAS, ExpertLoads, is_router, num
 from embodied.policies.language.folder import HEADS, head_size, heads_of, scaled_logits
 from embodied.policies.language.packing import Packed, into_passes, lay_out
 from embodied.policies.language.sight import SIGHTS, Sight, decoder_of, place_cost, tower_blocks_of
+from embodied.policies.language.tokenizer import READERS, ConversationTokenizer, tokenizer_of
 from embodied.policies.policy_folder import CONFIG, published_family, read_blobs, write_shards, write_values
 from embodied.policies.published import PublishedPolicy
 from embodied.policies.vla.lora import add_lora, chosen_layers, initial_adapter, is_adapter, saved_layers
@@ -86,15 +87,15 @@ class LanguagePolicy(PublishedPolicy):
         """The config of the folder's model."""
         return files.read_config(folder)
 
-    def choose_tokenizer(self, shape: Any) -> files.ConversationTokenizer:
-        return files.tokenizer_of(self.config, self.spec.max_episode_steps != 1, shape)
+    def choose_tokenizer(self, shape: Any) -> ConversationTokenizer:
+        return tokenizer_of(self.config, self.spec.max_episode_steps != 1, shape)
 
     def choose_sight(self, shape: PreTrainedConfig) -> Sight | None:
         """The picture encoder of a model that reads pictures; refuses an env with pictures for other models."""
         kind = SIGHTS.get(shape.model_type)
         if kind is None or self.tokenizer is None:
             if self.spec.pictures and kind is None:
-                raise ConfigError(f"the env shows pictures, and a {shape.model_type} reads only text; {files.READERS}")
+                raise ConfigError(f"the env shows pictures, and a {shape.model_type} reads only text; {READERS}")
             return None
         self.tokenizer.sight = kind(shape, self.tokenizer.base, self.origin, **({} if self.origin else files.PROCESSED))
         return self.tokenizer.sight

@@ -25,6 +25,7 @@ from embodied.runtime import Channel, Needs
 from embodied.runtime.device_memory import DeviceTensors
 from embodied.runtime.published_weights import Publication
 
+ANOTHER_PROMPT = 2**40  # a later prompt may reach the same places of the stream, and must not draw the same noise
 SIGN_OF_LIFE_S = 30.0  # interval of signs of life to sims that wait for long answers
 
 
@@ -35,6 +36,7 @@ class OpenPrompt:
     source: str
     prompt: Prompt
     said: tuple[int, ...]  # the env's message, encoded
+    restarts: bool = False  # True if it is the whole conversation instead
 
 
 class LanguageWorker(PolicyWorker):
@@ -153,16 +155,14 @@ class LanguageWorker(PolicyWorker):
             source, prompt = waiting.popleft()
             asked, written = OpenPrompt(source, prompt, ()), ()
             try:
-                if prompt.said:
-                    said = self.policy.tokenizer.encode(prompt.said, first=not len(prompt.tokens))
-                    asked = replace(asked, said=tuple(said))
+                asked = self._encoded(asked)
             except PictureError as err:
                 refused.append((source, self._completion(asked, NOTHING, version, str(err))))
                 continue
             if prompt.written:
                 written = prompt.written.tokens.tolist()
                 self.resumed += len(written)
-            tokens = [*prompt.tokens.tolist(), *asked.said, *written]
+            tokens = [*([] if asked.restarts else prompt.tokens.tolist()), *asked.said, *written]
             if len(tokens) >= most:
                 refused.append((source, self._no_room(asked, version, len(tokens))))
                 continue
@@ -170,15 +170,27 @@ class LanguageWorker(PolicyWorker):
             shown = (*prompt.pictures, *pictures_in(prompt.said)) if self.policy.sight else ()
             rule = prompt.override
             sampling = rule and Sampling(self.seed, f"act/{rule.stream}", rule, self.engine.stops)
-            self.engine.add(Request(asked, tokens, limit, prompt.episode, sampling, shown, prompt.has_more_turns))
+            noise = prompt.episode + len(prompt.history) * ANOTHER_PROMPT
+            self.engine.add(Request(asked, tokens, limit, noise, sampling, shown, prompt.has_more_turns))
         return refused
+
+    def _encoded(self, asked: OpenPrompt) -> OpenPrompt:
+        """The same with the env's message as tokens, or the whole conversation if the chat template has changed it."""
+        tokenizer, prompt = self.policy.tokenizer, asked.prompt
+        if not prompt.said:
+            return asked
+        if (whole := tokenizer.conversation(prompt.history, prompt.said)) is None:
+            return replace(asked, said=tuple(tokenizer.encode(prompt.said, first=not len(prompt.tokens))))
+        before = prompt.tokens.tolist()
+        extends = whole[: len(before)] == before
+        return replace(asked, said=tuple(whole[len(before) :] if extends else whole), restarts=not extends)
 
     def _no_room(self, asked: OpenPrompt, version: int, count: int) -> Completion:
         """A first prompt that is too long drops its conversation. A later message that is too long ends the
         conversation as truncated and adds no tokens to it."""
         if len(asked.prompt.tokens):
             self.no_room += 1
-            return self._completion(replace(asked, said=()), NOTHING, version)
+            return self._completion(replace(asked, said=(), restarts=False), NOTHING, version)
         why = f"a prompt of {count} tokens leaves no room for an answer within {self.policy.max_length}, the most that "
         why += "policy.max_length or the model's positions allow"
         return self._completion(asked, NOTHING, version, why)
@@ -208,6 +220,8 @@ class LanguageWorker(PolicyWorker):
             pieces=tuple(tokenizer.decode([token]) for token in ids) if show or asked.prompt.override else (),
             truncated=answer.truncated,
             dropped=dropped,
+            needs_history=tokenizer.rewrites,
+            restarts=asked.restarts,
         )
 
     def engine_numbers(self) -> dict[str, float]:

@@ -96,7 +96,7 @@ def equal(one, other):
 
 
 def test_an_answer_is_learned_with_the_token_that_ends_it():
-    tokens, mask = written(Characters(), (("5+6=", "11"),))
+    ((tokens, mask),) = written(Characters(), (("5+6=", "11"),))
     assert tokens.tolist() == [2, *map(ord, "5+6=11"), 0]
     assert mask.tolist() == [False] * 5 + [True] * 3
 
@@ -104,7 +104,7 @@ def test_an_answer_is_learned_with_the_token_that_ends_it():
 def test_of_several_turns_all_answers_are_learned():
     (example,) = solved_examples(env("Counting"), 0, range(1))
     assert example == (("1,", "2"), (",3,", "4"))
-    tokens, mask = written(Characters(), example)
+    ((tokens, mask),) = written(Characters(), example)
     assert tokens.tolist() == [2, *map(ord, "1,2"), 0, *map(ord, ",3,4"), 0]
     assert np.flatnonzero(mask).tolist() == [3, 4, 8, 9]
 

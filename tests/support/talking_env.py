@@ -116,3 +116,14 @@ class ShownAgain(Shown):
             return Turn(reward=1.0, success=True)
         shown = {"type": "image", "image": drawing("colour", len(answer), 32)}
         return Turn(said=({"role": "user", "content": [shown, {"type": "text", "text": "again: "}]},), done=False)
+
+
+class Chat(Persistent):
+    """The same in messages."""
+
+    def reset(self, spec):
+        return ({"role": "user", "content": super().reset(spec)},)
+
+    def step(self, answer):
+        turn = super().step(answer)
+        return turn if turn.done else Turn(said=({"role": "user", "content": "again"},), done=False)

@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig, Qwen3Con
 from embodied.core.types import ActionSpec, EnvSpec
 from embodied.policies import make_policy
 from embodied.policies.language.config import LanguageConfig
-from embodied.policies.language.folder import of_characters
+from embodied.policies.language.tokenizer import of_characters
 
 SPEC = EnvSpec(ActionSpec(1), instruction=True, max_episode_steps=1, has_success=True, text=True)
 SEES = replace(SPEC, pictures=True)

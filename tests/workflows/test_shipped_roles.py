@@ -18,7 +18,7 @@ from embodied.config.recipe import load
 from embodied.core.conversations import Completion, CompletionBatch
 from embodied.core.types import Servers
 from embodied.policies.language.engine import Request, make_engine
-from embodied.policies.language.folder import of_characters
+from embodied.policies.language.tokenizer import of_characters
 from embodied.policies.policy_folder import read_weights
 from embodied.serving.config import TOKEN
 from embodied.workflows.rl_loop import EmbodiedLoop
