@@ -299,10 +299,11 @@ IMITATION = (
     NO_CHUNKS,
     never_with({"pipeline.schedule": ("periodic", "async")}, {}, "nothing is collected in the meantime; leave it out"),
     never_with("pipeline.async_level", {}, "nothing is collected in the meantime; leave it out"),
-    never_with(
-        "learner.sequence_degree learner.graphs",
-        {},
-        "one learner computes each demonstration; leave it out",
+    never_with("learner.graphs", {}, "imitation records no steps; leave it out"),
+    only_with(
+        "learner.sequence_degree",
+        LANGUAGE,
+        "only conversations pass through the network by their tokens; leave it out",
     ),
 )
 

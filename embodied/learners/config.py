@@ -13,7 +13,7 @@ from pydantic import Field, model_validator
 
 from embodied.core.options import Strict
 
-DEGREES = (1, 2, 4)  # numbers of learners that may compute a pass together
+DEGREES = (1, 2, 4, 8)  # numbers of learners that may compute a pass together
 
 
 class LearnerConfig(Strict):
@@ -67,7 +67,7 @@ class LearnerConfig(Strict):
         description="With learner.shard: sum gradients over the learners after each pass, not once a step. Then no "
         "learner holds a whole float32 gradient, but each pass needs an exchange.",
     )
-    sequence_degree: Literal["auto", 1, 2, 4] = Field(
+    sequence_degree: Literal["auto", 1, 2, 4, 8] = Field(
         1,
         description="Learners that compute a language model's pass together, each a part of its tokens. auto: chosen "
         "for each pass, so that the busiest learner has least to do and no learner more than "

@@ -78,20 +78,29 @@ class ImitationLearner(LearnerWorker):
                 factor = sft_factor(config, step, len(minibatches), steps_in_all)
                 items = minibatch - demos.first
                 items = torch.from_numpy(items[(items >= 0) & (items < len(demos))])
-                passes = self.model.passes(self._micro_batches(items), torch.zeros(1, dtype=torch.int64))
+                passes = self._passes(self._micro_batches(items))
                 steps.add_passes(passes, partial(self.loss_of, epoch, self._count(minibatch)), 1.0)
                 steps.step(factor, 0, len(minibatch), 1.0)
             rows, _ = steps.finished(iteration)
         means = {f"train/{name}": float(np.mean([row[name] for row in rows])) for name in rows[0]}
         return means | {"train/lr": config.lr * factor}
 
+    def _passes(self, micro_batches: Sequence[Tensor]) -> list[Pass]:
+        padding, table = torch.zeros(1, dtype=torch.int64), self.model.table
+        if table is None:
+            return self.model.passes(micro_batches, padding)
+        return table.passes(micro_batches, self.demos.batch, padding if self.config.shard else None)
+
     def loss_of(self, epoch: int, count: float, micro_batch: Pass) -> tuple[Tensor, Tensor]:
-        """The sum of the losses of these items, and each loss; `count` divides them."""
-        inputs = self.demos.batch(micro_batch.items)
+        """The sum of the losses of these items, and each loss; `count` divides them. Of a pass that helps with another
+        rank's conversations they are 0: the owner's gradient arrives through the exchange."""
+        inputs = self.demos.batch(micro_batch.items) if micro_batch.shared is None else micro_batch.shared.inputs()
+        if micro_batch.shared is not None:
+            inputs["mask"] = inputs["mask"].reshape(-1, 1)
         inputs |= {name: inputs[name].to(self.device) for name in ("actions", "mask")}
         losses, beside = self.model.imitate(inputs, self._noise(micro_batch.items.numpy() + self.demos.first, epoch))
         sums = [self._loss_sum(losses, inputs["mask"]), *([] if beside is None else [beside.sum()])]
-        means = torch.stack(sums) * float(micro_batch.counts) / count
+        means = torch.stack(sums) * float(micro_batch.counts and micro_batch.is_own) / count
         return means.sum(), means.detach()
 
     @property
@@ -296,7 +305,7 @@ class TextImitationLearner(ImitationLearner):
         return torch.where(mask[:, :, None], losses, 0.0).sum()
 
     def _micro_batches(self, items: Tensor) -> Sequence[Tensor]:
-        packs = into_packs(self.demos.sizes[items.numpy(), 0].tolist(), self.config.pack_tokens)
+        packs = into_packs(self.demos.sizes[items.numpy(), 0].tolist(), self.model.pack_tokens)
         return [items[pack] for pack in packs]
 
 

@@ -15,12 +15,13 @@ from safetensors.torch import save_file
 sys.path.insert(0, str(Path(__file__).parents[1] / "support"))
 from tiny_language import SEES, SPEC, build
 
-from embodied.algorithms.config import GRPOConfig, PPOConfig
+from embodied.algorithms.config import GRPOConfig, PPOConfig, SFTConfig
 from embodied.core.conversations import FIRST_PLACE
 from embodied.core.pictures import drawing
 from embodied.core.types import BatchEnd, Trajectory, Unit, choose
 from embodied.learners.config import LearnerConfig
 from embodied.learners.divided_passes import PassTable
+from embodied.learners.imitation import TextImitationLearner
 from embodied.learners.worker import LearnerWorker
 from embodied.policies.language.config import LanguageConfig
 from embodied.profiling.role_probe import Items
@@ -40,6 +41,7 @@ WAYS = {
     "sharded": (GRPO | {"kl_coef": 0.1}, {"sequence_degree": "auto", "shard": True}, {}),
     "periodic": (GRPO | {"minibatch_size": None}, {"sequence_degree": "auto"}, {}),
     "values": ({"name": "ppo", **BASE}, {"sequence_degree": 2}, {"value_head": True}),
+    "imitation": ({"name": "sft"}, {"sequence_degree": "auto"}, {}),
     "pictures": (GRPO, {"sequence_degree": ranks}, {"preset": "tiny_vl"}),
     "pictures sharded": (GRPO, {"sequence_degree": "auto", "shard": True}, {"preset": "tiny_vl"}),
     "pictures apart": (GRPO, {"shard": True}, {"preset": "tiny_vl"}),
@@ -109,6 +111,8 @@ def learned(name: str, rank: int, ranks: int) -> tuple[dict, dict]:
         options = {"sequence_degree": 1}
     meet = None if ranks == 1 else RendezvousFile(f"{folder}/{name}", 500.0)
     config = LanguageConfig(name="language", dtype="float64", **policy)
+    if name == "imitation":
+        return imitated(config, LearnerConfig(pack_tokens=PACK, **options), rank, ranks, meet)
     kind = PPOConfig if algo["name"] == "ppo" else GRPOConfig
     worker = LearnerWorker(config, kind(**algo), LearnerConfig(pack_tokens=PACK, **options), 0, meet)
     worker.name, worker.rank, worker.world_size, worker.timers = f"learner-{rank}", rank, ranks, Timers()
@@ -121,6 +125,22 @@ def learned(name: str, rank: int, ranks: int) -> tuple[dict, dict]:
         units = [unit(policy["preset"], np.array_split(IDS.reshape(-1, SIZE), ranks)[rank].ravel())]
     channel = Items([*(item for each in units for item in each), BatchEnd(0, 10)])
     numbers = worker.learn(channel, 0, 0, one_by_one=name == "periodic")
+    weights = dict(worker._whole_tensors(worker.dtypes.keys()))
+    worker.close()
+    return weights, numbers
+
+
+def imitated(config: LanguageConfig, options: LearnerConfig, rank: int, ranks: int, meet: RendezvousFile | None):
+    """The same after a pass over some examples."""
+    data, sizes = Path(folder, f"examples-{rank}-of-{ranks}.jsonl"), np.ravel(ANSWERS)
+    rows = [{"prompt": "2+2=", "answer": str(number) * (size // 2)} for number, size in enumerate(sizes, 2)]
+    data.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    sft = SFTConfig(data=data, minibatch_size=8, lr=1e-3, adam_eps=0.1, epochs=1)
+    worker = TextImitationLearner(None, config, sft, options, 0, meet)
+    worker.name, worker.rank, worker.world_size, worker.timers = f"learner-{rank}", rank, ranks, Timers()
+    worker.build(SPEC, f"{rank:016d}", snapshot=False)
+    worker.open_data()
+    numbers = worker.imitate(0, 1)
     weights = dict(worker._whole_tensors(worker.dtypes.keys()))
     worker.close()
     return weights, numbers

@@ -13,7 +13,7 @@ def test_learners_that_divide_passes_end_with_the_weights_of_one(tmp_path, ranks
     """With passes of several degrees in one step, references, sharded weights, values, groups as they come, and
     pictures in some of the prompts, in passes that ranks divide and in others."""
     rows = run_ranks(HERE / "divided_learners.py", tmp_path, ranks)
-    assert len(rows) == 8 * ranks
+    assert len(rows) == 9 * ranks
     for way, apart, moved, degrees in rows:
         assert float(apart) < 1e-10 < 1e-4 < float(moved), way
         assert degrees == {"fixed": str(ranks), "values": "2", "pictures": str(ranks)}.get(way, degrees), way
