@@ -4,9 +4,11 @@
     python -m benchmarks.gpu_card --blocks openvla pi0    # some blocks; smolvla also runs without a GPU
     python -m benchmarks.gpu_card --tiny                  # all of it in small on a CPU, to see that it runs
 
-Every block takes less than ten minutes in a separate process and writes OUT/BLOCK.json. A finished block is not
-repeated, so an interrupted card continues. The card is OUT/card.json and OUT/card.md. `--ppo` and `--ppo-fast` are
-ManiSkill's own scripts (examples/baselines/ppo); without them their blocks are left out.
+The most valuable blocks come first, for a card that is there for half an hour. Each has four minutes in a separate
+process and writes OUT/BLOCK.json. A finished block is not repeated, so an interrupted card continues; results of
+another GPU have a folder of their own (OUT/GPU). The card is card.json and card.md. `--ppo` and `--ppo-fast` are
+ManiSkill's own scripts (examples/baselines/ppo); without them their blocks are left out. A machine without a network
+needs wheels of missing packages (`scripts/card_wheels.py`).
 """
 
 from __future__ import annotations
@@ -42,7 +44,8 @@ from benchmarks.common import (
     write_json,
 )
 
-LIMIT_S = 590.0
+LIMIT_S = 240.0  # of a block; small ones on a busy CPU may take longer
+TINY_LIMIT_S = 590.0
 CARD = os.environ.get("CUDA_VISIBLE_DEVICES", "0").partition(",")[0]  # the measured GPU
 GOAL = 0.95  # success of an evaluation
 PREFIX = "block-"
@@ -279,11 +282,11 @@ def copy_seconds(tensor: Any) -> float:
 
 def empty(kind: str, asked: argparse.Namespace, **options: Any) -> Any:
     """A policy of full size without weights, or a tiny one."""
-    from embodied.policies.openvla.config import OpenVLAConfig
+    from embodied.policies.openvla.config import OpenVLAConfig, OpenVLAOFTConfig
     from embodied.policies.pi0.config import Pi0Config
 
     preset, side = ("tiny", 32) if asked.tiny else ("full", 224)
-    config = {"openvla": OpenVLAConfig, "pi0": Pi0Config}[kind]
+    config = {"openvla": OpenVLAConfig, "openvla_oft": OpenVLAOFTConfig, "pi0": Pi0Config}[kind]
     half = {} if asked.tiny else {"dtype": "bfloat16"}
     return policy_of_size(kind, arm(side), config(name=kind, preset=preset, **half, **options))
 
@@ -340,25 +343,41 @@ def best_seconds(work: Callable[[], Any], device: str, tries: int = 5) -> float:
     return min(found)
 
 
-def acting(policy: Any, asked: argparse.Namespace) -> tuple[Figures, dict[int, float]]:
+def acting(policy: Any, asked: argparse.Namespace, read: float = 0.0) -> Figures:
+    """Decisions a second by rows, beside the most that the device allows: its rate of products, counted in a decision
+    of one row, and then its bandwidth for `read` bytes of weights (once for all rows; 0: all weights once)."""
     import numpy as np
+    from torch.utils.flop_counter import FlopCounterMode
 
-    seconds = {}
+    from embodied.learners.worker import peak_rate
+    from embodied.runtime.device_memory import num_bytes
+
+    draw, width = np.random.default_rng(1), policy.noise_spec().width
+    with FlopCounterMode(display=False) as counter:
+        policy.act(seen(policy, 1), draw.random((1, width)))
+    device, dtype = policy.device.type, max(policy.parameters(), key=lambda each: each.numel()).dtype
+    row_s = counter.get_total_flops() / peak_rate(device, dtype)
+    read_s = (read or num_bytes(policy.parameters())) / bandwidth(device, asked)
+    figures: Figures = {}
     for rows in (1,) if asked.tiny else (1, 8, 32):
-        obs, width = seen(policy, rows), policy.noise_spec().width
-        noise = np.random.default_rng(1).random((rows, width))
-        seconds[rows] = best_seconds(lambda obs=obs, noise=noise: policy.act(obs, noise), policy.device.type)
-    return {f"decisions_per_s_{rows}": rows / each for rows, each in seconds.items()}, seconds
+        obs, noise = seen(policy, rows), draw.random((rows, width))
+        seconds = best_seconds(lambda obs=obs, noise=noise: policy.act(obs, noise), device)
+        bound = rows / max(read_s, rows * row_s)
+        figures[f"decisions_per_s_{rows}"] = {"measured": rows / seconds, "bound": bound}
+    return figures
 
 
 def openvla(asked: argparse.Namespace) -> Figures:
-    """Acting of a 7B-shaped OpenVLA, also relative to the time of reading its weights once per token."""
+    """Acting of a 7B-shaped OpenVLA, whose language model is read once per token."""
     from embodied.runtime.device_memory import num_bytes
 
     policy = large("openvla", asked)
-    figures, seconds = acting(policy, asked)
-    read = num_bytes(policy.language_model.parameters()) * policy.spec.action.dim
-    return figures | {"bandwidth_share": read / bandwidth(policy.device.type, asked) / seconds[1]}
+    return acting(policy, asked, num_bytes(policy.language_model.parameters()) * policy.spec.action.dim)
+
+
+def openvla_oft(asked: argparse.Namespace) -> Figures:
+    """Acting of a 7B-shaped OpenVLA-OFT: a chunk of eight actions in one pass."""
+    return acting(large("openvla_oft", asked, head="discrete", chunk=8), asked)
 
 
 def bandwidth(device: str, asked: argparse.Namespace) -> float:
@@ -430,14 +449,15 @@ def lora(asked: argparse.Namespace) -> Figures:
     plan = count(empty("openvla", asked, lora_rank=rank), model.config, made_up(policy, min(rows, 4)))
     compiled = Model(policy, LearnerConfig(**parts, compile=True))
     faster = rows / best_seconds(lambda: learn(compiled), device, tries=2)
-    figures = {"items_per_s": rows / seconds, "mfu": mfu, "memory_GB": peak / 1e9, "plan_GB": plan.total / 1e9}
+    figures = {"items_per_s": {"measured": rows / seconds, "bound": rows / seconds / mfu}}
+    figures["memory_GB"] = {"measured": peak / 1e9, "plan": plan.total / 1e9}
     return figures | {"compiled_items_per_s": faster}
 
 
 def pi0(asked: argparse.Namespace) -> Figures:
     """Acting of Pi0, as it is and with policy.compile."""
-    figures = acting(large("pi0", asked), asked)[0]
-    compiled = acting(large("pi0", asked, compile=True), asked)[0]
+    figures = acting(large("pi0", asked), asked)
+    compiled = acting(large("pi0", asked, compile=True), asked)
     return figures | {f"compiled_{name}": figure for name, figure in compiled.items()}
 
 
@@ -480,9 +500,7 @@ def smolvla(asked: argparse.Namespace) -> Figures:
         model = Model(policy, LearnerConfig(micro_batch_size=min(rows, 4)))
         timed("step", lambda: learn(model))
         if device == "cuda":
-            figures[f"decisions_per_s_{rows}"] = rows / best_seconds(
-                lambda: policy.act(seen(policy, rows), noise.repeat(rows, 0)), device
-            )
+            figures |= acting(policy, asked)
             figures[f"items_per_s_{rows}"] = rows / best_seconds(lambda: learn(model), device, tries=2)
         counted = policy_of_size("smolvla", spec, SmolVLAConfig(preset="tiny" if asked.tiny else "full", **options))
         figures["plan_GB"] = count(counted, model.config, made_up(policy, min(rows, 4))).total / 1e9
@@ -615,12 +633,23 @@ def libero_warp(asked: argparse.Namespace) -> Figures:
     return figures
 
 
-BLOCKS: dict[str, Callable[[argparse.Namespace], Figures]] = {
-    "drawing": drawing, "ppo": ppo, "ppo_maniskill": ppo_maniskill, "ppo_fast": ppo_fast, "points": points,
-    "plan": plan, "swap": swap,
-    "weights": weights, "openvla": openvla, "lora": lora, "pi0": pi0, "smolvla": smolvla, "language": language,
-    "divided": divided, "bridge": bridge, "libero": libero,
-    "libero_warp": libero_warp,
+def gpu_tests(asked: argparse.Namespace) -> Figures:
+    """The tests that need a GPU: how many passed, failed and were skipped."""
+    where = "tests/envs/maniskill" if asked.tiny else "tests"
+    command = [sys.executable, "-m", "pytest", "-q", "-m", "gpu and not slow", "-p", "no:cacheprovider", where]
+    done = subprocess.run(command, cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=LIMIT_S - 10)
+    lines = done.stdout.strip().splitlines()
+    counts = {word: int(number) for number, word in re.findall(r"(\d+) (passed|failed|errors?|skipped)", lines[-1])}
+    failed = [line.partition(" ")[2][:200] for line in lines if line.startswith(("FAILED", "ERROR"))]
+    return {"passed": 0, "failed": 0, **counts} | {f"failed_{i}": line for i, line in enumerate(failed)}
+
+
+BLOCKS: dict[str, Callable[[argparse.Namespace], Figures]] = {  # the most valuable first
+    "drawing": drawing,
+    "openvla": openvla, "openvla_oft": openvla_oft, "pi0": pi0, "smolvla": smolvla, "lora": lora,
+    "points": points, "language": language, "swap": swap, "weights": weights, "libero_warp": libero_warp,
+    "gpu_tests": gpu_tests, "ppo": ppo, "ppo_maniskill": ppo_maniskill, "ppo_fast": ppo_fast, "bridge": bridge,
+    "libero": libero, "plan": plan, "divided": divided,
 }  # fmt: skip
 
 
@@ -640,16 +669,16 @@ def about_gpu() -> Figures:
     return figures
 
 
-def run_block(name: str, words: list[str], file: Path) -> Figures:
+def run_block(name: str, words: list[str], file: Path, limit_s: float) -> Figures:
     """Run a block in a separate process; returns the reason if it has no figures."""
     started = time.perf_counter()
     command = [sys.executable, "-m", "benchmarks.gpu_card", *words, "--only", name]
     try:
         env = environment() | {"CUDA_DEVICE_ORDER": "PCI_BUS_ID"}
         env |= {} if name == "divided" else {"CUDA_VISIBLE_DEVICES": CARD}  # that takes all GPUs
-        done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=LIMIT_S)
+        done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=limit_s)
     except subprocess.TimeoutExpired:
-        return {"error": f"not done after {LIMIT_S:.0f} s"}
+        return {"error": f"not done after {limit_s:.0f} s"}
     lines = done.stdout.splitlines()
     if done.returncode:
         return {"error": (done.stderr.strip().splitlines() or ["no output"])[-1][-300:]}
@@ -659,15 +688,19 @@ def run_block(name: str, words: list[str], file: Path) -> Figures:
 
 
 def card(about: Figures, blocks: Mapping[str, Figures]) -> str:
-    """The card as markdown."""
+    """The card as markdown; a figure may have a bound and a plan beside it."""
     shown = ", ".join(f"{key} {value}" for key, value in about.items() if isinstance(value, str))
+    columns = ("measured", "bound", "plan")
     rows = []
     for name, found in blocks.items():
-        figures = found.get("figures", {"not measured": found.get("error")})
-        for key, value in figures.items():
-            text = f"{value:.4g}" if isinstance(value, float | int) else "not reached" if value is None else str(value)
-            rows.append([name, key, text])
-    return f"# {about['gpu']}\n\n{shown}\n\n{markdown(['block', 'figure', 'value'], rows)}\n"
+        for key, value in found.get("figures", {"not measured": found.get("error")}).items():
+            values = value if isinstance(value, Mapping) else {"measured": value}
+            rows.append([name, key, *(in_words(values[column]) if column in values else "" for column in columns)])
+    return f"# {about['gpu']}\n\n{shown}\n\n{markdown(['block', 'figure', *columns], rows)}\n"
+
+
+def in_words(value: Any) -> str:
+    return f"{value:.4g}" if isinstance(value, float | int) else "not reached" if value is None else str(value)
 
 
 def main() -> None:
@@ -684,16 +717,18 @@ def main() -> None:
         print("\n" + json.dumps(BLOCKS[asked.only](asked)))
         return
     given = {"ppo_maniskill": asked.ppo, "ppo_fast": asked.ppo_fast}
-    out, words = asked.out.resolve(), sys.argv[1:]
+    about = about_gpu() | {"commit": code_commit()}
+    out, words = asked.out.resolve() / about["gpu"].replace(" ", "-"), sys.argv[1:]
+    out.mkdir(parents=True, exist_ok=True)
     found: dict[str, Figures] = {}
+    limit_s = TINY_LIMIT_S if asked.tiny else LIMIT_S
     for name in asked.blocks:
         file = out / f"{PREFIX}{name}.json"
         if not given.get(name, True):
             found[name] = {"error": f"--{name.replace('_maniskill', '').replace('_', '-')} is not given"}
         else:
-            found[name] = json.loads(file.read_text()) if file.is_file() else run_block(name, words, file)
+            found[name] = json.loads(file.read_text()) if file.is_file() else run_block(name, words, file, limit_s)
         print(f"{name}: {json.dumps(found[name])}", flush=True)
-    about = about_gpu() | {"commit": code_commit()}
     write_json(out / "card.json", about | {"machine": machine(), "packages": packages(), "blocks": found})
     (out / "card.md").write_text(card(about, found))
     print(f"card {out / 'card.md'}")
