@@ -4,6 +4,8 @@ The interpreter is Python 3.9 or later and needs numpy and gymnasium, and whatev
 is taken from where the host has it, and no package beside it: only the import of `embodied` is redirected. Options come
 validated from the host, so a stand-in with fields and nothing else takes the place of pydantic while our `config.py`
 files are imported. What the simulator prints goes to the host's log.
+
+If its socket listens, it serves all that connect (`env.SharedProcess`) and ends with the last connection.
 """
 
 import builtins
@@ -14,10 +16,12 @@ import importlib.metadata
 import importlib.util
 import itertools
 import os
+import select
 import signal
 import socket
 import sys
 import types
+import weakref
 
 
 def main():
@@ -27,7 +31,10 @@ def main():
     if os.getppid() != parent:
         os._exit(1)
     os.dup2(2, 1)
-    connection = socket.socket(fileno=descriptor)
+    given = connection = socket.socket(fileno=descriptor)
+    shared = given.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)
+    if shared:
+        connection, _ = given.accept()  # the parent's
     connection.sendall(b"embodied\n")
     problem = missing()
     if problem:
@@ -38,8 +45,34 @@ def main():
     with_stand_in(importlib.import_module, "embodied.envs.config")
     from embodied.envs.interpreter.wire import VERSION
 
-    connection.sendall(f"{VERSION}\n".encode())
-    Server(connection).serve()
+    greeting = f"{VERSION}\n".encode()
+    connection.sendall(greeting)
+    if shared:
+        serve_all(given, Server(connection), b"embodied\n" + greeting)
+    else:
+        Server(connection).serve()
+
+
+MESSAGE_S = 10.0  # for a whole message of one of several connections
+
+
+def serve_all(listener, first, greeting):
+    """Answer calls of several connections, one after the other, until the last connection is closed."""
+    servers = {first.wire.connection: first}
+    while servers:
+        for ready in select.select([listener, *servers], [], [])[0]:
+            if ready is listener:
+                connection, _ = listener.accept()
+                connection.settimeout(MESSAGE_S)
+                with contextlib.suppress(OSError):
+                    connection.sendall(greeting)
+                servers[connection] = Server(connection, first.things)
+            else:
+                try:
+                    servers[ready].answer(MESSAGE_S)
+                except Exception:  # it has ended, or it is stopped
+                    del servers[ready]
+                    ready.close()
 
 
 def missing():
@@ -132,10 +165,11 @@ def with_stand_in(function, *args):
 class Server:
     """Answers calls, one after the other."""
 
-    def __init__(self, connection):
+    def __init__(self, connection, things=None):
         from embodied.envs.interpreter import wire
 
         self.wire, self.ended = wire.Wire(connection, self.options), wire.Ended
+        self.things = weakref.WeakValueDictionary() if things is None else things  # by key, of all connections
         self.kind = None
         self.envs, self.experts = [], []
 
@@ -145,23 +179,28 @@ class Server:
         return made
 
     def serve(self, nested=False):
-        while True:
-            try:
-                name, args = self.wire.receive()
-            except self.ended:
-                os._exit(0)
-            if nested and name == "go_on":
-                return
-            try:
-                answer = {"value": getattr(self, name)(*args)}
-            except BaseException as err:
-                answer = {"raised": described(err)}
-            try:
-                self.wire.send(answer, shared=True)
-            except self.ended:
-                os._exit(0)
-            except Exception as err:  # it holds something that cannot be sent
-                self.wire.send({"raised": described(err)})
+        try:
+            while self.answer(nested=nested):
+                pass
+        except self.ended:
+            os._exit(0)
+
+    def answer(self, wait_s=None, nested=False):
+        """Answer the next call. False: the nested calls are over."""
+        name, args = self.wire.receive(wait_s)
+        if nested and name == "go_on":
+            return False
+        try:
+            answer = {"value": getattr(self, name)(*args)}
+        except BaseException as err:
+            answer = {"raised": described(err)}
+        try:
+            self.wire.send(answer, shared=True)
+        except self.ended:
+            raise
+        except Exception as err:  # it holds something that cannot be sent
+            self.wire.send({"raised": described(err)})
+        return True
 
     def begin(self, name):
         """Take the options' class of this env."""
@@ -206,11 +245,15 @@ class Server:
         self.envs.append(env)
         return len(self.envs) - 1, env.env_spec, env.dtype.str, env.saves_state
 
-    def make(self, name, *args):
-        """An object that is called like an env: its number."""
+    def make(self, key, name, *args):
+        """An object that is called like an env: its number. None: nothing has this key yet, so send the arguments."""
         from embodied.envs.own_modules import import_class
 
-        self.envs.append(import_class(name)(*args))
+        if key not in self.things and not args:
+            return None
+        thing = self.things.get(key) or import_class(name)(*args)
+        self.things[key] = thing
+        self.envs.append(thing)
         return len(self.envs) - 1
 
     def call(self, number, method, args):

@@ -9,10 +9,13 @@ since the sim worker waits for the answer.
 
 from __future__ import annotations
 
+import fcntl
 import os
 import socket
+import stat
 import subprocess
 import sys
+import tempfile
 import threading
 import weakref
 from collections import deque
@@ -21,6 +24,7 @@ from contextlib import suppress
 from functools import cache
 from pathlib import Path
 from typing import Any
+from zlib import crc32
 
 import numpy as np
 
@@ -56,34 +60,45 @@ class Process:
 
     def __init__(self, config: Any) -> None:
         self.what = f"env.python={config.python}"
-        python = locked.python_of(config.lock) if config.python == "auto" else config.python
-        ours, theirs = socket.socketpair()
-        command = [str(python), "-c", BOOT, CHILD, PACKAGE, theirs.fileno(), os.getpid()]
-        with theirs:
-            try:
-                self.process = subprocess.Popen(
-                    [*map(str, command)],
-                    stdin=subprocess.DEVNULL,
-                    stderr=subprocess.PIPE,
-                    pass_fds=[theirs.fileno()],
-                    start_new_session=True,  # Ctrl-C goes to the host only
-                    env={**os.environ, "PYTHONPATH": os.pathsep.join(own_folders())},
-                )
-            except OSError as err:
-                ours.close()
-                raise errors.ConfigError(f"{self.what}: {err.strerror}; name the file FOLDER/bin/python") from None
-        self.last: deque[str] = deque(maxlen=LAST_LINES)
-        self.printer = threading.Thread(target=pass_on, args=(self.process.stderr, self.last), daemon=True)
-        self.printer.start()
-        self.wire, self.lock = Wire(ours), threading.RLock()
+        self.python = locked.python_of(config.lock) if config.python == "auto" else config.python
+        self.process: subprocess.Popen | None = None
+        self.lock = threading.RLock()
         self.envs: set[int] = set()  # numbers of the envs that it holds
+        connection = self._connection()
+        self.wire = Wire(connection)
         self.end = weakref.finalize(self, end, self.process, self.wire)
         try:
-            self._greet(ours)
+            self._greet(connection)
             self.call("begin", config.name)
         except BaseException:
             self.end()
             raise
+
+    def _connection(self) -> socket.socket:
+        ours, theirs = socket.socketpair()
+        with theirs:
+            try:
+                self.process = self._started(theirs.fileno(), stderr=subprocess.PIPE)
+            except errors.ConfigError:
+                ours.close()
+                raise
+        self.last: deque[str] = deque(maxlen=LAST_LINES)
+        self.printer = threading.Thread(target=pass_on, args=(self.process.stderr, self.last), daemon=True)
+        self.printer.start()
+        return ours
+
+    def _started(self, descriptor: int, **more: Any) -> subprocess.Popen:
+        try:
+            return subprocess.Popen(
+                [*map(str, [self.python, "-c", BOOT, CHILD, PACKAGE, descriptor, os.getpid()])],
+                stdin=subprocess.DEVNULL,
+                pass_fds=[descriptor],
+                start_new_session=True,  # Ctrl-C goes to the host only
+                env={**os.environ, "PYTHONPATH": os.pathsep.join(own_folders())},
+                **more,
+            )
+        except OSError as err:
+            raise errors.ConfigError(f"{self.what}: {err.strerror}; name the file FOLDER/bin/python") from None
 
     def call(
         self,
@@ -158,6 +173,60 @@ class Process:
         return known(text) if known else RuntimeError(f"{self.what}: {text}")
 
 
+STARTED: list[subprocess.Popen] = []  # processes that end by themselves; kept so that Python waits for them
+
+
+class SharedProcess(Process):
+    """A process that all processes of this user with the same key call. The first that needs it starts it and gets what
+    it prints; it ends with that one, or when nobody is connected."""
+
+    def __init__(self, config: Any, key: str) -> None:
+        self.place = socket_folder() / f"{crc32(f'{PACKAGE} {key}'.encode()):08x}"
+        super().__init__(config)
+
+    def _connection(self) -> socket.socket:
+        with Path(f"{self.place}.lock").open("w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)  # until it listens, which takes no time
+            with suppress(OSError):
+                return connected(self.place)
+            self.place.unlink(missing_ok=True)
+            with socket.socket(socket.AF_UNIX) as listener:
+                listener.bind(str(self.place))
+                listener.listen()
+                STARTED[:] = [started for started in STARTED if started.poll() is None]
+                STARTED.append(self._started(listener.fileno()))
+            return connected(self.place)
+
+    def _greet(self, connection: socket.socket) -> None:
+        try:
+            super()._greet(connection)
+        except (OSError, errors.ConfigError) as err:  # or it was about to end
+            raise ProcessDied(f"{self.what}: {err}") from None
+
+    def _end_in_words(self) -> str:
+        return "the process that draws for all has ended; its last lines are in the log of the one that started it"
+
+
+def connected(place: Path) -> socket.socket:
+    connection = socket.socket(socket.AF_UNIX)
+    try:
+        connection.connect(str(place))
+    except OSError:
+        connection.close()
+        raise
+    return connection
+
+
+def socket_folder() -> Path:
+    """The user's own folder for sockets, whose paths must be short."""
+    folder = Path(tempfile.gettempdir()) / f"embodied-{os.getuid()}"
+    folder.mkdir(mode=0o700, exist_ok=True)
+    found = folder.lstat()
+    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o077:
+        raise errors.EmbodiedError(f"{folder} is no private folder of this user; remove it")
+    return folder
+
+
 def pass_on(lines: Any, last: deque[str]) -> None:
     """Pass on what a process prints, and remember its last lines."""
     with lines:
@@ -167,9 +236,10 @@ def pass_on(lines: Any, last: deque[str]) -> None:
             sys.stderr.write(text)
 
 
-def end(process: subprocess.Popen, wire: Wire) -> None:
-    process.kill()
-    process.wait(END_S)
+def end(process: subprocess.Popen | None, wire: Wire) -> None:
+    if process is not None:
+        process.kill()
+        process.wait(END_S)
     wire.close()
 
 

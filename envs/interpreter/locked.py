@@ -71,6 +71,8 @@ def make(name: str, python: str = sys.executable, say: Callable[[str], None] = p
     say(f"{name}: packages (minutes)")
     pip = [str(place / "bin" / "python"), "-m", "pip", "--disable-pip-version-check", "install"]
     run([*pip, "--no-deps", "-r", str(lock)])  # the lock names all of them
+    if "\ntorch==" in lock.read_text():
+        run([*pip, "-c", str(lock), "torch"])  # except the CUDA libraries of its builds for GPUs
     (place / STAMP).write_text(lock.read_text())
     return python_of(name)
 

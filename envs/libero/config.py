@@ -215,8 +215,8 @@ class LiberoConfig(CommonEnvConfig):
             return
         if self.renderer == "warp" and self.fast_images:
             yield "env.fast_images=true has no effect with env.renderer=warp; leave it out"
-        if self.backend != "mujoco" and is_own(tasks[0]):
-            yield f"env.backend={self.backend} knows the goals of LIBERO's own tasks only; try env.backend=mujoco"
+        if self.backend != "mujoco" and (classes := [task for task in tasks if ":" in task]):
+            yield f"env.backend={self.backend} plays .bddl files and no classes ({classes[0]}); try env.backend=mujoco"
         if self.states_file is not None and (len(tasks) > 1 or not is_own(tasks[0])):
             yield f"env.states_file={self.states_file} belongs to one task of your own: env.task=my_task.bddl"
         if self.initial_states == "stored" and is_own(tasks[0]) and self.states_file is None:

@@ -1,8 +1,8 @@
 """Pictures that Warp draws of rows whoever simulates them, `env.renderer=warp`.
 
 `warp_pictures.py` draws in this process if its interpreter has MuJoCo Warp, else in a process of the locked environment
-`libero_warp`, one for a sim worker. It gets a model once and then where things are. A drawing process that dies is
-replaced; if its successor dies over the same picture, the sim worker fails.
+`libero_warp`: on cores one for each sim worker, on a GPU one for all sim workers. It gets a model once and then where
+things are. A drawing process that dies is replaced; if its successor dies over the same picture, the sim worker fails.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import os
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from hashlib import sha256
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -23,6 +24,7 @@ from embodied.envs.mujoco.rendering import SHOWN
 
 PICTURES = "embodied.envs.libero.warp_pictures:Pictures"
 LOCK = "libero_warp"
+CARD = ("EMBODIED_RENDER", "CUDA_VISIBLE_DEVICES")  # the GPU on which a sim worker draws
 MODEL = (  # arrays of a model that are needed to draw it
     *("geom_type", "geom_dataid", "geom_matid", "geom_group", "geom_size", "geom_rgba", "site_type", "site_group"),
     *("site_size", "mesh_vertadr", "mesh_vertnum", "mesh_faceadr", "mesh_facenum", "mesh_normaladr", "mesh_vert"),
@@ -88,17 +90,23 @@ class Drawer:
         return self._pictures[scene]
 
     def _ask(self, scene: Any, *picture: Any) -> np.ndarray:
-        from embodied.envs.interpreter.env import Process
+        from embodied.envs.interpreter.env import Process, SharedProcess
 
         if self._process is None:
-            self._process = Process(self.config.model_copy(update={"python": "auto", "backend": "warp"}))
+            options = self.config.model_copy(update={"python": "auto", "backend": "warp"})
+            card = " ".join(os.environ.get(name, "") for name in CARD)
+            self._process = SharedProcess(options, card) if self._device == "cuda" else Process(options)
             self._process.what = "env.renderer=warp"
             self._pictures.clear()
         if scene not in self._pictures:
             known = set(self._pictures.values())
             for gone in self._process.envs - known:
                 self._process.call("close", gone)
-            number = self._process.call("make", PICTURES, arrays_of(scene.model), self._device)
+            model = arrays_of(scene.model)
+            key = digest(model)
+            number = self._process.call("make", key, PICTURES)
+            if number is None:
+                number = self._process.call("make", key, PICTURES, model, self._device)
             self._pictures[scene] = number
             self._process.envs = {*known, number}
         return self._process.call("call", self._pictures[scene], "draw", picture)
@@ -118,6 +126,12 @@ def arrays_of(model: Any) -> dict[str, Any]:
         "headlight": np.array([head.ambient, head.diffuse, head.specular]) * head.active,
         "images": images,
     }
+
+
+def digest(model: Mapping[str, Any]) -> str:
+    """The same for equal models."""
+    parts = [part for value in model.values() for part in (value if isinstance(value, list) else [value])]
+    return sha256(b"".join(np.ascontiguousarray(part).tobytes() for part in parts)).hexdigest()
 
 
 def image_of(model: Any, texture: int) -> np.ndarray:

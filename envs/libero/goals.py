@@ -34,7 +34,9 @@ class Goal:
         self._terms: list[Term] = []
         for name, *things in env.parsed_problem["goal_state"]:
             if not hasattr(self, f"_{name.lower()}") and name.lower() not in QUESTIONS:
-                raise ConfigError(f"{task}: env.backend=warp does not know the predicate {name}; leave it out")
+                raise ConfigError(
+                    f"{task}: env.backend=warp does not know the predicate {name}; try env.backend=mujoco"
+                )
             self._terms.append(self._term(name.lower(), *(env.object_states_dict[thing] for thing in things)))
 
     def reached(self, arrays: Arrays) -> np.ndarray:

@@ -56,7 +56,7 @@ GRPO algo.surplus=carry -> algo.surplus=carry has no effect with algo.filter=dro
 GRPO env.num_envs=500 -> some would never play; try env.num_envs=128
 GRPO run.iterations=null run.env_steps=1000 -> run.env_steps=1000 does not go with algo.name=grpo
 GRPO env.stagger=true -> it cuts the first episodes short; try env.stagger=false
-libero_ppo env.backend=warp env.task=my.bddl -> env.backend=warp knows the goals of LIBERO's own tasks only
+libero_ppo env.backend=warp env.task=my:Task -> env.backend=warp plays .bddl files and no classes (my:Task)
 libero_ppo env.renderer=warp env.fast_images=true -> env.fast_images=true has no effect with env.renderer=warp
 PPO env.name=maniskill env.task=PushCube-v1 env.backend=cuda env.renderer=cores -> the GPU draws what it simulates
 GRPO env.retries=2 -> all episodes of a group begin alike; try env.retries=0

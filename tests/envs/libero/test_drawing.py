@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from embodied.envs import env_class
+from embodied.envs.interpreter import env as interpreter
 from embodied.envs.interpreter import locked
 from embodied.envs.interpreter.env import ProcessDied
 from embodied.envs.libero import drawing
@@ -47,8 +48,14 @@ XML = """
 class Still:
     """Stands for `Pictures` in the drawing process: each picture has the brightness of the first light's height."""
 
+    made = 0
+
     def __init__(self, model, device):
         self.pid, self.images = os.getpid(), model["images"]
+        Still.made += 1
+
+    def about(self):
+        return [self.pid, Still.made]
 
     def draw(self, shown, cameras, side):
         if shown["site_rgba"].max() > 8:  # a picture that kills
@@ -76,7 +83,8 @@ def drawer(monkeypatch):
     monkeypatch.syspath_prepend(Path(__file__).parent)
     made = drawing.Drawer(LiberoConfig(name="libero", renderer="warp"))
     yield made
-    made._process.end()
+    if made._process:
+        made._process.end()
 
 
 def test_a_drawing_process_that_is_killed_is_replaced_and_knows_the_models_again(drawer, capfd):
@@ -90,6 +98,30 @@ def test_a_drawing_process_that_is_killed_is_replaced_and_knows_the_models_again
     np.testing.assert_array_equal(drawer.draw(one, rows, [0, 0], 16), frames)
     assert drawer._process.process.pid != first and drawer.draw(other, [other.shown()], [0], 8).mean() == 3
     assert "env.renderer=warp: its process died with signal 9; another one draws" in capfd.readouterr().err
+
+
+def test_drawers_on_a_gpu_share_a_process_and_its_models(drawer, monkeypatch, tmp_path, capfd):
+    monkeypatch.setenv("EMBODIED_RENDER", "0")
+    monkeypatch.setattr(interpreter, "socket_folder", lambda: tmp_path)
+    monkeypatch.setattr(interpreter, "STARTED", [])
+    card, same, scene = (*(drawing.Drawer(drawer.config) for _ in range(2)), Scene())
+    frames = [each.draw(scene, [scene.shown()], [0], 8) for each in (card, same)]
+    np.testing.assert_array_equal(*frames)
+    (process,) = interpreter.STARTED
+    assert [each._process.call("call", 0, "about", ()) for each in (card, same)] == [[process.pid, 1]] * 2
+    monkeypatch.setenv("EMBODIED_RENDER", "1")
+    other = drawing.Drawer(drawer.config)
+    other.draw(scene, [scene.shown()], [0], 8)
+    assert len(interpreter.STARTED) == 2
+    os.kill(process.pid, signal.SIGKILL)
+    monkeypatch.setenv("EMBODIED_RENDER", "0")
+    for each in (card, same):
+        np.testing.assert_array_equal(each.draw(scene, [scene.shown()], [0], 8), frames[0])
+    assert len([each for each in interpreter.STARTED if each.poll() is None]) == 2
+    assert capfd.readouterr().err.count("another one draws") == 2
+    for each in (card, same, other):
+        each._process.end()
+    assert [each.wait(10) for each in interpreter.STARTED[-2:]] == [0, 0]
 
 
 def test_a_picture_that_kills_two_drawing_processes_is_an_error(drawer):

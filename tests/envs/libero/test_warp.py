@@ -1,6 +1,7 @@
 """LIBERO in MuJoCo Warp, on cores: in an interpreter that has the packages of `python -m embodied.sims libero_warp`."""
 
 import importlib.util
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -76,6 +77,23 @@ def test_episodes_begin_in_the_states_of_the_benchmark_s_env_and_go_on_like_it(e
     actions = np.random.default_rng(1).uniform(-1, 1, (2, 3, 7)).astype(np.float32)
     hands = [each.step_chunk(actions).obs["state"][:, :3] for each in (ours, theirs)]
     np.testing.assert_allclose(*hands, atol=2e-3)
+
+
+def test_a_task_file_of_the_user_s_own_is_played(env, tmp_path):
+    page = (Path(__file__).parents[3] / "docs" / "libero.md").read_text()
+    task = tmp_path / "my_task.bddl"
+    task.write_text(page.partition("```lisp\n")[2].partition("```")[0])
+    ours, theirs = (env(2, backend, task=str(task), settling_steps=0) for backend in ("warp", "mujoco"))
+    episodes = [EpisodeSpec(str(task), -1, seed, seed) for seed in range(2)]
+    np.testing.assert_allclose(start(ours, *episodes), start(theirs, *episodes), atol=1e-5)
+    protocol = choose_protocol(env_class(ours.config), ours.config, None)
+    assert protocol.name == "libero-own-warp-v1" and not protocol.stored_states
+    row, scene = ours.row(1), ours.row(1).scene
+    (ketchup, basket) = (scene.model.joint(f"{name}_1_joint0").qposadr[0] for name in ("ketchup", "basket"))
+    arrays = row.batch.rows(np.array([row.slot]))
+    arrays["qpos"][:, ketchup : ketchup + 3] = arrays["qpos"][:, basket : basket + 3] + [0, 0, 0.12]
+    row.batch.put(np.array([row.slot]), arrays)
+    assert ours.step_chunk(np.zeros((2, 1, 7), np.float32)).success.tolist() == [[False], [True]]
 
 
 def test_furniture_stands_where_each_episode_puts_it(env):
