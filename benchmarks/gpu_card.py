@@ -344,12 +344,14 @@ def best_seconds(work: Callable[[], Any], device: str, tries: int = 5) -> float:
 
 
 def acting(policy: Any, asked: argparse.Namespace, read: float = 0.0) -> Figures:
-    """Decisions a second by rows, beside the most that the device allows: its rate of products, counted in a decision
+    """Decisions a second by rows, eager and recorded as graphs (unless compiled), beside the most that the device
+    allows: its rate of products, counted in a decision
     of one row, and then its bandwidth for `read` bytes of weights (once for all rows; 0: all weights once)."""
     import numpy as np
     from torch.utils.flop_counter import FlopCounterMode
 
     from embodied.learners.worker import peak_rate
+    from embodied.runtime.device_graphs import Recordings
     from embodied.runtime.device_memory import num_bytes
 
     draw, width = np.random.default_rng(1), policy.noise_spec().width
@@ -361,9 +363,14 @@ def acting(policy: Any, asked: argparse.Namespace, read: float = 0.0) -> Figures
     figures: Figures = {}
     for rows in (1,) if asked.tiny else (1, 8, 32):
         obs, noise = seen(policy, rows), draw.random((rows, width))
-        seconds = best_seconds(lambda obs=obs, noise=noise: policy.act(obs, noise), device)
         bound = rows / max(read_s, rows * row_s)
-        figures[f"decisions_per_s_{rows}"] = {"measured": rows / seconds, "bound": bound}
+        for arm in ("",) if policy.config.compile else ("", "recorded_"):
+            policy.recordings = Recordings(device) if arm else None
+            for _ in range(3 if arm else 0):  # fills the KV cache, is a first call, is recorded
+                policy.act(obs, noise)
+            seconds = best_seconds(lambda obs=obs, noise=noise: policy.act(obs, noise), device)
+            figures[f"{arm}decisions_per_s_{rows}"] = {"measured": rows / seconds, "bound": bound}
+        policy.recordings = None
     return figures
 
 
@@ -433,7 +440,7 @@ def lora(asked: argparse.Namespace) -> Figures:
     device = policy.device.type
     learn = gradient_step(policy, rows, PPOConfig(rollout_decisions=1, epochs=1, minibatch_size=rows))
     parts = {"micro_batch_size": min(rows, 4), "checkpoint_activations": not asked.tiny}
-    model = Model(policy, LearnerConfig(**parts))
+    model = Model(policy, LearnerConfig(**parts, graphs="off"))
 
     def step() -> None:
         learn(model)
@@ -447,11 +454,14 @@ def lora(asked: argparse.Namespace) -> Figures:
     peak = torch.cuda.max_memory_allocated() if device == "cuda" else 0
     mfu = counter.get_total_flops() / seconds / peak_rate(device, policy.dtype)
     plan = count(empty("openvla", asked, lora_rank=rank), model.config, made_up(policy, min(rows, 4)))
-    compiled = Model(policy, LearnerConfig(**parts, compile=True))
+    model.config = LearnerConfig(**parts, graphs="on")
+    replayed = rows / best_seconds(step, device, tries=2)
+    model.graphed = None
+    compiled = Model(policy, LearnerConfig(**parts, graphs="off", compile=True))
     faster = rows / best_seconds(lambda: learn(compiled), device, tries=2)
     figures = {"items_per_s": {"measured": rows / seconds, "bound": rows / seconds / mfu}}
     figures["memory_GB"] = {"measured": peak / 1e9, "plan": plan.total / 1e9}
-    return figures | {"compiled_items_per_s": faster}
+    return figures | {"recorded_items_per_s": replayed, "compiled_items_per_s": faster}
 
 
 def pi0(asked: argparse.Namespace) -> Figures:

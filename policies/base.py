@@ -9,11 +9,12 @@ from __future__ import annotations
 import copy
 import dataclasses
 import json
+import math
 import warnings
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -24,6 +25,9 @@ from embodied.core.errors import CheckpointError, ConfigError
 from embodied.core.types import EnvSpec, NoiseSpec, Observation, PolicyOutput
 from embodied.policies.policy_folder import CONFIG, WEIGHTS, checksums
 from embodied.runtime.published_weights import Spec, blob_of, spec_of, write_safetensors
+
+if TYPE_CHECKING:
+    from embodied.runtime.device_graphs import Recordings
 
 # Arrays from other processes are read-only, and policies never write to an observation.
 warnings.filterwarnings("ignore", "The given NumPy array is not writable", UserWarning)
@@ -47,7 +51,11 @@ class Policy(nn.Module):
     any_image_size = False  # True: it resizes images itself
     takes_device_noise = False  # True: `act` takes noise as a tensor on its device
     is_recordable = False  # True: `act` on tensors may be recorded as a graph, since it does not read their numbers
+    reads_words = False  # True: `as_tensors` turns instructions to tensors
+    gap_limits: tuple[float, float] = (math.inf, math.inf)  # nats by which log-probs of acting may differ from the
+    # learner's in full and in half precision; beyond that the learner computes them again
     value_names: tuple[str, ...] = ()  # name prefixes of parameters that only predict values
+    recordings: Recordings | None = None  # of a policy that has its own decisions recorded; a policy worker sets it
     own_losses: tuple[str, ...] = ()  # the name of `Scores.own_loss` in the metrics
     auxiliary_loss: str = ""  # the metrics' name of the second loss of `imitate`, if any
 
@@ -95,14 +103,18 @@ class Policy(nn.Module):
     def before_export(self) -> None:
         """Called before `best_actions` is recorded, which cannot read numbers out of weights and buffers."""
 
-    def prompt_tokens(self, texts: list[str]) -> tuple[np.ndarray, np.ndarray]:
-        """The word ids [N, L] of these instructions, and their mask."""
+    def prompt_tokens(self, texts: list[str], multiple: int = 1) -> tuple[np.ndarray, np.ndarray]:
+        """The word ids [N, L] of these instructions, and their mask; L is a multiple of this number."""
         raise NotImplementedError
 
     @property
     def starting_noise(self) -> int:
         """How many numbers of a decision's noise, from the first on, its best actions depend on."""
         return 0
+
+    def as_tensors(self, obs: Observation, device: torch.device | str | None = None) -> Observation:
+        """The observation without texts, on this device or the policy's. Only for policies that read words."""
+        raise NotImplementedError
 
     def value(self, obs: Observation) -> np.ndarray:
         """V(obs) [N], for bootstrapping."""

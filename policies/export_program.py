@@ -49,7 +49,7 @@ class Program(nn.Module):
         obs: Observation = {key: parts[key] for key in ("state",) if key in parts}
         obs["images"] = {name.removeprefix(IMAGES): parts[name] for name in self.names if name.startswith(IMAGES)}
         if "words" in parts:
-            obs["instruction"] = (parts["words"], parts["is_word"])
+            obs["instruction"] = {"ids": parts["words"], "is_word": parts["is_word"]}
         return self.policy.best_actions(obs, parts.get("noise"))
 
 

@@ -61,8 +61,8 @@ class PolicyWorker(Worker):
         merging: Merging = ONE_BY_ONE,
         graphs: str = "off",
     ) -> None:
-        """`precision` is the learner's, since log-probs must agree. `graphs`: record acting as graphs if observations
-        are tensors."""
+        """`precision` is the learner's, since log-probs must agree. `graphs`: record acting as graphs; of small
+        policies if observations are tensors."""
         self.config = config
         self.seed = seed
         self.device = device
@@ -74,7 +74,7 @@ class PolicyWorker(Worker):
         self.cache_bytes = 0  # its largest working memory so far
         self.checks = FiniteChecks()  # checks of answers on a device, until a rollout ends
         self.recordings: Recordings | None = None
-        if not (graphs == "off" or self.bf16 or config.compile):
+        if not (graphs == "off" or config.compile):
             from embodied.runtime.device_graphs import Recordings
 
             self.recordings = Recordings(device)
@@ -82,6 +82,7 @@ class PolicyWorker(Worker):
     def build(self, spec: EnvSpec) -> None:
         self.belongings = DeviceTensors(self.timers)
         self.policy = make_policy(self.config, spec).eval().to(self.device)
+        self.policy.recordings = self.recordings
         self.noise = self.policy.noise_spec()
         self.noise_device = self.device if self.device != "cpu" and self.policy.takes_device_noise else ""
         self.action_dim = spec.action.dim
@@ -98,13 +99,16 @@ class PolicyWorker(Worker):
         self.shares = shared
         weights = [] if shared else self._weights()
         self.cache_bytes = max(self.cache_bytes, num_bytes(self.policy.cache_tensors()))
-        return Needs(num_bytes(weights) + self.cache_bytes + self.computing.num_bytes)
+        graphs = 0 if self.recordings is None else self.recordings.bytes
+        return Needs(num_bytes(weights) + self.cache_bytes + self.computing.num_bytes + graphs)
 
     def onload(self) -> None:
         self.belongings.onload()
 
     def offload(self) -> None:
         if not self.belongings.away:
+            if self.recordings is not None:
+                self.recordings.clear()  # their memory cannot be moved
             weights = {} if self.shares else {"weights": self._weights()}
             self.belongings.offload(weights | {"cache": self.policy.cache_tensors()}, emptied=("cache",))
             give_back_unused()
@@ -192,7 +196,8 @@ class PolicyWorker(Worker):
         """One call of the policy for all decisions, one for requests of values, one for the values of final
         observations."""
         numbered = dict(enumerate(requests))
-        with torch.autocast(self.device, torch.bfloat16, enabled=self.bf16):
+        kept = self.recordings is None  # a graph would read copies of weights that are no longer there
+        with torch.autocast(self.device, torch.bfloat16, enabled=self.bf16, cache_enabled=kept):
             later = all(r.checked_later for r in requests)
             final = {i: r.final_obs for i, r in numbered.items() if r.final_obs is not None}
             final_values = self._values(final, later)
@@ -253,7 +258,17 @@ class PolicyWorker(Worker):
     def _noise(self, episodes: Array, decisions: Array, stream: str) -> Array:
         where = (self.seed, f"act/{stream}")
         if self.noise_device:
-            return draw_noise(self.noise.kind, *where, episodes, decisions, self.noise.width, self.noise_device)
+            if not is_tensor(episodes):
+                episodes, decisions = to_device(episodes, decisions, self.device)
+            keys = {"episodes": episodes, "decisions": decisions}
+
+            def drawn(episodes: Tensor, decisions: Tensor) -> Observation:
+                numbers = (episodes, decisions, self.noise.width, self.noise_device)
+                return {"noise": draw_noise(self.noise.kind, *where, *numbers)}
+
+            if self.recordings is None or self.policy.is_recordable:  # its graph draws the noise, too
+                return drawn(**keys)["noise"]
+            return self.recordings.run_padded(("noise", stream), drawn, keys, ())["noise"]
         draw = rng.normal if self.noise.kind == "normal" else rng.uniform
         return draw(*where, host(episodes), host(decisions), self.noise.width)
 
@@ -405,9 +420,14 @@ def normal(seed: int, name: str, episodes: Tensor, decisions: Tensor, width: int
     return torch.stack([radius * angle.cos(), radius * angle.sin()], dim=2).flatten(1)[:, :width]
 
 
+def to_device(episodes: Array, decisions: Array, device: str) -> Tensor:
+    """Both as one tensor."""
+    return torch.from_numpy(np.stack([episodes, decisions]).astype(np.int64)).to(device)
+
+
 def draw_noise(kind: str, seed: int, name: str, episodes: Array, decisions: Array, width: int, device: str) -> Tensor:
     """Noise of this kind; only its counters are sent to the device, unless they are already there."""
     if not is_tensor(episodes):
-        episodes, decisions = torch.from_numpy(np.stack([episodes, decisions]).astype(np.int64)).to(device)
+        episodes, decisions = to_device(episodes, decisions, device)
     there = (counters.to(device) for counters in (episodes, decisions))
     return (normal if kind == "normal" else uniform)(seed, name, *there, width)

@@ -16,6 +16,8 @@ import numpy as np
 if TYPE_CHECKING:
     import torch
 
+MOST_ROWS = 64  # more rows are padded to a multiple
+
 
 def is_tensor(array: Any) -> bool:
     return hasattr(array, "detach")
@@ -221,6 +223,11 @@ def text_lists(obs: Observation) -> Observation:
 
 def num_rows(obs: Observation) -> int:
     return len(next(leaves(obs)))
+
+
+def padded_rows(rows: int) -> int:
+    """1, 2, 4, 8, 16, 32, 64, or a multiple of 64."""
+    return 1 << (rows - 1).bit_length() if rows <= MOST_ROWS else -(-rows // MOST_ROWS) * MOST_ROWS
 
 
 def take_rows(obs: Observation, index: Any) -> Observation:

@@ -51,12 +51,15 @@ class LearnerConfig(Strict):
     graphs: Literal["auto", "on", "off"] = Field(
         "auto",
         description="Record gradient steps as CUDA graphs and repeat them; minibatches are padded to few sizes. auto: "
-        "on GPUs, for policies of up to 10 million weights that take numbers. Weights are equal up to "
-        "rounding. Acting of small policies on observations that a simulator keeps on the GPU is "
-        "recorded, too, unless off.",
+        "on GPUs, for policies that read instructions and for others of up to 10 million weights. Weights "
+        "are equal up to rounding. Acting is recorded, too, unless off: of policies that read instructions, "
+        "and of small ones on observations that a simulator keeps on the GPU.",
     )
-    checkpoint_activations: bool = Field(
-        False, description="Compute activations again in the backward pass instead of keeping them, block by block."
+    checkpoint_activations: bool | Literal["half", "language", "auto"] = Field(
+        False,
+        description="Compute activations again in the backward pass instead of keeping them, block by block. half: of "
+        "every second block; language: of all but vision towers; auto: of as few as the plan's memory "
+        "allows.",
     )
     shard: bool = Field(
         False,
@@ -81,8 +84,7 @@ class LearnerConfig(Strict):
                 "learner.reduce_each_pass=true sums gradients of learners that hold shards; leave it out, or set "
                 "learner.shard=true"
             )
-        slow = {"shard": self.shard, "checkpoint_activations": self.checkpoint_activations}
-        slow["sequence_degree"] = self.sequence_degree != 1
+        slow = {"shard": self.shard, "sequence_degree": self.sequence_degree != 1}
         if self.graphs == "on" and (given := [f"learner.{name}" for name, on in slow.items() if on]):
             raise ValueError(
                 f"learner.graphs=on records steps that one learner computes as a whole, but {given[0]} is set; "

@@ -9,12 +9,15 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
+from weakref import finalize
 
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_map_only
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from embodied.core.types import ActionSpec, EnvSpec, Observation
 from embodied.learners.config import LearnerConfig
@@ -48,6 +51,7 @@ class Memory:
     )
     gradient: int = 0  # in float32, that a learner with shards adds up unsharded: all of it, or a block's
     acting: int = 0  # KV cache of one env row
+    deciding: int = 0  # the most memory at once of computing a decision of one env row
     products: float = 0.0  # multiplications of a forward pass of the longest conversation
 
     @property
@@ -121,6 +125,7 @@ def count(policy: Policy, config: LearnerConfig, inputs: dict[str, Any]) -> Memo
         gradient=whole_gradient(policy, config),
         acting=acting_bytes(policy, config),
         activations=saved_bytes(policy, config, inputs),
+        deciding=0 if policy.speaks else deciding_bytes(policy.to("meta")),
     )
 
 
@@ -139,6 +144,37 @@ def acting_bytes(policy: Policy, config: LearnerConfig) -> int:
     return policy.row_bytes(PROMPT)
 
 
+def deciding_bytes(policy: Any) -> int:
+    """The most bytes that exist at once while a policy reads one observation, besides its weights."""
+    obs = policy.as_tensors(made_up(policy, 1)["obs"])
+    with torch.inference_mode(), MostBytes() as memory:
+        policy.judge(obs)
+    return memory.most
+
+
+class MostBytes(TorchDispatchMode):
+    """Finds the most bytes of the tensors made inside that exist at once."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.now = self.most = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        known = {
+            tensor.untyped_storage()._cdata for tensor in tree_leaves((args, kwargs)) if isinstance(tensor, Tensor)
+        }
+        result = func(*args, **(kwargs or {}))
+        for tensor in tree_leaves(result):
+            if isinstance(tensor, Tensor) and (storage := tensor.untyped_storage())._cdata not in known:
+                self.now += storage.nbytes()
+                finalize(storage, self._free, storage.nbytes())
+        self.most = max(self.most, self.now)
+        return result
+
+    def _free(self, size: int) -> None:
+        self.now -= size
+
+
 def training_bytes(p: Tensor) -> int:
     """Bytes per trained weight: gradient, two moments, the vector for the all-reduce, and for half precision a float32
     copy."""
@@ -154,7 +190,7 @@ def saved_bytes(policy: Policy, config: LearnerConfig, inputs: dict[str, Any]) -
     places = inputs.pop("places", 0)
     kept, largest_block = kept_by_pass(policy, inputs, places)
     if config.checkpoint_activations:
-        recompute(policy)
+        recompute(policy, config.checkpoint_activations)
         kept = kept_by_pass(policy, inputs, places)[0] + largest_block
     return kept
 
@@ -178,7 +214,7 @@ def kept_by_pass(policy: Policy, inputs: dict[str, Any], places: int) -> tuple[i
         return sum(tensor.untyped_storage().nbytes() for tensor in seen.values())
 
     def counting(block: torch.nn.Module, forward: Callable[..., Any]) -> Callable[..., Any]:
-        kind = type(block), *(properties_of(p) for p in block.parameters())
+        kind = type(block), isinstance(forward, partial), *(properties_of(p) for p in block.parameters())
 
         def run(*args: Any, **named: Any) -> Any:
             nonlocal skipped

@@ -78,11 +78,17 @@ class Model:
         self.collective: Collective = Alone()  # ranks that must run a sharded network equally often
         self.table: PassTable | None = None  # set if ranks run passes together
         self.graphed: Any = None  # gradient steps that were recorded (`update.GraphedSteps`), or False: they cannot be
+        self.rescores = False  # True: log-probs of acting were too far from the policy's own (`Policy.gap_limits`)
         self.first_backward: float | None = None  # when it began, by time.perf_counter; of the update since it was None
         if config.checkpoint_activations:
-            recompute(policy)
+            recompute(policy, config.checkpoint_activations)
         if config.compile:
             compile_blocks(policy)
+
+    @property
+    def is_half(self) -> bool:
+        """True if some numbers are computed in half precision."""
+        return self.config.precision == "bf16" or getattr(self.policy.config, "dtype", "") == "bfloat16"
 
     @property
     def pack_tokens(self) -> int:
@@ -168,8 +174,9 @@ class FrozenFeatures:
             self.kept[name][items] = tensor
 
 
-def recompute(policy: Policy) -> None:
-    """Compute activations again in the backward pass. Policies have no randomness of their own to keep."""
+def recompute(policy: Policy, which: bool | str = True) -> None:
+    """Compute activations of these blocks (learner.checkpoint_activations) again in the backward pass. Policies have no
+    randomness of their own to keep."""
     from torch.utils.checkpoint import checkpoint
 
     if not policy.blocks():
@@ -177,7 +184,10 @@ def recompute(policy: Policy) -> None:
             f"learner.checkpoint_activations=true, but {type(policy).__name__} names no blocks to compute again; "
             "leave it out, or give the policy a method `blocks`"
         )
-    for block in policy.blocks():
+    seeing = {id(part) for name, part in policy.named_modules() if "vision" in name} if which == "language" else ()
+    for block in policy.blocks()[:: 2 if which == "half" else 1]:
+        if id(block) in seeing:
+            continue
         block.forward = partial(checkpoint, block.forward, use_reentrant=False, preserve_rng_state=False)
 
 

@@ -211,6 +211,16 @@ class RankBatch:
             masked = out_of_bounds(proximal, self.logprobs, self.mask, self.of, config)
         return replace(self, proximal=proximal if config.decoupled else None, masked=masked)
 
+    def rescored(self, model: Model, config: AlgoConfig, collective: Collective) -> RankBatch:
+        """The same batch with the learner's log-probs in place of those of acting, for decisions of the weights at the
+        start of the update. The gap between both stays in the metrics."""
+        scored = logprobs_of(model, self, config)
+        apart = torch.where(self.mask[:, :, None], scored - self.logprobs, 0.0).abs().amax((1, 2))
+        gap = torch.where(self.current, apart, 0.0).max() if len(self) else scored.new_zeros(())
+        largest = max(float(row[0]) for row in collective.gather(np.array([float(gap)])))
+        logprobs = torch.where(self.current[:, None, None], scored, self.logprobs)
+        return replace(self, logprobs=logprobs, metrics=self.metrics | {"train/logprob_gap": largest})
+
     @property
     def num_masked(self) -> Tensor:
         """The number [1] of this rank's items that are left out of the policy's loss."""

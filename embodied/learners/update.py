@@ -24,7 +24,7 @@ from embodied.core.errors import ConfigError, Diverged, EmbodiedError, WrongShap
 from embodied.core.rng import minibatches
 from embodied.core.types import BatchEnd, Trajectory
 from embodied.learners.model import KEPT_BYTES, Model, Pass, PolicyOptimizer, scheduled
-from embodied.learners.train_batch import OF_ITEMS, RankBatch, step_items
+from embodied.learners.train_batch import OF_ITEMS, RankBatch, step_items, take
 from embodied.policies.base import Scores
 from embodied.runtime.collective import Collective
 
@@ -201,7 +201,7 @@ class FixedPass:
     def __init__(self, batch: RankBatch, size: int, dtype: torch.dtype) -> None:
         device = batch.mask.device
         self.index = torch.zeros(size, dtype=torch.int64, device=device)
-        self.batch = batch.select(self.index)
+        self.batch = moved(batch.select(self.index), device)
         self.counts = torch.ones(size, dtype=dtype, device=device)  # 0 for padding items
         self.divisor, self.own_weight = (torch.ones((), dtype=dtype, device=device) for _ in range(2))
         self.graph: Any = None
@@ -217,7 +217,10 @@ class FixedPass:
         self.index[:count] = items
         self.index[count:].zero_()
         for name, tensor in tensors_of(batch).items():
-            torch.index_select(tensor, 0, self.index, out=buffers[name])
+            if tensor.device == self.index.device:
+                torch.index_select(tensor, 0, self.index, out=buffers[name])
+            else:
+                buffers[name].copy_(take(tensor, self.index))
         self.counts.fill_(1.0)
         for buffer in (self.counts, *(buffers[name] for name in UNCOUNTED)):
             buffer[count:].zero_()
@@ -321,7 +324,10 @@ def steps_of(
         raise ConfigError(f"learner.graphs=on: {reason}; try learner.graphs=auto")
     if reason:
         return PolicySteps(model, optimizer, config), batch
-    batch = moved(batch, model.device)
+    if model.policy.reads_words:
+        batch = replace(batch, obs=model.policy.as_tensors(batch.obs, "cpu"))
+    if sum(tensor.nbytes for tensor in tensors_of(batch).values()) <= KEPT_BYTES:  # else passes send their items
+        batch = moved(batch, model.device)
     try:
         if model.graphed is None or not model.graphed.is_valid:
             model.graphed = GraphedSteps(model, optimizer, config)
@@ -345,17 +351,14 @@ def why_not_graphs(model: Model, config: AlgoConfig, batch: RankBatch) -> str:
     if options.graphs == "off" or model.graphed is False:
         return "they are off"
     if options.graphs == "auto":
-        weights = sum(p.numel() for p in policy.parameters())
-        if model.device != "cuda" or weights > SMALL or options.shard or options.checkpoint_activations:
-            return "they are for small policies on GPUs"
-    if policy.speaks or not all(map(is_tensor, leaves(batch.obs))):
+        large = sum(p.numel() for p in policy.parameters()) > SMALL or options.checkpoint_activations
+        if model.device != "cuda" or options.shard or (large and not policy.reads_words):
+            return "they are for small policies on GPUs, and for policies that read instructions there"
+    if policy.speaks or not (policy.reads_words or all(map(is_tensor, leaves(batch.obs)))):
         return f"{type(policy).__name__} takes texts, which no graph reads"
     if config.logprob_level == "episode":
         return "algo.logprob_level=episode counts answers, whose number no graph knows"
-    if options.compile and model.device == "cpu":
-        return "learner.compile=true hides its operations on a CPU"
-    size = sum(tensor.nbytes for tensor in tensors_of(batch).values())
-    return f"the batch takes {size / 1e9:.3g} GB of the GPU" if size > KEPT_BYTES else ""
+    return "learner.compile=true hides its operations on a CPU" if options.compile and model.device == "cpu" else ""
 
 
 def update_policy(
@@ -364,6 +367,8 @@ def update_policy(
     """All epochs of one iteration. Returns means over the gradient steps for the log."""
     if config.decoupled or config.episode_mask != "none":  # scored before any step
         batch = batch.corrected(model, config)
+    elif model.rescores:
+        batch = batch.rescored(model, config, optimizer.collective)
     steps, batch = steps_of(model, optimizer, config, batch)
     for epoch in range(config.epochs):
         of_epoch = minibatches(batch.order(seed, end.iteration, epoch), step_items(config, batch.num_units))
@@ -374,7 +379,16 @@ def update_policy(
         # The mean KL over all ranks, measured before each gradient step.
         if config.target_kl is not None and steps.epoch_kl(epoch) / batch.num_units > config.target_kl:
             break
-    return steps.metrics(end, epoch + 1, batch)
+    metrics = steps.metrics(end, epoch + 1, batch)
+    limit = model.policy.gap_limits[model.is_half]
+    if (gap := metrics.get("train/logprob_gap", 0.0)) > limit and not (model.rescores or config.decoupled):
+        model.rescores = True
+        print(
+            f"log-probs of acting differ by {gap:.3g} nats, more than {limit:g}: from now on the learner computes them "
+            "again before its steps",
+            flush=True,
+        )
+    return metrics
 
 
 def check_divisor(model: Model, config: AlgoConfig) -> None:
@@ -466,7 +480,7 @@ def tensors_of(batch: RankBatch) -> dict[str, Tensor]:
     return {name: tensor for name, tensor in flat_dict(columns).items() if tensor is not None}
 
 
-def moved(batch: RankBatch, device: str) -> RankBatch:
+def moved(batch: RankBatch, device: torch.device | str) -> RankBatch:
     """The same batch, with the network's inputs on this device."""
 
     def move(array: Tensor) -> Tensor:

@@ -154,6 +154,7 @@ def planned(
     check_room(config, plan, topology, learn)
     if learn:
         check_learners(config, plan, topology, roles)
+        config = memory_check.with_checkpointing(config, plan, topology)
     memories = check_memory(config, plan, topology, learn)
     return config, replace(plan, memory=tuple(memory_check.describe_memory(memories)))
 

@@ -19,7 +19,7 @@ import numpy as np
 
 from embodied.config.recipe import RunConfig
 from embodied.config.sections import SCORERS
-from embodied.core.arrays import gather
+from embodied.core.arrays import gather, padded_rows
 from embodied.core.errors import CheckpointError, ConfigError
 from embodied.core.files import as_path
 from embodied.core.options import broken_rules, never_with, only_with
@@ -196,7 +196,8 @@ def loads(config: RunConfig, plan: PlacementPlan, learn: bool, memory: Memory | 
                 yield from divided_load("vLLM's cache", cache, host)
         return
     sharded = config.learner.shard and len(learners) > 1
-    acting = acting_bytes(config, memory, -(-config.env.num_envs // plan.count("policy")))
+    rows = -(-config.env.num_envs // plan.count("policy"))
+    acting, graphs = acting_bytes(config, memory, rows), graph_bytes(config, memory, rows)
     engine = memory.weights + acting if config.policy.speaks and config.policy.engine == "vllm" else 0
     divided = config.policy.worker_gpus > 1  # then GPUs hold parts of the engine's weights, the host the policy's
     for host in plan.hosts:
@@ -221,7 +222,7 @@ def loads(config: RunConfig, plan: PlacementPlan, learn: bool, memory: Memory | 
             own = memory.sharded(len(learners)) if sharded else memory.total - memory.weights + apart
             gradients = memory.gradient if sharded else 2 * EXACT * memory.num_trained
             yield Load("learner", own, host.node, device, UPDATE, discarded=memory.activations + gradients)
-        cache = 0 if engine else acting
+        cache = 0 if engine else acting + (graphs if on_gpu else 0)
         if "policy" in host.roles and (own := apart + cache):
             yield Load("policy", own, host.node, "" if divided else device, ROLLOUT, discarded=cache)
         if "policy" in host.roles and engine:  # a sleeping engine keeps no memory
@@ -281,6 +282,13 @@ def acting_bytes(config: RunConfig, memory: Memory, rows: int) -> float:
     return min(memory.acting * min(policy.max_running, rows), given or float("inf"))
 
 
+def graph_bytes(config: RunConfig, memory: Memory, rows: int) -> int:
+    """Bytes of a policy worker's recorded decisions, one for each number of rows up to its own."""
+    if config.learner.graphs == "off" or getattr(config.policy, "compile", True):
+        return 0
+    return memory.deciding * sum({padded_rows(count) for count in range(1, rows + 1)})
+
+
 def needs(config: RunConfig, plan: PlacementPlan, machines: Topology, learn: bool = True) -> list[Need]:
     """Every memory of the machines with counted contents."""
     estimated = measured_memory(config, plan.count("learner") if learn else 1)
@@ -304,6 +312,17 @@ def needs(config: RunConfig, plan: PlacementPlan, machines: Topology, learn: boo
     ]
 
 
+def with_checkpointing(config: RunConfig, plan: PlacementPlan, machines: Topology) -> RunConfig:
+    """The config with learner.checkpoint_activations=auto decided: the least to compute again that fits."""
+    if config.learner.checkpoint_activations != "auto":
+        return config
+    for which in (False, "half", "language", True):
+        decided = config.with_values("learner", checkpoint_activations=which)
+        if not any(need.excess for need in needs(decided, plan, machines)):
+            break
+    return decided
+
+
 def describe_memory(memories: list[Need]) -> list[str]:
     """One line for each group of equal memories."""
     alike = gather(((bool(need.device), str(need)), need) for need in memories)
@@ -324,7 +343,8 @@ def describe_seconds(config: RunConfig, plan: PlacementPlan, machines: Topology)
         return ""
     models = [gpu.model for node, at in held for gpu in nodes[node].gpus if f"gpu:{gpu.index}" == at]
     peaks = [PEAK_FLOPS.get(model, PEAK_FLOPS["H100"]) for model in models]
-    passes = 4 if config.learner.checkpoint_activations else 3  # a backward pass costs as much as two forward passes
+    # A backward pass costs as much as two forward passes
+    passes = {False: 3.0, "half": 3.5}.get(config.learner.checkpoint_activations, 4.0)
     answers = algo.groups * algo.group_size
     operations = 2 * passes * memory.products * answers * algo.epochs
     return (

@@ -2,8 +2,8 @@
 
 A pass of a small network has some hundred operations, and each takes a GPU less time than Python needs to launch it.
 `record` makes a CUDA graph. On a CPU it makes a `HostGraph` with the same rules: inputs are copied into fixed buffers,
-sizes never change, and results must not be read while recording. That is not faster, but lets tests compare recorded
-with ordinary passes without a GPU.
+sizes never change, results must not be read while recording, and no array is sent to the device. That is not faster,
+but lets tests compare recorded with ordinary passes without a GPU.
 """
 
 from __future__ import annotations
@@ -13,14 +13,16 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from embodied.core.arrays import Observation, flat_dict, is_tensor, leaves, map_obs
+from embodied.core.arrays import Observation, flat_dict, is_tensor, leaves, map_obs, num_rows, padded_rows
 
 WARM_UP = 3  # runs before CUDA records: libraries allocate their memory in the first run
 READS = ("_local_scalar_dense", "item", "nonzero", "_unique2", "unique_dim", "unique_consecutive", "masked_select")
-MOST = 4  # graphs of a function; each keeps its memory
+FETCHES, SENDS = ("cpu", "numpy", "tolist", "__array__"), ("tensor", "as_tensor")  # what a GPU waits for
+MOST = 16  # graphs; they share their temporary memory
 
 
 class HostGraph(TorchDispatchMode):
@@ -46,10 +48,21 @@ class HostGraph(TorchDispatchMode):
                     old.copy_(new)
 
 
+class NoTransfers(TorchFunctionMode):
+    """Refuses what a GPU cannot record: reading a tensor on the host, and sending numbers of the host to it."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = getattr(func, "__name__", "")
+        if name in FETCHES or (name in SENDS and not isinstance(args[0], Tensor | bool | int | float)):
+            raise RuntimeError(f"{name} goes to or from the host's memory while it is recorded")
+        return func(*args, **(kwargs or {}))
+
+
 def record(work: Callable[[], None], device: str, pool: Any = None) -> Any:
     """Returns a graph of the operations of `work`, with a method `replay`. Recording may run `work` several times."""
     if device != "cuda":
-        with HostGraph() as graph:
+        work()
+        with HostGraph() as graph, NoTransfers():
             work()
         return graph
     stream, cuda_graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
@@ -65,11 +78,31 @@ def record(work: Callable[[], None], device: str, pool: Any = None) -> Any:
 
 
 class Recordings:
-    """Graphs of a function of tensors, by the tensors' shapes and the weights' addresses."""
+    """Graphs of functions of tensors, by the tensors' shapes and the weights' addresses."""
 
     def __init__(self, device: str) -> None:
         self.device = device
         self.graphs: dict[tuple, Any] = {}  # inputs, graph and results; None: came once; False: cannot be recorded
+        self.failed = False
+        self.clear()
+
+    def clear(self) -> None:
+        """Forget all graphs, and free their memory."""
+        self.graphs.clear()
+        self.pool = torch.cuda.graph_pool_handle() if self.device == "cuda" else None  # temporary memory of all graphs
+        self.bytes = 0  # of that memory
+
+    def run_padded(
+        self, name: Hashable, work: Callable[..., Observation], inputs: Observation, weights: Iterable[Tensor]
+    ) -> Observation:
+        """`run` with a number of rows out of a few: the last row is repeated, and its repeated results are cut off."""
+        rows = num_rows(inputs)
+        more = padded_rows(rows) - rows
+
+        def padded(array: Tensor) -> Tensor:
+            return torch.cat([array, array[-1:].expand(more, *array.shape[1:])]) if more else array
+
+        return map_obs(lambda array: array[:rows], self.run(name, work, map_obs(padded, inputs), weights))
 
     def run(
         self, name: Hashable, work: Callable[..., Observation], inputs: Observation, weights: Iterable[Tensor]
@@ -96,8 +129,20 @@ class Recordings:
 
     def _recorded(self, work: Callable[..., Observation], inputs: Observation) -> Any:
         held, results = map_obs(torch.clone, inputs), dict[str, Any]()
+        before = self._reserved()
         try:
-            return held, record(lambda: results.update(work(**held)), self.device), results
+            graph = record(lambda: results.update(work(**held)), self.device, self.pool)
         except RuntimeError as err:
-            print(f"acting is not recorded: {err}", flush=True)
+            if not self.failed:
+                print(f"acting is not recorded: {err}", flush=True)
+            self.failed = True
             return False
+        self.bytes += max(0, self._reserved() - before)
+        return held, graph, results
+
+    def _reserved(self) -> int:
+        """The bytes that torch has taken from the device for tensors and graphs."""
+        if self.device != "cuda":
+            return 0
+        torch.cuda.empty_cache()
+        return torch.cuda.memory_reserved()

@@ -11,6 +11,7 @@ Weights stay empty until `initialise` or `load_weights`, so building a model cos
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +37,7 @@ from embodied.runtime.published_weights import Blob
 
 VALUE = "value_head."
 PATCHES = "patches"
+FELT = "felt"  # in an observation: the state in the model's units
 
 
 class PrismaticPolicy(VLAPolicy):
@@ -72,7 +74,7 @@ class PrismaticPolicy(VLAPolicy):
         self.exact = torch.promote_types(self.dtype, torch.float32)
         with torch.device("meta"):
             self.build()
-        self.to(self.dtype).to_empty(device="cpu")
+        layers.allocate(self.to(self.dtype))
         self.ranges = None if source else statistics.Ranges(self.stated[statistics.OWN])
 
     @classmethod
@@ -191,9 +193,15 @@ class PrismaticPolicy(VLAPolicy):
 
     # Prompts and images
 
-    def prompt_tokens(self, texts: list[str]) -> tuple[np.ndarray, np.ndarray]:
+    def prompt_tokens(self, texts: list[str], multiple: int = 1) -> tuple[np.ndarray, np.ndarray]:
         prompts = [self.settings.template.format(text.lower()) for text in texts]
-        return pad_rows([self.encode(text) for text in prompts], self.settings.pad_id, in_front=True)
+        ids = [self.encode(text) for text in prompts]
+        return pad_rows(ids, self.settings.pad_id, in_front=True, multiple=multiple)
+
+    def as_tensors(self, obs: Observation, device: torch.device | str | None = None) -> Observation:
+        ready = super().as_tensors(obs, device)
+        ready["images"] = {camera: self.images.through_rlds(ready["images"][camera]) for camera in self.cameras}
+        return ready
 
     def encode(self, text: str) -> list[int]:
         if self.fast is None:  # 0, 1 and 2 are unknown, begin and end
@@ -216,6 +224,8 @@ class PrismaticPolicy(VLAPolicy):
     def _pixels(self, obs: Observation) -> list[Tensor]:
         """Processed pixels of each camera [N, 3 * towers, size, size]."""
         frames = [tensor_of(obs["images"][camera], self.device) for camera in self.cameras]
+        if not isinstance(obs.get("instruction"), dict):
+            frames = [self.images.through_rlds(part) for part in frames]
         return [self.images(part).to(self.dtype) for part in frames]
 
     def _patch_features(self, *seen: Tensor) -> Tensor:
@@ -318,17 +328,22 @@ class OpenVLAPolicy(PrismaticPolicy):
 
     @torch.inference_mode()
     def act(self, obs: Observation, noise: np.ndarray, temperature: float = 1.0) -> PolicyOutput:
-        stack, uniform = self.language_model.model, torch.as_tensor(noise).to(self.device)
+        inputs = {"obs": self.as_tensors(obs), "uniform": tensor_of(noise, self.device)}
+        made = self.compute(("act", temperature), partial(self._decide, temperature), inputs)
+        actions = self.actions_of(self.codes.decode(made["tokens"]))
+        return PolicyOutput(
+            host(actions[:, None]),
+            host(made["logprobs"])[:, None],
+            host(made["values"]),
+            {"tokens": host(made["tokens"])[:, None]},
+        )
+
+    def _decide(self, temperature: float, obs: Observation, uniform: Tensor) -> dict[str, Tensor]:
         decoder = network.CompiledDecoder if self.config.compile else network.Decoder
         x, *masks = self._prefix(obs)
-        text = decoder(stack, self.cache, *masks, uniform.shape[1] - 1)
+        text = decoder(self.language_model.model, self.cache, *masks, uniform.shape[1] - 1)
         written, logprobs, values = self.write(text, x, uniform, temperature)
-        return PolicyOutput(
-            host(self.actions_of(self.codes.decode(written))[:, None]),
-            logprobs[:, None].cpu().numpy(),
-            values.cpu().numpy(),
-            {"tokens": host(written)[:, None]},
-        )
+        return {"tokens": written, "logprobs": logprobs, "values": values}
 
     def best_actions(self, obs: Observation, noise: Tensor | None) -> Tensor:
         x, *masks = self._prefix(obs)
@@ -352,8 +367,12 @@ class OpenVLAPolicy(PrismaticPolicy):
 
     @torch.inference_mode()
     def value(self, obs: Observation) -> np.ndarray:
+        return host(self.compute("value", self.judge, {"obs": self.as_tensors(obs)})["values"])
+
+    def judge(self, obs: Observation) -> dict[str, Tensor]:
         x, present, padded = self._prefix(obs)
-        return self._value(self.language_model.model(x, present, padded=padded, read=network.LAST)[:, -1]).cpu().numpy()
+        read = self.language_model.model(x, present, padded=padded, read=network.LAST)
+        return {"values": self._value(read[:, -1])}
 
     def forward(self, inputs: dict[str, Any]) -> Scores:
         chosen = self.tokens_of(inputs)[:, 0]
@@ -465,20 +484,28 @@ class OpenVLAOFTPolicy(PrismaticPolicy):
 
     @torch.inference_mode()
     def act(self, obs: Observation, noise: np.ndarray, temperature: float = 1.0) -> PolicyOutput:
+        inputs = {"obs": self.as_tensors(obs), "uniform": tensor_of(noise, self.device)}
+        made = self.compute(("act", temperature), partial(self._decide, temperature), inputs)
+        logprobs, values = (host(made.pop(name)) for name in ("logprobs", "values"))
+        units = made["units"] if self.head == "l1" else self.codes.decode(made["tokens"])
+        replay = {name: host(tensor) for name, tensor in made.items()}
+        return PolicyOutput(host(self.actions_of(units)), logprobs, values, replay)
+
+    def _decide(self, temperature: float, obs: Observation, uniform: Tensor) -> dict[str, Tensor]:
         hidden = self._hidden(obs)
-        uniform = tensor_of(noise, self.device).view(hidden.shape[:3])
+        uniform, values = uniform.view(hidden.shape[:3]), self._value(hidden[:, 0, 0])
         if self.head == "l1":
             center = self._center(hidden)
             units = center + temperature * self._log_scale().exp() * network.laplace_noise(uniform).to(self.exact)
             logprobs, _ = network.laplace(center, self._log_scale(), units)
-            replay = {"units": host(units)}
-        else:
-            logits = self._logits(hidden)
-            written = network.pick(logits, uniform, temperature)
-            logprobs, _ = network.action_scores(logits, written)
-            units, replay = self.codes.decode(written), {"tokens": host(written)}
-        actions = host(self.actions_of(units))
-        return PolicyOutput(actions, host(logprobs), host(self._value(hidden[:, 0, 0])), replay)
+            return {"units": units, "logprobs": logprobs, "values": values}
+        logits = self._logits(hidden)
+        written = network.pick(logits, uniform, temperature)
+        return {"tokens": written, "logprobs": network.action_scores(logits, written)[0], "values": values}
+
+    def as_tensors(self, obs: Observation, device: torch.device | str | None = None) -> Observation:
+        ready = super().as_tensors(obs, device)
+        return ready | ({FELT: self.proprio_statistics.to_unit(ready["state"])} if self.proprio else {})
 
     def best_actions(self, obs: Observation, noise: Tensor | None) -> Tensor:
         hidden = self._hidden(obs)
@@ -488,7 +515,10 @@ class OpenVLAOFTPolicy(PrismaticPolicy):
 
     @torch.inference_mode()
     def value(self, obs: Observation) -> np.ndarray:
-        return host(self._value(self._hidden(obs)[:, 0, 0]))
+        return host(self.compute("value", self.judge, {"obs": self.as_tensors(obs)})["values"])
+
+    def judge(self, obs: Observation) -> dict[str, Tensor]:
+        return {"values": self._value(self._hidden(obs)[:, 0, 0])}
 
     def forward(self, inputs: dict[str, Any]) -> Scores:
         hidden = self._hidden(inputs["obs"], inputs.get(PATCHES))
@@ -545,7 +575,7 @@ class OpenVLAOFTPolicy(PrismaticPolicy):
         )
         seen = self.projector(seen)
         if self.proprio:
-            state = self.proprio_statistics.to_unit(tensor_of(obs["state"], self.device))
+            state = obs[FELT] if FELT in obs else self.proprio_statistics.to_unit(tensor_of(obs["state"], self.device))
             seen = torch.cat([seen, self.proprio_projector(state.to(self.dtype))[:, None]], 1)
         x, mask = self._sequence(words, present, seen, numbers, after)
         begin, both = x.shape[1] - numbers - after - 1, self.config.bidirectional

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from embodied.core.arrays import tensor_of
+from embodied.core.arrays import host, tensor_of
 from embodied.core.errors import ConfigError
 from embodied.core.types import Observation
 from embodied.policies.pi0.config import Pi0Config
@@ -357,7 +357,7 @@ class Pi0Policy(FlowPolicy):
         """Keys and values of a frozen PaliGemma for images and words, with prompts of one length."""
         if self.config.train == "all":
             return {}
-        prefix = self._prefix(obs, self._unit_state(obs), self.settings.max_tokens)
+        prefix = self._prefix(obs, self.settings.max_tokens)
         hidden = {HIDDEN: prefix.hidden} if self.settings.adaptive else {}
         return {SEEN: prefix.stacked(), PRESENT: prefix.present} | hidden
 
@@ -372,7 +372,7 @@ class Pi0Policy(FlowPolicy):
             parts = [tensor_of(known[name], self.device) for name in (SEEN, PRESENT, HIDDEN) if name in known]
             prefix = networks.Prefix.unstacked(*parts)
         else:
-            prefix = self._prefix(obs, state, draws=draws)
+            prefix = self._prefix(obs, draws=draws)
         return replace(prefix, state=self._padded_state(state))
 
     def value_features(self, seen: networks.Prefix, hidden: Tensor | None) -> Tensor:
@@ -383,31 +383,35 @@ class Pi0Policy(FlowPolicy):
             hidden = self.model.suffix(seen, None, torch.ones(len(seen.state), device=self.device))
         return hidden[:, 0]
 
-    def prompt_tokens(self, texts: list[str]) -> tuple[np.ndarray, np.ndarray]:
+    def prompt_tokens(self, texts: list[str], multiple: int = 1) -> tuple[np.ndarray, np.ndarray]:
         if self.settings.adaptive and self.config.state_in_prompt:
             raise ConfigError(
                 "policy.state_in_prompt=true writes each state into the prompt, so its words are not known before; "
                 "python -m embodied.serve answers with such a policy"
             )
-        return self._padded_words(texts, [None] * len(texts))
+        return self._padded_words(texts, [None] * len(texts), multiple)
 
-    def _padded_words(self, texts: list[str], states: Any, width: int = 0) -> tuple[np.ndarray, np.ndarray]:
+    def _padded_words(
+        self, texts: list[str], states: Any, multiple: int = 1, width: int = 0
+    ) -> tuple[np.ndarray, np.ndarray]:
         most = self.settings.max_tokens
         sentences = [self.encode(prompt(text, row)) for text, row in zip(texts, states, strict=True)]
-        return pad_rows(sentences, most=most, least=most if self.config.dtype == "bfloat16" else width)
+        least = most if self.config.dtype == "bfloat16" else width
+        return pad_rows(sentences, most=most, least=least, multiple=multiple)
 
-    def _prefix(self, obs: Observation, state: Tensor, width: int = 0, draws: Tensor | None = None) -> networks.Prefix:
+    def prompts(self, obs: Observation, count: int, multiple: int = 1, width: int = 0) -> tuple[np.ndarray, np.ndarray]:
+        texts = self.instructions(obs, count)
+        states: Any = [None] * count
+        if self.settings.adaptive and self.config.state_in_prompt:
+            state = self._unit_state(obs)
+            states = np.zeros(state.shape) if state.is_meta else host(state)  # memory is counted by shapes
+        return self._padded_words(texts, states, multiple, width)
+
+    def _prefix(self, obs: Observation, width: int = 0, draws: Tensor | None = None) -> networks.Prefix:
         """The prefix of images and prompts, padded to at least `width` tokens. In half precision all prompts have one
         width, as in openpi: other padding changes rounding, by 0.1 nats of a log-prob."""
-        words = obs.get("instruction")
-        if not isinstance(words, tuple):  # an exported program has ids as inputs
-            texts = self.instructions(obs, len(state))
-            states: Any = [None] * len(texts)
-            if self.settings.adaptive and self.config.state_in_prompt:
-                states = np.zeros(state.shape) if state.is_meta else state.cpu().numpy()  # memory is counted by shapes
-            padded = self._padded_words(texts, states, width)
-            words = tuple(tensor_of(part, self.device) for part in padded)
         pixels = self._pixels(obs)
+        words = self.word_ids(obs, pixels.shape[0], width=width)[:2]
         if draws is not None:
             pixels = augmented(pixels, draws.view(len(draws), -1, DRAWS))
         with torch.set_grad_enabled(torch.is_grad_enabled() and self.config.train == "all"):

@@ -195,8 +195,8 @@ class SmolVLAPolicy(FlowPolicy):
         prefix = for_acting(self.config, SmolVLANetwork.prefix, self.device)
         return prefix(self.model, self._pixels(obs), *self.word_ids(obs, state.shape[0])[:2], self._padded_state(state))
 
-    def prompt_tokens(self, texts: list[str]) -> tuple[np.ndarray, np.ndarray]:
-        return pad_rows([self.encode(text) for text in texts], most=self.settings.max_tokens)
+    def prompt_tokens(self, texts: list[str], multiple: int = 1) -> tuple[np.ndarray, np.ndarray]:
+        return pad_rows([self.encode(text) for text in texts], most=self.settings.max_tokens, multiple=multiple)
 
     def value_features(self, seen: networks.Prefix, hidden: Tensor | None) -> Tensor:
         return seen.hidden

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from embodied.core.arrays import host, tensor_of
+from embodied.core.arrays import host, map_obs, tensor_of
 from embodied.core.errors import CheckpointError, ConfigError
 from embodied.core.files import reading
 from embodied.core.types import EnvSpec, NoiseSpec, Observation, PolicyOutput
@@ -33,6 +33,7 @@ from embodied.policies.vla import statistics
 from embodied.policies.vla.config import FlowConfig
 from embodied.policies.vla.flow_network import Prefix
 from embodied.policies.vla.image_processor import with_bars
+from embodied.policies.vla.layers import allocate
 from embodied.policies.vla.lora import add_lora
 from embodied.policies.vla.policy import VLAPolicy, check_sizes, for_acting
 from embodied.runtime.published_weights import Blob, read_safetensors, write_safetensors
@@ -149,6 +150,7 @@ class FlowPolicy(VLAPolicy):
     """Families implement `read`, `suffix` and `value_features`, and describe their folders and networks."""
 
     own_scales = statistics.SCALES
+    gap_limits = (0.01, 0.4)  # of a sum of densities, which differ more
     companions = (*files.TOKENIZER_FILES, "policy_*.json", "policy_*.safetensors", *statistics.STATS_FILES)
     settings: Any
     settings_of: ClassVar[Callable[..., FlowSettings]]  # arguments: config.json, the weights' names, policy.name
@@ -182,7 +184,7 @@ class FlowPolicy(VLAPolicy):
             self.use_half_precision()
         for name, child in self.named_children():
             if f"{name}." not in statistics.SCALES:
-                child.to_empty(device="cpu")
+                allocate(child)
 
     # Implemented by families
 
@@ -340,8 +342,16 @@ class FlowPolicy(VLAPolicy):
             return self._act(obs, noise, temperature)
 
     def _act(self, obs: Observation, noise: np.ndarray, temperature: float) -> PolicyOutput:
-        before = self._before(obs)
-        x, extra, first = self._split(tensor_of(noise, self.device))
+        before, inputs = self._before(obs), {"obs": self.as_tensors(obs), "noise": tensor_of(noise, self.device)}
+        work = partial(self._decide, temperature, before)
+        made = map_obs(host, work(**inputs) if before else self.compute(("act", temperature), work, inputs))
+        actions, logprobs, values = (made.pop(name) for name in ("actions", "logprobs", "values"))
+        return PolicyOutput(actions, logprobs, values, made)
+
+    def _decide(
+        self, temperature: float, before: tuple[Tensor, Tensor] | None, obs: Observation, noise: Tensor
+    ) -> dict[str, Tensor]:
+        x, extra, first = self._split(noise)
         seen = self.read(obs)
         chain, densities, values = [x], [unit_density(x)] if self._joint else [], None
         for step in range(self.config.steps):
@@ -358,12 +368,8 @@ class FlowPolicy(VLAPolicy):
             x = after
             chain.append(x)
         logprobs = torch.stack(densities).sum(0) / (len(densities) if self._joint else 1)
-        return PolicyOutput(
-            host(self._env_actions(x, obs)),
-            self._played_numbers(logprobs).cpu().numpy(),
-            values.cpu().numpy(),
-            self._remember(chain, first),
-        )
+        made = {"actions": self._env_actions(x, obs), "logprobs": self._played_numbers(logprobs), "values": values}
+        return made | self._remember(chain, first)
 
     def _before(self, obs: Observation) -> tuple[Tensor, Tensor] | None:
         """The actions that a chunk should continue, in the model's units and filled up to a chunk, and their weights;
@@ -388,7 +394,10 @@ class FlowPolicy(VLAPolicy):
 
     @torch.inference_mode()
     def value(self, obs: Observation) -> np.ndarray:
-        return self._value(self.read(obs), None).cpu().numpy()
+        return host(self.compute("value", self.judge, {"obs": self.as_tensors(obs)})["values"])
+
+    def judge(self, obs: Observation) -> dict[str, Tensor]:
+        return {"values": self._value(self.read(obs), None)}
 
     def forward(self, inputs: dict[str, Any]) -> Scores:
         if self.is_counted:
@@ -528,13 +537,13 @@ class FlowPolicy(VLAPolicy):
         features = self.value_features(seen, hidden).to(self.exact)
         return self.value_head(features.detach() if self.config.detach_value else features).squeeze(-1).to(self.exact)
 
-    def _remember(self, chain: list[Tensor], first: Tensor) -> dict[str, np.ndarray]:
+    def _remember(self, chain: list[Tensor], first: Tensor) -> dict[str, Tensor]:
         """The points before and after the scored step, and that step."""
         points = torch.stack(chain, dim=1)
         if not self._joint:
             rows = torch.arange(len(points), device=points.device)
             points = torch.stack([points[rows, first], points[rows, first + 1]], dim=1)
-        return {"chain": points.cpu().numpy(), "first": first.cpu().numpy()}
+        return {"chain": points, "first": first}
 
     def _env_actions(self, x: Tensor, obs: Observation) -> Tensor:
         """Converts points in the model's units to actions in the env's units."""

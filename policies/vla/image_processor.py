@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import io
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import Any
 
 import numpy as np
 import torch
@@ -19,6 +21,24 @@ from embodied.core.errors import ConfigError
 #
 # Pillow sums integers: weights in units of 2^-22, rounded (.5 up) to grey levels after each of two passes, columns and
 # rows, so the result is equal on every device. TensorFlow rounds once, at the end.
+
+
+def constants(make: Callable[..., Any], *arguments: Any, device: torch.device) -> tuple[Tensor, ...]:
+    """Arrays that depend on sizes alone, as tensors. They stay on their device, since a graph cannot send them
+    (`device_graphs.py`)."""
+    traced = device.type == "meta" or torch.compiler.is_compiling()
+    return (sent_constants.__wrapped__ if traced else sent_constants)(make, arguments, device)
+
+
+@lru_cache(maxsize=256)
+def sent_constants(make: Callable[..., Any], arguments: Any, device: torch.device) -> tuple[Tensor, ...]:
+    with torch.inference_mode(False):
+        return tuple(torch.as_tensor(part).to(device) for part in make(*arguments))
+
+
+def given(*numbers: Any) -> Any:
+    return numbers
+
 
 BITS = 22
 UNITS, HALF = 2.0**BITS, 2 ** (BITS - 1)  # units of Pillow's weights
@@ -68,9 +88,7 @@ def as_pillow(pixels: Tensor, shape: tuple[int, int], kernel: str) -> Tensor:
     levels = pixels.to(torch.int32)
     for axis, wanted in ((3, shape[1]), (2, shape[0])):
         if levels.shape[axis] != wanted:
-            places, units = (
-                torch.from_numpy(part).to(pixels.device) for part in resize_taps(kernel, levels.shape[axis], wanted)
-            )
+            places, units = constants(resize_taps, kernel, levels.shape[axis], wanted, device=pixels.device)
             across = [-1 if each == axis else 1 for each in range(4)]
             summed = sum(
                 levels.index_select(axis, places[:, n]) * units[:, n].view(across) for n in range(units.shape[1])
@@ -130,9 +148,12 @@ class ImageProcessor:
     rlds: bool = False  # True: frames are first processed as in RLDS data sets
     filter: str = "bicubic"  # the filter for resizing
 
+    def through_rlds(self, frames: Tensor) -> Tensor:
+        """Frames as in RLDS data sets, if asked for; on the host."""
+        return as_in_rlds(frames, self.size) if self.rlds else frames
+
     def __call__(self, frames: Tensor) -> Tensor:
         """uint8 [N, H, W, 3] -> float32 [N, 3 * towers, size, size]."""
-        frames = as_in_rlds(frames, self.size) if self.rlds else frames
         pixels = frames.permute(0, 3, 1, 2).float()
         if self.strategy == "letterbox":
             pixels = letterbox(pixels, self.bars)
@@ -151,7 +172,7 @@ class ImageProcessor:
         return int(self.size * height / short), int(self.size * width / short)
 
     def _moments(self, like: Tensor) -> list[tuple[Tensor, Tensor]]:
-        return [tuple(torch.tensor(part, device=like.device) for part in moments) for moments in self.normalize]
+        return [constants(given, *moments, device=like.device) for moments in self.normalize]
 
 
 def processor_of(
@@ -227,7 +248,8 @@ def letterbox(pixels: Tensor, colour: tuple[int, ...]) -> Tensor:
     height, width = pixels.shape[2:]
     side = max(height, width)
     bars = [(side - width) // 2, (side - height) // 2]
-    canvas = column(torch.tensor([float(part) for part in colour], device=pixels.device))
+    (grey,) = constants(given, tuple(map(float, colour)), device=pixels.device)
+    canvas = column(grey)
     canvas = canvas.expand(pixels.shape[0], 3, height + 2 * bars[1], width + 2 * bars[0]).clone()
     canvas[:, :, bars[1] : bars[1] + height, bars[0] : bars[0] + width] = pixels
     return canvas
@@ -243,7 +265,8 @@ def crop(pixels: Tensor, area: float) -> Tensor:
     """Crops this part of a square frame's area and resizes it: bilinear with aligned corners, rounded to grey levels
     like TensorFlow, with which published models were tuned."""
     reach = math.sqrt(area)
-    theta = torch.tensor([[reach, 0.0, 0.0], [0.0, reach, 0.0]], device=pixels.device).expand(pixels.shape[0], 2, 3)
+    (theta,) = constants(given, ((reach, 0.0, 0.0), (0.0, reach, 0.0)), device=pixels.device)
+    theta = theta.expand(pixels.shape[0], 2, 3)
     grid = F.affine_grid(theta, list(pixels.shape), align_corners=True)
     looked = F.grid_sample(pixels, grid, mode="bilinear", padding_mode="border", align_corners=True)
     return (looked * (255.5 / 255)).floor().clamp(0, 255)

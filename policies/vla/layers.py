@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
+from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,6 +14,18 @@ from torch.nn import functional as F
 
 ADAPTER = "default"  # peft's name of a layer's adapter
 RotaryTables = tuple[Tensor, Tensor]  # of the rotary embedding [N, L, 1, head_dim]: cosines, and sines with signs
+
+
+is_empty: ContextVar[bool] = ContextVar("is_empty", default=False)  # True: weights hold no numbers yet
+
+
+def allocate(module: nn.Module) -> None:
+    """Give a module without memory its memory, which stays untouched."""
+    token = is_empty.set(True)
+    try:
+        module.to_empty(device="cpu")
+    finally:
+        is_empty.reset(token)
 
 
 class NamedParts(nn.Module):
@@ -200,7 +213,9 @@ def lay_side_by_side(linears: Sequence[nn.Module]) -> None:
     for tensors in ([layer.weight for layer in linears], [layer.bias for layer in linears], downs):
         kinds = {(type(p), p.dtype, p.device, p.shape[1:], p.requires_grad) for p in tensors if p is not None}
         if len(kinds) == 1 and type(tensors[0]) is nn.Parameter and side_by_side(tensors) is None:
-            parts = torch.cat([*tensors]).split([len(each) for each in tensors])
+            sizes = [len(each) for each in tensors]
+            shape = sum(sizes), *tensors[0].shape[1:]
+            parts = (tensors[0].new_empty(shape) if is_empty.get() else torch.cat([*tensors])).split(sizes)
             for each, rows in zip(tensors, parts, strict=True):
                 each.data = rows
             side_by_side(tensors)  # and forget the memory before

@@ -12,7 +12,7 @@ import os
 import re
 import shutil
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from functools import cache, wraps
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from embodied.core.arrays import tensor_of
+from embodied.core.arrays import map_obs, num_rows, tensor_of
 from embodied.core.errors import CheckpointError, ConfigError
 from embodied.core.types import EnvSpec, Observation
 from embodied.policies.policy_folder import CONFIG, TOKENIZER, copy_files, write_shards
@@ -62,12 +62,18 @@ def hashed_words(text: str, count: int) -> list[int]:
 
 
 def pad_rows(
-    sequences: list[list[int]], pad: int = 0, most: int | None = None, least: int = 0, in_front: bool = False
+    sequences: list[list[int]],
+    pad: int = 0,
+    most: int | None = None,
+    least: int = 0,
+    in_front: bool = False,
+    multiple: int = 1,
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Pads rows to ids [N, L] and a mask, with at most and at least so many ids per row. Padding comes last, or with
-    `in_front` after a row's first id."""
+    """Pads rows to ids [N, L] and a mask, with at most and at least so many ids per row, a `multiple` if that is not
+    more than `most`. Padding comes last, or with `in_front` after a row's first id."""
     rows = [sequence[:most] for sequence in sequences]
-    width = max(least, *map(len, rows))
+    width = -(-max(least, *map(len, rows)) // multiple) * multiple
+    width = width if most is None else min(width, most)
     ids, present = np.full((len(rows), width), pad, np.int64), np.zeros((len(rows), width), bool)
     for row, sequence in enumerate(rows):
         places = np.arange(len(sequence))
@@ -77,6 +83,8 @@ def pad_rows(
 
 
 KEYFRAMES = "keyframe_head."
+IDS, IS_WORD = "ids", "is_word"  # an instruction as tensors [N, L]; without a mask nothing is padded
+PROMPT_STEP = 32  # recorded programs take prompts whose length is a multiple, once there are several lengths
 AHEAD = 2  # the next keyframe and the end
 COMPILERS = ("g++", "clang++", "c++")
 
@@ -85,7 +93,9 @@ class VLAPolicy(PublishedPolicy):
     """A published policy with images and an instruction. Families implement the methods that raise."""
 
     takes_device_noise = True
+    reads_words = True
     any_image_size = True
+    gap_limits = (0.01, 0.2)  # a fifth is about the bound of PPO's ratios
     value_names = ("value_head.",)
     vocabulary: tuple[str, str]  # for `fast_tokenizer`: the model's name, and where to get its vocabulary
     companions: tuple[str, ...]  # patterns of files that are copied unchanged beside the weights
@@ -96,6 +106,7 @@ class VLAPolicy(PublishedPolicy):
     def __init__(self, config: Any, spec: EnvSpec) -> None:
         super().__init__(with_adapter_options(config), spec)
         self.adapters = config.lora_path and Path(config.lora_path)
+        self.lengths: set[int] = set()  # of prompts in recorded decisions
         self.source = self.folder_of(self.config) if self.config.pretrained else None
         self.origin = self.source and self.source.path
 
@@ -223,13 +234,43 @@ class VLAPolicy(PublishedPolicy):
         """The instruction of each of `count` rows."""
         return obs["instruction"] if self.spec.instruction else [self.config.instruction] * count
 
-    def word_ids(self, obs: Observation, count: int) -> tuple[Tensor, Tensor, bool]:
-        """The word ids [N, L] of the instructions of `count` rows, their mask, and whether there may be padding. In an
-        exported program ids and mask are inputs."""
-        if isinstance(given := obs.get("instruction"), tuple):
-            return *given, True
-        ids, is_word = self.prompt_tokens(self.instructions(obs, count))
+    def prompts(self, obs: Observation, count: int, multiple: int = 1, **_: int) -> tuple[np.ndarray, np.ndarray]:
+        """The word ids [N, L] of the prompts of `count` rows, and their mask."""
+        return self.prompt_tokens(self.instructions(obs, count), multiple)
+
+    def word_ids(self, obs: Observation, count: int, **width: int) -> tuple[Tensor, Tensor, bool]:
+        """The word ids [N, L] of the prompts of `count` rows, their mask, and whether there may be padding."""
+        if isinstance(given := obs.get("instruction"), dict):
+            ids = given[IDS]
+            is_word = given.get(IS_WORD)
+            return (ids, torch.ones_like(ids, dtype=torch.bool), False) if is_word is None else (ids, is_word, True)
+        ids, is_word = self.prompts(obs, count, **width)
         return tensor_of(ids, self.device), tensor_of(is_word, self.device), not is_word.all()
+
+    def as_tensors(self, obs: Observation, device: torch.device | str | None = None) -> Observation:
+        """The observation as tensors, with the words of its prompts as instruction. With a `device` (of a learner's
+        recorded passes) they stay there; else they are sent to the policy's."""
+        seen = {name: obs[name] for name in ("images", "state") if name in obs}
+        count, recorded = num_rows(seen), self.recordings is not None or device is not None
+        several = recorded and len(self.lengths) > 1
+        ids, is_word = self.prompts(obs, count, PROMPT_STEP if several else 1)
+        if recorded and not several:
+            self.lengths.update(is_word.sum(1).tolist())
+            if len(self.lengths) > 1:
+                ids, is_word = self.prompts(obs, count, PROMPT_STEP)
+        words = {IDS: ids} if is_word.all() else {IDS: ids, IS_WORD: is_word}
+        return map_obs(lambda array: tensor_of(array, device or self.device), seen | {"instruction": words})
+
+    def judge(self, obs: Observation) -> dict[str, Tensor]:
+        """The values [N] of observations as `as_tensors` returns them."""
+        raise NotImplementedError
+
+    def compute(self, name: Hashable, work: Callable[..., Observation], inputs: Observation) -> Observation:
+        """The results of `work(**inputs)` on tensors; a policy worker on a GPU records it."""
+        if self.recordings is None or not torch.is_inference_mode_enabled():
+            return work(**inputs)
+        addresses = (*self.parameters(), *self.buffers(), *self.cache_tensors())
+        return self.recordings.run_padded(name, work, inputs, addresses)
 
     def write_folder(self, folder: Path, tensors=None, specs=None) -> None:
         super().write_folder(folder, tensors, specs)

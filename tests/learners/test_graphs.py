@@ -182,7 +182,7 @@ def test_graphs_are_refused_where_sizes_or_operations_are_unknown(monkeypatch):
     assert why_not_graphs(model, PPOConfig(**PPO), texts) == "MLPPolicy takes texts, which no graph reads"
     assert not why_not_graphs(model, PPOConfig(**PPO), share)
     model.config = LearnerConfig()
-    assert why_not_graphs(model, PPOConfig(**PPO), share) == "they are for small policies on GPUs"
+    assert why_not_graphs(model, PPOConfig(**PPO), share).startswith("they are for small policies on GPUs")
     model.device = "cuda"
     assert not why_not_graphs(model, PPOConfig(**PPO), share)
 

@@ -58,8 +58,9 @@ def test_gradients_of_micro_batches_add_up_to_that_of_the_minibatch(plain, size)
     assert numbers == pytest.approx(plain[2], abs=1e-9)
 
 
-def test_computing_activations_again_changes_nothing(plain):
-    policy, _, numbers = trained(checkpoint_activations=True)
+@pytest.mark.parametrize("which", [True, "half", "language", "auto"])
+def test_computing_activations_again_changes_nothing(plain, which):
+    policy, _, numbers = trained(checkpoint_activations=which)
     assert largest_difference(policy, plain[0]) == 0 and numbers == plain[2]
 
 

@@ -67,12 +67,14 @@ def test_what_is_counted_is_what_a_small_learner_holds(options):
 
 
 def test_checkpointing_keeps_less_and_adapters_train_less():
-    plain, again = (
-        count(p, LearnerConfig(checkpoint_activations=flag), made_up(p, 2))
-        for flag in (False, True)
+    plain, half, language, again = (
+        count(p, LearnerConfig(checkpoint_activations=which), made_up(p, 2))
+        for which in (False, "half", "language", True)
         for p in (build(OpenVLAConfig, name="openvla"),)
     )
     assert again.activations < 0.5 * plain.activations and again.training == plain.training
+    assert again.activations < min(half.activations, language.activations)
+    assert max(half.activations, language.activations) < 0.9 * plain.activations
 
 
 def test_activations_that_are_computed_again_are_counted_block_by_block():

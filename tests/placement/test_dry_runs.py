@@ -119,8 +119,9 @@ def test_a_published_model_of_full_size_is_refused_where_it_cannot_act():
         changed = {key: old.model_copy(update=new) for key, (old, new) in {"policy": policy, "cluster": there}.items()}
         return launch.planned(config.model_copy(update=changed), learn=False, dry=True)[1]
 
-    # seven billion weights of two bytes; eight rows of 320 tokens with 32 layers x 2 x 4096 numbers of two bytes
-    assert "policy 16.4" in acting("1xGPU").memory[0]
+    # seven billion weights of two bytes; eight rows of 320 tokens with 32 layers x 2 x 4096 numbers of two bytes;
+    # graphs of 1, 2, 4 and 8 rows, 33 MB a row
+    assert "policy 16.9" in acting("1xGPU").memory[0]
     assert "policy 15.3" in acting("8xGPU").memory[0]  # a row each
     assert "of 24 GB" in acting("1xL4").memory[0]
     with pytest.raises(
@@ -135,6 +136,20 @@ def counted_as(monkeypatch):
     return lambda **parts: monkeypatch.setattr(
         memory_check, "measured_memory", lambda config, ranks: Memory(1, 1, **parts)
     )
+
+
+def test_activations_are_computed_again_where_memory_asks_for_it(monkeypatch):
+    """With learner.checkpoint_activations=auto, on GPUs of 80 GB: of as few blocks as possible."""
+    activations = {False: 60e9, "half": 30e9, "language": 10e9, True: 5e9, "auto": 5e9}
+    for weights, which in {10e9: False, 35e9: "half", 60e9: "language", 67e9: True}.items():
+
+        def measured(config, ranks, weights=weights):
+            of = activations[config.learner.checkpoint_activations]
+            return Memory(1, 1, weights=weights, training=1e9, activations=of)
+
+        monkeypatch.setattr(memory_check, "measured_memory", measured)
+        config, _ = planned("maniskill_ppo_openvla", "1xGPU", "learner.checkpoint_activations=auto")
+        assert config.learner.checkpoint_activations == which
 
 
 def test_a_run_that_does_not_fit_is_refused_with_options_that_save_memory(counted_as):

@@ -1,0 +1,124 @@
+"""Decisions of VLA policies that are recorded as graphs: the CPU's stand-in decides as without them."""
+
+import numpy as np
+import pytest
+import torch
+from tiny_vla import TEXTS, build, noise, observe
+
+from embodied.core.arrays import padded_rows
+from embodied.runtime.device_graphs import Recordings
+
+LORA, HALF = {"lora_rank": 2}, {"dtype": "bfloat16"}
+OFT = {"name": "openvla_oft", "chunk": 2}
+CASES = {
+    "openvla": {"name": "openvla"},
+    "openvla, adapters in half precision": {"name": "openvla", **LORA, **HALF},
+    "openvla, rlds": {"name": "openvla", "rlds_images": True},
+    "oft": OFT | LORA | HALF,
+    "oft that regresses": OFT | {"head": "l1", "proprio": True, "film": True},
+    "pi0": {"name": "pi0", "exploration": "flow_noise", **LORA},
+    "pi0 in half precision": {"name": "pi0", **HALF},
+    "pi05": {"name": "pi05", **LORA, "state_in_prompt": True},
+    "smolvla": {"name": "smolvla", "steps": 3, "exploration": "flow_noise", **HALF},
+}
+PADDED = {"float32": 1e-5, "bfloat16": 0.15}  # other numbers of rows and widths are rounded otherwise
+
+
+def with_trained_adapters(policy):
+    with torch.no_grad():
+        for name, tensor in policy.named_parameters():
+            if "lora_B" in name:
+                tensor.normal_(0, 0.05, generator=torch.Generator().manual_seed(len(name)))
+    return policy
+
+
+def pair(case):
+    """A policy, and one with the same weights whose decisions are recorded."""
+    plain, recorded = (with_trained_adapters(build(**CASES[case])) for _ in range(2))
+    recorded.recordings = Recordings("cpu")
+    return plain, recorded
+
+
+def graphs_of(policy):
+    return [graph for graph in policy.recordings.graphs.values() if graph]
+
+
+def assert_equal(one, other, tolerance=0.0):
+    for name in ("actions", "logprobs", "values"):
+        wanted, found = (np.asarray(getattr(each, name), np.float64) for each in (one, other))
+        np.testing.assert_allclose(found, wanted, rtol=0, atol=tolerance, err_msg=name)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_recorded_decisions_are_those_of_others(case):
+    """From the second request of a kind on; the first two have as many rows as the graph, and one prompt."""
+    plain, recorded = pair(case)
+    for seed in range(4):
+        obs, draws = observe(4, texts=TEXTS[:1], seed=seed), noise(plain, 4, seed=seed)
+        assert_equal(plain.act(obs, draws), recorded.act(obs, draws))
+        assert np.array_equal(plain.value(obs), recorded.value(obs))
+    assert len(graphs_of(recorded)) == 2 and not recorded.recordings.failed
+    best = [each.act(obs, draws, temperature=0.0).actions for each in (plain, recorded)]
+    assert np.array_equal(*best)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_rows_and_prompts_are_padded_to_few_sizes_which_changes_answers_by_rounding_alone(case):
+    plain, recorded = pair(case)
+    recorded.act(observe(4), noise(plain, 4))  # it has seen prompts of two lengths
+    tolerance = PADDED[plain.config.dtype]
+    for rows in (3, 4, 3):
+        obs, draws = observe(rows, seed=rows), noise(plain, rows, seed=rows)
+        wanted, found = plain.act(obs, draws), recorded.act(obs, draws)
+        assert found.actions.shape == wanted.actions.shape
+        if tolerance > 1e-2 and "tokens" in wanted.replay:  # another token is another action
+            alike = (found.replay["tokens"] == wanted.replay["tokens"]).reshape(rows, -1).all(1)
+            np.testing.assert_allclose(found.values, wanted.values, atol=tolerance)
+            assert alike.any()
+        else:
+            assert_equal(wanted, found, tolerance)
+        np.testing.assert_allclose(recorded.value(obs), plain.value(obs), atol=tolerance)
+    assert len(graphs_of(recorded)) == 2, "three and four rows share their graphs"
+
+
+def test_rows_do_not_depend_on_their_company():
+    _, recorded = pair("openvla, adapters in half precision")
+    obs, draws = observe(3), noise(recorded, 3)
+    for _ in range(3):
+        together = recorded.act(obs, draws)
+    others = observe(3, seed=5)
+    others["images"] = {name: np.concatenate([obs["images"][name][:1], frames[1:]])
+                        for name, frames in others["images"].items()}  # fmt: skip
+    others["state"][:1] = obs["state"][:1]
+    assert np.array_equal(recorded.act(others, draws).logprobs[0], together.logprobs[0])
+
+
+def test_new_weights_need_no_new_graph():
+    plain, recorded = pair("openvla, adapters in half precision")
+    obs, draws = observe(2, texts=TEXTS[:1]), noise(plain, 2)
+    for _ in range(3):  # the first one allocates the KV cache
+        before = recorded.act(obs, draws)
+    kept = graphs_of(recorded)
+    weights = {name: tensor.float() * 1.5 for name, tensor in plain.state_dict().items()}
+    for policy in (plain, recorded):
+        policy.load_weights(weights)
+    after = recorded.act(obs, draws)
+    assert not np.array_equal(after.values, before.values)
+    assert_equal(plain.act(obs, draws), after)
+    assert graphs_of(recorded) == kept
+
+
+def test_a_decision_that_cannot_be_recorded_is_made_as_ever_and_the_log_says_so_once(capsys):
+    plain, recorded = pair("openvla")
+    embed = recorded._embed
+    recorded._embed = lambda chosen: embed(chosen) if chosen.tolist() else None
+    for rows in (2, 4):
+        obs, draws = observe(rows, texts=TEXTS[:1]), noise(plain, rows)
+        for _ in range(3):
+            assert_equal(plain.act(obs, draws), recorded.act(obs, draws))
+    assert not graphs_of(recorded)
+    assert capsys.readouterr().out.count("acting is not recorded: tolist goes to or from the host's memory") == 1
+
+
+def test_numbers_of_rows():
+    assert [padded_rows(rows) for rows in (1, 2, 3, 8, 33, 64, 65, 200)] == [1, 2, 4, 8, 64, 64, 128, 256]
