@@ -126,7 +126,7 @@ def write(out: Path, source: PolicySource, recipe: Path | None, repository: str,
 
 
 def write_model(folder: Path, source: PolicySource) -> None:
-    """The weights in the layout that they came in, if they began with a published folder; else as they are."""
+    """The weights, in the layout of the published folder that the run began with, else in ours."""
     from embodied.policies import load_policy
 
     assert source.folder is not None, "it has weights"
@@ -146,7 +146,7 @@ def recipe_without_places(recipe: Path) -> dict[str, Any]:
 
 
 def without_folders(value: Any) -> Any:
-    """The values, of absolute paths only the last name."""
+    """The values; absolute paths are cut to their last name."""
     if isinstance(value, dict):
         return {key: without_folders(part) for key, part in value.items()}
     if isinstance(value, list):
@@ -173,7 +173,7 @@ def evaluation_of(source: PolicySource, run: Path | None) -> Evaluated | None:
 def card(
     folder: Path, source: PolicySource, recipe: dict[str, Any], played: Evaluated | None, name: str, options: Options
 ) -> str:
-    """The model card: what it is, how well it does, how it came to be, how to use it."""
+    """The model card: the policy, its success, its training, and commands that use it."""
     family, env = source.config.name, recipe.get("env") or {}
     format_of = "lerobot" if read_json(folder / CONFIG).get("type") == family else ""
     kind = "text-generation" if source.config.speaks else "robotics"
@@ -254,11 +254,11 @@ def hub_itself() -> Any:
 
 
 def upload(folder: Path, repository: str, options: Options, hub: Any) -> None:
-    """One commit with all files; nothing that is in the repository is deleted. Raises EmbodiedError with the way on."""
+    """Upload all files in one commit, without deleting any file. Raises EmbodiedError with the next step."""
     again = f"{folder} is whole; the same command goes on, and sends no file twice that has arrived"
     try:
         hub.whoami()
-    except Exception as err:  # no token, one that is not valid any more, or no connection
+    except Exception as err:  # no token, an expired token, or no connection
         raise EmbodiedError(
             f"the hub does not know you ({in_a_line(err)}): hf auth login, or HF_TOKEN; {again}"
         ) from None

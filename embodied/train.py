@@ -308,7 +308,9 @@ def open_folder(loaded: Loaded, command: str, run: Path | None, checkpoint: Path
     """A new folder, or the resumed run's folder."""
     config = loaded.config
     if run is None:
-        return RunFolder.create(config.run.dir, loaded.name, loaded.yaml, command)
+        folder = RunFolder.create(config.run.dir, loaded.name, loaded.yaml, command)
+        folder.record(recipe=loaded.recipe)  # a run from Python has none in its command
+        return folder
     from embodied.run.policy_source import check_continues
 
     check_continues(run, checkpoint, config)

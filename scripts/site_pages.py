@@ -16,7 +16,7 @@ from mkdocs.structure.files import File, Files
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
 FROM_ROOT = {"README.md": "index.md", "CHANGELOG.md": "changelog.md", "CONTRIBUTING.md": "contributing.md"}
-KEYS_IN_ONE_LINE = "td:first-child code { white-space: nowrap }"
+STYLE = "td:first-child code { white-space: nowrap } .md-grid { max-width: 76rem }"  # tables are wide
 LINK = re.compile(r"(\]\()(?!https?:|#)([^)#\s]+)")
 
 
@@ -32,7 +32,7 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
         files.append(File.generated(config, page.src_uri, content=moved(text, "docs")))
     made = {target: moved((ROOT / name).read_text(), "") for name, target in FROM_ROOT.items()}
     made |= {"examples.md": moved((ROOT / "examples/README.md").read_text(), "examples")}
-    made |= {"options.md": options(), "python.md": python_api(), "site.css": KEYS_IN_ONE_LINE}
+    made |= {"options.md": options(), "python.md": python_api(), "site.css": STYLE}
     for name, text in made.items():
         files.append(File.generated(config, name, content=text))
     shown = [path for path in (ROOT / "assets").iterdir() if path.suffix in (".png", ".gif", ".svg")]
@@ -73,9 +73,10 @@ def options() -> str:
     for (key, text), kinds in owners.items():
         if (here := key.partition(".")[0]) != section:
             section = here
-            lines += ["", f"## {section}", "", "| key | values, [default] and meaning |", "| --- | --- |"]
+            lines += ["", f"## {section}", "", "| key | value [default] | meaning |", "| --- | --- | --- |"]
         only = f" *({', '.join(kinds)})*" if kinds[0] else ""
-        lines.append(f"| `{key}` | {cell(text)}{only} |")
+        value, _, meaning = text.partition("  ")
+        lines.append(f"| `{key}` | {cell(value)} | {cell(meaning)}{only} |")
     return "\n".join(lines)
 
 
@@ -87,9 +88,9 @@ def python_api() -> str:
     import embodied
 
     lines = ["# Python", "", "What `import embodied` offers. Each name is imported on first use.", ""]
-    homes = {name: f"{name}.call" for name in embodied._COMMANDS}
-    homes |= {name: f"{home}.{name}" for name, home in embodied._HOMES.items()}
-    for name, home in homes.items():
-        heading = f"{{heading: embodied.{name}, toc_label: {name}}}"
-        lines += [f"::: embodied.{home}", f"    options: {heading}", ""]
+    homes = {name: (f"{name}.call", "show_signature: false") for name in embodied._COMMANDS}
+    homes |= {name: (f"{home}.{name}", "") for name, home in embodied._HOMES.items()}
+    for name, (home, more) in homes.items():
+        options = f"{{heading: embodied.{name}, toc_label: {name}, {more}}}"
+        lines += [f"::: embodied.{home}", f"    options: {options}", ""]
     return "\n".join(lines)

@@ -15,7 +15,7 @@ PRINTS = {
     "from_python": r"four episodes of my own: \[",
     "two_runs": r"gym_ppo +return \d",
     "gym_images": r"caught at first and at last: \d+%",
-    "text_tool": r"right answers \[",
+    "text_tool": r"right answers in .*: \d+%, \d+%",
     "vla_folder": r"success [\d.]+ videos",
     "maniskill_task": r"success \[",
 }

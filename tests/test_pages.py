@@ -67,6 +67,10 @@ PAGES = {
         Step("list tasks", "PushCube-v1"),
         Step("embodied.train(", re.compile(r" [\d.]+ [\d.]+$"), swap=("=(200|40)", "=4")),
     ],
+    "first_ten_minutes.md": [
+        Step("train recipe=pointmass_ppo$", "finished after"),
+        Step("train resume=", "resumed from", "run.iterations=3"),
+    ],
     "own_task.md": [
         Step(
             "check env.task=my_tasks",
@@ -439,3 +443,12 @@ def follow(step, command, folder, here):
         printed = apart(command, folder)
     for told in step.told if isinstance(step.told, tuple) else (step.told,):
         assert told in printed if isinstance(told, str) else told.search(printed), f"{command}\n{printed}"
+
+
+MISTAKES = re.findall(r"^\$ (python -m embodied.*)\n(error: .*)$", Page("first_ten_minutes.md").text, re.M)
+
+
+@pytest.mark.parametrize(("command", "told"), MISTAKES)
+def test_a_mistake_is_answered_as_its_page_says(command, told, tmp_path, monkeypatch, capsys):
+    (tmp_path / "runs").mkdir()
+    assert runner(tmp_path, monkeypatch, capsys)(command, code=2) == told

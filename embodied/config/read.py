@@ -2,7 +2,7 @@
 
 Later sources win: the recipe's base, the recipe, the command line. A plain value is replaced as a whole, a section key
 by key. A section is a key with subkeys: one model, or several variants with different `name`s. Naming another variant
-drops what earlier sources set for the old one.
+drops the values of the old variant.
 
 Files and values are simple YAML: only true and false are booleans (`off` stays a word), 1e-4 is a number, and the same
 key twice is a mistake.
@@ -313,7 +313,7 @@ def drop_superseded(tree: Tree, root: Section, key: Key, value: Any, source: Sou
 
 
 def drop_training_only(tree: Tree, root: Section, source: Source) -> None:
-    """Before the command line of an evaluation is merged: drop what is for training only, unless it is named."""
+    """Before the command line of an evaluation is merged: drop options for training only, unless it names them."""
     section, values = root.section_at(("env",)), tree.section(("env",))
     model = section.variants.get(section.tag_of(values)) if section and values else None
     keys = model.training_only(values) if model and values else ()

@@ -149,7 +149,7 @@ def read_run_entry(folder: Path, info: dict[str, Any]) -> Entry:
     check_info(info)
     last = last_row(folder / "metrics.jsonl")
     words = map(str, info.get("provenance", {}).get("command", ()))
-    recipe = next((word.removeprefix("recipe=") for word in words if word.startswith("recipe=")), "-")
+    recipe = info.get("recipe") or next((word[7:] for word in words if word.startswith("recipe=")), "-")
     success: object = "-"
     if results := newest_results(folder / "eval"):
         success = success_of(read_object(results))
@@ -158,7 +158,7 @@ def read_run_entry(folder: Path, info: dict[str, Any]) -> Entry:
     return Entry(
         folder,
         "killed" if was_killed(folder, info) else info.get("state", "-"),
-        recipe,
+        str(recipe),
         task_of(folder / "config.yaml"),
         info.get("cause", "") if info.get("state") in ("failed", "stopped") else "",
         success,

@@ -55,6 +55,7 @@ OwnOptions = TypeVar("OwnOptions", bound=Strict)
 WIDTH = 118
 LONGER = 4  # factor for the advised length of a run without success
 
+NO_SPACE = "; free some space or choose another run.dir"
 UNSAVED = "; the training after the last checkpoint is lost"
 
 
@@ -86,8 +87,7 @@ def run(
     except OSError as err:
         where = f" ({err.filename})" if err.filename else ""
         full = err.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-        advice = "free some space or choose another run.dir" if full else "choose another run.dir"
-        print(f"error: {err.strerror or err}{where}; {advice}", file=sys.stderr)
+        print(f"error: {err.strerror or err}{where}{NO_SPACE * full}", file=sys.stderr)
         return 1
 
 

@@ -13,6 +13,8 @@ from typing import Any
 
 import numpy as np
 import sapien
+from mani_skill.sensors.camera import CameraConfig
+from mani_skill.utils.sapien_utils import look_at
 from sapien.render import RenderBodyComponent, RenderShapeTriangleMesh
 
 from embodied.core.errors import ConfigError, nearest
@@ -145,7 +147,8 @@ def merge_vertices(part: Any, scale: np.ndarray) -> RenderShapeTriangleMesh:
 
 
 # Frames for videos, from the task's camera for people. A batched CPU env has a scene and renderer per row; its camera
-# is made when a row is first recorded.
+# is made when a row is first recorded. A task without such a camera is seen as most of ManiSkill's table tasks are.
+DEFAULT_CAMERA = CameraConfig("default", look_at([0.6, 0.7, 0.6], [0.0, 0.0, 0.35]), 512, 512, fov=1.0)
 
 
 def video_frames(envs: list[Any], batched: bool, rows: np.ndarray, cameras: dict[int, Any], size: int) -> np.ndarray:
@@ -162,7 +165,7 @@ def video_frames(envs: list[Any], batched: bool, rows: np.ndarray, cameras: dict
 
 
 def add_camera(env: Any, scene: sapien.Scene, size: int) -> Any:
-    wanted = env._default_human_render_camera_configs
+    wanted = env._default_human_render_camera_configs or DEFAULT_CAMERA
     config = (
         next(iter(wanted.values())) if isinstance(wanted, dict) else wanted[0] if isinstance(wanted, list) else wanted
     )

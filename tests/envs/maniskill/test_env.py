@@ -152,6 +152,12 @@ def test_frames_show_each_row_from_the_tasks_camera(batched):
     assert np.abs(frames[0].astype(int) - frames[1]).max() > 30  # the cubes lie elsewhere
 
 
+def test_a_task_without_a_camera_for_people_is_filmed(batched, monkeypatch):
+    monkeypatch.setattr(type(batched.envs[0]), "_default_human_render_camera_configs", [])
+    monkeypatch.setattr(batched, "_cameras", {})
+    assert batched.render_rows(np.array([1])).std() > 10
+
+
 def test_building_leaves_no_replacement_behind(batched):
     import sapien
     from mani_skill.envs import sapien_env
