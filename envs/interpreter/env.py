@@ -239,7 +239,8 @@ def pass_on(lines: Any, last: deque[str]) -> None:
 def end(process: subprocess.Popen | None, wire: Wire) -> None:
     if process is not None:
         process.kill()
-        process.wait(END_S)
+        with suppress(subprocess.TimeoutExpired):  # on a busy machine a large process takes its time to end
+            process.wait(END_S)
     wire.close()
 
 
@@ -380,7 +381,7 @@ class ForeignEnv(VectorEnv):
         return ForeignExpert(self._process, self._number, kind, tick)
 
     def close_extras(self, **kwargs: Any) -> None:
-        with suppress(errors.EmbodiedError, RuntimeError):
+        with suppress(errors.EmbodiedError, RuntimeError, OSError):  # OSError: its process was ended before
             self._process.call("close", self._number)
         self._process.envs.discard(self._number)
         self._process.end_if_unused()
