@@ -97,6 +97,10 @@ def check_trains(loaded: Loaded, program: type[EmbodiedLoop]) -> Loaded:
                 f"recipe={loaded.recipe} evaluates published models: {evaluate}; to train one by RL: "
                 f"recipe={'|'.join(others)} policy.pretrained=FOLDER (docs/published.md)"
             )
+    if loaded.config.algo.imitation:
+        from embodied.workflows.imitation import check_kept_data
+
+        check_kept_data(loaded.config)
     return loaded
 
 
@@ -123,8 +127,8 @@ def follow(
     if loaded.dry_run:
         from embodied.run.rehearsal import rehearse
 
-        imitators = plan.count("learner") if program.command == "sft" else 0
-        rehearse(config, *([origin] if origin else []), imitators=imitators)
+        examples = config.sft if program.command == "sft" else config.algo.imitation
+        rehearse(config, *([origin] if origin else []), examples=examples, imitators=plan.count("learner"))
         print("\n".join([launch.describe(config, plan, weights=config.resume), *launch.notes(loaded)]))
         print(launch.describe_saving(config))
         print(launch.describe_learner(config), end="")

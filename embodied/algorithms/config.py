@@ -17,6 +17,26 @@ Beta = Annotated[float, Field(ge=0, lt=1)]
 Weight = Annotated[float, Field(ge=0)]
 
 
+class KeptImitation(Strict):
+    """algo.imitation: demonstrations, or answered prompts, that every gradient step of RL also imitates."""
+
+    kl_coef: ClassVar[float] = 0.0
+
+    data: LocalPath | None = Field(
+        None, description="As sft.data; null: a text env's own solutions; the env's expert demonstrates first."
+    )
+    names: dict[str, str] = Field({}, description="As sft.names.")
+    episodes: int | None = Field(None, gt=0, description="As sft.episodes.")
+    cache: LocalPath | None = Field(None, description="As sft.cache.")
+    weight: float = Field(0.1, gt=0, description="Weight of the imitation loss in the first iteration.")
+    decay: float = Field(1.0, gt=0, le=1, description="Factor on the weight after each iteration.")
+    minibatch_size: int = Field(
+        128, gt=0, description="Demonstrated env steps, or conversations, per gradient step, over all learners."
+    )
+
+    section = "algo.imitation."
+
+
 class PolicyGradientConfig(Strict):
     """The options of all algorithms: gradient steps on the clipped policy loss."""
 
@@ -59,6 +79,13 @@ class PolicyGradientConfig(Strict):
         gt=1,
         description="Evaluations play, and checkpoints also hold, the exponential mean of the weights after each "
         "iteration, over about so many iterations; training goes on with the weights themselves; null: no mean.",
+    )
+
+    imitation: KeptImitation | None = Field(
+        None,
+        description="Every gradient step also imitates demonstrations: {data: FOLDER, weight: 0.1, decay: 0.98, "
+        "minibatch_size: 128}, and names, episodes, cache as in sft; weight times decay^iteration multiplies the loss "
+        "of embodied.sft; the deviation of continuous actions stays RL's. null: RL alone.",
     )
 
     logprob_level: Literal["action_dim", "action", "chunk", "episode"] = Field(

@@ -34,6 +34,7 @@ COMMAND_LINE = "command line"
 Key = tuple[str, ...]
 ENV_NAME, ENV_TASK, CLUSTER, EVAL_SETS = ("env", "name"), ("env", "task"), ("cluster",), ("eval", "sets")
 ENV_PYTHON = ("env", "python")
+WITH_PATHS = {("algo", "imitation"): ("data", "cache")}  # plain values with paths
 
 
 @dataclass(frozen=True)
@@ -342,6 +343,10 @@ def _own_path(root: Section, key: Key, value: Any, folder: Path, values: dict | 
         return files if isinstance(value, list) else files[0]
     if key == EVAL_SETS and isinstance(value, dict):
         return {name: _set_with_path(each, folder) for name, each in value.items()}
+    if key in WITH_PATHS and isinstance(value, dict):
+        return {name: _own_path(root, (*key, name), one, folder, None) for name, one in value.items()}
+    if key[-1] in WITH_PATHS.get(key[:-1], ()) and isinstance(value, str) and not is_data_set(value):
+        return str(folder / as_path(value))
     section = root.section_at(key[:-1])
     field = section.field(key[-1], values) if section else None
     mark = path_mark(field) if field else None

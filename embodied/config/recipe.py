@@ -275,6 +275,11 @@ TRAINING = (
     never_with(
         "algo.average", {"eval.interleave": True}, "evaluations beside a rollout play the weights that act in it"
     ),
+    never_with(
+        "learner.sequence_degree",
+        {"algo.imitation": bool},
+        "RL and imitation divide no passes in one gradient step; leave it out",
+    ),
     # Roles.
     only_with("roles.reference", {"algo.kl_coef": bool}, "try algo.kl_coef=0.01, or leave it out"),
     only_with("roles.critic", {"algo.name": "ppo"}, "no other algorithm learns values; try algo.name=ppo"),

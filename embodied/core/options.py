@@ -116,6 +116,9 @@ def written(value: Any) -> str:
     """A value as it is written in a recipe."""
     if value is None or isinstance(value, bool):
         return {None: "null", True: "true", False: "false"}[value]
+    if isinstance(value, BaseModel):
+        told = [name for name in type(value).model_fields if name in value.model_fields_set]
+        return f"{{{', '.join(f'{name}: {written(getattr(value, name))}' for name in told)}}}"
     if isinstance(value, (tuple, list)):
         return f"[{', '.join(map(written, value))}]"
     return f"{value:g}" if isinstance(value, float) else str(value)

@@ -24,7 +24,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from embodied.algorithms.config import SFTConfig
+from embodied.algorithms.config import KeptImitation, SFTConfig
 from embodied.core import rng
 from embodied.core.arrays import map_obs
 from embodied.core.conversations import pictures_in
@@ -34,8 +34,10 @@ from embodied.datasets import RecordedEpisode, read_dataset
 from embodied.learners.examples import Example, beginning_of, read_examples, solved_examples
 from embodied.learners.model import Pass, lr_factor
 from embodied.learners.update import GradientSteps
-from embodied.learners.worker import LearnerWorker
+from embodied.learners.worker import MOVING_S, LearnerWorker
 from embodied.policies.base import Policy
+
+STEPS = 2**16  # more than the gradient steps of an iteration of RL
 
 
 class ImitationLearner(LearnerWorker):
@@ -48,17 +50,23 @@ class ImitationLearner(LearnerWorker):
                 parameter.requires_grad_(False)
         return policy
 
+    @property
+    def options(self) -> SFTConfig | KeptImitation:
+        """The options of the data."""
+        return self.algo
+
     def open_data(self) -> int:
         """Read the demonstrations; a policy without trained weights takes their moments into its observation
         normaliser. Returns the number of items of all ranks."""
         policy = self.policy
-        dataset = read_dataset(self.algo.data, images=bool(policy.spec.images), names=self.algo.names)
-        count = min(self.algo.episodes or len(dataset), len(dataset))
+        options = self.options
+        dataset = read_dataset(options.data, images=bool(policy.spec.images), names=options.names)
+        count = min(options.episodes or len(dataset), len(dataset))
         lengths = [entry["length"] for entry in dataset.entries[:count]]
         block = env_blocks(count, self.world_size)[self.rank]
         self.demos = Demonstrations(policy.spec, policy.horizon, sum(lengths[: block.start]), sum(lengths))
         num_items = sum(lengths[block.start : block.stop])
-        seen = self.demos.read((dataset[number] for number in block), num_items, self.algo.cache)
+        seen = self.demos.read((dataset[number] for number in block), num_items, options.cache)
         moments = [policy.observation_moments(map_obs(lambda array: array[:, None], obs)) for obs in seen]
         if moments[0] is not None and not self.started:
             policy.merge_observation_moments(np.concatenate(self.collective.gather(np.concatenate(moments))))
@@ -287,7 +295,7 @@ class TextImitationLearner(ImitationLearner):
             raise ConfigError(
                 f"policy.name={self.policy_config.name} is not a language model; try policy.name=language"
             )
-        config = self.algo
+        config = self.options
         given = read_examples(config.data, config.episodes, config.names) if config.data else None
         total = config.episodes if given is None else len(given)
         if total < self.world_size:
@@ -307,6 +315,59 @@ class TextImitationLearner(ImitationLearner):
     def _micro_batches(self, items: Tensor) -> Sequence[Tensor]:
         packs = into_packs(self.demos.sizes[items.numpy(), 0].tolist(), self.model.pack_tokens)
         return [items[pack] for pack in packs]
+
+
+class ImitatingLearner(ImitationLearner):
+    """A learner of RL whose gradient steps also imitate (algo.imitation). Its minibatch of items follows from the run's
+    seed, the iteration and the number of the step, so a resumed run takes the same ones."""
+
+    algo: Any  # of RL
+
+    @property
+    def options(self) -> KeptImitation:
+        return self.algo.imitation
+
+    def new_policy(self, spec: EnvSpec, start: Path | None) -> Policy:
+        policy = LearnerWorker.new_policy(self, spec, start)
+        if self.config.shard and policy.deviations():
+            raise ConfigError(
+                "algo.imitation leaves the deviation of actions to RL, which learner.shard=true cannot; try "
+                "learner.shard=false"
+            )
+        return policy
+
+    def open_data(self) -> int:
+        with self.alive(MOVING_S):
+            total = super().open_data()
+        self.model.imitation = self.imitate_too
+        return total
+
+    def imitate_too(self, steps: GradientSteps, iteration: int, divisor: float, count: float) -> None:
+        """Add the gradient of the next minibatch of demonstrations, times `count`, and its loss, times `divisor`."""
+        options, number, total = self.options, len(steps.steps), self.demos.total
+        order = rng.generator(self.seed, "imitation", iteration).permutation(total)
+        size = min(options.minibatch_size, total)
+        minibatch = np.take(order, np.arange(number * size, (number + 1) * size), mode="wrap")
+        items = minibatch - self.demos.first
+        items = torch.from_numpy(items[(items >= 0) & (items < len(self.demos))])
+        weight, items_count = options.weight * options.decay**iteration, self._count(minibatch)
+
+        def loss_of(micro_batch: Pass) -> tuple[Tensor, Tensor]:
+            loss, parts = self.loss_of(iteration * STEPS + number, items_count, micro_batch)
+            numbers = torch.zeros_like(steps.sums)
+            numbers[-1] = parts[0] * divisor
+            return loss * (weight * count), numbers
+
+        deviations = [p for p in self.policy.deviations() if p.requires_grad]
+        for parameter in deviations:
+            parameter.requires_grad_(False)
+        steps.add_passes(self._passes(self._micro_batches(items)), loss_of, 1.0)
+        for parameter in deviations:
+            parameter.requires_grad_(True)
+
+
+class ImitatingTextLearner(ImitatingLearner, TextImitationLearner):
+    """The same for conversations."""
 
 
 def into_packs(lengths: list[int], most: int) -> list[slice]:

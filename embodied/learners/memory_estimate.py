@@ -86,6 +86,8 @@ def estimate(config: RunConfig, items: int = 1) -> Memory | None:
     if policy is None:
         return None
     rows = config.learner.micro_batch_size or config.algo.minibatch_size or items
+    if config.algo.imitation and not config.learner.micro_batch_size:
+        rows = max(rows, config.algo.imitation.minibatch_size)
     inputs = made_up(policy, rows) if not kind.speaks else conversations(longest_pass(policy, config.learner))
     if kind.speaks and env_class(config.env).shows_pictures(config.env):
         inputs["places"] = longest_pass(policy, config.learner)  # an upper bound, as if pictures filled the prompts

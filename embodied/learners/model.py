@@ -77,6 +77,7 @@ class Model:
         self.dtype = torch.promote_types(first.dtype, torch.float32)  # dtype of losses and exchanged gradients
         self.collective: Collective = Alone()  # ranks that must run a sharded network equally often
         self.table: PassTable | None = None  # set if ranks run passes together
+        self.imitation: Any = None  # adds the imitation loss of RL (`imitation.ImitatingLearner.imitate_too`)
         self.graphed: Any = None  # gradient steps that were recorded (`update.GraphedSteps`), or False: they cannot be
         self.rescores = False  # True: log-probs of acting were too far from the policy's own (`Policy.gap_limits`)
         self.first_backward: float | None = None  # when it began, by time.perf_counter; of the update since it was None

@@ -32,6 +32,7 @@ SMALL = 10_000_000  # largest number of weights of a policy with recorded steps
 SIZES = 8  # most sizes of padded minibatches, each with its own graph
 UNCOUNTED = ("mask", "current", "weights")  # zeros for padding items
 LossOf = Callable[[Pass], tuple[Tensor, Tensor]]  # the loss of a pass, a sum, and numbers for the log
+IMITATION = "imitation_loss"  # of algo.imitation
 MISMATCH = ("mismatch_k3", "mismatch_error")  # log-probs compared with act time, in the first step
 
 
@@ -118,7 +119,8 @@ class PolicySteps(GradientSteps):
     """The gradient steps of the policy's loss, and of its values'."""
 
     def __init__(self, model: Model, optimizer: PolicyOptimizer, config: AlgoConfig) -> None:
-        super().__init__(model, optimizer, (*loss_terms(config), *model.policy.own_losses, *MISMATCH))
+        imitation = [] if config.imitation is None else [IMITATION]  # the last one
+        super().__init__(model, optimizer, (*loss_terms(config), *model.policy.own_losses, *MISMATCH, *imitation))
         self.config = config
         # Largest gap and k3 of a decision, and largest error of a conversation
         self.largest = torch.full((3,), -math.inf, dtype=model.dtype, device=model.device)
@@ -163,6 +165,12 @@ class PolicySteps(GradientSteps):
         self.add(batch, batch.own_units)
         self.counts += self.counts.new_tensor([batch.loss_count, batch.weight_sum, batch.num_units])
 
+    def imitate(self, end: BatchEnd, divisor: float, count: float = 1.0) -> None:
+        """With algo.imitation add its gradient to that of this step, whose statistics will be divided by `divisor`, and
+        its gradient by `count`."""
+        if self.model.imitation is not None:
+            self.model.imitation(self, end.iteration, divisor, count)
+
     def epoch_kl(self, epoch: int) -> float:
         """The sum of `approx_kl` over the epoch's units. Waits for the device."""
         steps = [step for step in self.steps if step.epoch == epoch]
@@ -173,6 +181,7 @@ class PolicySteps(GradientSteps):
         count, counted, units = self.optimizer.collective.sum(self.counts).tolist()
         if not units:
             return {}
+        self.imitate(end, counted or 1.0, count or 1.0)
         self.step(self.lr_factor(end), 0, int(units), counted or 1.0, count or 1.0)
         ages = {"train/staleness": 0.0, "train/staleness_max": 0.0, "train/staleness_0": 1.0}  # `check_version`
         return self.metrics(end, 1) | ages
@@ -375,6 +384,7 @@ def update_policy(
         for minibatch, owned in zip(of_epoch, batch.split_own_units(of_epoch), strict=True):
             units = len(minibatch)
             steps.add(batch, owned, batch.divisor(units))
+            steps.imitate(end, batch.stats_divisor(units))
             steps.step(steps.lr_factor(end), epoch, units, batch.stats_divisor(units))
         # The mean KL over all ranks, measured before each gradient step.
         if config.target_kl is not None and steps.epoch_kl(epoch) / batch.num_units > config.target_kl:

@@ -19,10 +19,10 @@ if TYPE_CHECKING:
     from embodied.core.types import EnvSpec
 
 
-def rehearse(config: RunConfig, *sources: PolicySource, imitators: int = 0) -> None:
+def rehearse(config: RunConfig, *sources: PolicySource, examples: Any = None, imitators: int = 0) -> None:
     """Build the env and open the policies' classes and folders, to find their errors in a dry run. `imitators`: the
-    number of learners that imitate sft.data. An env for GPUs of other machines is built on cores; if its files are
-    missing on this machine, the check is left to the other machines."""
+    number of learners that imitate `examples`, config.sft or algo.imitation. An env for GPUs of other machines is built
+    on cores; if its files are missing on this machine, the check is left to the other machines."""
     policies = [source.config for source in sources] or [config.policy]
     for policy in policies:
         rehearse_policy(policy)
@@ -39,10 +39,10 @@ def rehearse(config: RunConfig, *sources: PolicySource, imitators: int = 0) -> N
         for policy in policies:
             policy.check_images(shown)
     check_all_fit([source for source in sources if not trained_in(source, env)], env)
-    if imitators and config.sft.data is not None and not kind.speaks:
+    if examples and examples.data is not None and not kind.speaks:
         from embodied.workflows.imitation import check_dataset
 
-        check_dataset(config.sft, built_spec(env), imitators)
+        check_dataset(examples, built_spec(env), imitators)
 
 
 def check_all_fit(sources: list[PolicySource], env: Any) -> None:

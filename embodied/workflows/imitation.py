@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from embodied.algorithms.config import SFTConfig
+from embodied.algorithms.config import KeptImitation, SFTConfig
 from embodied.core.errors import ConfigError
 from embodied.core.types import EnvSpec, EpisodeResult
 from embodied.envs import env_class
@@ -20,6 +20,7 @@ from embodied.workflows.rl_loop import LEARNER, PLAYERS, EmbodiedLoop, learner_a
 
 if TYPE_CHECKING:
     from embodied.config.recipe import RunConfig
+    from embodied.envs.config import EnvConfig
     from embodied.workflows.workers import Workers
 
 
@@ -44,9 +45,7 @@ class RecordedEpisodes(BatchSource):
     def __init__(self, workers: Workers) -> None:
         """The learners open the dataset, if it fits the env."""
         self.config, self.learners = workers.config.sft, workers.learners
-        if not workers.spec.text:
-            check_dataset(self.config, workers.spec, len(self.learners))
-        self.num_items = self.learners.open_data().wait()[0]
+        self.num_items = open_data(workers, self.config)
         self.learned = 0  # items of the last iteration
 
     def total_iterations(self) -> int:
@@ -75,39 +74,68 @@ class ImitationLoop(EmbodiedLoop):
     make_source = RecordedEpisodes
 
 
+def open_data(workers: Workers, options: SFTConfig | KeptImitation) -> int:
+    """The learners open the dataset, if it fits the env; returns its number of items."""
+    if not workers.spec.text:
+        check_dataset(options, workers.spec, len(workers.learners))
+    return workers.learners.open_data().wait()[0]
+
+
 def check_data(config: RunConfig) -> None:
-    """Refuse demonstrations or examples that do not fit this env or these options."""
-    kind = env_class(config.env)
+    """Refuse demonstrations or examples of sft that do not fit this env or these options."""
+    items = "conversations" if env_class(config.env).speaks else "env steps"
+    if (
+        config.sft.data is not None or env_class(config.env).speaks
+    ):  # else a dry run whose dataset will be collected first
+        config.sft.check_warmup(count_items(config.env, config.sft), items)
+
+
+def check_kept_data(config: RunConfig) -> None:
+    """The same for algo.imitation, if it is set."""
+    kept = config.algo.imitation
+    if kept and kept.data is None and not env_class(config.env).speaks:
+        raise ConfigError(
+            "algo.imitation names no demonstrations; set its data: python -m embodied.collect recipe=NAME out=demos/A, "
+            "then algo.imitation={data: demos/A}"
+        )
+    if kept:
+        count_items(config.env, kept)
+
+
+def count_items(env: EnvConfig, options: SFTConfig | KeptImitation) -> int:
+    """The number of items. Refuses data that do not fit this env or these options."""
+    kind = env_class(env)
     if kind.speaks:
-        check_examples(config, kind)
-    elif config.sft.data is not None:  # else a dry run whose dataset will be collected first
-        from embodied.datasets import read_dataset
+        return check_examples(env, options, kind)
+    from embodied.datasets import read_dataset
 
-        dataset = read_dataset(config.sft.data, images=False, names=config.sft.names)
-        dataset.check_whole(config.sft.episodes)
-        config.sft.check_warmup(sum(each["length"] for each in dataset.entries[: config.sft.episodes]), "env steps")
+    dataset = read_dataset(options.data, images=False, names=options.names)
+    dataset.check_whole(options.episodes)
+    return sum(each["length"] for each in dataset.entries[: options.episodes])
 
 
-def check_examples(config: RunConfig, kind: type[TextEnv]) -> None:
+def check_examples(env: EnvConfig, options: SFTConfig | KeptImitation, kind: type[TextEnv]) -> int:
     """Refuse an unreadable file, prompts without answers or without a count, and options that only demonstrations on
     disk have."""
-    sft = config.sft
-    if sft.cache:
-        raise ConfigError(f"sft.cache={sft.cache}: only demonstrations of robots have images to decode; leave it out")
-    count = sft.episodes
-    if sft.data is not None:
-        count = len(read_examples(sft.data, sft.episodes, sft.names))  # refuses unreadable files
+    section = options.section
+    if options.cache:
+        raise ConfigError(
+            f"{section}cache={options.cache}: only demonstrations of robots have images to decode; leave it out"
+        )
+    count = options.episodes
+    if options.data is not None:
+        count = len(read_examples(options.data, options.episodes, options.names))  # refuses unreadable files
     elif kind.solution is TextEnv.solution:
-        raise ConfigError(no_solution(config.env))
+        raise ConfigError(no_solution(env))
     if count is None:
         raise ConfigError(
-            f"how many of env.name={config.env.name}'s prompts? try sft.episodes=20000; "
-            "or give examples with sft.data=FILE.jsonl"
+            f"how many of env.name={env.name}'s prompts? try {section}episodes=20000; "
+            f"or give examples with {section}data=FILE.jsonl"
         )
-    sft.check_warmup(count, "conversations")
+    return count
 
 
-def check_dataset(config: SFTConfig, spec: EnvSpec, learners: int) -> None:
+def check_dataset(config: SFTConfig | KeptImitation, spec: EnvSpec, learners: int) -> None:
     """Refuse demonstrations of another robot or with other observations, and too few of them."""
     from embodied.datasets import read_dataset
     from embodied.datasets.layout import ACTION, CAMERA, STATE
@@ -124,6 +152,6 @@ def check_dataset(config: SFTConfig, spec: EnvSpec, learners: int) -> None:
         if shapes.get(name) != size
     ]
     if odd:
-        raise ConfigError(f"sft.data={config.data} holds demonstrations of another env: {'; '.join(odd)}")
+        raise ConfigError(f"{config.section}data={config.data} holds demonstrations of another env: {'; '.join(odd)}")
     if (count := min(config.episodes or len(dataset), len(dataset))) < learners:
         raise ConfigError(f"{learners} learners share {count} demonstrations; collect more, or use fewer learners")

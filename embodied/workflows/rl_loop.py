@@ -71,7 +71,14 @@ def learner_arguments(workers: Workers, algo: Any = None) -> tuple:
     config = workers.config
     options = (config.policy, algo or config.algo, config.learner, config.seed)
     apart = config.roles.reference and algo is None
-    return *options, workers.cluster.rendezvous("learner"), workers.torch_device("learner"), apart
+    asks = () if algo or not config.algo.imitation or not env_class(config.env).speaks else (config.env,)
+    return *asks, *options, workers.cluster.rendezvous("learner"), workers.torch_device("learner"), apart
+
+
+def learner_worker(config: RunConfig) -> str:
+    if config.algo.imitation is None:
+        return "embodied.learners.worker:LearnerWorker"
+    return f"embodied.learners.imitation:Imitating{'Text' if env_class(config.env).speaks else ''}Learner"
 
 
 # By name, since the driver never imports torch or a simulator.
@@ -79,7 +86,7 @@ SIM = Role("sim", sim_worker, sim_arguments, sends_to=("policy",))
 POLICY = Role("policy", policy_worker, policy_arguments, holds_policy=True)
 LEARNER = Role(
     "learner",
-    "embodied.learners.worker:LearnerWorker",
+    learner_worker,
     learner_arguments,
     phase=UPDATE,
     sends_to=("policy",),
@@ -122,6 +129,10 @@ class EmbodiedLoop:
     @staticmethod
     def make_source(workers: Workers) -> BatchSource:
         """The collector of PPO (a fixed horizon), or of GRPO and conversations (whole episodes in groups)."""
+        if workers.config.algo.imitation:
+            from embodied.workflows.imitation import open_data
+
+            open_data(workers, workers.config.algo.imitation)
         if not workers.config.algo.whole_episodes:
             return Horizon(workers)
         from embodied.workflows.groups import Groups

@@ -143,6 +143,9 @@ SFT pipeline.schedule=async -> pipeline.schedule=async: nothing is collected in 
 SFT pipeline.async_level=3 -> pipeline.async_level=3: nothing is collected in the meantime; leave it out
 pickcube_sft learner.sequence_degree=2 -> has no effect with policy.name=mlp: only conversations pass
 SFT learner.graphs=on -> imitation records no steps; leave it out
+SUMS learner.sequence_degree=2 algo.imitation.episodes=9 -> =2 does not go with algo.imitation={episodes: 9}: RL and
+PPO algo.imitation.weight=0 -> algo.imitation.weight=0: should be greater than 0
+PPO algo.imitation.decay=2 -> algo.imitation.decay=2: should be less than or equal to 1
 SFT sft.final_lr=1e-4 sft.lr_schedule=linear -> with sft.lr_schedule=linear; leave it out, or set sft.lr_schedule=cosine
 SFT sft.lr_schedule=cosine sft.lr=1e-4 sft.final_lr=1e-3 -> sft.final_lr=0.001 is above sft.lr=0.0001; swap them
 PPO env.after_success=5 env.on_success=continue -> no effect with env.on_success=continue; try env.after_success=0
