@@ -19,7 +19,8 @@ from embodied.core.errors import ConfigError
 from embodied.reporting.runs import Run, read_run
 from embodied.run import launch
 from embodied.train import follow
-from embodied.workflows.imitation import ImitationLoop, check_data
+from embodied.workflows.demonstrations import check_data
+from embodied.workflows.imitation import ImitationLoop
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -21,7 +21,7 @@ from embodied.config.recipe import Loaded, RunConfig, commands_of_recipe, load
 from embodied.core.errors import CheckpointError, ConfigError, EmbodiedError, NothingToLearn, StepGivenUp, WorkerFailed
 from embodied.core.files import read_arrays, reading
 from embodied.core.options import pinned
-from embodied.envs import interpreter_of
+from embodied.envs import env_class, interpreter_of
 from embodied.placement import PlacementPlan
 from embodied.records.progress import RECENT_EPISODES, Console
 from embodied.run import launch
@@ -97,8 +97,10 @@ def check_trains(loaded: Loaded, program: type[EmbodiedLoop]) -> Loaded:
                 f"recipe={loaded.recipe} evaluates published models: {evaluate}; to train one by RL: "
                 f"recipe={'|'.join(others)} policy.pretrained=FOLDER (docs/published.md)"
             )
+    if loaded.config.algo.name == "dagger":
+        env_class(loaded.config.env).check_expert(loaded.config.env, "scripted")
     if loaded.config.algo.imitation:
-        from embodied.workflows.imitation import check_kept_data
+        from embodied.workflows.demonstrations import check_kept_data
 
         check_kept_data(loaded.config)
     return loaded
@@ -271,7 +273,8 @@ def make_start(first: FirstRun, config: RunConfig, before: tuple[str, ...]) -> t
     loaded, program = first.loaded, EmbodiedLoop
     if first.command == "sft":
         from embodied.collect import demonstrated
-        from embodied.workflows.imitation import ImitationLoop, check_data
+        from embodied.workflows.demonstrations import check_data
+        from embodied.workflows.imitation import ImitationLoop
 
         try:
             loaded = demonstrated(loaded)

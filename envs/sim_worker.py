@@ -7,14 +7,16 @@ and restored, and decisions go to their learner ranks. An expert may act in a po
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import numpy as np
 
-from embodied.core.arrays import text_arrays
+from embodied.core.arrays import Observation, host, text_arrays
 from embodied.core.request_queue import PolicyClient
 from embodied.core.types import (
+    LABELS,
     ActReply,
     EnvSpec,
     EpisodeList,
@@ -49,6 +51,7 @@ class SimWorker(PlayerWorker):
     def __init__(self, *options, **more) -> None:
         super().__init__(*options, **more)
         self.stages: list[Stage] = []
+        self.experts: dict[Stage, tuple[VectorEnv, Expert]] = {}  # of algo.name=dagger, with their envs
         self.eval_env = None
         self.memory = AllocatedMemory()  # of its GPU, used by all its simulators
         self.away: dict[str, np.ndarray] | None = None  # state of the envs, while their simulators are freed
@@ -120,8 +123,17 @@ class SimWorker(PlayerWorker):
 
     def _play_horizon(self, tally: Tally, stage: Stage, servers: Servers) -> Iterator[None]:
         """Hand each learner rank the decisions of its env rows."""
-        record = Record(servers.source, tally.job.horizon)
-        return play_horizon(stage, tally, PolicyClient(servers), record, partial(self._hand_on, tally.job, record))
+        record, source = Record(servers.source, tally.job.horizon), PolicyClient(servers)
+        if tally.job.labels:
+            source = Labelled(servers, stage, self._expert_of(stage), tally.job.labels == "played")
+        return play_horizon(stage, tally, source, record, partial(self._hand_on, tally.job, record))
+
+    def _expert_of(self, stage: Stage) -> Expert:
+        """The expert that labels this stage's decisions. One that is made during open episodes begins in the middle."""
+        if self.experts.get(stage, (None,))[0] is not stage.env:  # or was built again
+            self.experts[stage] = stage.env, stage.env.expert("scripted", self.tick)
+            self.experts[stage][1].begin(np.arange(stage.env.num_envs))
+        return self.experts[stage][1]
 
     def _play_whole(self, tally: Tally, stage: int, servers: Servers) -> Iterator[None]:
         """Play a stage's share of a list of episodes, and keep them."""
@@ -209,6 +221,31 @@ def restore_stage(stage: Stage, state: dict[str, np.ndarray], episodes: EpisodeL
     stage.rows.started -= stage.rows.length == 0  # not yet begun: played again; begun: abandoned, the next one follows
     stage.reset_all(episodes)
     return open_episodes
+
+
+class Labelled(PolicyClient):
+    """Asks policies, and an expert for the label of every decision, which `replay` holds (algo.name=dagger)."""
+
+    def __init__(self, servers: Servers, stage: Stage, expert: Expert, plays: bool) -> None:
+        """`plays`: the expert's actions are played, not the policies'."""
+        super().__init__(servers)
+        self.stage, self.expert, self.plays = stage, expert, plays
+
+    def ask(self, obs: Observation, episodes: Any, decisions: Any, **what: Any) -> None:
+        super().ask(obs, episodes, decisions, **what)
+        if what.get("value_only"):
+            return
+        if len(begun := np.flatnonzero(self.stage.rows.decision == 0)):
+            self.expert.begin(begun)
+        self.labels = np.clip(self.expert.act()[self.stage.at, None], -1, 1).astype(np.float32)
+
+    def answer(self) -> ActReply:
+        reply = super().answer()
+        if reply.output is None:
+            return reply
+        actions = self.labels.astype(host(reply.output.actions).dtype) if self.plays else reply.output.actions
+        replay = reply.output.replay | {LABELS: self.labels}
+        return replace(reply, output=replace(reply.output, actions=actions, replay=replay))
 
 
 class ExpertActions:

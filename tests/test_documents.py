@@ -39,7 +39,8 @@ FEW_ENVS = ["env.num_envs=4", "env.max_episode_steps=8"]
 FEW_DECISIONS = [*FEW_ENVS, "algo.rollout_decisions=8", "algo.minibatch_size=16"]
 FEW_GROUPS = [*FEW_ENVS, "algo.groups=2", "algo.group_size=2", "algo.minibatch_size=8"]
 RUN_ELSEWHERE = (
-    r" cluster\.| seeds=| run\.start_from|[ =]my_|=sums_|=smol_|=gsm8k_|=\./|program=|pretrained|-DATE|--|ppo_(gpu|rgb)"
+    r" cluster\.| seeds=| run\.start_from|[ =]my_|=sums_|=smol_|=gsm8k_|=\./|program=|pretrained|-DATE|demos/|--|"
+    r"ppo_(gpu|rgb)"
 )
 
 

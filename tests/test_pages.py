@@ -165,6 +165,7 @@ PAGES = {
         Step("sft recipe=pointmass_ppo", "success_once", "sft.minibatch_size=16"),
         Step("train recipe=pointmass_ppo run", "success_once"),
         Step("train recipe=pointmass_ppo .*imitation", "success_once"),
+        Step("train recipe=pointmass_ppo .*dagger", "success_once"),
         Step("collect .*expert=planner", "success_once 100.0%", "collect.noise=0 collect.episodes=2", slow=True),
     ],
     "versions.md": [Step("python -m embodied --version", re.compile(r"^\d+\.\d+\.\d+$"))],

@@ -10,31 +10,11 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, field_validator, model_validator
 
+from embodied.algorithms.imitation import AdamOfImitation, Beta, DaggerConfig, KeptImitation
 from embodied.core.errors import ConfigError
 from embodied.core.options import ChosenByName, LocalPath, Rule, Strict, broken_rules, never_with, only_with
 
-Beta = Annotated[float, Field(ge=0, lt=1)]
 Weight = Annotated[float, Field(ge=0)]
-
-
-class KeptImitation(Strict):
-    """algo.imitation: demonstrations, or answered prompts, that every gradient step of RL also imitates."""
-
-    kl_coef: ClassVar[float] = 0.0
-
-    data: LocalPath | None = Field(
-        None, description="As sft.data; null: a text env's own solutions; the env's expert demonstrates first."
-    )
-    names: dict[str, str] = Field({}, description="As sft.names.")
-    episodes: int | None = Field(None, gt=0, description="As sft.episodes.")
-    cache: LocalPath | None = Field(None, description="As sft.cache.")
-    weight: float = Field(0.1, gt=0, description="Weight of the imitation loss in the first iteration.")
-    decay: float = Field(1.0, gt=0, le=1, description="Factor on the weight after each iteration.")
-    minibatch_size: int = Field(
-        128, gt=0, description="Demonstrated env steps, or conversations, per gradient step, over all learners."
-    )
-
-    section = "algo.imitation."
 
 
 class PolicyGradientConfig(Strict):
@@ -240,7 +220,7 @@ class PolicyGradientConfig(Strict):
 
 
 class PPOConfig(PolicyGradientConfig):
-    name: Literal["ppo"] = Field("ppo", description="Algorithm: ppo, grpo, dapo, rloo or reinforce++.")
+    name: Literal["ppo"] = Field("ppo", description="Algorithm: ppo, grpo, dapo, rloo, reinforce++ or dagger.")
     rollout_decisions: int = Field(
         64, gt=0, description="Decisions of every env per iteration; for conversations see algo.groups."
     )
@@ -446,13 +426,16 @@ class GRPOConfig(PolicyGradientConfig):
 def algorithm(value: Any) -> str:
     """The config class of an algo section."""
     name = str(value.get("name", "ppo") if isinstance(value, dict) else getattr(value, "name", "ppo"))
-    return "grpo" if name in PRESETS else "ppo"  # PPOConfig refuses unknown names
+    return "grpo" if name in PRESETS else name if name == "dagger" else "ppo"  # PPOConfig refuses unknown names
 
 
-AlgoConfig = Annotated[PPOConfig | GRPOConfig, ChosenByName({"ppo": PPOConfig, "grpo": GRPOConfig}, algorithm)]
+AlgoConfig = Annotated[
+    PPOConfig | GRPOConfig | DaggerConfig,
+    ChosenByName({"ppo": PPOConfig, "grpo": GRPOConfig, "dagger": DaggerConfig}, algorithm),
+]
 
 
-class SFTConfig(Strict):
+class SFTConfig(AdamOfImitation):
     kl_coef: ClassVar[float] = 0.0  # demonstrations are imitated without a reference policy
 
     data: LocalPath | None = Field(
@@ -487,7 +470,6 @@ class SFTConfig(Strict):
     minibatch_size: int = Field(
         256, gt=0, description="Demonstrated env steps, or conversations, per gradient step, over all learners."
     )
-    lr: float = Field(1e-3, ge=0, description="Adam's learning rate.")
     lr_schedule: Literal["constant", "linear", "cosine"] = Field(
         "linear",
         description="linear: the learning rate falls linearly to 0 at the end of the run; cosine: along a cosine to "
@@ -495,17 +477,6 @@ class SFTConfig(Strict):
     )
     final_lr: float = Field(0.0, ge=0, description="Where lr_schedule=cosine ends.")
     warmup_steps: int = Field(0, ge=0, description="Gradient steps in which the learning rate climbs to lr.")
-    adam_eps: float = Field(1e-8, gt=0, description="Adam's epsilon.")
-    adam_betas: tuple[Beta, Beta] = Field(
-        (0.9, 0.999),
-        description="Adam's decay rates of the averages of gradients and their squares; openpi takes [0.9, 0.95].",
-    )
-    weight_decay: float = Field(
-        0.0, ge=0, description="Weights shrink by this times the learning rate every step (AdamW); 0: never."
-    )
-    max_grad_norm: float | None = Field(
-        1.0, gt=0, description="Gradients with a larger global norm are scaled down to it; null: never."
-    )
     learn_deviation: bool = Field(
         True,
         description="Also fit the standard deviation of continuous actions (maximum likelihood); false: it stays at "

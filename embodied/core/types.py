@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from itertools import pairwise, repeat
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, Union
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Union
 
 import numpy as np
 
@@ -401,6 +401,7 @@ class Job:
     outlets: tuple[Any, ...] = ()  # with a horizon: by learner rank, the Channel for the decisions of its env rows
     batch: int = 0  # key in these channels
     pieces: int = 0  # decisions of a piece that is sent during the rollout; 0: the whole horizon is sent at the end
+    labels: Literal["", "labelled", "played"] = ""  # with a horizon: the expert's actions are recorded, and played
     at_once: bool = False  # whole episodes are reported, and may be handed in, as soon as they end
     samples: frozenset[int] = frozenset()  # conversations that are returned as samples
     # Of an evaluation
@@ -439,6 +440,7 @@ class Played:
     ends: tuple[tuple[int, float], ...] = ()  # of conversations: sampled tokens, and seconds since the rollout began
 
 
+LABELS = "labels"  # in `Trajectory.replay`: [K, C, A], the expert's actions
 FIELDS = ("actions", "logprobs", "rewards", "terminated", "truncated", "mask", "versions", "episodes")
 DECISIONS = (*FIELDS, "values", "next_values")  # arrays with a row per decision, besides `obs` and `replay`
 

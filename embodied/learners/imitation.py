@@ -24,7 +24,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from embodied.algorithms.config import KeptImitation, SFTConfig
+from embodied.algorithms.config import SFTConfig
+from embodied.algorithms.imitation import KeptImitation
 from embodied.core import rng
 from embodied.core.arrays import map_obs
 from embodied.core.conversations import pictures_in

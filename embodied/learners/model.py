@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim.adam import adam
 
-from embodied.algorithms.config import AlgoConfig, GRPOConfig, SFTConfig
+from embodied.algorithms.config import AlgoConfig, PPOConfig, SFTConfig
 from embodied.core.errors import CheckpointError, ConfigError
 from embodied.core.types import Observation
 from embodied.learners.config import LearnerConfig
@@ -502,7 +502,7 @@ def master_of(p: Tensor) -> Tensor:
 
 def learning_rates(config: AlgoConfig | SFTConfig) -> dict[str, float]:
     """The learning rates of a policy's parameter groups. GRPO and imitation train no value function."""
-    if isinstance(config, GRPOConfig | SFTConfig):
+    if not isinstance(config, PPOConfig):
         return {"policy": config.lr, "value": 0.0}
     return {"policy": config.lr, "value": config.lr if config.value_lr is None else config.value_lr}
 

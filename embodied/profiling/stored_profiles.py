@@ -46,7 +46,8 @@ def timed_recipe(config: RunConfig) -> RunConfig:
     """The recipe with the same work in every iteration, and rollouts and updates in turns: groups are played once and
     never dropped. The learning rate is zero, since a robot that learns to touch objects increases the simulator's
     work."""
-    same = {"lr": 0.0, "value_lr": 0.0} if config.algo.name == "ppo" else {"lr": 0.0, "filter": "none"}
+    others = {"ppo": {"value_lr": 0.0}, "dagger": {}}
+    same = {"lr": 0.0} | others.get(config.algo.name, {"filter": "none"})
     return config.with_values("algo", **same).with_values("pipeline", schedule="sync", async_level=1)
 
 

@@ -40,7 +40,7 @@ def rehearse(config: RunConfig, *sources: PolicySource, examples: Any = None, im
             policy.check_images(shown)
     check_all_fit([source for source in sources if not trained_in(source, env)], env)
     if examples and examples.data is not None and not kind.speaks:
-        from embodied.workflows.imitation import check_dataset
+        from embodied.workflows.demonstrations import check_dataset
 
         check_dataset(examples, built_spec(env), imitators)
 

@@ -53,8 +53,14 @@ class Horizon(Collector):
         if self.batch.rounds and 2 * len(self.missing) < sims and all(map(self._sources_of, self.blocks)):
             return {}
         inlets, pieces = self.relays.inlets(self.channels), self.config.pipeline.granularity or 0
-        job = Job(self.episodes, self.horizon, tuple(inlets), self.batch.number, pieces)
+        job = Job(self.episodes, self.horizon, tuple(inlets), self.batch.number, pieces, self._labels())
         return dict.fromkeys(self.missing, job)
+
+    def _labels(self) -> str:
+        """What the env's expert does: with algo.name=dagger it labels every decision, and plays the first iteration."""
+        if self.config.algo.name != "dagger":
+            return ""
+        return "labelled" if self.batch.version or self.config.run.start_from else "played"
 
     def add_report(self, report: Report) -> None:
         self.counter.begin(report.begun)

@@ -76,6 +76,8 @@ def learner_arguments(workers: Workers, algo: Any = None) -> tuple:
 
 
 def learner_worker(config: RunConfig) -> str:
+    if config.algo.name == "dagger":
+        return "embodied.learners.dagger:DaggerLearner"
     if config.algo.imitation is None:
         return "embodied.learners.worker:LearnerWorker"
     return f"embodied.learners.imitation:Imitating{'Text' if env_class(config.env).speaks else ''}Learner"
@@ -130,7 +132,7 @@ class EmbodiedLoop:
     def make_source(workers: Workers) -> BatchSource:
         """The collector of PPO (a fixed horizon), or of GRPO and conversations (whole episodes in groups)."""
         if workers.config.algo.imitation:
-            from embodied.workflows.imitation import open_data
+            from embodied.workflows.demonstrations import open_data
 
             open_data(workers, workers.config.algo.imitation)
         if not workers.config.algo.whole_episodes:

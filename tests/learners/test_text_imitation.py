@@ -25,7 +25,7 @@ from embodied.policies.config import ExternalPolicyConfig
 from embodied.runtime.rendezvous import InProcessRendezvous
 from embodied.runtime.worker import Timers
 from embodied.sft import main
-from embodied.workflows.imitation import check_data
+from embodied.workflows.demonstrations import check_data
 
 HERE = "tests.learners.test_text_imitation"
 

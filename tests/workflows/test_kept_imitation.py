@@ -17,7 +17,7 @@ from embodied.learners.imitation import ImitatingLearner
 from embodied.learners.model import Model
 from embodied.learners.update import GradientSteps
 from embodied.policies.policy_folder import read_weights
-from embodied.workflows.imitation import check_kept_data
+from embodied.workflows.demonstrations import check_kept_data
 
 ADAM = ["algo.adam_eps=0.1", "algo.lr=0.01"]  # with a small one, Adam steps as far whatever a gradient is divided by
 ONE_LEARNER = {"sim": "cpu:0-1*2", "policy": "cpu:2", "learner": "cpu:3"}

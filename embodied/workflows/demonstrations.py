@@ -1,0 +1,101 @@
+"""Demonstrations and examples of a recipe: checked before a run, and opened by its learners."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from embodied.algorithms.config import SFTConfig
+from embodied.algorithms.imitation import KeptImitation
+from embodied.core.errors import ConfigError
+from embodied.core.types import EnvSpec
+from embodied.envs import env_class
+from embodied.envs.text.text_env import TextEnv
+from embodied.learners.examples import no_solution, read_examples
+
+if TYPE_CHECKING:
+    from embodied.config.recipe import RunConfig
+    from embodied.envs.config import EnvConfig
+    from embodied.workflows.workers import Workers
+
+
+def open_data(workers: Workers, options: SFTConfig | KeptImitation) -> int:
+    """The learners open the dataset, if it fits the env; returns its number of items."""
+    if not workers.spec.text:
+        check_dataset(options, workers.spec, len(workers.learners))
+    return workers.learners.open_data().wait()[0]
+
+
+def check_data(config: RunConfig) -> None:
+    """Refuse demonstrations or examples of sft that do not fit this env or these options."""
+    items = "conversations" if env_class(config.env).speaks else "env steps"
+    if (
+        config.sft.data is not None or env_class(config.env).speaks
+    ):  # else a dry run whose dataset will be collected first
+        config.sft.check_warmup(count_items(config.env, config.sft), items)
+
+
+def check_kept_data(config: RunConfig) -> None:
+    """The same for algo.imitation, if it is set."""
+    kept = config.algo.imitation
+    if kept and kept.data is None and not env_class(config.env).speaks:
+        raise ConfigError(
+            "algo.imitation names no demonstrations; set its data: python -m embodied.collect recipe=NAME out=demos/A, "
+            "then algo.imitation={data: demos/A}"
+        )
+    if kept:
+        count_items(config.env, kept)
+
+
+def count_items(env: EnvConfig, options: SFTConfig | KeptImitation) -> int:
+    """The number of items. Refuses data that do not fit this env or these options."""
+    kind = env_class(env)
+    if kind.speaks:
+        return check_examples(env, options, kind)
+    from embodied.datasets import read_dataset
+
+    dataset = read_dataset(options.data, images=False, names=options.names)
+    dataset.check_whole(options.episodes)
+    return sum(each["length"] for each in dataset.entries[: options.episodes])
+
+
+def check_examples(env: EnvConfig, options: SFTConfig | KeptImitation, kind: type[TextEnv]) -> int:
+    """Refuse an unreadable file, prompts without answers or without a count, and options that only demonstrations on
+    disk have."""
+    section = options.section
+    if options.cache:
+        raise ConfigError(
+            f"{section}cache={options.cache}: only demonstrations of robots have images to decode; leave it out"
+        )
+    count = options.episodes
+    if options.data is not None:
+        count = len(read_examples(options.data, options.episodes, options.names))  # refuses unreadable files
+    elif kind.solution is TextEnv.solution:
+        raise ConfigError(no_solution(env))
+    if count is None:
+        raise ConfigError(
+            f"how many of env.name={env.name}'s prompts? try {section}episodes=20000; "
+            f"or give examples with {section}data=FILE.jsonl"
+        )
+    return count
+
+
+def check_dataset(config: SFTConfig | KeptImitation, spec: EnvSpec, learners: int) -> None:
+    """Refuse demonstrations of another robot or with other observations, and too few of them."""
+    from embodied.datasets import read_dataset
+    from embodied.datasets.layout import ACTION, CAMERA, STATE
+
+    if spec.privileged_dim:
+        raise ConfigError("demonstrations hold no privileged numbers; set env.privileged=false")
+    dataset = read_dataset(config.data, images=False, names=config.names)
+    wanted = {ACTION: (spec.action.dim,), **({STATE: (spec.state_dim,)} if spec.state_dim else {})}
+    wanted |= {CAMERA + camera: tuple(size) for camera, size in spec.images.items()}
+    shapes = {name: tuple(feature["shape"]) for name, feature in dataset.features.items()}
+    odd = [
+        f"{name} is {list(size)} here, {list(shapes[name]) if name in shapes else 'missing'} there"
+        for name, size in wanted.items()
+        if shapes.get(name) != size
+    ]
+    if odd:
+        raise ConfigError(f"{config.section}data={config.data} holds demonstrations of another env: {'; '.join(odd)}")
+    if (count := min(config.episodes or len(dataset), len(dataset))) < learners:
+        raise ConfigError(f"{learners} learners share {count} demonstrations; collect more, or use fewer learners")
