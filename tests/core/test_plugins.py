@@ -194,19 +194,26 @@ def test_names_are_listed_without_an_import_and_a_run_imports_what_it_names(inst
     assert "mlp of the package arm-kit is left out, since the name is taken" in used.stderr
 
 
-@pytest.mark.parametrize(
-    ("option", "answer"),
-    [
-        ("env.name=dail", "did you mean 'dial'?"),
-        ("policy.name=linaer", "did you mean 'linear'?"),
-        ("run.log=line", "did you mean 'lines'?"),
-        ("env.name=leaves", "env.name=leaves: importing arm_kit.leaves:Nothing of the package arm-kit failed: "),
-        ("env.name=misplaced", "is no class derived from embodied.envs.config:CommonEnvConfig"),
-    ],
-)
-def test_mistakes_with_the_names_of_other_packages_are_explained(installed, option, answer):
-    done = run(installed, "-m", "embodied.train", "recipe=pointmass_ppo", option, "--cfg")
-    assert done.returncode == 2 and answer in done.stderr and "Traceback" not in done.stderr
+MISTAKEN = """
+import sys
+from embodied.train import main
+for option in sys.argv[1:]:
+    print(option, "ends with", main(["recipe=pointmass_ppo", option, "--cfg"]), file=sys.stderr)
+"""
+MISTAKES = {
+    "env.name=dail": "did you mean 'dial'?",
+    "policy.name=linaer": "did you mean 'linear'?",
+    "run.log=line": "did you mean 'lines'?",
+    "env.name=leaves": "env.name=leaves: importing arm_kit.leaves:Nothing of the package arm-kit failed: ",
+    "env.name=misplaced": "is no class derived from embodied.envs.config:CommonEnvConfig",
+}
+
+
+def test_mistakes_with_the_names_of_other_packages_are_explained(installed):
+    told = run(installed, "-c", MISTAKEN, *MISTAKES).stderr
+    for option, answer in MISTAKES.items():
+        error, end, told = told.partition(f"{option} ends with 2\n")
+        assert end and answer in error and "Traceback" not in error
 
 
 def test_a_dry_run_imports_the_engine_of_another_package(installed):
