@@ -48,11 +48,6 @@ def test_disaggregated_gives_every_role_cores_of_its_own():
     assert cores == {"sim": {0, 1, 2, 3, 4}, "policy": {5}, "learner": {6, 7}}
 
 
-def test_numbers_count_the_cores_the_run_may_use():
-    plan = make_plan({"sim,policy": "cpu:0-1*2", "learner": "cpu:0-1"}, (4, 9), 8)
-    assert [(host.cores, host.threads) for host in plan.hosts] == [((4,), 1), ((9,), 1), ((4, 9), 2)]
-
-
 APART = {"sim": "cpu:0", "policy": "cpu:0", "learner": "cpu:0"}
 
 
