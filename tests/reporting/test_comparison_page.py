@@ -6,13 +6,10 @@ from pathlib import Path
 import pytest
 from written_runs import played, write_evaluation, write_group, write_run
 
-from embodied.report import main
 from embodied.reporting.comparison_page import comparison, distinct_labels
 from embodied.reporting.runs import Run, read_run
 from embodied.reporting.sections import curve, success_in_training
 from embodied.reporting.seed_sets_page import in_order, in_words, mean_curve, places_of, sets_of, summary
-from embodied.run.ending import Interruption
-from embodied.sweeps.children import GroupChildren
 from embodied.sweeps.run_group import Member
 
 
@@ -99,11 +96,6 @@ def test_a_sweep_has_the_best_first_and_names_settings_that_may_be_as_good(tmp_p
     assert "Behind: algo.lr=0.0001." in page.text and "algo.lr" in page.text.partition("What differs")[2]
 
 
-def test_several_tasks_of_one_run_are_strata(tmp_path):
-    (found,) = sets_of(write_group(tmp_path, {"toy": [0.5, 1.0]}, swept="", tasks=("reach", "push")))
-    assert summary(found, "success_once")["iqm"] == 0.75  # of 0.5, 0.5, 1, 1 the middle two
-
-
 def test_a_failed_seed_is_named_and_left_out(tmp_path, page_of):
     group = write_group(tmp_path, {"toy": [0.8, 0.9, None]}, swept="")
     write_run(tmp_path / "bad", played([1, 0]), state="failed", cause="sim-0 is gone", commit="def")
@@ -125,25 +117,3 @@ def test_curves_of_runs_with_different_speeds_are_averaged_where_all_of_them_hav
     assert by_time.y[0] == pytest.approx((0.3 + 0.2) / 2) and by_time.low[0] == pytest.approx(0.2)
     (by_steps,) = mean_curve(found, "success_once", "env_steps", 0, band=True)
     assert by_steps.x == [100, 200, 300, 400, 500] and by_steps.y[-1] == pytest.approx(0.75)
-
-
-def test_groups_and_runs_are_compared_by_the_command(tmp_path, capsys, page_checker):
-    group = write_group(tmp_path / "one", {"toy": [0.8, 0.9]}, swept="")
-    run = write_run(tmp_path / "run", played([1, 0, 0]), commit="xyz")
-    assert main([str(run), str(group.folder), f"out={tmp_path}/pages/mine.html"]) == 0
-    page = page_checker(tmp_path / "pages" / "mine.html")
-    assert "By success_once, group is" in page.text and "xyz" in page.text and "group, seed 1" in page.text
-    assert main([str(group.folder)]) == main([str(run), str(run)]) == 0
-    written = capsys.readouterr().out.splitlines()
-    assert written[1:] == [str(group.folder / "report.html"), str(tmp_path / "comparison.html")]
-
-
-def test_the_end_of_a_sweep_names_a_run_of_the_best_setting(tmp_path, capsys):
-    group = write_group(tmp_path, {1e-3: [0.2], 3e-4: [0.9], 1e-4: [0.5]})
-    (group.folder / "logs").mkdir()
-    GroupChildren(group, ["recipe=toy"], tmp_path).say_results(group.members, Interruption())
-    told = capsys.readouterr().out
-    assert f"checkpoint={tmp_path / '0.0003-0'}" in told and f"resume={tmp_path / '0.0003-0'}" in told
-    none = replace(group, members=tuple(replace(member, folder="") for member in group.members))
-    GroupChildren(none, ["recipe=toy"], tmp_path).say_results(none.members, Interruption())
-    assert "evaluate" not in capsys.readouterr().out

@@ -6,11 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from embodied.config.recipe import load
 from embodied.core.types import EpisodeResult
 from embodied.records.progress import Console
 from embodied.records.success_stats import summarize
-from embodied.run.launch import without_success
 
 STATE = {"iteration": 1, "version": 1, "env_steps": 8, "train_s": 1.0}
 
@@ -68,21 +66,6 @@ def test_a_third_of_a_run_without_success_is_advised_once_after_100_episodes():
     assert told_without_success(None, None, None, None) == []
     assert told_without_success(False, False, False, False, resumed=True) == []
     assert told_without_success(*[False] * 4, each=20) == [] != told_without_success(*[False] * 5, each=20)
-
-
-@pytest.mark.parametrize(
-    ("arguments", "says", "leaves_out"),
-    [
-        (["recipe=maniskill_ppo", "env.task=RollBall-v1"], ["recipe=rollball_ppo", "run.env_steps=320000"], "reward"),
-        (["recipe=rollball_ppo", "env.reward_mode=sparse"], ["env.reward_mode=normalized_dense"], "recipe="),
-        (["recipe=robosuite_ppo", "env.reward_mode=sparse"], ["env.reward_mode=dense"], "normalized"),
-        (["recipe=maniskill_grpo"], ["env.reward=own", "run.iterations=120", "demonstrations"], "recipe="),
-        (["recipe=maniskill_grpo", "run.start_from=runs/x"], ["env.reward=own"], "demonstrations"),
-    ],
-)
-def test_the_advice_names_what_the_run_lacks_and_nothing_that_it_has(arguments, says, leaves_out):
-    advice = without_success(load(arguments).config)
-    assert all(part in advice for part in says) and leaves_out not in advice
 
 
 @pytest.mark.parametrize(

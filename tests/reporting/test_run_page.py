@@ -73,15 +73,6 @@ def run(tmp_path):
     return run
 
 
-def test_a_policy_that_relies_on_noise_is_remarked_on(run):
-    told = "with sampled actions in 100% of the last 100 of training: it relies on noise"
-    rows = [metrics(iteration) for iteration in range(1, 11)]
-    (run / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    for success in (True, False):
-        add_evaluation(run, 10, [episode(i, "reach", success) for i in range(20)])
-        assert (told in str(report(read_run(run), run))) == (not success)
-
-
 def test_every_number_is_there(run, page_checker):
     page = page_checker(report(read_run(run), run))
     # 8 of 10 reach and 2 of 4 push succeed at some point: 10 of 14, Wilson 45.4% to 88.3%

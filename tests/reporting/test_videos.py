@@ -88,14 +88,6 @@ def test_a_dead_encoder_is_an_error_with_its_words_and_leaves_nothing(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_folder_that_cannot_be_written_is_named(tmp_path):
-    writer = VideoWriter(tmp_path / "videos", 20.0)
-    writer._draft = tmp_path / "missing" / "draft.mp4"
-    writer.add(quarters(32, 32))
-    with pytest.raises(EmbodiedError, match="No such file"):
-        writer.finish("never.mp4")
-
-
 def test_wrong_frames_are_refused_with_their_shape(tmp_path):
     with VideoWriter(tmp_path, 20.0) as writer:
         with pytest.raises(ValueError, match=r"float64 \[8, 8, 3\]"):
