@@ -1,24 +1,13 @@
 """The comparisons with others: both sides do the same work, and our side runs without the other's packages."""
 
-import subprocess
-import sys
-
 import numpy as np
 import pytest
 
-from benchmarks import common, compare_sb3, compare_trl, engines
-from benchmarks.common import ROOT, resolved
+from benchmarks import compare_sb3, compare_trl, engines
+from benchmarks.common import resolved
 from embodied.config.recipe import load
 from embodied.core.types import EpisodeSpec
 from embodied.envs import env_class
-
-
-@pytest.mark.parametrize(("module", "name"), [("compare_sb3", "stable-baselines3"), ("compare_trl", "trl")])
-def test_packages_that_are_missing_are_named_with_the_command_that_installs_them_elsewhere(module, name, tmp_path):
-    command = [sys.executable, "-m", f"benchmarks.{module}", "--packages", str(tmp_path)]
-    ended = subprocess.run(command, cwd=ROOT, env=common.environment(), capture_output=True, text=True, timeout=300)
-    assert ended.returncode == 2 and "Traceback" not in ended.stderr
-    assert f"pip install --target FOLDER --no-deps {name}==" in ended.stderr
 
 
 @pytest.mark.parametrize("processes", [2, 4, 8])

