@@ -235,9 +235,7 @@ def test_an_observation_without_a_place_is_refused_with_its_key(space, message):
     [
         ({"a": 1.5}, r"observation\['b'\] cannot be read \(KeyError: 'b'\)"),
         ({"a": [0.0, 1.0], "b": 1}, r"observation\['a'\] is float64 \[2\], not in Box"),
-        ({"a": "x", "b": 1}, r"observation\['a'\] is array\('x'.*, not in Box"),
         ({"a": 0.0, "b": 1.0}, r"observation\['b'\] is array\(1.\), not in Discrete\(3\)"),
-        ({"a": 0.0, "b": 1, "c": None}, r"observation\['c'\] is None, not in Text"),
         ({"a": 0.0, "b": 1, "c": "x", "d": np.full((9, 9), np.nan)}, "NaN"),
         ({"a": 0.0, "b": 1, "c": "x", "d": np.full((9, 9), 7.0)}, "from 7 to 7, it must be from 0 to 1"),
     ],
@@ -293,9 +291,7 @@ def test_mistakes_are_explained(name, kwargs, message):
     ("method", "given", "message"),
     [
         ("reset", {}, "reset returned a dict, it must return observation, info"),
-        ("reset", ({}, None), "info of reset is None, it must be a dict"),
         ("step", ({}, 0.0, False, {}), "step returned 4 values, it must return observation, reward, terminated"),
-        ("step", ({"place": [0, 0], "door": 0}, None, False, False, {}), "the reward of a step is None"),
         ("step", ({"place": [0, 0], "door": 0}, 0, np.nan, False, {}), "terminated is nan, it must be true or false"),
         ("step", ({"place": [0, 0], "door": 0}, 0, False, False, {"success": True}), "'success' in some steps only"),
     ],

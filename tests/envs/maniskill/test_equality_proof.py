@@ -11,7 +11,6 @@ from needed import requires
 
 from embodied import check, train
 from embodied.config.recipe import load
-from embodied.core.errors import ConfigError
 from embodied.envs import env_class
 from embodied.envs.maniskill import env as maniskill_env
 from embodied.envs.maniskill.config import ManiSkillConfig
@@ -61,13 +60,6 @@ def test_differences_are_relative_for_large_numbers():
     worst = larger(0.0, np.array([1000.0, 0.5]), np.array([1000.01, 0.5]))  # 0.01 of 1,000 is 1e-5
     assert worst == pytest.approx(1e-5) and larger(worst, np.array([0.5]), np.array([0.75])) == 0.25
     assert np.isnan(larger(worst, np.array([np.nan]), np.zeros(1)))
-
-
-def test_the_size_of_the_images_of_ones_own_task_is_said(folder):
-    task = f"env.task={write(folder, 9)}:Plain9-v1"
-    words = ["recipe=maniskill_ppo", task, "env.cameras=[base_camera]", "policy.name=cnn", "env.image_size=96"]
-    (told,) = [line for line in maniskill_env.ManiSkillEnv.remarks(load(words).config.env, folder) if "image" in line]
-    assert told == "images are 96x96 pixels, whatever size the task gives its cameras (env.image_size)"
 
 
 @pytest.mark.slow  # docs/own_task.md is tested to do the same
@@ -152,34 +144,10 @@ def test_the_view_of_a_recipes_task_is_not_that_of_another_unless_a_trained_poli
 
 
 @pytest.mark.parametrize(
-    ("task", "answer"),
-    [
-        ("PlugCharger-v1", "env.reward_mode=dense: PlugCharger-v1 has no such reward; set env.reward_mode=sparse"),
-        ("Empty-v1", "env.reward_mode=dense: Empty-v1 has no such reward; it has none at all"),
-        (
-            "unshaped:Unshaped",
-            "env.reward_mode=dense: unshaped:Unshaped has no such reward, its class does not write "
-            "compute_dense_reward; set env.reward_mode=sparse",
-        ),
-    ],
-)
-def test_a_reward_that_the_task_lacks_is_answered_with_those_that_it_has(folder, task, answer):
-    (folder / "unshaped.py").write_text(
-        "from mani_skill.envs.sapien_env import BaseEnv\n\n\nclass Unshaped(BaseEnv):\n    pass\n"
-    )
-    config = ManiSkillConfig(task=task, reward_mode="dense")
-    with pytest.raises(ConfigError) as told:
-        env_class(config).check(config)
-    assert str(told.value) == answer
-
-
-@pytest.mark.parametrize(
     ("argument", "message"),
     [
         ("env.control_mode=pd_joint_delta_pso", "did you mean 'pd_joint_delta_pos'"),
-        ("env.control_mode=pd_ee_pose_delta", "did you mean 'pd_ee_delta_pose'"),
         ("env.cameras=[basecamera]", "PushCube-v1 has no such camera; it has base_camera, render_camera"),
-        ("env.reward_mode=densse", "did you mean 'dense'"),
         ("env.robot=pandaa", "env.robot=pandaa: no robot of this name is registered; did you mean 'panda'"),
     ],
 )

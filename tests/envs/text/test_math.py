@@ -90,21 +90,6 @@ def test_pictures_lie_in_parquet_as_bytes_as_geometry3k_has_them(tmp_path):
     assert read_examples(file)[2] == ((train[0].said, "3"),)
 
 
-@pytest.mark.parametrize(
-    ("changes", "words"),
-    [
-        ({"images": ["gone.png"]}, "there is no picture"),
-        ({"images": ["a.png"], "question": "<image><image>"}, "stands 2 times, and images are 1"),
-        ({"images": "a.png"}, "must be a list of files"),
-        ({"images": ["a.png"], "question": None, "prompt": "1+1="}, "must be a list of files"),
-    ],
-)
-def test_lines_whose_pictures_do_not_fit_are_refused(changes, words, tmp_path):
-    (tmp_path / "a.png").write_bytes(b"")
-    with pytest.raises(ConfigError, match=words):
-        questions(config(written(tmp_path / "a.jsonl", SUM | changes)))
-
-
 def test_questions_are_asked_as_messages_prompts_as_text(tmp_path):
     messages = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "1+1?"}]
     entries = [SUM, {"prompt": "1+1=", "solutions": ["2", "two"]}, {"messages": messages, "answer": "$2$"}]
@@ -139,14 +124,9 @@ def test_a_comparison_that_takes_too_long_is_a_wrong_answer(tmp_path):
     [
         ("{", "line 2: not JSON"),
         (r'{"prompt": "\ud800", "answer": "1"}', "line 2: not JSON: .*surrogates not allowed"),
-        ("[1]", "line 2: list, it must be an object"),
         ({"question": "1+1?"}, r"no answer \(answer, solutions, .*; its columns are question; name them"),
         ({"query": "1+1?", "result": "2"}, r"no question .* are query, result; .*{question: query, answer: result}"),
-        ({"question": "1+1?", "answer": ""}, "no answer"),
         ({**SUM, "prompt": "1+1="}, r"several questions \(question, prompt\)"),
-        ({"question": "1+1?", "answer": {"a": 1}}, "answer must be text or a number"),
-        ({"question": 5, "answer": "2"}, "question must be text, it is int"),
-        ({"messages": ["hi"], "answer": "2"}, "messages must be a list of"),
         ({"problem": "1+1?", "reward_model": {"style": "rule"}}, r"are problem, reward_model \(style\)"),
     ],
 )
@@ -227,13 +207,6 @@ def test_rows_whose_solution_states_no_final_answer_are_left_out_and_counted(tmp
         questions(config(file, columns={"answer": "reply"}))
 
 
-def test_a_file_that_is_missing_or_empty_is_named(tmp_path):
-    with pytest.raises(ConfigError, match=r"none\.jsonl: No such file"):
-        questions(config(tmp_path / "none.jsonl"))
-    with pytest.raises(ConfigError, match=r"empty\.jsonl: no questions"):
-        questions(config(written(tmp_path / "empty.jsonl", "")))
-
-
 def test_questions_lie_in_parquet_or_in_a_folder_of_datasets_too_and_are_chosen_by_their_rates(tmp_path):
     pyarrow = pytest.importorskip("pyarrow")
     from pyarrow import ipc, parquet
@@ -290,13 +263,6 @@ def test_a_changed_file_is_read_again(tmp_path):
     assert len(questions(config(file))[0]) == 9
     written(file, *many(40))
     assert len(questions(config(file))[0]) == 38
-
-
-def test_a_file_whose_questions_are_all_held_out_is_refused(tmp_path):
-    pytest.importorskip("math_verify")
-    chosen = config(written(tmp_path / "a.jsonl", SUM))
-    with pytest.raises(ConfigError, match="all are held out"):
-        Math.check(chosen)
 
 
 def test_answers_are_compared_as_mathematics(tmp_path):

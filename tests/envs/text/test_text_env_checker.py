@@ -12,7 +12,6 @@ import pytest
 from pydantic import TypeAdapter
 
 from embodied import check
-from embodied.core.errors import ConfigError
 from embodied.core.pictures import drawing
 from embodied.core.types import EpisodeSpec
 from embodied.envs.config import EnvConfig
@@ -145,7 +144,6 @@ class CountsWithoutAsking(Doubling):
 count = itertools.count()
 PICTURE = {"type": "image", "image": drawing("count", 1, pixels=48)}
 EverythingIsRight = scores(lambda self, answer, right: Turn(1.0, success=True))
-RaisesOnWords = scores(lambda self, answer, right: (int(answer or 0), right_or_not(right))[1])
 BROKEN = {
     "hides what it holds out": ("held-out", HidesHeldOut),
     "counts more questions than it asks": ("questions", CountsWithoutAsking),
@@ -187,13 +185,6 @@ def test_a_broken_env_is_caught_by_the_name_of_the_rule(broken):
     with pytest.raises(ContractViolation) as caught:
         check_text_env(env, config())
     assert caught.value.rule == rule, caught.value
-
-
-def test_a_mistake_in_the_code_is_said_with_its_line():
-    with pytest.raises(
-        ContractViolation, match=r"step\('garbage'\) raised.*ValueError.*test_text_env_checker\.py, line \d+"
-    ):
-        check_text_env(RaisesOnWords, config())
 
 
 def test_what_was_loaded_is_let_go_of_though_a_rule_is_broken():
@@ -242,16 +233,6 @@ def test_an_env_of_ones_own_is_checked_with_its_options_and_tasks(tmp_path, monk
         assert part in printed
     assert check.main([*words]) == 1, "a kwarg is missing"
     assert "rule 'reset' is broken: reset raised" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize("options", [{"name": "sums", "task": ["add2", "fewshot_sums"]}, {"name": "sort"}])
-def test_a_language_policy_fits_text_envs_and_no_other(options):
-    from embodied.config.recipe import load
-
-    words = [f"env.{key}={value}".replace("'", "") for key, value in options.items()]
-    assert load(["recipe=sums_grpo", *words, "run.start_from=null"]).config.env.name == options["name"]
-    with pytest.raises(ConfigError, match=r"try policy\.name=language"):
-        load(["recipe=pointmass_ppo", *words])
 
 
 HANGS = """

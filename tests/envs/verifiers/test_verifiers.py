@@ -3,8 +3,6 @@ endpoint over HTTP, and needs nothing to be installed."""
 
 import json
 import os
-import sys
-import textwrap
 import urllib.error
 import urllib.request
 from types import SimpleNamespace
@@ -13,7 +11,7 @@ import pytest
 from pydantic import TypeAdapter
 from verifiers_stand_in import stand_in
 
-from embodied.core.errors import ConfigError, EmbodiedError
+from embodied.core.errors import EmbodiedError
 from embodied.core.types import EpisodeSpec
 from embodied.envs import env_class
 from embodied.envs.config import EnvConfig
@@ -268,42 +266,6 @@ def test_the_contract_is_kept(opened, python):
     assert env_class(chosen) is Verifiers
     seen = check_text_env(Verifiers, chosen)
     assert "held out 0?" in seen.said and Verifiers.held_out(chosen) == 20 and Verifiers.longest_episode(chosen) == 1
-
-
-def test_without_an_interpreter_the_commands_that_make_one_are_said(python, tmp_path):
-    with pytest.raises(
-        ConfigError, match=r"env.python=FOLDER/bin/python: python -m venv FOLDER && FOLDER/bin/python -m"
-    ):
-        Verifiers.check(config(None))
-    with pytest.raises(ConfigError, match=f"python -m venv {tmp_path}/none && {tmp_path}/none/bin/python -m pip"):
-        Verifiers.check(config(tmp_path / "none" / "bin" / "python"))
-
-
-PACKAGE = """
-def load_environment(name, **kwargs):
-    module = name.replace("-", "_")
-    try:
-        __import__(module)
-    except ImportError as err:
-        raise ValueError("Could not import") from err
-"""
-
-
-@pytest.mark.parametrize(
-    ("package", "environment", "why"),
-    [
-        ("__version__ = '0.9'", "gsm8k", "verifiers 0.9 has neither load_environment nor verifiers.v1: "),
-        (PACKAGE, "word-game", "there is no module word_game, which is installed like a package .*word_game.py"),
-        (PACKAGE, "broken", "broken cannot be loaded: ModuleNotFoundError: No module named 'not_there'"),
-    ],
-)
-def test_what_is_wrong_with_an_environment_is_one_line(tmp_path, monkeypatch, package, environment, why):
-    (tmp_path / "verifiers.py").write_text(textwrap.dedent(package))
-    (tmp_path / "broken.py").write_text("import not_there")
-    monkeypatch.chdir(tmp_path)
-    with pytest.raises(ConfigError, match=f"env.name=verifiers:{environment}: {why}") as caught:
-        Verifiers.check(config(sys.executable, f"verifiers:{environment}"))
-    assert "\n" not in str(caught.value)
 
 
 def test_a_process_that_ends_or_hangs_while_it_loads_is_named(tmp_path):
