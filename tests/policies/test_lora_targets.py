@@ -12,7 +12,6 @@ import torch
 from safetensors.torch import load_file, save_file
 from tiny_vla import ONE, Whole, change_json, observe
 
-from embodied.config.recipe import load
 from embodied.core.errors import CheckpointError, ConfigError
 from embodied.core.types import ActionSpec
 from embodied.evaluate import main as evaluate
@@ -49,12 +48,6 @@ def test_a_model_of_7b_gets_as_many_weights_as_the_reference(targets, expected):
     spec = replace(ONE, action=ActionSpec(7))
     shapes = policy_class("openvla").for_memory_estimate(config, spec)  # no weight is touched
     assert counts(shapes)[1] == expected
-
-
-def test_recipes_with_published_settings_adapt_what_these_adapt():
-    for recipe in ("maniskill_ppo_openvla", "maniskill_grpo_openvla_oft"):
-        policy = load([f"recipe={recipe}"]).config.policy
-        assert (policy.lora_targets, policy.lora_init) == ("reference", "gaussian")
 
 
 @pytest.mark.parametrize("way", ["kaiming", "gaussian"])
@@ -114,18 +107,11 @@ def test_a_checkpoint_of_such_a_policy_is_loaded_as_it_was(official, base, tmp_p
     ("change", "options", "reason"),
     [
         ({"use_qalora": True}, {}, "use_qalora=True, which is not supported"),
-        ({"r": 0}, {}, "its rank r is 0"),
         ({"r": 10**12}, {}, "its rank r is 1000000000000"),
-        ({"lora_alpha": 10**400}, {}, "too large|lora_scale"),
         ({"lora_alpha": float("nan")}, {}, "lora_scale|lora_alpha"),
-        ({"lora_alpha": 0}, {}, "lora_scale"),
-        ({"alpha_pattern": {"q_proj": float("inf")}}, {}, "alpha_pattern"),
         ({"rank_pattern": {"([a-z.]+)+x": 4}}, {}, "could take forever to match"),
-        ({"alpha_pattern": {".*a.*b.*c.*d.*e.*f": 4}}, {}, "could take forever to match"),
-        ({"target_modules": 3}, {}, "'int' object is not iterable"),
         ({"target_modules": ["q_proj"]}, {}, "the policy has no such adapter"),
         ({}, {"lora_rank": 4}, "policy.lora_rank=4, but the adapters in .* have 32"),
-        ({}, {"lora_targets": "reference", "train": "language"}, "the policy has no such adapter"),
         (None, {}, "adapter_config.json is missing"),
     ],
 )
@@ -176,14 +162,6 @@ def test_whatever_peft_adapts_acts_merges_and_goes_back_as_there(base, tmp_path,
     assert torch.equal(logprobs(again), logprobs(made))
 
 
-def test_a_folder_of_adapters_alone_says_what_it_is(official, tmp_path):
-    with pytest.raises(CheckpointError, match=r"holds adapters: policy\.lora_path="):
-        build(pretrained=str(official))
-    shutil.copytree(official, tmp_path / "lora_adapter")
-    with pytest.raises(CheckpointError, match=r"config\.json is missing; it holds adapters that are not merged"):
-        build(pretrained=str(tmp_path))
-
-
 def test_adapters_are_counted_and_evaluated_with_their_model(official, base, tmp_path, capsys):
     config = OpenVLAConfig(name="openvla", pretrained=str(base), lora_path=str(official))
     assert counts(policy_class("openvla").for_memory_estimate(config, ONE))[0] == 71
@@ -211,12 +189,3 @@ def test_targets_can_be_named_and_must_exist():
         build(lora_rank=4, lora_targets=("qq_proj",))
     with pytest.raises(ConfigError, match=r"policy\.pretrained=FOLDER too"):
         build(lora_path="somewhere")
-
-
-def test_a_pattern_that_fits_no_adapted_layer_is_answered_with_one_that_does():
-    for key in ("rank_pattern", "alpha_pattern"):
-        with pytest.raises(ConfigError, match=rf"lora_config: {key}: 'q_prj' fits no layer .*did you mean 'q_proj'"):
-            build(lora_rank=4, lora_config={key: {"q_prj": 2}})
-    with pytest.raises(ConfigError, match="'q_proj' fits no layer that has an adapter; did you mean"):
-        build(lora_rank=4, lora_targets=("k_proj", "v_proj"), lora_config={"rank_pattern": {"q_proj": 2}})
-    assert build(lora_rank=4, lora_config={"rank_pattern": {r".*layers\.0\..*": 2}})

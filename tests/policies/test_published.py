@@ -7,7 +7,6 @@ from importlib.util import find_spec
 import pytest
 from tiny_vla import ARM, publish
 
-from embodied.config.recipe import load
 from embodied.evaluate import main
 
 GOAL = ["env.name=libero", "env.task=libero_goal"]
@@ -59,27 +58,6 @@ def test_the_protocol_of_a_benchmark_and_its_parts_is_chosen_and_told(folders, f
     expected = dict(key.split("=", 1) for key in keys.split())
     assert {key: chosen.get(key, "").replace(" ", "") for key in expected} == expected
     assert ("policy.stop_token" in chosen) is ("policy.name=openvla_oft" in asked)
-
-
-def test_recipes_with_published_settings_have_them():
-    for recipe in ("libero_published_openvla", "libero_published_openvla_oft"):
-        assert load([f"recipe={recipe}"], entry="evaluate").config.policy.rlds_images
-    for recipe in ("libero_grpo_openvla_oft", "maniskill_grpo_openvla_oft"):
-        assert load([f"recipe={recipe}"]).config.algo.deviation == "sample"  # RLinf's
-
-
-@pytest.mark.parametrize(
-    ("options", "reason"),
-    [
-        (["env.name=pointmass"], "protocols for env.name=libero"),
-        ([], "does not say for which env"),
-        (["env.name=libero", "policy.statistics=nope"], "there are: libero_10, libero_goal"),
-        (["env.name=libero", "env.num_env=3"], "env.num_envs"),
-    ],
-)
-def test_what_is_missing_is_said(folders, options, reason, capsys):
-    assert main([f"checkpoint={folders['openvla']}", *options, "--dry-run"]) == 2
-    assert reason in capsys.readouterr().err
 
 
 @needs_libero
