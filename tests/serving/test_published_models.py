@@ -9,7 +9,6 @@ from safetensors.torch import save_file
 from served_robot import served
 
 from embodied import serve
-from embodied.core.errors import ConfigError
 from embodied.core.robot_messages import pack_typed, unpack
 from embodied.core.types import ActionSpec, EnvSpec
 from embodied.policies import make_policy
@@ -112,12 +111,3 @@ def test_a_policy_on_the_hub_is_served_like_its_folder(tmp_path, monkeypatch, ca
     told = ["env.name=libero", "env.task=libero_spatial", "policy.dtype=float32"]
     others = serve.load(ServeConfig(checkpoint="lab/others"), told)
     assert others.data_set == "libero_spatial" and "models--lab--others" in capsys.readouterr().out
-
-
-def test_published_folders_need_an_env_and_others_have_their_own(tmp_path):
-    config = OpenVLAConfig(name="openvla", camera="agentview")
-    make_policy(config, SPEC, 0).save_pretrained(tmp_path / "ours")
-    with pytest.raises(ConfigError, match=r"env\.name=libero"):
-        serve.load(ServeConfig(checkpoint=str(publish(tmp_path / "there", config))), [])
-    with pytest.raises(ConfigError, match=r"env\.name=libero has no effect"):
-        serve.load(ServeConfig(checkpoint=str(tmp_path / "ours")), ["env.name=libero"])

@@ -77,7 +77,6 @@ def an_array(kind, shape, data=b""):
     ("sent", "reason"),
     [
         (b"\xc1", "as msgpack"),
-        (b"\x91" * 3000, "as msgpack"),
         ("text", "requests are bytes"),
         (msgpack.packb({"prompt": "go"}) + b"\x00", "something follows its end"),
         (msgpack.packb({"x": [0] * 65}), r"'x' in the message.*65 exceeds max_array_len\(64\)"),
@@ -87,8 +86,6 @@ def an_array(kind, shape, data=b""):
         (msgpack.packb({"prompt": 1}), "lacks 'images/top'"),
         (an_array("|O", [1], b"x" * 8), r"type '\|O'"),
         (an_array("<f8", [2**40]), "'a' in the message cannot be read.*reshape"),
-        (an_array("<f8", [1], "x"), "'a' in the message cannot be read.*bytes-like"),
-        (an_array(5, [1]), "'a' in the message cannot be read.*data type"),
     ],
 )
 def test_a_malformed_request_is_refused_and_the_next_client_is_served(policy, sent, reason):
