@@ -19,7 +19,7 @@ from embodied.learners.memory_estimate import Memory, count, longest_conversatio
 from embodied.policies import hub
 from embodied.policies.language.config import SEEING
 from embodied.run import launch
-from embodied.run.memory_check import acting_bytes, remarks
+from embodied.run.memory_check import acting_bytes
 from embodied.train import main
 from embodied.workflows.rl_loop import EmbodiedLoop
 from embodied.workflows.shipped_roles import roles_of_run
@@ -203,16 +203,6 @@ def test_a_model_for_which_one_gpu_is_too_small_acts_on_two_and_its_policy_lies_
     assert "2 x policy 66.1" in host and "2 x weights on their way to vLLM 66.1" in host
 
 
-def test_vllm_on_cores_of_a_machine_with_gpus_is_refused():
-    with pytest.raises(ConfigError, match="vllm runs on GPUs on a machine that has some"):
-        launch.planned(config("cluster.machines=2xGPU", "policy.engine=vllm", "learner.device=cpu"), dry=True)
-
-
-def test_a_width_that_cannot_be_divided_is_refused(shape_of):
-    with pytest.raises(ConfigError, match=r"the width of its MLPs, 18944; try policy.tensor_parallel=4$"):
-        planned(shape_of("Qwen2.5-7B"), "28xGPU", "policy.engine=vllm", "policy.tensor_parallel=28")
-
-
 def test_the_cache_that_vllm_reserves_counts_for_a_small_model_too():
     with pytest.raises(ConfigError, match=r"4 x vLLM's cache 48 = 192 of 32 GB\n.*try policy.cache_gb=8$"):
         launch.planned(config("cluster.machines=4xCPU", "policy.engine=vllm", "policy.cache_gb=48"), dry=True)
@@ -283,34 +273,3 @@ def test_a_model_that_a_script_makes_is_asked_of_it(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     with pytest.raises(Exception, match=r"there is no such folder; make it: python scripts/smollm2\.py"):
         launch.planned(load(["recipe=smol_grpo"]).config)
-
-
-def test_a_model_whose_weights_are_not_here_is_told_them_too(shape_of):
-    folder = shape_of("Qwen2.5-7B")
-    config = load(["recipe=math_grpo", f"policy.pretrained={folder}", "env.file=questions.jsonl"]).config
-    config = config.with_values("env", file=None)
-    (note,) = remarks(config, learns=True)
-    assert note.startswith("7.6 billion weights learn in smaller steps") and "algo.lr=1e-06" in note
-
-
-@pytest.mark.parametrize(
-    ("billions", "options", "told"),
-    [
-        (7, (), "algo.lr=1e-06 (now 2e-05) and algo.adam_eps=1e-08 (now 1e-05)"),
-        (7, ("algo.lr=1e-6",), "try algo.adam_eps=1e-08 (now 1e-05)"),
-        (7, ("policy.lora_rank=8",), "try algo.adam_eps=1e-08 (now 1e-05)"),
-        (7, ("algo.lr=1e-6", "algo.adam_eps=1e-8"), ""),
-        (1.5, (), ""),
-    ],
-)
-def test_a_model_larger_than_the_recipes_is_told_its_learning_rate_and_epsilon(shape_of, billions, options, told):
-    folder = shape_of("Qwen2.5-7B")
-    num_weights = int(billions * 1e9)
-    entry = {"dtype": "BF16", "shape": [num_weights], "data_offsets": [0, 2 * num_weights]}
-    head = json.dumps({"x": entry}).encode()
-    with (folder / "model.safetensors").open("wb") as file:  # its bytes need no disk
-        file.write(len(head).to_bytes(8, "little") + head)
-        file.truncate(8 + len(head) + 2 * num_weights)
-    config = load(["recipe=math_grpo", f"policy.pretrained={folder}", "env.file=questions.jsonl", *options]).config
-    notes = [*remarks(config, learns=True)]
-    assert told in notes[0] if told else not notes

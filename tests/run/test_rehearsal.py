@@ -75,11 +75,6 @@ class Crash(VectorEnv):
         os.kill(os.getpid(), signal.SIGSEGV)
 
 
-class Stuck(Crash):
-    def _step(self, actions, active):
-        raise RuntimeError("an arm is stuck")
-
-
 class Muddled(TextEnv):
     def reset(self, spec):
         raise KeyError("question")
@@ -104,10 +99,6 @@ class Killer(Speck):
     def strike(self, at):
         if at == self.at:
             os.kill(os.getpid(), signal.SIGSEGV)
-
-    def reset(self, seed=None, options=None):
-        self.strike("reset")
-        return super().reset()
 
     def step(self, action):
         self.strike("step")
@@ -159,10 +150,8 @@ REFUSED = {
         r"roles.verifier=my_former:praise cannot score an answer: ValueError: .*'good' \(.*my_former.py, line"
     ),
     "recipe=pointmass_ppo env.name=my_former:Crash": KILLED,
-    **{f"recipe=pointmass_ppo {KILLER}{at}": KILLED for at in ("make", "reset", "step")},
+    f"recipe=pointmass_ppo {KILLER}make": KILLED,
     f"check {KILLER}step": KILLED,
-    "check env.name=my_former:Crash": KILLED,
-    "check env.name=my_former:Stuck": r"RuntimeError: an arm is stuck \(.*my_former.py, line",
     f"check {KILLER}raises": r"ValueError: a motor is off \(.*my_former.py, line",
     f"check {KILLER}old": "step returned 4 values, it must return observation, reward, terminated, truncated, info",
     "recipe=pointmass_ppo policy.name=cnn": "policy.name=cnn needs images, .*set env.cameras",

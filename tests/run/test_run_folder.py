@@ -3,7 +3,6 @@
 import errno
 import json
 import shutil
-import signal
 from types import SimpleNamespace
 
 import pytest
@@ -11,7 +10,7 @@ import pytest
 from embodied.core import files
 from embodied.core.errors import CheckpointError, ConfigError
 from embodied.run import run_folder
-from embodied.run.ending import Interrupted, Interruption, closing
+from embodied.run.ending import Interruption, closing
 from embodied.run.run_folder import RunFolder
 from embodied.train import print_workflow_line
 
@@ -61,21 +60,6 @@ def test_a_folder_that_was_removed_is_named_and_hides_no_cause(tmp_path, capsys)
     with pytest.raises(FileNotFoundError), closing(folder, Interruption()):
         folder.log.note("iteration 1")
     assert f"{folder.path} was removed" in capsys.readouterr().err
-
-
-def test_a_run_that_was_stopped_at_once_says_by_what(tmp_path):
-    for error, cause in ((KeyboardInterrupt(), "second Ctrl-C"), (Interrupted(signal.SIGTERM), "second SIGTERM")):
-        folder = RunFolder.create(tmp_path, "toy", "")
-        with pytest.raises(KeyboardInterrupt), closing(folder, Interruption()):
-            raise error
-        assert (folder.info()["state"], folder.info()["cause"]) == ("stopped", cause)
-
-
-def test_a_full_disk_is_told_with_the_folder_of_the_run(tmp_path):
-    folder = RunFolder.create(tmp_path, "toy", "")
-    with pytest.raises(OSError, match="No space left") as caught, closing(folder, Interruption()):
-        raise OSError(errno.ENOSPC, "No space left on device")
-    assert caught.value.filename == str(folder.path)
 
 
 def test_a_failed_write_keeps_the_old_text_and_leaves_no_draft(tmp_path, monkeypatch):
