@@ -117,12 +117,6 @@ def test_a_key_gets_only_what_was_put_under_it(peers, channel):
     assert b.get_all(channel, 1).wait() == [[4]]
 
 
-def test_get_without_a_key_takes_whatever_is_next(peers, channel):
-    a, b = peers
-    a.put_keyed(channel, [("x", 1), (None, 2), ("y", 3)]).wait()
-    assert b.get_all(channel, 3).wait() == [[1, 2, 3]]
-
-
 def test_a_get_that_gave_up_takes_no_later_item(peers, channel):
     a, b = peers
     a.put_keyed(channel, [("x", 1)]).wait()
@@ -277,11 +271,3 @@ def test_a_channel_may_travel_through_a_channel(shared_cluster, peers, name):
     inner.put("found")
     carrier.put(inner)
     assert b.get_through(carrier).wait() == ["found"]
-
-
-def test_wrong_channels_are_refused(shared_cluster, peers, name):
-    shared_cluster.channel(name)
-    with pytest.raises(ValueError, match="already a channel"):
-        shared_cluster.channel(name)
-    with pytest.raises(ValueError, match="capacity=0"):
-        shared_cluster.channel(name + "2", capacity=0)

@@ -52,12 +52,6 @@ class Counter(Worker):
         time.sleep(1.0)  # as under load: what follows from it is reported first
         raise RuntimeError("broken gripper")
 
-    def complain(self):
-        raise RuntimeError("broken gripper:\n\tleft finger\n")
-
-    def leave(self, code):
-        raise SystemExit(code)
-
     def die(self, number=signal.SIGKILL, channel=None):
         os.kill(os.getpid(), number)
         time.sleep(10)
@@ -172,17 +166,6 @@ def test_a_question_does_not_wait_for_the_work_before_it_even_where_the_class_is
         assert work.wait() == ["done"]
 
 
-def test_handles_tell_seconds_and_timings(counters):
-    handle = counters.sleep.each([(0.01,), (0.4,), (0.2,)])
-    handle.wait()
-    assert handle.done()
-    assert handle.seconds("max") >= 0.4 > 0.2 > handle.seconds("min") >= 0.01
-    assert handle.seconds("min") < handle.seconds("mean") < handle.seconds("max")
-    timings = counters.timings().wait()
-    assert [t["sleep"].count for t in timings] == [1, 1, 1]
-    assert timings[1]["sleep"].seconds >= timings[1]["nap"].seconds >= 0.4
-
-
 def test_a_call_may_still_be_running(counters):
     counters.who().wait()
     handle = counters[0].sleep(0.3)
@@ -224,11 +207,6 @@ def test_an_exception_is_told_if_the_disk_has_no_room_for_the_log(processes, tmp
         with pytest.raises(WorkerFailed, match="KeyError: 'no_such_joint'"):
             counters[1].fail("no_such_joint").wait()
         assert counters.add(1).wait() == [1, 2, 3]
-
-
-def test_an_exit_is_a_failure(counters):
-    with pytest.raises(WorkerFailed, match="SystemExit: 3"):
-        counters[0].leave(3).wait()
 
 
 def test_what_cannot_be_sent_is_a_failure(counters, backend):
@@ -290,15 +268,6 @@ def test_what_a_worker_has_put_before_it_failed_can_still_be_taken(backend):
         assert channel.get() == "said before"
         with pytest.raises(ChannelClosed, match="closed by role0-0: put_then_fail failed"):
             channel.get()
-
-
-def test_a_cause_of_several_lines_is_told_in_one(backend):
-    with three(backend) as cluster:
-        worker = cluster.launch(Counter, "role0")
-        with pytest.raises(
-            WorkerFailed, match=r"RuntimeError: broken gripper: left finger \(test_groups.py:\d+ in comp"
-        ):
-            worker.complain().wait()
 
 
 def test_the_death_of_a_rank_is_the_cause_and_not_what_its_peers_tell_before(tmp_path):

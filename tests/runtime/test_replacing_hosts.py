@@ -133,11 +133,6 @@ def test_a_mistake_of_the_users_is_not_tried_again(cluster):
         cluster.wait_for_calls(a.raise_error(ConfigError("no such task")))
 
 
-def test_leaving_quietly_is_a_death(cluster):
-    a, _, _ = launch(cluster)
-    assert "its process exited with code 0 during a.leave" in lose(cluster, a.leave())[1].cause
-
-
 @pytest.mark.parametrize("way", [pytest.param("sleep", marks=pytest.mark.chaos), "sleep_with_the_interpreter"])
 def test_a_hung_worker_is_killed_and_a_waiting_one_is_not(cluster, way, tmp_path):
     a, b, _ = launch(cluster, hang_s=4.0)
