@@ -45,7 +45,7 @@ def test_an_update_with_a_rollout_beside_it_is_the_same_update(recipe, tmp_path)
     for kind, backend, placement in (
         (EmbodiedLoop, "local", TWO_SIMS),
         (OneAfterTheOther, "inline", TWO_SIMS),
-        (EmbodiedLoop, "local", TWO_LEARNERS),
+        (EmbodiedLoop, "inline", TWO_LEARNERS),
     ):
         (folder := tmp_path / str(len(weights))).mkdir()
         with Run(folder, *asked, kind=kind, backend=backend, placement=placement) as run:
@@ -57,7 +57,10 @@ def test_an_update_with_a_rollout_beside_it_is_the_same_update(recipe, tmp_path)
 
 
 @pytest.mark.parametrize("backend", ["local", pytest.param("ray", marks=pytest.mark.slow)])
-@pytest.mark.parametrize(("recipe", "victim"), [(PPO, "sim-0"), (GRPO, "policy-0")], ids=["ppo", "grpo"])
+@pytest.mark.parametrize(
+    ("recipe", "victim"),
+    [pytest.param(PPO, "sim-0", id="ppo"), pytest.param(GRPO, "policy-0", id="grpo", marks=pytest.mark.slow)],
+)
 def test_staleness_stays_exact_where_a_worker_is_killed(recipe, victim, backend, tmp_path):
     with Run(tmp_path, *recipe, "pipeline.schedule=async", "pipeline.async_level=2", backend=backend) as run:
         staleness = []
@@ -97,7 +100,9 @@ def test_a_version_in_buckets_travels_beside_a_rollout(level, victim, tmp_path):
     for route in ("snapshot", "buckets"):
         (folder := tmp_path / route).mkdir()
         level_option = f"pipeline.async_level={level}"
-        with Run(folder, *PPO, "pipeline.schedule=async", level_option, backend="local") as run:
+        with Run(
+            folder, *PPO, "pipeline.schedule=async", level_option, backend="local" if route == "buckets" else "inline"
+        ) as run:
             run.loop.weight_sync.routes = [route]
             run.loop.publish(1)
             strikes = victim if route == "buckets" else None
@@ -114,7 +119,7 @@ def test_sims_that_die_after_their_batch_was_collected_take_nothing_along(tmp_pa
     asked, found = [*GRPO, "algo.filter=none", "pipeline.schedule=async", "pipeline.async_level=2"], []
     for killed in (False, True):
         (folder := tmp_path / str(killed)).mkdir()
-        with Run(folder, *asked, backend="local") as run:
+        with Run(folder, *asked, backend="local" if killed else "inline") as run:
             rows = []
             for number in range(ITERATIONS):
                 rows.append(run.loop.iterate(number, ITERATIONS)[1])

@@ -188,7 +188,7 @@ class Other:
             self.errors.append(error)
 
 
-@pytest.mark.parametrize("victim", [None, "policy-1", pytest.param("policy-0", marks=SLOW)])
+@pytest.mark.parametrize("victim", [None, *(pytest.param(name, marks=SLOW) for name in ("policy-0", "policy-1"))])
 def test_who_wants_the_device_meanwhile_gets_it_and_no_result_depends_on_that(victim, expected, watched, tmp_path):
     """A thread takes the device again and again while the first rollout is played, some of it stopped."""
     with Gated(tmp_path, backend="local" if victim else "inline") as run:

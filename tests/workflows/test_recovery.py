@@ -286,9 +286,3 @@ def test_an_update_that_has_lost_its_data_leaves_the_weights_before_it_to_be_sav
 
 def read_metrics(run):
     return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-
-
-def test_inline_has_no_second_life(tmp_path):
-    with pytest.raises(WorkerFailed, match="sim-0: play failed: RuntimeError: the gripper fell off"):
-        with Run(tmp_path, ONE_SIM, *faulty("exception", "rollout", tmp_path), backend="inline") as run:
-            run.iterate(0)

@@ -145,7 +145,7 @@ def rows_of(run):
     return [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
 
 
-@pytest.mark.parametrize("schedule", ["sync", "async"])
+@pytest.mark.parametrize("schedule", ["sync", pytest.param("async", marks=pytest.mark.slow)])
 def test_a_rollout_that_does_not_end_after_a_signal_is_given_up_and_what_is_learned_is_saved(
     schedule, tmp_path, monkeypatch, capsys
 ):
@@ -165,7 +165,9 @@ def test_a_rollout_that_does_not_end_after_a_signal_is_given_up_and_what_is_lear
     assert [row["iteration"] for row in rows_of(run)][-1] == 5
 
 
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
+@pytest.mark.parametrize(
+    ("number", "code"), [(signal.SIGTERM, 143), pytest.param(signal.SIGINT, 130, marks=pytest.mark.slow)]
+)
 def test_a_second_signal_stops_at_once(number, code, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(ending, "AGAIN_S", 0.05)

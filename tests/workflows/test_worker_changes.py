@@ -47,7 +47,7 @@ KINDS = {
 
 
 @pytest.mark.parametrize(
-    "kind", ["robots", "async", "text", *(pytest.param(kind, marks=SLOW) for kind in ("ppo", "grpo"))]
+    "kind", ["robots", "text", *(pytest.param(kind, marks=SLOW) for kind in ("async", "ppo", "grpo"))]
 )
 def test_a_worker_that_comes_is_killed_and_goes_changes_nothing(kind, tmp_path):
     make, recipe, placement = KINDS[kind]
