@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 
 from embodied.config.recipe import load
-from embodied.placement import PlacementError, Topology
+from embodied.placement import Topology
 from embodied.placement.profile import Cost, Curve, Profile, Sync, constant, read_profile, write_profile
 from embodied.placement.topology import GB, Gpu, Node, one_machine, read_topology
 from embodied.plan import compare_predictions, plan
@@ -72,16 +72,6 @@ def test_without_a_profile_auto_follows_its_rule(tmp_path):
 def test_the_rule_divides_gradient_steps_among_learners_only_where_they_are_large(name, more, learners):
     config = load([f"recipe={name}", "cluster.machines=2xCPU", *more]).config
     assert launch.with_placement(config, devices.machines(config), learn=True)[1].count("learner") == learners
-
-
-def test_sims_that_divide_are_collocated(tmp_path):
-    config = recipe(tmp_path)
-    store(config, Curve((1, 8), (0.01, 0.08)))
-    _, plan = auto(config)
-    assert [host.roles for host in plan.hosts][:2] == [("sim", "policy")] * 2
-    assert plan.mode == "auto"
-    assert "collocated: the fastest by the profile measured here (02 Jan 2026" in plan.reason
-    assert "env steps/s expected" in plan.reason
 
 
 def test_weights_that_are_dear_to_hand_over_stay_in_one_process(tmp_path):
@@ -211,22 +201,3 @@ def test_a_limit_of_memory_is_planned_for_as_a_run_keeps_to_it(tmp_path, memory_
     layout = planned.modes["collocated"].layout
     assert bool(layout.swapped) == swaps
     assert planned.modes["collocated"].price.seconds == pytest.approx(8 * 0.081 + 0.008 + swaps * 1.0)
-
-
-def test_memory_that_holds_no_mode_is_refused_with_the_arithmetic(tmp_path):
-    config = recipe(tmp_path, "cluster.memory_gb=0.00009")
-    profile = heavy(config)
-    made = {**profile.made, "key": cost_key(config), "devices": {"cpu": 2}}
-    write_profile(replace(profile, made=made), profile_path(config))
-    with pytest.raises(
-        PlacementError, match=r"collocated: the fastest, .*, needs 0.00013 GB on each cpu, which has 9e-05"
-    ):
-        auto(config)
-
-
-@pytest.mark.parametrize("placement", ["collocated", "hybrid"])
-def test_a_named_mode_does_not_depend_on_what_was_measured(tmp_path, placement):
-    config = recipe(tmp_path, f"placement={placement}")
-    before = launch.planned(config)
-    store(config, constant(0.1))
-    assert launch.planned(config) == before

@@ -19,7 +19,7 @@ SHORT = [
     "run.env_steps=null",
 ]
 ROBOTS = ["recipe=pointmass_ppo", "env.num_envs=8", "env.max_episode_steps=8", "algo.rollout_decisions=16"]
-ROBOTS = [*ROBOTS, "algo.minibatch_size=32", "algo.lr=0.01", *SHORT]
+ROBOTS = [*ROBOTS, "algo.minibatch_size=32", "algo.lr=0.01", *SHORT, "cluster.backend=inline"]
 LANGUAGE = ["recipe=sums_grpo", "run.start_from=null", "algo.groups=4", "env.num_envs=32", "algo.filter=none", *SHORT]
 LANGUAGE += ["algo.entropy_coef=0.01"]  # all answers of an untrained model are wrong
 SHARDED = [
@@ -73,15 +73,15 @@ def test_the_mean_is_evaluated_and_saved_and_training_goes_on_with_the_weights(w
             np.testing.assert_allclose(kept[name], mean[name], rtol=rounded, atol=rounded)
         assert all(np.array_equal(now[name], kept[name]) for name in now.keys() - {*trains})
     assert any(not np.array_equal(now[name], kept[name]) for name in now)
-    assert evaluate.main([f"checkpoint={run}", "eval.episodes=6", "eval.videos=0"]) == 0
+    assert evaluate.main([f"checkpoint={run}", "eval.episodes=6", "eval.videos=0", "cluster.backend=inline"]) == 0
     of_run, by_hand = results(run, "v000005"), results(run, "v000005-evaluate")
     assert Path(of_run["policy"]["folder"]).name == Path(by_hand["policy"]["folder"]).name == AVERAGE
     assert of_run["overall"]["return"] == pytest.approx(by_hand["overall"]["return"], rel=1e-4)
 
 
 def test_a_resumed_run_goes_on_with_its_mean(tmp_path):
-    whole = trained(tmp_path / "whole", *ROBOTS, "algo.average=4", "cluster.backend=inline")
-    part = trained(tmp_path / "part", *ROBOTS, "algo.average=4", "cluster.backend=inline", "run.iterations=3")
+    whole = trained(tmp_path / "whole", *ROBOTS, "algo.average=4")
+    part = trained(tmp_path / "part", *ROBOTS, "algo.average=4", "run.iterations=3")
     assert main([f"resume={part}", "run.iterations=5"]) == 0
     for name, mean in weights(whole, 5, AVERAGE).items():
         np.testing.assert_array_equal(weights(part, 5, AVERAGE)[name], mean)

@@ -1,14 +1,9 @@
 """`python -m embodied.benchmark` measures every mode next to what it said before, and tells what does not fit."""
 
-import shlex
-from types import SimpleNamespace
-
 import pytest
 
-import embodied
 from embodied import benchmark
 from embodied.config.recipe import load
-from embodied.core.errors import ConfigError
 from embodied.learners.model import learning_rates
 from embodied.placement import make_plan
 from embodied.placement.dataflow import traced_edges
@@ -17,9 +12,9 @@ from embodied.placement.iteration_cost import Pricer
 from embodied.placement.layout import Layout, Zone
 from embodied.placement.profile import Cost, Curve, Profile, constant
 from embodied.placement.topology import DeviceClass, read_topology
-from embodied.profiling import measure, timed_run
+from embodied.profiling import timed_run
 from embodied.profiling.role_probe import ProbeWorker, standalone_worker
-from embodied.profiling.stored_profiles import cost_key, dataflow_of, newest_profile, timed_recipe
+from embodied.profiling.stored_profiles import cost_key, dataflow_of, timed_recipe
 from embodied.profiling.timed_run import Round, TimedRun
 from embodied.reporting.benchmark_page import describe, paired_ratio
 from embodied.run import launch
@@ -40,15 +35,6 @@ def result(**measured):
     found.idle = dict.fromkeys(measured, 0.25)
     found.peak_bytes = dict.fromkeys(measured, 10**8)
     return found
-
-
-def test_the_table_puts_predicted_next_to_measured():
-    lines = describe(result(collocated=[1.0, 1.25, 1.5], hybrid=[2.0, 2.0, 2.0]))
-    first = next(line for line in lines if line.lstrip().startswith("collocated"))
-    assert first.split()[8] == "0.626"  # until the first backward pass: half of an iteration of 1.25 s, and 1 ms
-    assert first.split()[-4:] == ["1.000", "1.250", "-20%", "20%"]  # quartiles 1.125 and 1.375 around 1.25
-    assert "disaggregated  not run: needs 3 devices" in "\n".join(lines)
-    assert lines[-1].startswith("the order of modes is the predicted one; placement=auto takes collocated, the fastest")
 
 
 def test_schedules_are_compared_with_the_fastest_mode_and_not_with_what_auto_takes():
@@ -78,24 +64,6 @@ def test_paired_rounds_cancel_a_slow_minute():
     assert low == middle == high == 2
 
 
-@pytest.mark.parametrize(
-    ("arguments", "answer"),
-    [
-        (
-            ["modes=hybrid,colocated"],
-            r"modes\.1='colocated': unknown, did you mean 'collocated'\? known: all, collocated",
-        ),
-        (["modes=7"], r"modes\.0=7: unknown; known: all"),
-        (["schedules=sync"], r"schedules\.0='sync': unknown, did you mean 'async'\? known: all, none, periodic, async"),
-        (["rounds=0", "seconds=true"], "rounds=0: should be greater than 0\nseconds=true: should be a number"),
-        (["profile=old"], "profile='old': unknown; known: stored, new"),
-    ],
-)
-def test_wrong_arguments_are_told(arguments, answer):
-    with pytest.raises(ConfigError, match=answer):
-        launch.own_options(benchmark.Options, arguments)
-
-
 def test_tasks_and_numbers_of_envs_multiply():
     options, rest = launch.own_options(benchmark.Options, ["recipe=pointmass_ppo", "num_envs=[8,16]", "modes=all"])
     commas, _ = launch.own_options(benchmark.Options, ["num_envs=8,16", "modes=collocated,hybrid"])
@@ -115,13 +83,6 @@ def test_amounts_of_work_do_not_change_the_costs_but_the_policy_does():
     assert cost_key(plain) == cost_key(decayed) != cost_key(compared)
     assert dataflow_of(one)["learner"].calls == 4 * 2  # 4 epochs of 8 x 4 items in minibatches of 16
     assert dataflow_of(two)["sim"].items == 8
-
-
-def test_without_a_profile_the_command_that_measures_one_is_named(tmp_path):
-    arguments = [*SMALL, f"run.dir={tmp_path}"]
-    with pytest.raises(ConfigError) as refused:
-        newest_profile(load(arguments).config, arguments)
-    assert str(refused.value).endswith(f"python -m embodied.profiling {shlex.join(arguments)}")
 
 
 def test_what_a_real_run_takes_besides_goes_where_it_belongs():
@@ -242,23 +203,6 @@ def test_resets_that_only_shorter_episodes_need_are_no_cost_of_whole_ones():
     assert timed_run.with_sim(raised, -extra).costs["sim"]["cpu"].seconds.at(4) == pytest.approx(0.1)
 
 
-class SlowProbes:
-    """Every decision of an env and a policy takes this long."""
-
-    def __init__(self, decision_s):
-        seconds = {"sim": [decision_s / 2], "policy": [decision_s / 2], "value": [0.0]}
-        self.samples = SimpleNamespace(seconds=seconds, horizon=8, decision_s=decision_s)
-
-    def rollout(self, num_envs, decisions, repeats):
-        return SimpleNamespace(wait=lambda: [self.samples])
-
-
-@pytest.mark.parametrize(("decision_s", "decisions"), [(1e-4, 8), (0.25, 6), (30.0, 4)])
-def test_rollouts_are_as_long_as_there_is_time_for(decision_s, decisions):
-    clock = timed_run.Clock(100.0)
-    assert measure.affordable([4, 4], SlowProbes(decision_s), clock, 0.4) == (decisions, 8)
-
-
 def test_real_runs_that_would_take_too_long_are_cut_short():
     config = load([*SMALL[:2], "algo.rollout_decisions=64", "algo.minibatch_size=64"]).config
     costs = {"sim": constant(0.5), "policy": constant(0.5), "learner": constant(0.0)}
@@ -272,29 +216,3 @@ def test_real_runs_that_would_take_too_long_are_cut_short():
     assert (
         timed_run.shorten_iterations(config, profile, pricer.price(layout).seconds, timed_run.Clock(1e4))[0] is config
     )
-
-
-def test_handing_over_is_measured_however_little_time_there_is(tmp_path, monkeypatch):
-    took = iter([(0.4, 0.1), (1.3, 0.2)])  # rollout and publishing: in turns, then with sims apart
-
-    def real_run(config, plan, logs, clock, program):
-        rollout_s, publish_s = next(took)
-        seen = Round(rollout_s + publish_s, rollout_s, 0.0, publish_s, 0.0, 0.0, None, 1, {})
-        return (seen,), dataflow_of(config).edges
-
-    monkeypatch.setattr(timed_run, "real_run", real_run)
-    config = timed_recipe(load([*SMALL]).config)
-    costs = {name: {"cpu": Cost(constant(0.01))} for name in ("sim", "policy", "learner")}
-    profile, clock = Profile(dataflow_of(config), costs), timed_run.Clock(1e-9)
-    found = timed_run.calibrate(
-        config, profile, read_topology("2xCPU"), clock, tmp_path, lambda line: None, 0.0, embodied.EmbodiedLoop
-    )
-    assert found.link.latency_s > 0.01 and found.sync.shared_s == 0.2
-    assert [run["rounds"][0]["rollout_s"] for run in found.runs] == [0.4, 1.3]
-    assert found.measured_s(found.runs[1]) == 1.5
-
-
-def test_the_idle_share_counts_every_core():
-    groups = [SimpleNamespace(role="sim", workers=["a", "b"]), SimpleNamespace(role="policy", workers=["p"])]
-    run = SimpleNamespace(loop=SimpleNamespace(groups=groups))
-    assert TimedRun.idle(run, rounds(1.0, 1.0), 4) == pytest.approx(1 - (2 * 0.5 + 0.1) / 4)

@@ -8,6 +8,7 @@ import tomllib
 
 import pytest
 from pages import ROOT, Page, lacks, newest, runner
+from test_pages import PAGES as FOLLOWED
 
 from embodied.algorithms.config import PRESETS, GRPOConfig
 from embodied.benchmark import MODES
@@ -61,6 +62,15 @@ def test_a_command_says_what_its_recipe_takes(name, command, tmp_path, monkeypat
         del sys.modules[module]  # another page has a file of this name
 
 
+def is_followed(name, command):
+    """True if the command is a step of its page in test_pages.py."""
+    return any(
+        re.search(rf"python -m embodied\.{step.begins}", command)
+        for step in FOLLOWED.get(name, ())
+        if step.begins[-1] != "("
+    )
+
+
 def slow_where_it_takes_long(command):
     marks = [pytest.mark.slow] if re.search("libero|robosuite", command) else []
     return pytest.param(command, marks=[*marks, pytest.mark.skipif(bool(lacks(command)), reason=lacks(command))])
@@ -70,7 +80,9 @@ def slow_where_it_takes_long(command):
     "command",
     [
         slow_where_it_takes_long(line)
-        for line in dict.fromkeys(line for _, line in commands(r"python -m embodied\.train ", RUN_ELSEWHERE))
+        for line in dict.fromkeys(
+            line for name, line in commands(r"python -m embodied\.train ", RUN_ELSEWHERE) if not is_followed(name, line)
+        )
     ],
 )
 def test_a_training_command_runs(command, tmp_path, monkeypatch, capsys):

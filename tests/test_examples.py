@@ -24,7 +24,7 @@ LINES = 60
 
 
 @pytest.fixture
-def beside(tmp_path):
+def examples_folder(tmp_path):
     """A folder with the examples, as a user copies them."""
     for path in EXAMPLES.iterdir():
         (tmp_path / path.name).write_bytes(path.read_bytes())
@@ -34,8 +34,10 @@ def beside(tmp_path):
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=[pytest.mark.slow] * (name not in QUICK)) for name in PRINTS]
 )
-def test_an_example_runs_and_prints_what_it_is_about(name, beside):
-    done = subprocess.run([sys.executable, f"{name}.py"], cwd=beside, capture_output=True, text=True, timeout=800)
+def test_an_example_runs_and_prints_what_it_is_about(name, examples_folder):
+    done = subprocess.run(
+        [sys.executable, f"{name}.py"], cwd=examples_folder, capture_output=True, text=True, timeout=800
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     assert re.search(PRINTS[name], done.stdout), done.stdout
 
@@ -53,11 +55,11 @@ def test_every_example_is_short_and_in_the_list_of_examples():
 @pytest.mark.skipif(find_spec("nbclient") is None, reason="nbclient is not installed")
 @pytest.mark.filterwarnings("ignore")  # the kernel's own
 @pytest.mark.parametrize("path", sorted(EXAMPLES.glob("*.ipynb")), ids=lambda path: path.stem)
-def test_a_notebook_runs_in_a_kernel(path, beside):
+def test_a_notebook_runs_in_a_kernel(path, examples_folder):
     import nbformat
     from nbclient import NotebookClient
 
     book = nbformat.read(path, as_version=4)
-    NotebookClient(book, timeout=800, resources={"metadata": {"path": str(beside)}}).execute()
+    NotebookClient(book, timeout=800, resources={"metadata": {"path": str(examples_folder)}}).execute()
     assert all(cell.outputs for cell in book.cells if cell.cell_type == "code")
     assert path.stat().st_size < 60_000, "its outputs are large"

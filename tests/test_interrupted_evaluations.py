@@ -71,7 +71,7 @@ def in_a_process(arguments, folder, monkeypatch):
 def test_an_evaluation_that_was_interrupted_is_played_to_its_end_by_a_resumed_run(
     tmp_path, strike, words, monkeypatch, capsys
 ):
-    assert main([*words, f"run.dir={tmp_path}/whole"]) == 0
+    assert main([*words, f"run.dir={tmp_path}/whole", "cluster.backend=inline"]) == 0
     (whole,) = tmp_path.glob("whole/*")
     capsys.readouterr()
     run = strike([*words, f"run.dir={tmp_path}/struck"], tmp_path / "struck", monkeypatch)

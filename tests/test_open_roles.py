@@ -1,7 +1,6 @@
 """A program's own roles are placed, measured, planned and benchmarked as simulators, policies and learners are."""
 
 import json
-from dataclasses import replace
 
 import pytest
 from scored_loop import ScoredLoop
@@ -11,13 +10,11 @@ from embodied import benchmark, plan
 from embodied.config.recipe import load
 from embodied.core.errors import ConfigError
 from embodied.placement import PlacedRole, PlacementError, make_plan, roles_of
-from embodied.placement.grammar import EMBODIED, parse_map
+from embodied.placement.grammar import EMBODIED
 from embodied.placement.profile import read_profile
 from embodied.placement.topology import one_machine, read_topology
 from embodied.profiling import measure
 from embodied.run import launch
-from embodied.workflows.contract import Role
-from embodied.workflows.rl_loop import EmbodiedLoop
 
 PROGRAM = "program=scored_loop:ScoredLoop"
 SMALL = ("recipe=pointmass_ppo", "env.num_envs=4", "algo.rollout_decisions=8", "algo.minibatch_size=16")
@@ -30,12 +27,6 @@ def hosts(placement, roles=REWARD, machines=CORES, **more):
     return {host.roles: host.cores or host.device for host in planned.hosts}
 
 
-def test_one_line_places_a_role_of_a_program():
-    told = {"sim": "cpu:0", "policy,reward": "cpu:1", "learner": "cpu:1"}
-    assert hosts(told) == {("sim",): (0,), ("policy", "reward"): (1,), ("learner",): (1,)}
-    assert "1 x policy + reward on core 1" in make_plan(told, CORES, 64, roles=REWARD).describe()
-
-
 def test_another_role_goes_with_the_learner_and_has_a_device_of_its_own_disaggregated():
     """Simulators stay where a crash of theirs takes nothing with it that cannot be replaced."""
     assert set(hosts("collocated")) == {("sim", "policy"), ("learner", "reward")}
@@ -45,27 +36,12 @@ def test_another_role_goes_with_the_learner_and_has_a_device_of_its_own_disaggre
     assert all(7 not in cores for roles, cores in apart.items() if roles != ("reward",))
 
 
-@pytest.mark.parametrize(
-    ("role", "beside"),
-    [(PlacedRole("critic", "update"), ("learner", "critic")), (PlacedRole("scorer"), ("learner", "scorer"))],
-)
-def test_another_role_goes_where_its_declaration_says(role, beside):
-    assert set(hosts("collocated", (*EMBODIED, role))) == {("sim", "policy"), beside}
-
-
 def test_a_role_that_goes_with_none_has_a_device_of_its_own_in_every_mode():
     alone = (*EMBODIED, PlacedRole("reward", beside=""))
     assert all(("reward",) in hosts(mode, alone) for mode in ("collocated", "hybrid", "disaggregated"))
     gpus = make_plan("hybrid", read_topology("4xGPU"), 64, networks="gpu", roles=alone)
     assert [host.device for host in gpus.hosts if "reward" in host.roles] == ["gpu:3"]
     assert "gpu:3" not in [host.device for host in gpus.hosts if "reward" not in host.roles]
-
-
-def test_of_what_a_program_declares_a_placement_needs_only_a_part():
-    critic = Role("critic", "module:Critic", phase="update")
-    declared = [*EmbodiedLoop.roles[:1], critic, replace(critic, phase="rollout", streams=True), "judge"]
-    placed = PlacedRole("critic", "update"), PlacedRole("critic", streams=True), PlacedRole("judge")
-    assert roles_of(declared) == (EMBODIED[0], *placed)
 
 
 CLIMBERS = (PlacedRole("climber"), PlacedRole("judge"))
@@ -137,14 +113,6 @@ def test_the_planner_places_components_of_any_names(tmp_path, capsys):
     assert "collocated wins" in told and "it is for simulators apart from policies and learners" in told
 
 
-def test_a_typo_in_a_map_is_blamed_and_not_the_role_of_a_program():
-    placed = {"sim,policy": "cpu:0", "reward": "cpu:0", "lerner": "cpu:0"}
-    with pytest.raises(PlacementError, match=r"'lerner' is not a role; roles: .*, and roles that the program declares"):
-        parse_map(placed, more=True)
-    with pytest.raises(PlacementError, match="'learner' has no place"):
-        parse_map({"sim,policy": "cpu:0"}, more=True)
-
-
 def test_a_simulator_is_never_in_the_process_of_a_role_that_updates():
     roles = (*EMBODIED, PlacedRole("critic", "update"))
     with pytest.raises(PlacementError, match="'sim,critic' puts the simulator"):
@@ -186,24 +154,3 @@ def test_profile_plan_auto_and_benchmark_know_a_fourth_role(tmp_path, capsys):
     assert "reward" in told and "at work: sim" in told
     (measured,) = json.loads((tmp_path / "bench/bench.json").read_text())["results"]
     assert 0 < measured["rounds"]["collocated"][0]["busy"]["reward"] < 1
-
-
-class NoLearner(EmbodiedLoop):
-    roles = (*EmbodiedLoop.roles[:2], embodied.Role("trainer", "my_trainer:Trainer", phase="update"))
-
-
-class TwoSims(EmbodiedLoop):
-    roles = (*EmbodiedLoop.roles, EmbodiedLoop.roles[0])
-
-
-@pytest.mark.parametrize(
-    ("program", "told"),
-    [
-        ("collections:OrderedDict", "is not a workflow: derive it from embodied.EmbodiedLoop"),
-        (f"{__name__}:TwoSims", "roles need names of their own: sim, policy, learner, sim"),
-        (f"{__name__}:NoLearner", "lacks learner: EmbodiedLoop, from which it derives, calls their workers"),
-    ],
-)
-def test_a_program_that_cannot_run_is_refused_before_anything_starts(program, told):
-    with pytest.raises(ConfigError, match=told):
-        launch.program_of([f"program={program}", *SMALL])

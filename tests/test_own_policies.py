@@ -182,8 +182,6 @@ def test_an_evaluation_of_nothing_but_errors_fails_with_their_cause_and_keeps_wh
 INCOMPLETE = {
     "Bare": ("pass", "has no method noise_spec and no act"),
     "NotDrawn": ("initialise = Policy.initialise", "has no method initialise (initialise: Draw the initial weights"),
-    "Unscored": ("forward = Policy.forward", "has no method forward"),
-    "Valueless": ("value = Policy.value", "has no method value"),
     "Odd": (
         "def __init__(self, *a):\n        super().__init__(*a)\n        self.register_buffer('z', torch.zeros(2) * 1j)",
         "keeps z, which is torch.complex64",

@@ -55,25 +55,6 @@ def test_simulators_on_cores_beside_gpus_are_a_worker_per_core_that_steps_its_ro
     assert {len(host.cores) for host in run.hosts if host.roles == ("sim",)} == {1}
 
 
-@pytest.mark.parametrize("profile", ["published_maniskill_openvla", "published_libero_openvla_oft"])
-def test_published_learners_use_a_stated_share_of_an_h100(profile):
-    cost = plan.read_profile(plan.packaged(profile)).costs["learner"]["gpu"]
-    (h100,) = (c for c in plan.read_topology("8xH100").classes() if c.kind == "gpu")
-    items, seconds = cost.seconds.sizes[-1], cost.seconds.values[-1]
-    assert cost.item_flop * items / seconds == pytest.approx(0.4 * h100.peak_flops, rel=0.01)
-
-
-@pytest.mark.parametrize(("cluster", "most"), [("8xH100", 989), ("8xGPU", 2250)])
-def test_a_profile_that_is_faster_than_the_card_is_refused(capsys, tmp_path, cluster, most):
-    content = json.loads(plan.packaged("published_maniskill_openvla").read_text())
-    content["costs"]["learner"]["gpu"]["seconds"]["values"] = [0.0, 0.338]
-    (path := tmp_path / "too_fast.json").write_text(json.dumps(content))
-    code, _, err = run(capsys, f"profile={path}", f"cluster={cluster}", f"out={tmp_path}")
-    assert code == 2
-    assert "the profile's learner takes 0.338 s for 80 items of 12.3 TFLOP, 2911 TFLOP/s" in err
-    assert f"does at most {most}; measure again, or mend costs.learner" in err
-
-
 def test_a_plan_is_printed_written_and_drawn(capsys, tmp_path):
     code, out, _ = run(capsys, "profile=published_maniskill_openvla", "cluster=2x8xGPU", f"out={tmp_path}")
     assert code == 0
@@ -141,33 +122,6 @@ def test_modes_that_do_not_fit_are_told_with_the_arithmetic(capsys, tmp_path):
     assert "the profile's policy takes 2.89 s" in err and "gpu-L4 does at most 121" in err
 
 
-@pytest.mark.parametrize(
-    ("arguments", "answer"),
-    [
-        ((), "name a recipe (recipe=maniskill_ppo), or a profile"),
-        (("profile=nowhere.json",), "nowhere.json cannot be read"),
-        (
-            ("profile=published_maniskill_openvla", "cluster=8xCPU"),
-            "costs on gpu for sim, policy, learner, this cluster has cpu; measure them on such a machine: "
-            "python -m embodied.profiling recipe=NAME",
-        ),
-        (("profile=published_maniskill_openvla", "cluster=many"), "does not describe machines"),
-        (("recipe=pointmass_ppo", "profile=published_maniskill_openvla"), "costs something else; leave out profile="),
-        (
-            ("recipe=pointmass_ppo", "run.dir=/no such folder"),
-            "python -m embodied.profiling recipe=pointmass_ppo 'run.dir=/no such folder'",
-        ),
-        (("profile=published_maniskill_openvla", "cluster=8xGPU", f"out={__file__}"), f"{__file__} is not a folder"),
-        (("profile=published_maniskill_openvla", "cluster=8xGPU", f"out={__file__}/x"), "py is not a folder; name"),
-        (("recipe=pointmass_ppo", "--cfg"), "python -m embodied.train --cfg shows the recipe"),
-    ],
-)
-def test_what_cannot_be_planned_is_refused_in_a_sentence(capsys, arguments, answer):
-    code, _, err = run(capsys, *arguments)
-    assert code == 2
-    assert answer in err
-
-
 def profile_of(tmp_path, costs, devices=None, recipe="pointmass_ppo", *more):
     """The file of a profile with these kinds of devices for each part."""
     config = load([f"recipe={recipe}", *more]).config
@@ -230,30 +184,6 @@ def test_modes_that_are_predicted_equal_have_no_winner_among_them(capsys, tmp_pa
     written = json.loads((tmp_path / "plan.json").read_text())
     assert written["winner"] is None and written["equal"] == ["collocated", "hybrid"]
     assert "collocated and hybrid are predicted equal" in (tmp_path / "plan.html").read_text()
-
-
-def test_a_profile_that_was_measured_under_load_is_warned_of_with_the_command_that_measures_it(capsys, tmp_path):
-    asked = profile_of(tmp_path, ON_CORES, {"cpu": 2}), "cluster=2xCPU", f"out={tmp_path / 'plan'}"
-    code, out, _ = run(capsys, *asked)
-    assert code == 0 and "warning" not in out and (tmp_path / "plan" / "plan.json").is_file()
-    stored = json.loads((tmp_path / "p.json").read_text())
-    stored["made"] |= {"busy": {"before": 1.9, "during": 1.5}, "arguments": ["recipe=my own.yaml", "env.task=A-v1"]}
-    (tmp_path / "p.json").write_text(json.dumps(stored))
-    out = run(capsys, *asked)[1]
-    assert "warning     the profile was measured under load: other programs kept cores busy" in out
-    assert "measure it again: python -m embodied.profiling 'recipe=my own.yaml' env.task=A-v1" in out
-
-
-def test_a_layout_says_how_many_workers_a_role_has_in_the_map_to_paste(capsys, tmp_path):
-    asked = ["recipe=pointmass_ppo", f"run.dir={tmp_path}"]
-    config = load(asked).config
-    costs = {name: {"cpu": Cost(Curve((0, 100), (0.0, 1.0)))} for name in ("sim", "policy")}
-    costs["learner"] = {"cpu": Cost(constant(0.1))}  # more learners are no faster
-    write_profile(Profile(dataflow_of(config), costs, made={"key": cost_key(config)}), profile_path(config))
-    _, out, _ = run(capsys, *asked, "cluster=4xCPU", f"out={tmp_path / 'plan'}")
-    row = next(line for line in out.splitlines() if line.startswith("collocated"))
-    placement = json.loads((tmp_path / "plan" / "plan.json").read_text())["modes"]["collocated"]["placement"]
-    assert "learner: 4 cpu" in row and ", learner on 1" in row and placement["learner"] == "cpu:0"
 
 
 def plan_of(capsys, tmp_path, recipe, *more):

@@ -85,6 +85,7 @@ def test_a_check_from_python_returns_its_findings():
         embodied.check("env.nmae=pointmass")
 
 
+@pytest.mark.slow  # tests/sharing and test_pages.py start such runs, too
 def test_runs_of_a_share_and_rates_of_a_sweep_from_python(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     few = ["run.iterations=1", "env.num_envs=4", "eval.episodes=4", "eval.videos=0", "algo.minibatch_size=64"]

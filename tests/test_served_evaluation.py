@@ -170,7 +170,6 @@ FAULTS = {
     "it dies": (lambda connection, number: connection.close_socket(), "the connection has ended"),
     "it hangs": (lambda *_: threading.Event().wait(5), "has not answered for 0.5 s (policy.answer_s)"),
     "nonsense": (lambda connection, number: connection.send(b"\xc1"), "answers nonsense"),
-    "text": (lambda connection, number: connection.send("error: no"), "answers nonsense"),
     "another answer": (
         lambda connection, number: connection.send(pack_typed("hello", {}, number)),
         "not with 'action'",
@@ -181,10 +180,6 @@ FAULTS = {
         "refuses: out of memory",
     ),
     "too many numbers": (give(np.zeros(7)), "an action of the shape [7], this env takes 2 numbers"),
-    "a whole chunk": (
-        give(np.zeros((8, 2))),
-        "of the shape [8, 2], this env takes 2 numbers; start it with a chunk_size",
-    ),
     "no numbers": (give("left"), "actions that are no numbers"),
     "NaN": (give(np.array([0, np.nan])), "NaN or infinity"),
 }
@@ -226,17 +221,3 @@ def test_observations_that_a_server_wants_and_the_env_lacks_are_named(capsys, tm
     with failing(give(np.zeros(2)), asks=["send_wrist_image", "send_state"]) as address:
         assert main([f"policy.url={address}", *blind, f"run.dir={tmp_path}"]) == 2
     assert "wants two cameras, which this env does not observe" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize(
-    ("words", "reason"),
-    [
-        (["policy.url=ws://127.0.0.1:1"], "name the env"),
-        (["policy.url=ws://127.0.0.1:1", "env.name=pointmass"], "cannot be reached"),
-        (["checkpoint=ws://127.0.0.1:1", "env.name=pointmass"], "cannot be reached"),
-        (["policy.url=ws://127.0.0.1:1", "env.name=pointmass", "policy.answer=3"], "did you mean 'policy.answer_s'"),
-    ],
-)
-def test_what_is_wrong_is_said_before_anything_starts(words, reason, capsys):
-    assert main(words) in (1, 2)
-    assert reason in capsys.readouterr().err

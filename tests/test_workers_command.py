@@ -11,7 +11,7 @@ import time
 from pathlib import Path
 
 import pytest
-from pages import Page, apart, newest
+from pages import Page, newest, runner
 
 from embodied import workers
 from embodied.config.recipe import load
@@ -189,24 +189,25 @@ class Training:
         assert self.process.wait(120) == 143
 
 
-def test_workers_come_and_go_while_a_run_goes_on_and_can_be_resumed(tmp_path):
+def test_workers_come_and_go_while_a_run_goes_on_and_can_be_resumed(tmp_path, monkeypatch, capsys):
     add, show, take_away = COMMANDS
+    here = runner(tmp_path, monkeypatch, capsys)
     with Training(tmp_path) as training:
         training.reach(1)
         run = newest(tmp_path, "pointmass_ppo")
-        assert re.search(r"policy-0 cpu:\d", apart(show, tmp_path))
-        assert "part from the next rollout on, on core" in (said := apart(add, tmp_path, "devices=cpu:1")), said
+        assert re.search(r"policy-0 cpu:\d", here(show))
+        assert "part from the next rollout on, on core" in (said := here(add, "devices=cpu:1")), said
         assert "policy-1" in said and "2 policy workers" in said
         training.reach(2)
         info = json.loads((run / "run.json").read_text())
         os.kill(info["processes"]["policy-1"], signal.SIGKILL)
         training.reach(2)
         assert json.loads((run / "run.json").read_text())["restarts"] == 1
-        assert "would have no work" in apart(add, tmp_path, "devices=cpu:0", code=2)
-        assert "policy-1 has left" in apart(take_away, tmp_path)
-        assert "one has to stay" in apart(take_away, tmp_path, code=2)
+        assert "would have no work" in here(add, "devices=cpu:0", code=2)
+        assert "policy-1 has left" in here(take_away)
+        assert "one has to stay" in here(take_away, code=2)
         training.reach(1)
-        apart(add, tmp_path, "devices=cpu:0")
+        here(add, "devices=cpu:0")
         training.stop()
     info = json.loads((run / "run.json").read_text())
     acting = [host["name"] for host in info["placement"]["hosts"] if "policy" in host["roles"]]
@@ -217,6 +218,6 @@ def test_workers_come_and_go_while_a_run_goes_on_and_can_be_resumed(tmp_path):
     assert "policy-2" in report and "policy-1 was taken away" in report
     (newest_saved,) = re.findall(r"\d+", (run / "checkpoints" / "latest").read_text())
     done = int(newest_saved)
-    apart(f"python -m embodied.train resume={run} run.iterations={done + 1}", tmp_path)
+    here(f"python -m embodied.train resume={run} run.iterations={done + 1}")
     hosts = json.loads((run / "run.json").read_text())["placement"]["hosts"]
     assert Path(run / "checkpoints" / f"v{done + 1:06d}").is_dir() and sum("policy" in h["roles"] for h in hosts) == 1
