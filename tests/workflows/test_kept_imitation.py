@@ -107,6 +107,7 @@ def test_the_gradient_is_that_of_the_weighted_mean_and_spares_the_deviation(tmp_
     learner.demos = Numbers()
     learner.policy = SimpleNamespace(auxiliary_loss="", deviations=lambda: [deviation], imitation_noise=lambda: None)
     learner.model = SimpleNamespace(
+        table=None,
         dtype=torch.float32,
         device="cpu",
         imitate=lambda inputs, noise: ((w - inputs["actions"]).square() + deviation, None),
