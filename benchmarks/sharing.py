@@ -33,8 +33,8 @@ from typing import Any
 from benchmarks.common import RESULTS, code_commit, environment, machine, markdown, write_json
 from benchmarks.shared_replay import SHARING, SWITCH_S, RunWork, TimedConversations, ends, replay
 from embodied.runtime.device_leases import SHARE
+from embodied.share import PRICED_RULES
 from embodied.sharing.lease_server import LeaseServer
-from embodied.sharing.plan import RULES
 
 SLOTS, MEAN_S = 8, 2.0  # conversations at a time on a device, and their mean duration
 SCALE = 0.4  # default of real seconds per second of a run
@@ -106,7 +106,7 @@ CASES = (
 
 def simulated(case: Case) -> dict[str, dict[str, float]]:
     """When each run ends, by rule."""
-    return {rule: ends(replay(case.works(), case.owned_devices(), rule)) for rule in RULES}
+    return {rule: ends(replay(case.works(), case.owned_devices(), rule)) for rule in PRICED_RULES}
 
 
 # In real time
@@ -185,7 +185,7 @@ def row(case: Case, found: dict[str, dict[str, float]]) -> dict[str, Any]:
 HEAD = (
     "runs",
     "devices",
-    *(f"{rule} s" for rule in RULES),
+    *(f"{rule} s" for rule in PRICED_RULES),
     "lend x serial",
     "lend x split",
     "remaining x split",
@@ -201,7 +201,7 @@ def table(rows: Sequence[dict[str, Any]]) -> str:
             [
                 row["case"],
                 str(row["devices"]),
-                *(f"{row['makespan_s'][rule]:.0f}" for rule in RULES),
+                *(f"{row['makespan_s'][rule]:.0f}" for rule in PRICED_RULES),
                 *(f"{row[key]:.2f}" for key in ("lend_over_serial", "lend_over_split", "remaining_over_split")),
                 f"{row['latest_beside_split']:+.1%}",
             ]

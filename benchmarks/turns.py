@@ -18,9 +18,9 @@ from pathlib import Path
 from statistics import median
 
 from benchmarks.common import RESULTS, code_commit, machine, write_json
+from embodied.benchmark import paired_ratio
 from embodied.config.recipe import load
 from embodied.profiling.timed_run import Round, TimedRun
-from embodied.reporting.benchmark_page import paired_ratio
 from embodied.run import launch
 from embodied.workflows.shipped_roles import roles_of_run
 

@@ -31,7 +31,7 @@ from embodied.envs.config import played_task
 from embodied.envs.own_modules import file_name
 from embodied.run import launch
 from embodied.run.devices import check_simulator, machines
-from embodied.run.own_objects import names_own_objects, try_own_objects
+from embodied.run.rehearsal import names_own_objects, try_own_objects
 
 ROWS = 4
 STEPS = 8  # random steps between two images

@@ -36,15 +36,25 @@ from embodied.core.errors import ConfigError
 from embodied.core.files import aligned, check_place
 from embodied.core.options import LocalPath, Strict
 from embodied.envs import env_class
-from embodied.placement import PlacedRole, PlacementError, reasons, roles_of
+from embodied.placement import PlacedRole, PlacementError, roles_of
 from embodied.placement.dataflow import SCHEDULES
-from embodied.placement.deploy import forecast
+from embodied.placement.forecast import (
+    Timeline,
+    describe_lengths,
+    equal_to_the_fastest,
+    forecast,
+    join_words,
+    timeline_of,
+    why_it_wins,
+    why_not,
+    why_not_apart,
+    why_nothing_fits,
+)
 from embodied.placement.grammar import EMBODIED
 from embodied.placement.iteration_cost import Choice
 from embodied.placement.profile import Profile, read_profile
 from embodied.placement.profile_planner import STAGES, Planner
 from embodied.placement.schedule_overlap import overlaps
-from embodied.placement.timeline import Timeline, timeline_of
 from embodied.placement.topology import DeviceClass, Topology, read_topology
 from embodied.profiling import stored_profiles
 from embodied.reporting.page import Block, Row, Rows, bullets, grid, page, rows_chart, section, short, table, write_page
@@ -96,25 +106,23 @@ class Planned:
     @property
     def refused(self) -> dict[str, str]:
         """Reasons why other modes do not fit."""
-        return {mode: reasons.why_not(self.planner, mode) for mode in MODES[:3] if self.modes.get(mode) is None}
+        return {mode: why_not(self.planner, mode) for mode in MODES[:3] if self.modes.get(mode) is None}
 
     @property
     def equal(self) -> list[str]:
         """The modes that are predicted equally fast, the fastest first."""
-        return reasons.equal_to_the_fastest({mode: choice.price.seconds for mode, choice in self.ranked.items()})
+        return equal_to_the_fastest({mode: choice.price.seconds for mode, choice in self.ranked.items()})
 
     @property
     def reasons(self) -> list[str]:
         """Why the fastest mode wins over slower ones."""
         slower = {mode: choice for mode, choice in self.modes.items() if choice and mode not in self.equal}
-        return reasons.why_it_wins(self.winner, slower)
+        return why_it_wins(self.winner, slower)
 
     @property
     def verdict(self) -> str:
         """Names the winning mode; modes that are predicted equal have no winner."""
-        return (
-            f"{reasons.join_words(self.equal)} are predicted equal" if len(self.equal) > 1 else f"{self.equal[0]} wins"
-        )
+        return f"{join_words(self.equal)} are predicted equal" if len(self.equal) > 1 else f"{self.equal[0]} wins"
 
     @cached_property
     def forecasts(self) -> dict[str, dict[str, Any]]:
@@ -238,13 +246,13 @@ def why_not_measured(
     missing = gather((str(on), role) for role, on in profile.missing(classes, where))
     if not missing:
         return ""
-    lacks = "; ".join(f"{reasons.join_words(roles)} on {kind}" for kind, roles in missing.items())
+    lacks = "; ".join(f"{join_words(roles)} on {kind}" for kind, roles in missing.items())
     known = ", ".join(sorted({kind for on in profile.costs.values() for kind in on}))
     if measured := profile.made.get("devices"):
         known = stored_profiles.describe_devices(measured)
     lines = [
         f"{name} was measured on {known}; {topology.name} would need unmeasured costs: {lacks}",
-        f"measure it on a machine with {reasons.join_words([*missing])}: {stored_profiles.command_of_profile(profile)}",
+        f"measure it on a machine with {join_words([*missing])}: {stored_profiles.command_of_profile(profile)}",
     ]
     if all("cpu" in on for on in profile.costs.values()) and topology.cores:
         lines.append(f"or plan for its cores alone: cluster={topology.cores}xCPU")
@@ -285,7 +293,7 @@ def plan(
     schedules = {schedule: fastest_under(planner, schedule, modes) or not_periodic for schedule in SCHEDULES}
     search_s = time.perf_counter() - started
     if not any(modes.values()):
-        raise PlacementError(f"nothing fits on this cluster\n{reasons.why_nothing_fits(planner)}")
+        raise PlacementError(f"nothing fits on this cluster\n{why_nothing_fits(planner)}")
     return Planned(profile, topology, planner, modes, schedules, search_s, draws)
 
 
@@ -300,7 +308,7 @@ def fastest_under(planner: Planner, schedule: str, modes: dict[str, Choice | Non
     else:
         planner = planner.with_schedule(schedule)
         fastest = planner.fastest()
-    return fastest or reasons.why_not_apart(planner)
+    return fastest or why_not_apart(planner)
 
 
 # The result in words, as a drawing, as JSON and as a page
@@ -331,7 +339,7 @@ def describe(planned: Planned, name: str) -> list[str]:
 
 def describe_waiting(planned: Planned) -> list[str]:
     """Says how much time the winner loses because answers differ in length."""
-    return reasons.describe_lengths(planned.planner.pricer, planned.winner.layout)
+    return describe_lengths(planned.planner.pricer, planned.winner.layout)
 
 
 def load_warning(profile: Profile) -> list[str]:

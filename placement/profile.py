@@ -213,7 +213,7 @@ class Profile:
     link: Link = Link()
     made: Mapping[str, Any] = field(default_factory=dict)  # how, when, where and from which recipe; not used here
     sources: Mapping[str, str] = field(default_factory=dict)  # dotted path of a number or section -> source
-    runs: Sequence[Mapping[str, Any]] = ()  # real ones: a forecast (`deploy.py`) and its timed rounds; the newest last
+    runs: Sequence[Mapping[str, Any]] = ()  # real ones: a forecast and its timed rounds; the newest last
 
     def __post_init__(self) -> None:
         missing = [c.name for c in self.dataflow.components if not self.costs.get(c.name)]

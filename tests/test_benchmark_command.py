@@ -3,6 +3,7 @@
 import pytest
 
 from embodied import benchmark
+from embodied.benchmark import describe, paired_ratio
 from embodied.config.recipe import load
 from embodied.learners.model import learning_rates
 from embodied.placement import make_plan
@@ -16,7 +17,6 @@ from embodied.profiling import timed_run
 from embodied.profiling.role_probe import ProbeWorker, standalone_worker
 from embodied.profiling.stored_profiles import cost_key, dataflow_of, timed_recipe
 from embodied.profiling.timed_run import Round, TimedRun
-from embodied.reporting.benchmark_page import describe, paired_ratio
 from embodied.run import launch
 from embodied.runtime.device_memory import num_bytes
 

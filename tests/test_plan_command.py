@@ -9,7 +9,7 @@ from embodied import plan
 from embodied.config.recipe import load
 from embodied.envs import env_class
 from embodied.placement import make_plan
-from embodied.placement.deploy import as_placement
+from embodied.placement.forecast import as_placement
 from embodied.placement.profile import Cost, Curve, Profile, constant, write_profile
 from embodied.placement.topology import GB, Gpu, Node
 from embodied.profiling.stored_profiles import cost_key, dataflow_of, profile_path

@@ -30,11 +30,10 @@ from embodied.core.options import Strict
 from embodied.learners.config import DEGREES
 from embodied.placement import PlacementPlan, PlannedHost, Topology, roles_of
 from embodied.placement.dataflow import Lengths
-from embodied.placement.deploy import devices_of
+from embodied.placement.forecast import devices_of, join_words
 from embodied.placement.grammar import Slot, extra_roles
 from embodied.placement.placement_plan import hosts_on
 from embodied.placement.profile import NOTHING, Cost, Profile, constant, fit, write_profile
-from embodied.placement.reasons import join_words
 from embodied.placement.topology import DeviceClass
 from embodied.profiling import stored_profiles
 from embodied.profiling.timed_run import FEWEST_DECISIONS, Clock, calibrate

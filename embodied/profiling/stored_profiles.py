@@ -21,12 +21,11 @@ from embodied.config.recipe import RunConfig
 from embodied.core.errors import ConfigError
 from embodied.placement import PlacedRole, PlacementError, PlacementPlan, Topology, make_plan
 from embodied.placement.dataflow import Dataflow, Lengths, embodied_dataflow, lengths_from_json
-from embodied.placement.deploy import forecast
+from embodied.placement.forecast import forecast, why_nothing_fits
 from embodied.placement.grammar import EMBODIED, PARALLEL, extra_roles
 from embodied.placement.iteration_cost import Choice
 from embodied.placement.profile import NOTHING, Cost, Profile, fit, read_profile
 from embodied.placement.profile_planner import Planner
-from embodied.placement.reasons import why_nothing_fits
 from embodied.placement.topology import GB, DeviceClass, number
 from embodied.run.devices import divides_requests, draws_on_gpus, networks_on
 

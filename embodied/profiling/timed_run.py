@@ -18,12 +18,11 @@ from typing import Any
 from embodied.config.recipe import RunConfig
 from embodied.placement import PlacedRole, PlacementPlan, Topology, make_plan, roles_of
 from embodied.placement.dataflow import Edge, traced_edges
-from embodied.placement.deploy import as_placement, forecast
+from embodied.placement.forecast import as_placement, forecast, phases
 from embodied.placement.grammar import EMBODIED, extra_roles
 from embodied.placement.iteration_cost import Choice, Pricer
 from embodied.placement.layout import Layout, Zone
 from embodied.placement.profile import Cost, Curve, Link, Profile, Sync, constant
-from embodied.placement.reasons import phases
 from embodied.placement.topology import DeviceClass
 from embodied.profiling.stored_profiles import dataflow_of, device_kinds
 from embodied.records.timeline import Timeline

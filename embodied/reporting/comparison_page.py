@@ -16,7 +16,20 @@ from embodied.core.arrays import flat_dict
 from embodied.records.success_stats import Prompt, compare, prompt_of
 from embodied.records.transcripts import transcript_lines
 from embodied.reporting import seed_sets_page
-from embodied.reporting.page import Block, cell, fold, named_table, page, section, short, table, text
+from embodied.reporting.page import (
+    Block,
+    Conversations,
+    can_be_shown,
+    cell,
+    conversations,
+    fold,
+    named_table,
+    page,
+    section,
+    short,
+    table,
+    text,
+)
 from embodied.reporting.runs import Evaluation, Run, read_run
 from embodied.reporting.sections import (
     MEASURES,
@@ -29,7 +42,6 @@ from embodied.reporting.sections import (
     videos_by_episode,
 )
 from embodied.reporting.seed_sets_page import ComparedRun, SeedSet, sets_of, single_run
-from embodied.reporting.transcripts_page import Conversations, can_be_shown, conversations
 from embodied.sweeps.run_group import RunGroup, is_group, read_group
 
 MOST_PROMPTS = 20  # prompts whose answers are compared

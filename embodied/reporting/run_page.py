@@ -26,6 +26,7 @@ from embodied.reporting.page import (
     page,
     percent,
     relative,
+    samples_shown,
     section,
     text,
     tiles,
@@ -50,7 +51,6 @@ from embodied.reporting.sections import (
     video_gallery,
     worker_changes,
 )
-from embodied.reporting.transcripts_page import samples_shown
 from embodied.sharing.run_turns import RECORD
 from embodied.sweeps.run_group import is_group, read_group
 

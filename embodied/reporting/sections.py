@@ -22,10 +22,13 @@ from embodied.reporting.page import (
     COLORS,
     RATE,
     Block,
+    Conversations,
     Row,
     Rows,
     Series,
+    can_be_shown,
     cell,
+    conversations,
     facts_table,
     histogram,
     lines,
@@ -37,7 +40,6 @@ from embodied.reporting.page import (
     text,
 )
 from embodied.reporting.runs import Evaluation, Run, collecting_problems, start_of
-from embodied.reporting.transcripts_page import Conversations, can_be_shown, conversations
 
 MEASURES = ("success_once", "success_at_end")
 FIGURES = (*MEASURES, "episodes", "errors", "return", "length")

@@ -21,8 +21,7 @@ from embodied.core.errors import ConfigError, EmbodiedError, in_a_line, nearest
 from embodied.core.types import EnvSpec, EpisodeSpec, Observation
 from embodied.envs.capabilities import AS_TRAINED, EvaluationProtocol, of_version
 from embodied.envs.envpool.config import EnvPoolConfig
-from embodied.envs.gym.env import action_spec, several_choices
-from embodied.envs.gym.observations import ObservationParts, numbers_of, stack_of
+from embodied.envs.gym.env import ObservationParts, action_spec, numbers_of, several_choices, stack_of
 from embodied.envs.vector_env import StepResult, VectorEnv
 
 VERSION = "1.2.5"  # the one that the protocol was measured with; it contains MuJoCo 3.6.0

@@ -6,7 +6,7 @@ from statistics import median
 import pytest
 
 from benchmarks.shared_replay import SHARING, SWITCH_S, RunWork, SteadyBatch, TimedConversations, ends, replay
-from embodied.sharing.plan import RunCost, course
+from embodied.share import RunCost, course
 
 DEVICES = ["fake:0", "fake:1"]
 OWN = {"a": DEVICES[:1], "b": DEVICES[1:]}

@@ -232,10 +232,7 @@ def test_files_stay_readable():
 UPSTAIRS = (  # what reads files, plans, and calls `train`
     *(f"embodied.{name}" for name in ("reporting", "profiling", "sharing", "sweeps", "serving")),
     *(f"embodied.run.{name}" for name in ("launch", "ending", "rehearsal")),
-    *(
-        f"embodied.placement.{name}"
-        for name in "deploy iteration_cost profile_planner reasons schedule_overlap timeline".split()
-    ),
+    *(f"embodied.placement.{name}" for name in "forecast iteration_cost profile_planner schedule_overlap".split()),
 )
 
 

@@ -4,7 +4,7 @@ import pytest
 
 from embodied.placement import make_plan
 from embodied.placement.dataflow import embodied_dataflow
-from embodied.placement.deploy import as_placement, granularity
+from embodied.placement.forecast import as_placement, granularity
 from embodied.placement.iteration_cost import Pricer
 from embodied.placement.layout import Layout, Zone
 from embodied.placement.profile import Cost, Curve, Profile

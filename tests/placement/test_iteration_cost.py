@@ -7,11 +7,11 @@ from itertools import pairwise
 import pytest
 
 from embodied.placement.dataflow import Component, Dataflow, Edge, embodied_dataflow
+from embodied.placement.forecast import timeline_of
 from embodied.placement.iteration_cost import Pricer
 from embodied.placement.layout import Layout, Zone
 from embodied.placement.profile import Cost, Curve, Profile, Sync, constant
 from embodied.placement.profile_planner import Planner
-from embodied.placement.timeline import timeline_of
 from embodied.placement.topology import DeviceClass
 
 from .brute_force import random_case, scheduled

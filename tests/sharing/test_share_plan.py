@@ -12,8 +12,8 @@ from embodied.placement.profile import Cost, Curve, Profile, constant, write_pro
 from embodied.profiling.stored_profiles import cost_key, dataflow_of, device_counts, profile_path
 from embodied.run import launch
 from embodied.run.devices import machines
+from embodied.share import predict, run_cost
 from embodied.sharing.page import record_of
-from embodied.sharing.plan import predict, run_cost
 from embodied.sweeps.seeds_and_sweeps import run_several
 from embodied.workflows.rl_loop import EmbodiedLoop
 from embodied.workflows.shipped_roles import roles_of_run
