@@ -37,7 +37,7 @@ from embodied.workflows.shipped_roles import roles_of_run
 if TYPE_CHECKING:
     from embodied.reporting.runs import Run
     from embodied.run.policy_source import FirstRun, PolicySource
-    from embodied.run.worker_changes import WorkerChanges
+    from embodied.workers import WorkerChanges
 
 LOOK_S = 0.5  # interval at which a run looks for requests
 BY_RL = ("algo.", "run.start_from", "resume")  # keys that ask for RL with a recipe that imitates
@@ -49,7 +49,7 @@ def main(argv: list[str] | None = None) -> int:
 
 def start(argv: list[str]) -> int:
     if asks_for_several_runs(argv):
-        from embodied.sweeps.seeds_and_sweeps import run_several
+        from embodied.sweep import run_several
 
         return run_several(argv)[0]
     program, rest = program_of(argv)
@@ -203,7 +203,7 @@ def plan_without(error: WorkerFailed, loaded: Loaded, program: type[EmbodiedLoop
 
 class WorkerRequests:
     """A background task of a run: looks for a user's requests for more or fewer policy workers. Only a run that is
-    asked imports `worker_changes.py`."""
+    asked imports `workers.py`."""
 
     def __init__(self, config: RunConfig, plan: PlacementPlan, updating: Collection[str], folder: RunFolder) -> None:
         """`updating`: the roles that work in updates."""
@@ -225,7 +225,7 @@ class WorkerRequests:
     def go_on(self) -> None:
         self.look_at = time.monotonic() + LOOK_S
         if self.changes is None and self.file.exists():
-            from embodied.run.worker_changes import WorkerChanges
+            from embodied.workers import WorkerChanges
 
             self.changes = WorkerChanges(self)
             self.changes.begin(self.loop)

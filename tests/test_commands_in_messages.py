@@ -18,7 +18,7 @@ from embodied.list import LISTS
 from embodied.profiling import measure
 from embodied.run import launch
 from embodied.run.run_folder import RunFolder
-from embodied.sweeps.seeds_and_sweeps import read_order
+from embodied.sweep import read_order
 
 ROOT = Path(__file__).parents[1]
 COMMAND = re.compile(r"(?<!usage: )python -m embodied\.([\w.]*\w|\x01)([^\n]*)")

@@ -400,7 +400,7 @@ def test_a_page_is_followed(name, all_steps, begun, tmp_path_factory, monkeypatc
     page, (folder, done) = Page(name), begin(name, begun, tmp_path_factory.mktemp)
     split = {"train": folder / "train-of-the-hub.jsonl", "test": folder / "test-of-the-hub.jsonl"}
     monkeypatch.setattr(
-        "embodied.core.hub.data_files", lambda name: ("0" * 40, (split[name.partition("@")[0].rpartition(":")[2]],))
+        "embodied.core.files.data_files", lambda name: ("0" * 40, (split[name.partition("@")[0].rpartition(":")[2]],))
     )
     here, absent = runner(folder, monkeypatch, capsys), set()
     for step in [*BEFORE.get(name, ()), *PAGES[name]]:

@@ -16,7 +16,7 @@ from embodied.policies import make_policy
 from embodied.policies.openvla.config import OpenVLAConfig
 from embodied.policies.pi0.config import Pi0Config
 from embodied.run.policy_source import check_continues, find_start, first_run
-from embodied.sweeps.seeds_and_sweeps import load_all, read_order, shared_start
+from embodied.sweep import load_all, read_order, shared_start
 from embodied.train import iterate
 from embodied.train import main as train
 

@@ -15,9 +15,7 @@ from browser import CHROMIUM, browser
 from pages import Page
 from written_runs import played, write_group, write_run
 
-from embodied.reporting.run_list import RunList
-from embodied.serving.page_server import PageServer, asked_range
-from embodied.ui import main
+from embodied.ui import PageServer, RunList, asked_range, main
 
 CONFIG = (
     "seed: 0\nenv:\n  name: pointmass\n  task: reach\n  own:\n    name: no\npolicy:\n  name: mlp\nalgo:\n  name: ppo\n"
@@ -28,8 +26,8 @@ FILM = "episode-000_success_reach_seed0.mp4"
 @pytest.fixture(autouse=True)
 def quick(monkeypatch):
     """An open page asks again at once."""
-    monkeypatch.setattr("embodied.serving.page_server.EVERY_S", 0.1)
-    monkeypatch.setattr("embodied.serving.page_server.SHARE", 1)
+    monkeypatch.setattr("embodied.ui.EVERY_S", 0.1)
+    monkeypatch.setattr("embodied.ui.SHARE", 1)
 
 
 @pytest.fixture(scope="module")
@@ -160,7 +158,7 @@ def test_an_ended_run_is_read_once_and_a_changed_one_again(runs, monkeypatch):
     listed = RunList([runs])
     listed.page(runs)
     read = []
-    monkeypatch.setattr("embodied.reporting.run_list.read_entry", lambda folder, mark: read.append(folder.name))
+    monkeypatch.setattr("embodied.ui.read_entry", lambda folder, mark: read.append(folder.name))
     listed.page(runs)
     assert not read
     os.utime(runs / "a" / "metrics.jsonl", (1, 1))

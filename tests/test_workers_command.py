@@ -19,7 +19,7 @@ from embodied.core.errors import ConfigError
 from embodied.placement import PlacementError, make_plan
 from embodied.placement.topology import Gpu, Node, Topology
 from embodied.run.run_folder import REQUEST
-from embodied.run.worker_changes import WorkerRequest, check_work, place, refuse_changes
+from embodied.workers import WorkerRequest, check_work, place, refuse_changes
 
 COMMANDS = [line for line in Page("faults.md").commands if "embodied.workers" in line]
 EXACT = [

@@ -33,7 +33,7 @@ from embodied.policies.config import ANSWERING, PLAYING
 
 ON_COMMAND_LINE = "--help, --cfg and --dry-run are for the command line"
 FLAGS = {"-h": "--help", "--help": "--help", "--cfg": "--cfg", "--dry-run": "--dry-run"}
-SEVERAL = {  # arguments of several runs (sweeps/seeds_and_sweeps.py)
+SEVERAL = {  # arguments of several runs (embodied/sweep.py)
     "seeds": "0-4 or 0,2,5: a run for each seed, and a page of all; the same command continues.",
     "at_once": "Number of simultaneous runs, each on its own cores [as the machine allows].",
     "group": "The folder that names these runs [the newest of this command, else a new one].",

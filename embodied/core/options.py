@@ -268,7 +268,7 @@ def pinned(values: Any) -> Any:
     if isinstance(values, (list, tuple)):
         return type(values)(pinned(value) for value in values)
     if isinstance(values, (str, Path)) and is_data_set(values):
-        from embodied.core.hub import data_files
+        from embodied.core.files import data_files
 
         name, _, revision = str(values).partition("@")
         return values if COMMIT.fullmatch(revision) else type(values)(f"{name}@{data_files(str(values))[0]}")

@@ -73,7 +73,7 @@ def read_examples(path: Path, count: int | None = None, names: Mapping[str, str]
 def example_of(row: dict[str, Any], where: str, data: Path, names: Mapping[str, str]) -> Example:
     """The example of a row of this data set: the last of its messages if that is the assistant's, else its worked
     solution or its answer."""
-    from embodied.envs.text.question_rows import TEXTS, messages_in, question_in, which_columns, with_columns
+    from embodied.envs.text.math import TEXTS, messages_in, question_in, which_columns, with_columns
 
     row = with_columns(row, names, where)
     if row.get("messages") and (messages := messages_in(row["messages"], f"{where}: messages"))[-1]["role"] == WRITES:

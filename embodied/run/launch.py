@@ -398,7 +398,7 @@ def describe(config: RunConfig, plan: PlacementPlan, weights: Path | str | None 
     kind = env_class(env)
     evaluates = config
     if config.eval.sets:
-        from embodied.envs.text.question_sets import notes_on_sets
+        from embodied.envs.text.math import notes_on_sets
         from embodied.workflows.evaluator import evaluated
 
         evaluates, remarks = evaluated(config), notes_on_sets(config.eval.sets, env)

@@ -80,7 +80,7 @@ def evaluated(config: RunConfig) -> RunConfig:
     """The config of evaluations: with `eval.sets` their questions are the env, and all are asked."""
     if not config.eval.sets:
         return config
-    from embodied.envs.text.question_sets import QuestionSets, env_of_sets, sets_of
+    from embodied.envs.text.math import QuestionSets, env_of_sets, sets_of
 
     if env_class(config.env) is QuestionSets:
         return config
@@ -97,7 +97,7 @@ def samples_of(name: str, options: EvalSection) -> int:
 
 def plan_of_sets(config: RunConfig, num_sims: int) -> EvaluationPlan:
     """All questions of all sets in order, each as often as its set has samples."""
-    from embodied.envs.text.question_sets import QuestionSets, sets_of
+    from embodied.envs.text.math import QuestionSets, sets_of
 
     options, protocol = config.eval, choose_protocol(QuestionSets, config.env, config.eval.protocol)
     asked = [

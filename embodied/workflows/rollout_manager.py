@@ -15,7 +15,7 @@ The `Broker` of a round knows the policy workers that take requests. A robot's r
 alone. With several language engines all prompts wait here (`prompts.py`). While learners hold a policy worker's
 devices, other policy workers answer its requests.
 
-A user may add policy workers, and take the last one away (`run/worker_changes.py`). An added worker is built beside the
+A user may add policy workers, and take the last one away (`embodied/workers.py`). An added worker is built beside the
 run, and takes part from the next round on. A worker that is taken away leaves its round like one whose devices the
 learners need; then its process ends.
 

@@ -10,7 +10,7 @@ from pydantic import Field
 from embodied.core.errors import nearest
 from embodied.core.options import Requirement, never_with
 from embodied.envs.config import PRIVILEGED, RENDERER, SIZE_HELP, CommonEnvConfig, ImageSize, Region, Renderer, Tasks
-from embodied.envs.maniskill.bridge_tasks import CONTROL, PLATES, asset_folder, is_bridge
+from embodied.envs.maniskill.bridge import CONTROL, PLATES, asset_folder, is_bridge
 
 REWARD_MODES = ("normalized_dense", "dense", "sparse")  # reward modes of ManiSkill's own tasks
 

@@ -39,7 +39,7 @@ from mani_skill.utils.structs.articulation_joint import ArticulationJoint
 from mani_skill.utils.structs.pose import Pose, to_sapien_pose
 from scipy.special import xlogy
 
-from embodied.envs.maniskill.bridge_tasks import PLATES, TWINS
+from embodied.envs.maniskill.bridge import PLATES, TWINS
 from embodied.envs.maniskill.cpu_physics import BatchedCpuPhysics, Rows
 from embodied.envs.maniskill.tasks import DRAWING, action_bounds, for_robots
 

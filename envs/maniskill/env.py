@@ -27,7 +27,7 @@ from embodied.core.types import ActionSpec, Array, EnvSpec, EpisodeSpec, Observa
 from embodied.core.vulkan_driver import ensure_vulkan, has_nvidia
 from embodied.envs.capabilities import AS_TRAINED, CataloguedTask, EvaluationProtocol, Expert
 from embodied.envs.maniskill import tasks
-from embodied.envs.maniskill.bridge_tasks import TWINS, asset_folder, is_bridge, missing_bridge_assets, source_of
+from embodied.envs.maniskill.bridge import TWINS, asset_folder, is_bridge, missing_bridge_assets, source_of
 from embodied.envs.maniskill.config import ManiSkillConfig
 from embodied.envs.maniskill.tasks import (
     BATCHED_CONTROLS,
@@ -220,7 +220,7 @@ class ManiSkillEnv(ReplayedEnv):
 
     def expert(self, kind: str = "scripted", tick: Callable[[], None] = lambda: None) -> Expert:
         if kind == "planner":
-            from embodied.envs.maniskill.motion_planner.planner_expert import PlannerExpert
+            from embodied.envs.maniskill.motion_planner import PlannerExpert
 
             return PlannerExpert(self, tick)
         if is_bridge(self.config.task):
@@ -235,7 +235,7 @@ class ManiSkillEnv(ReplayedEnv):
     def check_expert(cls, config: ManiSkillConfig, kind: str) -> None:
         config = cls.resolve(config)  # experts need the control mode
         if kind == "planner":
-            from embodied.envs.maniskill.motion_planner.planner_expert import PlannerExpert
+            from embodied.envs.maniskill.motion_planner import PlannerExpert
 
             PlannerExpert.check(config)
         elif not all(is_bridge(task) for task in cls.tasks(config)):

@@ -29,8 +29,8 @@ import numpy as np
 
 from embodied.core.errors import EmbodiedError
 from embodied.core.types import EpisodeSpec
+from embodied.envs.maniskill.bridge import is_bridge
 from embodied.envs.maniskill.bridge.bridge_expert import FASTEST, FASTEST_TURN
-from embodied.envs.maniskill.bridge_tasks import is_bridge
 from embodied.envs.maniskill.config import ManiSkillConfig
 from embodied.envs.maniskill.tasks import BATCHED_GAIN, find_task, is_listed, to_prove
 from embodied.envs.own_modules import file_name, line_of

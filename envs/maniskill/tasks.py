@@ -28,7 +28,7 @@ from gymnasium.spaces import Dict
 from embodied.core.errors import ConfigError, MissingAsset, nearest
 from embodied.core.vulkan_driver import ensure_vulkan
 from embodied.envs.capabilities import CataloguedTask
-from embodied.envs.maniskill.bridge_tasks import (
+from embodied.envs.maniskill.bridge import (
     CONTROL,
     PLATES,
     SVG,

@@ -8,8 +8,7 @@ import pytest
 pytest.importorskip("huggingface_hub")
 
 from embodied.core.errors import ConfigError
-from embodied.core.files import read_rows
-from embodied.core.hub import data_files, files_of_split
+from embodied.core.files import data_files, files_of_split, read_rows
 from embodied.core.options import pinned
 from tests.support.loopback_hub import commit_of, serve
 

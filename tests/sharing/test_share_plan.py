@@ -14,7 +14,7 @@ from embodied.run import launch
 from embodied.run.devices import machines
 from embodied.share import predict, run_cost
 from embodied.sharing.page import record_of
-from embodied.sweeps.seeds_and_sweeps import run_several
+from embodied.sweep import run_several
 from embodied.workflows.rl_loop import EmbodiedLoop
 from embodied.workflows.shipped_roles import roles_of_run
 

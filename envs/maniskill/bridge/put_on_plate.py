@@ -29,8 +29,8 @@ from mani_skill.utils.registration import register_env
 from mani_skill.utils.structs.pose import Pose
 from mani_skill.utils.structs.types import SimConfig
 
+from embodied.envs.maniskill.bridge import OBJECTS, PLATES
 from embodied.envs.maniskill.bridge.scene import BASES, BridgeScene
-from embodied.envs.maniskill.bridge_tasks import OBJECTS, PLATES
 from embodied.envs.maniskill.cpu_physics import Rows
 
 MIDDLE, SPACING = (-0.16, 0.0), 0.03  # of the grid of 6 x 6 points

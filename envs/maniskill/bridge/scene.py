@@ -20,7 +20,7 @@ from mani_skill.utils.geometry.rotation_conversions import quaternion_to_matrix
 from mani_skill.utils.structs.pose import Pose
 
 from embodied.envs.config import Region
-from embodied.envs.maniskill.bridge_tasks import CAMERA, TWINS
+from embodied.envs.maniskill.bridge import CAMERA, TWINS
 from embodied.envs.maniskill.images import intrinsics
 
 FOCAL, MIDDLE, WIDTH, HEIGHT = 623.588, (319.501, 239.545), 640, 480  # camera intrinsics, in pixels

@@ -16,7 +16,7 @@ from embodied.core.types import EpisodeSpec
 from embodied.envs import env_class
 from embodied.envs.capabilities import choose_protocol
 from embodied.envs.env_checker import check_vector_env
-from embodied.envs.maniskill.bridge_tasks import CAMERA, TWINS
+from embodied.envs.maniskill.bridge import CAMERA, TWINS
 from embodied.envs.maniskill.config import ManiSkillConfig
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # ManiSkill's and SAPIEN's own

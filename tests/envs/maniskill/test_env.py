@@ -15,7 +15,7 @@ from embodied.core.types import EpisodeSpec
 from embodied.envs import env_class, make_env, plugin
 from embodied.envs.env_checker import check_vector_env
 from embodied.envs.maniskill import tasks
-from embodied.envs.maniskill.bridge_tasks import SVG
+from embodied.envs.maniskill.bridge import SVG
 from embodied.envs.maniskill.config import ManiSkillConfig
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # ManiSkill's and SAPIEN's own

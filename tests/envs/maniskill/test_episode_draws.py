@@ -5,7 +5,7 @@ import pytest
 import torch
 from needed import requires
 
-from embodied.envs.maniskill.bridge_tasks import asset_folder, missing_bridge_assets
+from embodied.envs.maniskill.bridge import asset_folder, missing_bridge_assets
 from embodied.envs.maniskill.config import ManiSkillConfig
 
 requires("mani_skill")

@@ -8,9 +8,9 @@ from needed import requires, without_files
 from embodied.core.errors import MissingAsset
 from embodied.core.types import EpisodeSpec
 from embodied.envs import env_class
+from embodied.envs.maniskill.bridge import CAMERA, PLATES
 from embodied.envs.maniskill.bridge.bridge_expert import FASTEST, FASTEST_TURN
 from embodied.envs.maniskill.bridge.put_on_plate import variants
-from embodied.envs.maniskill.bridge_tasks import CAMERA, PLATES
 from embodied.envs.maniskill.config import ManiSkillConfig
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # ManiSkill's and SAPIEN's own

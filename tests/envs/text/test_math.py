@@ -11,8 +11,7 @@ from embodied.core.conversations import pictures_in
 from embodied.core.errors import ConfigError
 from embodied.core.types import EpisodeSpec
 from embodied.envs.config import EnvConfig
-from embodied.envs.text.math import Math, MathQuestions, questions
-from embodied.envs.text.question_rows import INSTRUCTION, boxed_answer, final_answer_in
+from embodied.envs.text.math import INSTRUCTION, Math, MathQuestions, boxed_answer, final_answer_in, questions
 from embodied.envs.text.scoring_process import TIMED_OUT
 from embodied.learners.examples import read_examples
 

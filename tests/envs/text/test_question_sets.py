@@ -8,7 +8,7 @@ pytest.importorskip("math_verify")
 
 import embodied
 from embodied.core.errors import ConfigError
-from embodied.core.hub import data_files
+from embodied.core.files import data_files
 from embodied.records.results import read_results
 from tests.support.loopback_hub import commit_of, serve
 from tests.support.tiny_language import PLAIN, publish

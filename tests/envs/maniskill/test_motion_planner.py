@@ -9,10 +9,10 @@ from needed import requires
 
 from embodied.core.errors import ConfigError
 from embodied.core.types import EpisodeList
+from embodied.envs.maniskill import motion_planner
 from embodied.envs.maniskill.config import ManiSkillConfig
 from embodied.envs.maniskill.env import ManiSkillEnv
-from embodied.envs.maniskill.motion_planner import planner_expert
-from embodied.envs.maniskill.motion_planner.planner_expert import CONTROLS, SOLVERS, Plan, PlannerExpert, PlanReplay
+from embodied.envs.maniskill.motion_planner import CONTROLS, SOLVERS, Plan, PlannerExpert, PlanReplay
 
 requires("mani_skill")
 REST = np.array([0, np.pi / 8, 0, -np.pi * 5 / 8, 0, np.pi * 3 / 4, np.pi / 4])
@@ -36,7 +36,7 @@ def test_a_replay_cuts_a_move_short_but_no_wait_for_the_fingers():
     replay, aims = PlanReplay(plan, turns=True), []
     joints = REST[None]
     for _ in range(6):
-        hand, turned, _ = planner_expert.hand_pose(joints)
+        hand, turned, _ = motion_planner.hand_pose(joints)
         aims.append(int(replay.advance(hand[0], turned[0])))
         joints = plan.joints[[aims[-1]]]
     assert aims == [3, 4, 5, 6, 6, 6], "0.06 rad of this joint move the hand by less than 4 cm"
@@ -44,9 +44,9 @@ def test_a_replay_cuts_a_move_short_but_no_wait_for_the_fingers():
 
 def test_a_hand_that_does_not_arrive_goes_on_after_a_while():
     plan = plan_of([0.0, 1.0, 1.0], [1, 1, -1])
-    hand, turned, _ = planner_expert.hand_pose(REST[None])
+    hand, turned, _ = motion_planner.hand_pose(REST[None])
     replay = PlanReplay(plan, turns=True)
-    aims = [int(replay.advance(hand[0], turned[0])) for _ in range(3 * planner_expert.PATIENCE)]
+    aims = [int(replay.advance(hand[0], turned[0])) for _ in range(3 * motion_planner.PATIENCE)]
     assert aims[0] == 0 and aims[-1] == 2 and sorted(aims) == aims
 
 
@@ -90,6 +90,6 @@ def test_who_plays_beside_an_episode_changes_nothing():
 
 
 def test_a_missing_planner_is_told_with_what_to_install(monkeypatch):
-    monkeypatch.setitem(sys.modules, planner_expert.SOLUTIONS, None)
+    monkeypatch.setitem(sys.modules, motion_planner.SOLUTIONS, None)
     with pytest.raises(ConfigError, match=r"cannot be loaded here.*pip install mplib==0\.1\.1"):
-        planner_expert.solver("PickCube-v1")
+        motion_planner.solver("PickCube-v1")
