@@ -69,7 +69,7 @@ from embodied.run import launch
 from embodied.run.devices import divides_requests, draws_on_gpus, host_plans, machines
 from embodied.run.launch import program_of
 from embodied.run.run_folder import provenance
-from embodied.runtime.backend import reserved
+from embodied.runtime.backend import reserve_devices
 from embodied.system.machine import LoadMeter, load_before, under_load
 from embodied.workflows.rl_loop import EmbodiedLoop
 from embodied.workflows.shipped_roles import roles_of_run
@@ -82,7 +82,7 @@ OVERLAPPING = ("periodic", "async")  # schedules with overlapping rollouts and u
 USAGE = (__doc__ or "").format(modes=", ".join(MODES), other=OTHER, rounds=ROUNDS, warm_up=WARM_UP)
 
 
-def listed(value: Any) -> Any:
+def as_list(value: Any) -> Any:
     """modes=all is a list, and so is modes=collocated,hybrid."""
     if isinstance(value, str):
         return [word.strip() for word in value.split(",")]
@@ -102,10 +102,10 @@ Schedule: Any = Literal["all", "none", "periodic", "async"]
 
 
 class Options(Strict):
-    modes: Annotated[tuple[Mode, ...], BeforeValidator(listed), AfterValidator(every_mode)] = ("all",)
-    schedules: Annotated[tuple[Schedule, ...], BeforeValidator(listed), AfterValidator(every_schedule)] = ("all",)
-    tasks: Annotated[tuple[Any, ...], BeforeValidator(listed)] = ()
-    num_envs: Annotated[tuple[PositiveInt, ...], BeforeValidator(listed)] = ()
+    modes: Annotated[tuple[Mode, ...], BeforeValidator(as_list), AfterValidator(every_mode)] = ("all",)
+    schedules: Annotated[tuple[Schedule, ...], BeforeValidator(as_list), AfterValidator(every_schedule)] = ("all",)
+    tasks: Annotated[tuple[Any, ...], BeforeValidator(as_list)] = ()
+    num_envs: Annotated[tuple[PositiveInt, ...], BeforeValidator(as_list)] = ()
     rounds: PositiveInt = ROUNDS
     profile: Literal["stored", "new"] | None = None
     seconds: PositiveFloat = 60.0
@@ -231,7 +231,7 @@ def run_all(
     with ExitStack() as stack:
         if address := config.cluster.joined:  # all modes are alive together, so the devices are reserved once
             hosts = [host for _, plan in planned.values() for host in host_plans(plan)]
-            stack.callback(reserved(address, hosts))
+            stack.callback(reserve_devices(address, hosts))
         timed_runs = {
             mode: stack.enter_context(TimedRun(*each, folder / "logs" / mode, program, reserves=False))
             for mode, each in planned.items()

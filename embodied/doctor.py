@@ -26,15 +26,7 @@ from embodied.envs import plugin
 from embodied.envs.config import ENV_CONFIGS, NamedWithKind
 from embodied.run import launch
 from embodied.system.drawing import Result
-from embodied.system.machine import (
-    ENGINES,
-    NO_VLLM,
-    Machine,
-    missing_packages,
-    normal,
-    why_no_engine,
-    why_not,
-)
+from embodied.system.machine import ENGINES, NO_VLLM, Machine, missing_packages, normal, why_no_engine, why_not
 
 OK, WARNING, FAILED, ABSENT = "ok", "warning", "failed", "absent"
 GIB = 1 << 30

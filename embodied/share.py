@@ -53,6 +53,7 @@ from embodied.reporting.runs import Run, read_run
 from embodied.run import launch
 from embodied.run.devices import divides_requests, machines, networks_on
 from embodied.run.ending import Interruption
+from embodied.run.run_group import OVER, lock_runs
 from embodied.sharing.page import PREDICTED, record_of
 from embodied.sharing.run_turns import FORMAT, LEND_FACTOR, RECORD
 from embodied.sharing.runs import (
@@ -65,7 +66,6 @@ from embodied.sharing.runs import (
     prepare,
     read_shared_runs,
 )
-from embodied.sweeps.run_group import OVER, lock_runs
 from embodied.workflows.rl_loop import EmbodiedLoop
 from embodied.workflows.shipped_roles import roles_of_run
 

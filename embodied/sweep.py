@@ -43,10 +43,7 @@ from embodied.run.ending import Interruption
 from embodied.run.launch import program_of
 from embodied.run.memory_check import PROCESS_BYTES, needs
 from embodied.run.policy_source import first_run
-from embodied.sharing.lease_server import RecordedLeases
-from embodied.sharing.runs import devices_of, own_devices, placement_for, reserve
-from embodied.sweeps.children import GroupChildren, Place
-from embodied.sweeps.run_group import (
+from embodied.run.run_group import (
     GOING_ON,
     OVER,
     Member,
@@ -57,6 +54,9 @@ from embodied.sweeps.run_group import (
     read_group,
     recipe_mark,
 )
+from embodied.sharing.children import GroupChildren, Place
+from embodied.sharing.lease_server import RecordedLeases
+from embodied.sharing.runs import devices_of, own_devices, placement_for, reserve
 from embodied.workflows.rl_loop import EmbodiedLoop
 from embodied.workflows.shipped_roles import roles_of_run
 

@@ -53,9 +53,9 @@ from embodied.reporting.runs import IN_TRAINING
 from embodied.reporting.sections import figure_cells
 from embodied.run import launch
 from embodied.run.run_folder import was_killed
+from embodied.run.run_group import GROUP
 from embodied.serving.config import FOREIGN_HOST, is_loopback
 from embodied.sharing.run_turns import RECORD
-from embodied.sweeps.run_group import GROUP
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -129,7 +129,8 @@ class PageServer(ThreadingHTTPServer):
         try:
             began = time.perf_counter()
             try:
-                shown = page_of(folders, beside_of(folders))[0] if folders else self.runs.page(Path("/"))
+                beside = folders[0] if len(folders) == 1 else Path("/")
+                shown = page_of(folders, beside)[0] if folders else self.runs.page(beside)
             except EmbodiedError as err:
                 raise NotServed(404, str(err)) from err
             except Exception as err:  # a page that cannot be made must not end the list of others
@@ -151,10 +152,6 @@ class PageServer(ThreadingHTTPServer):
         except (StopIteration, ValueError, OSError, RuntimeError):
             pass
         raise NotServed(404, f"{path} is not there, or not in {', '.join(map(str, self.roots))}")
-
-
-def beside_of(folders: Sequence[Path]) -> Path:
-    return folders[0] if len(folders) == 1 else Path("/")
 
 
 class Handler(BaseHTTPRequestHandler):

@@ -309,7 +309,9 @@ class WorkerChanges:
         said = [f"{name} could not be built: {why}" for name, why in failed.items()]
         if built:
             hosts = [self.newcomers[name][0] for name in built]
-            self._record((*self.plan.hosts, *hosts), added=built, devices=[d for host in hosts for d in host.held])
+            self._record(
+                (*self.plan.hosts, *hosts), added=built, devices=[d for host in hosts for d in host.device_names]
+            )
             verb = "is built and takes" if len(built) == 1 else "are built and take"
             said.append(f"{' and '.join(built)} {verb} part from the next rollout on, on {where(hosts)}")
         self._answer(f"{'; '.join(said)}: {self._count()}", int(bool(failed)))
@@ -351,7 +353,7 @@ class WorkerChanges:
             return
         gone = [host for host in self.plan.hosts if host.name in self.leaving]
         left = tuple(host for host in self.plan.hosts if host.name not in self.leaving)
-        self._record(left, taken_away=self.leaving, devices=[d for host in gone for d in host.held])
+        self._record(left, taken_away=self.leaving, devices=[d for host in gone for d in host.device_names])
         has = "has left, which was" if len(gone) == 1 else "have left, which were"
         self._answer(f"{' and '.join(self.leaving)} {has} on {where(gone)}: {self._count()}")
 
@@ -416,7 +418,7 @@ def where(hosts: Sequence[PlannedHost]) -> str:
 def held_by(host: PlannedHost, topology: Topology) -> list[str]:
     """The devices of a host; on several machines with the machine's name."""
     node = host.node or (topology.nodes[0].name if len(topology.nodes) > 1 else "")
-    return [*replace(host, node=node).held]
+    return [*replace(host, node=node).device_names]
 
 
 def free_slots(

@@ -17,8 +17,7 @@ from embodied.core.plugins import ENVS, OURS, Plugins
 OnSuccess = Literal["truncate", "terminate", "continue"]
 
 PRIVILEGED = Field(
-    False,
-    description="With state=proprio: give the critic, never the actor, the other numbers of `full`.",
+    False, description="With state=proprio: give the critic, never the actor, the other numbers of `full`."
 )
 RENDERER = Field(
     "auto",

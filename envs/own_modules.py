@@ -122,7 +122,7 @@ def own_reward(config: Any) -> Any:
 
 
 def registered_with_libero(module: ModuleType, name: str) -> type | None:
-    """The class that LIBERO's decorator `register_problem` has replaced by None."""
+    """The class that LIBERO's decorator for problems has replaced by None."""
     envs = sys.modules.get("libero.libero.envs")
     kind = envs.TASK_MAPPING.get(name.lower()) if envs else None
     return kind if kind and kind.__module__ == module.__name__ else None
@@ -229,11 +229,11 @@ class Preparing(MetaPathFinder):
     """Finds nothing. It is called before other finders, and prepares a simulator that is about to be imported."""
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> None:
-        if name in PREPARE and name not in self.begun():
-            self.begun().add(name)
+        if name in PREPARE and name not in self.loaded_packages():
+            self.loaded_packages().add(name)
             PREPARE[name]()
 
-    def begun(self) -> set[str]:
+    def loaded_packages(self) -> set[str]:
         return LOCAL.__dict__.setdefault("begun", set())
 
 
@@ -247,4 +247,4 @@ def prepared() -> Iterator[None]:
             yield
     finally:
         sys.meta_path.remove(finder)
-        finder.begun().clear()
+        finder.loaded_packages().clear()

@@ -184,14 +184,14 @@ class EpisodePlayer:
         if self.late is not None:
             self.late.begin(rows)
 
-    def seen(self) -> tuple[np.ndarray, Observation]:
+    def observe_playing(self) -> tuple[np.ndarray, Observation]:
         """The playing rows and their observations."""
         at = np.flatnonzero(self.playing)
         return at, self.obs if self.playing.all() else take_rows(self.obs, at)
 
     def ask(self, source: PolicyClient, **what: Any) -> None:
         """Request the decisions of the playing rows."""
-        self.at, self.shown = self.seen()
+        self.at, self.shown = self.observe_playing()
         if self.late is not None:
             self.shown = self.late.shown(self.shown, self.at)
         source.ask(self.shown, *self.rows.noise_keys(self.at, self.shown), **what)
@@ -201,11 +201,7 @@ class EpisodePlayer:
             return source.answer()
 
     def take(
-        self,
-        source: PolicyClient,
-        tally: Tally,
-        record: Record | None = None,
-        recorders: Sequence[Recorder] = (),
+        self, source: PolicyClient, tally: Tally, record: Record | None = None, recorders: Sequence[Recorder] = ()
     ) -> tuple[np.ndarray, ChunkResult]:
         """Play and record the answer to the last `ask`; returns the rows whose episodes ended, which stop playing."""
         reply, episodes = self.receive(source), self.rows.episode[self.at]

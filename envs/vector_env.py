@@ -164,7 +164,7 @@ class VectorEnv(EnvCapabilities, GymnasiumVectorEnv):
         everything. The observation is of all rows. `"elapsed"`: int [N], how much of the step limit counts as used up.
         """
         super().reset(seed=seed)
-        rows, episodes = self._wanted(options or {})
+        rows, episodes = self._read_reset_options(options or {})
         elapsed = (options or {}).get("elapsed")
         if len(rows):
             success = self._begin(rows, episodes)
@@ -389,7 +389,7 @@ class VectorEnv(EnvCapabilities, GymnasiumVectorEnv):
         if (rows := np.flatnonzero(wrong & self._live)).size:
             raise ValueError(f"actions of env rows {rows[:8].tolist()} are {limits}")
 
-    def _wanted(self, options: dict[str, Any]) -> tuple[np.ndarray, list[EpisodeSpec]]:
+    def _read_reset_options(self, options: dict[str, Any]) -> tuple[np.ndarray, list[EpisodeSpec]]:
         """Rows to reset and their episodes."""
         if unknown := options.keys() - {"reset_mask", "episodes", "elapsed"}:
             raise ValueError(f"reset options {sorted(unknown)} are unknown; there are reset_mask, episodes, elapsed")

@@ -122,11 +122,7 @@ def divide_sequences(
 
 
 def raised_degrees(
-    sequences: Sequence[SequenceLoad],
-    exchange: ExchangeCosts,
-    degrees: Sequence[int],
-    chosen: list[int],
-    at: Division,
+    sequences: Sequence[SequenceLoad], exchange: ExchangeCosts, degrees: Sequence[int], chosen: list[int], at: Division
 ) -> Iterator[list[int]]:
     """All ways to raise the degree of one of the busiest rank's heaviest sequences, the heaviest first."""
     busiest = at.loads.index(max(at.loads))

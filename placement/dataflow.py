@@ -278,12 +278,12 @@ def traced_edges(flows: Mapping[tuple[str, str], tuple[float, float]]) -> tuple[
     the policies at 15 s; the weights are for the next iteration.
     """
 
-    def ended(component: str, beside: tuple[str, str]) -> float:
+    def end_of_others(component: str, beside: tuple[str, str]) -> float:
         others = [last for pair, (_, last) in flows.items() if component in pair and pair != beside]
         return max(others, default=float("inf"))
 
     in_order = sorted(flows, key=flows.get)
-    return tuple(Edge(*pair, next_iteration=flows[pair][0] >= ended(pair[1], pair)) for pair in in_order)
+    return tuple(Edge(*pair, next_iteration=flows[pair][0] >= end_of_others(pair[1], pair)) for pair in in_order)
 
 
 def reachable_from(start: str, after: Mapping[str, set[str]]) -> set[str]:

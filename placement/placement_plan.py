@@ -377,7 +377,7 @@ class PlannedHost:
         return next(iter(self.devices), "")
 
     @property
-    def held(self) -> tuple[str, ...]:
+    def device_names(self) -> tuple[str, ...]:
         """The names of its devices, unique in the cluster."""
         names = self.devices or tuple(f"cpu:{core}" for core in self.cores)
         return tuple(f"{self.node}/{name}" if self.node else name for name in names)
@@ -399,8 +399,8 @@ class PlacementPlan:
 
     def has_own_devices(self, *roles: str) -> bool:
         """True if the workers of these roles share no device with other roles."""
-        mine = {name for host in self.hosts if {*roles} & {*host.roles} for name in host.held}
-        return not any(mine & {*host.held} for host in self.hosts if {*host.roles} - {*roles})
+        mine = {name for host in self.hosts if {*roles} & {*host.roles} for name in host.device_names}
+        return not any(mine & {*host.device_names} for host in self.hosts if {*host.roles} - {*roles})
 
     def restricted_to(self, *roles: str) -> PlacementPlan:
         """The plan with only these roles, for commands that need only these."""
@@ -512,11 +512,7 @@ def named_nodes(placement: str | dict[str, Any]) -> set[str]:
 
 
 def explicit_hosts(
-    placement: dict[str, Any],
-    machines: Topology,
-    roles: Sequence[PlacedRole],
-    more: bool = False,
-    policy_gpus: int = 1,
+    placement: dict[str, Any], machines: Topology, roles: Sequence[PlacedRole], more: bool = False, policy_gpus: int = 1
 ) -> tuple[PlannedHost, ...]:
     hosts: list[PlannedHost] = []
     for names, slots in parse_map(placement, roles, more).items():
@@ -572,7 +568,7 @@ def check_alike(roles: tuple[str, ...], slots: list[Slot]) -> None:
 
 def check_hardware(hosts: list[PlannedHost]) -> None:
     """Refuse workers of a role that share a device other than a fake one, a GPU or cores."""
-    uses = sorted((name, role) for h in hosts for role in h.roles for name in h.held if h.device)
+    uses = sorted((name, role) for h in hosts for role in h.roles for name in h.device_names if h.device)
     for (name, role), (other, other_role) in pairwise(uses):
         if (name, role) == (other, other_role) and name.rpartition("/")[2].partition(":")[0] not in ("gpu", "fake"):
             raise PlacementError(f"two {role} workers are on {name}, and there is one of it")

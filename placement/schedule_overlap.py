@@ -157,10 +157,7 @@ def side_by_side(first: Sequence[Array], second: Sequence[Array]) -> Array:
 
 
 def learned_waves(
-    rollout: Sequence[Array],
-    update: Sequence[Array],
-    waiting: Array,
-    arrivals: Sequence[Sequence[Array]] | None = None,
+    rollout: Sequence[Array], update: Sequence[Array], waiting: Array, arrivals: Sequence[Sequence[Array]] | None = None
 ) -> tuple[list[tuple[Array, Array]], Array]:
     """Start and end of the update on the groups of each wave, which begins when they arrive, and the end of the
     rollout. `rollout` and `update` are (seconds while both work, seconds alone); `arrivals` are the seconds at which

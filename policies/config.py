@@ -114,10 +114,10 @@ class PolicyOptions(Strict):
         rule = ChunkRule(delay, stated.get("overlap", 0), stated.get("blend") == "real_time")
         if rule.real_time and not self.continues_chunks:
             raise ConfigError(f"policy.chunks.blend=real_time needs a flow policy, and this is {self.name}; try linear")
-        if self.speaks and rule.kept:
+        if self.speaks and rule.num_continued:
             raise ConfigError(f"eval.delay={delay} counts env steps, and policy.name={self.name} answers in words")
         rule.check(length, f"policy.chunk={length}")
-        return rule if rule.kept else None
+        return rule if rule.num_continued else None
 
     def check_images(self, sizes: Mapping[str, tuple[int, ...]]) -> None:
         """Refuse an env without images where it needs some, or with too small ones; `sizes` are height and width of the

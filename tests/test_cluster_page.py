@@ -25,7 +25,7 @@ import pytest
 from embodied.policies.policy_folder import read_weights
 
 pytest.importorskip("ray")
-from embodied.runtime.ray.nodes import ENVIRONMENT
+from embodied.runtime.ray_nodes import ENVIRONMENT
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1500)]
 PAGE = (Path(__file__).parents[1] / "docs" / "cluster.md").read_text()

@@ -102,7 +102,7 @@ def test_an_added_worker_gets_a_free_device_or_a_core_of_learners_in_turns(place
     config = load(["recipe=sums_grpo"]).config.with_values("pipeline", schedule="sync")
     plan = make_plan(placement, machines, config.env.num_envs, shared=True)
     hosts = place(config, plan, machines, {"learner"}, count, named)
-    assert [device for host in hosts for device in host.held] == found
+    assert [device for host in hosts for device in host.device_names] == found
 
 
 @pytest.mark.parametrize(

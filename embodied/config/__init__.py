@@ -4,5 +4,3 @@
 commands, their arguments and the recipe that they start from; `read` merges recipes and arguments, `recipe_files`
 finds packaged ones; `answers` has the help and explains mistakes.
 """
-
-__all__ = ["answers", "command_line", "read", "recipe", "recipe_files", "sections"]

@@ -212,7 +212,7 @@ def not_a_setting(arg: str, flags: Iterable[str], folder_key: str, has_recipes: 
     """The message for an argument that is neither a flag nor key=value, with the setting that is meant."""
     key, equals, text = arg.partition("=")
     bare = key.lstrip("+-~")
-    ours = our_key_for(bare) if has_recipes else bare
+    ours = USUAL.get(as_word(bare), [bare])[0] if has_recipes else bare
     value = text if equals else "VALUE"
     if key.startswith("-") and not equals and ours == bare:
         near = nearest(key, flags, 0.6, ", ")
@@ -406,8 +406,3 @@ def hint(key: str, known: list[str]) -> str:
     """`, did you mean 'algo.lr'?`, or nothing."""
     likely = likely_keys(key, known)
     return f", did you mean {' or '.join(map(repr, likely))}?" if likely else ""
-
-
-def our_key_for(word: str) -> str:
-    """Our key for another toolkit's word, for any recipe; else the word."""
-    return USUAL.get(as_word(word), [word])[0]

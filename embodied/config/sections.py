@@ -52,8 +52,7 @@ class RolesSection(Strict):
         "starts from.",
     )
     judge_prompt: str = Field(
-        "{asked}",
-        description="The judge's prompt: {asked} stands for the policy's prompt, {answer} for its answer.",
+        "{asked}", description="The judge's prompt: {asked} stands for the policy's prompt, {answer} for its answer."
     )
     judge_says: str | None = Field(
         None,
@@ -343,7 +342,7 @@ class CollectSection(Strict):
 
 
 def _readable(value: Any) -> str | dict[str, Any]:
-    """Checks the `placement` key: a mode, or a map from roles to devices. `make_plan` applies it to a machine."""
+    """Checks a placement: a mode, or a map from roles to devices. `placement.make_plan` applies it to a machine."""
     if isinstance(value, dict):
         try:
             parse_map(value, more=True)

@@ -32,7 +32,7 @@ class ChunkRule:
     real_time: bool = False  # the policy makes a chunk that continues the one before; else both are mixed
 
     @property
-    def kept(self) -> int:
+    def num_continued(self) -> int:
         """Actions of a chunk that are played, or mixed, after the next observation."""
         return self.delay + self.overlap
 
@@ -40,7 +40,7 @@ class ChunkRule:
         """Refuse chunks of `length` actions if they are too short."""
         if length == 1 and not self.overlap:
             return  # single actions are played late, one after the other
-        least = self.kept + max(self.delay, 1)
+        least = self.num_continued + max(self.delay, 1)
         if length < least:
             raise ConfigError(
                 f"{what} is too short for a delay of {self.delay} env steps and an overlap of {self.overlap} actions: "
@@ -48,13 +48,14 @@ class ChunkRule:
             )
 
     def shares(self) -> np.ndarray:
-        """The old chunk's share [kept] in each of its last actions."""
+        """The old chunk's share [K] in each of its last actions."""
         mixed = np.zeros(self.overlap) if self.real_time else self._falling()
         return np.concatenate([np.ones(self.delay), mixed]).astype(np.float32)
 
     def weights(self) -> np.ndarray:
-        """The weights [kept] with which a policy keeps to the old chunk: 1 for actions that are played before the
-        answer comes, then falling as in "Real-Time Execution of Action Chunking Flow Policies" (2025)."""
+        """The weights [K] of the `num_continued` actions by which a policy keeps to the old chunk: 1 for actions that
+        are played before the answer comes, then falling as in "Real-Time Execution of Action Chunking Flow Policies"
+        (2025)."""
         falling = self._falling()
         return np.concatenate([np.ones(self.delay), falling * np.expm1(falling) / np.expm1(1)]).astype(np.float32)
 
@@ -62,16 +63,16 @@ class ChunkRule:
         return 1 - np.arange(1, self.overlap + 1) / (self.overlap + 1)
 
     def join(self, old: np.ndarray, new: np.ndarray) -> np.ndarray:
-        """The actions [N, L, A] from an observation on: the rest of the old chunk [N, kept, A], then the new one."""
-        if not self.kept:
+        """The actions [N, L, A] from an observation on: the rest of the old chunk [N, K, A], then the new one."""
+        if not self.num_continued:
             return new
         share = self.shares()[:, None]
         whole = np.isin(share, (0, 1)).all()
         if not whole and new.dtype.kind not in "f":
             raise ConfigError("policy.chunks.overlap mixes two actions, and this env's are choices; leave it out")
-        first = new[:, : self.kept]
+        first = new[:, : self.num_continued]
         mixed = np.where(share == 1, old, first) if whole else share * old + (1 - share) * first
-        return np.concatenate([mixed.astype(new.dtype), new[:, self.kept :]], axis=1)
+        return np.concatenate([mixed.astype(new.dtype), new[:, self.num_continued :]], axis=1)
 
 
 class LateActions:
@@ -79,7 +80,7 @@ class LateActions:
 
     def __init__(self, rule: ChunkRule, num_rows: int, action_dim: int) -> None:
         self.rule = rule
-        self.old = np.zeros((num_rows, rule.kept, action_dim), np.float32)  # the rest of each row's chunk
+        self.old = np.zeros((num_rows, rule.num_continued, action_dim), np.float32)  # the rest of each row's chunk
         self.is_known = np.zeros(num_rows, bool)
 
     def begin(self, rows: np.ndarray) -> None:
@@ -95,7 +96,7 @@ class LateActions:
 
     def play(self, answers: Any) -> np.ndarray:
         """The actions to be played now, of all rows' answers [N, L, A]."""
-        new, kept = host(answers), self.rule.kept
+        new, kept = host(answers), self.rule.num_continued
         self.rule.check(new.shape[1], f"a chunk of {new.shape[1]} actions")
         fresh = ~self.is_known
         self.is_known[:] = True

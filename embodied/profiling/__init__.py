@@ -8,5 +8,3 @@
 `stored_profiles` finds the profile of a recipe. `embodied.plan` predicts every layout from the costs and shows the
 runs beside the predictions; `placement=auto` takes the predicted fastest, or the fastest run if that one was timed.
 """
-
-__all__ = ["measure", "stored_profiles", "timed_run"]

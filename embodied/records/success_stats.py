@@ -50,7 +50,7 @@ def summarize(episodes: Iterable[EpisodeResult]) -> dict[str, Any]:
 
 
 def suite_of(task: str) -> str:
-    """`libero_goal` for libero_goal/3; empty for a task without a number."""
+    """libero_goal for libero_goal/3; empty for a task without a number."""
     suite, _, number = task.rpartition("/")
     return suite if number.isdecimal() else ""
 

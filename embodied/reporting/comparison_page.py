@@ -42,7 +42,7 @@ from embodied.reporting.sections import (
     videos_by_episode,
 )
 from embodied.reporting.seed_sets_page import ComparedRun, SeedSet, sets_of, single_run
-from embodied.sweeps.run_group import RunGroup, is_group, read_group
+from embodied.run.run_group import RunGroup, is_group, read_group
 
 MOST_PROMPTS = 20  # prompts whose answers are compared
 
@@ -156,10 +156,7 @@ def differences(entries: list[ComparedRun]) -> list[Block]:
         if entry.run.last is None:
             notes.append(f"{entry.label} has no evaluation.")
             continue
-        unlike, both = (
-            other_prompts(first.run.last, entry.run.last),
-            (first.run.last, entry.run.last),
-        )
+        unlike, both = (other_prompts(first.run.last, entry.run.last), (first.run.last, entry.run.last))
         ours, theirs = ([one for one in each.episodes if prompt_of(one) not in unlike] for each in both)
         if unlike:
             notes.append(f"{len(unlike)} prompts read otherwise in {entry.label} than in {first.label}: left out.")

@@ -112,7 +112,7 @@ def table(head: Sequence[object], rows: Sequence[Sequence[object]], numeric: boo
 
 
 def cell(words: object, more: str = "", **how: object) -> Block:
-    """A table's cell with a small remark; also its `color`, `href`, `state`, or numbers for readers of the data."""
+    """A table's cell with a small remark; `how` adds a colour, a link, a state, or numbers for readers of the data."""
     return {"text": words, "more": more, **how}
 
 
@@ -184,7 +184,7 @@ def section(title: str, *blocks: Block | None, note: str = "") -> Block | None:
 def page(
     title: str, sections: Sequence[Block | None], words: str = "", problems: Sequence[str] = (), **more: object
 ) -> Block:
-    """A whole page. `more`: its `heading` if not the title, the `state` of a run, a `command`, a `footer`."""
+    """A whole page. `more`: a heading that differs from the title, the state of a run, a command, a footer."""
     shown = [block for block in sections if block]
     return {"title": title, "heading": title, "words": words, "problems": problems, **more, "sections": shown}
 

@@ -51,8 +51,8 @@ from embodied.reporting.sections import (
     video_gallery,
     worker_changes,
 )
+from embodied.run.run_group import is_group, read_group
 from embodied.sharing.run_turns import RECORD
-from embodied.sweeps.run_group import is_group, read_group
 
 REPORT = "report.html"
 WHEN = "%Y-%m-%d %H:%M UTC"

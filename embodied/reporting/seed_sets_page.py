@@ -12,21 +12,10 @@ import numpy as np
 
 from embodied.core.arrays import gather
 from embodied.records.success_stats import mean_with_interval, over_seeds, standings
-from embodied.reporting.page import (
-    RATE,
-    Block,
-    Series,
-    cell,
-    lines,
-    named_table,
-    percent,
-    relative,
-    short,
-    table,
-)
+from embodied.reporting.page import RATE, Block, Series, cell, lines, named_table, percent, relative, short, table
 from embodied.reporting.runs import Evaluation, Run, read_run
 from embodied.reporting.sections import FEWEST, MEASURES, curve, evaluation_cells, in_evaluations, success_in_training
-from embodied.sweeps.run_group import MISSING, OVER, RunGroup
+from embodied.run.run_group import MISSING, OVER, RunGroup
 
 MOST_LINES = 12  # curves of single runs on a chart with several settings
 MOST_BANDS = 4  # settings with drawn intervals
@@ -245,15 +234,13 @@ def curve_charts(sets: Sequence[SeedSet], colors: dict[str, int]) -> list[Block 
     ]
 
 
-def all_of(sets: Sequence[SeedSet]) -> list[Run]:
-    return [run for seed_set in sets for run in seed_set.runs]
-
-
 def set_curves(seed_set: SeedSet, sets: Sequence[SeedSet], name: str, x: str, colors: dict[str, int]) -> list[Series]:
     """The lines of one set: its runs, their mean with its interval, and evaluations of single runs."""
     single, alone = len(sets) == 1, len(seed_set.runs) == 1
     own = colors[seed_set.label]
-    shown = list(enumerate(seed_set.runs)) if single or alone or len(all_of(sets)) <= MOST_LINES else []
+    shown = (
+        list(enumerate(seed_set.runs)) if single or alone or sum(len(one.runs) for one in sets) <= MOST_LINES else []
+    )
     series = []
     for place, run in shown:
         label = label_of(seed_set, place, sets)

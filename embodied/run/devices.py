@@ -208,7 +208,7 @@ def host_plans(
     """The hosts that a cluster starts for this plan. Roles `with_policy` have networks, which need these `imports`."""
     return [
         HostPlan(
-            *(host.name, host.roles, host.cores, host.threads, environment(host), host.node, host.held),
+            *(host.name, host.roles, host.cores, host.threads, environment(host), host.node, host.device_names),
             min((gpu.memory_bytes for gpu in host.gpus if host.devices), default=float("inf")),
             imports=imports if {*with_policy} & {*host.roles} else (),
         )
@@ -238,7 +238,9 @@ def check_devices(config: RunConfig, plan: PlacementPlan) -> None:
                 f"placement: {' and '.join(host.roles)} on {where}, but learner.device={wanted}; "
                 "try learner.device=auto"
             )
-    learning = [device for host in plan.hosts if "learner" in host.roles for device in host.held if "gpu:" in device]
+    learning = [
+        device for host in plan.hosts if "learner" in host.roles for device in host.device_names if "gpu:" in device
+    ]
     if shared := [device for device in learning if learning.count(device) > 1]:
         raise ConfigError(
             f"placement: {len(shared)} learners on {shared[0]}, but NCCL, which sums gradients on GPUs, takes one of "

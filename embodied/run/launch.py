@@ -296,9 +296,9 @@ def with_two_learners(machines: Topology) -> str:
 def gives_way(config: RunConfig, plan: PlacementPlan, updating: list[str]) -> bool:
     """True if only policy workers in separate processes share the learners' devices, and other policy workers can act
     meanwhile."""
-    learning_devices = {device for host in plan.hosts if {*updating} & {*host.roles} for device in host.held}
+    learning = {device for host in plan.hosts if {*updating} & {*host.roles} for device in host.device_names}
     acting = [host for host in plan.hosts if "policy" in host.roles]
-    sharing = [host for host in plan.hosts if not {*updating} >= {*host.roles} and learning_devices & {*host.held}]
+    sharing = [host for host in plan.hosts if not {*updating} >= {*host.roles} and learning & {*host.device_names}]
     alone = all(host.roles == ("policy",) for host in sharing)
     return config.pipeline.schedule == "async" and alone and len(sharing) < len(acting)
 

@@ -22,17 +22,7 @@ from embodied.records.success_stats import independent_difference, wilson
 OF_TRAINING = ("train", "detach_value", "keyframes", "augment", "exploration", "noise_level", "noise_range", "sft_loss")
 OF_FOLDER = ("pretrained", "statistics", "preset", "head", "proprio", "film", "horizon")
 LORA = ("lora_rank", "lora_scale", "lora_targets", "lora_init", "lora_path", "lora_config")
-AS_PLAYED = (
-    "name",
-    "task",
-    "num_envs",
-    "compile",
-    "stagger",
-    "backend",
-    "tasks_in_memory",
-    "video_size",
-    "initial_states",
-)
+AS_PLAYED = "name task num_envs compile stagger backend tasks_in_memory video_size initial_states".split()
 ONE_SEED = 500
 APART = (*OF_TRAINING, *OF_FOLDER, *LORA, *AS_PLAYED, "initial_log_scale", "reward", "reward_kwargs")
 

@@ -80,7 +80,7 @@ def choose_backend(name: str, address: str | None, several_nodes: bool) -> str:
 def nodes_of(address: str, describe: Callable[[int, int], Any]) -> dict[str, Any]:
     """Returns the nodes of a running Ray cluster, the one we are on first, and what `describe` returns there, given how
     many GPUs and cores Ray counts."""
-    from embodied.runtime.ray.nodes import Connection
+    from embodied.runtime.ray_nodes import Connection
 
     connection = Connection(address)
     try:
@@ -89,9 +89,9 @@ def nodes_of(address: str, describe: Callable[[int, int], Any]) -> dict[str, Any
         connection.close()
 
 
-def reserved(address: str, plans: Sequence[HostPlan]) -> Callable[[], None]:
+def reserve_devices(address: str, plans: Sequence[HostPlan]) -> Callable[[], None]:
     """Reserves the devices of these plans on a running Ray cluster until the returned function is called."""
-    from embodied.runtime.ray.nodes import Connection, Reservation
+    from embodied.runtime.ray_nodes import Connection, Reservation
 
     connection = Connection(address)
     try:
@@ -135,7 +135,7 @@ def make_backend(
         from embodied.runtime.local import LocalBackend
 
         return LocalBackend(run, plans, log_dir, timeout_s, events)
-    from embodied.runtime.ray.actors import RayBackend
+    from embodied.runtime.ray_backend import RayBackend
 
     return RayBackend(run, log_dir, timeout_s, events, address, modules, start_s, plans, reserves)
 

@@ -164,12 +164,7 @@ class Cluster:
             if host not in self._dead_hosts:
                 self._backend.kill(host)
 
-    def channel(
-        self,
-        name: str,
-        home: WorkerGroup | None = None,
-        capacity: int | None = DEFAULT_CAPACITY,
-    ) -> Channel:
+    def channel(self, name: str, home: WorkerGroup | None = None, capacity: int | None = DEFAULT_CAPACITY) -> Channel:
         """`home` is the consuming worker (default: the driver's host, also suitable for a few consumers). `capacity` is
         per producer; None is unbounded."""
         if name in self._channels:

@@ -313,7 +313,7 @@ class RankGroup:
         """Send part i [N, ...] to member i (all-to-all); returns the parts for this rank, in the order of members."""
         sent = as_bytes(parts)
         came = torch.empty_like(sent)
-        with self._measured():
+        with self._measure_sync():
             self.group.alltoall_base(came, sent, [], []).wait()
         return came.view(parts.dtype).view(parts.shape)
 
@@ -321,7 +321,7 @@ class RankGroup:
         """All-gather: the tensors of all members, which have equal shapes."""
         sent = as_bytes(tensor)
         came = [torch.empty_like(sent) for _ in self.ranks]
-        with self._measured():
+        with self._measure_sync():
             self.group.allgather([came], [sent]).wait()
         return [each.view(tensor.dtype).view(tensor.shape) for each in came]
 
@@ -334,7 +334,7 @@ class RankGroup:
         return PendingTensor(tensor, self.group.broadcast([as_bytes(tensor)], options), self)
 
     @contextmanager
-    def _measured(self) -> Iterator[None]:
+    def _measure_sync(self) -> Iterator[None]:
         with self.worker.timers.measure("sync"), self.worker.waiting():
             yield
 
@@ -346,7 +346,7 @@ class PendingTensor:
         self.tensor, self.work, self.group = tensor, work, group
 
     def wait(self) -> Tensor:
-        with self.group._measured():
+        with self.group._measure_sync():
             self.work.wait()
         return self.tensor
 

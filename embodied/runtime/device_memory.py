@@ -40,13 +40,13 @@ class DeviceTensors:
         """Moves these parts to the host; `emptied` parts come back as zeros."""
         for name, tensors in parts.items():
             offloader = self.parts.setdefault(name, Offloader(keeps=name not in emptied))
-            self.measured("offload", name, offloader.offload, tensors)
+            self.move("offload", name, offloader.offload, tensors)
 
     def onload(self) -> None:
         for name, offloader in self.parts.items():
-            self.measured("onload", name, offloader.onload)
+            self.move("onload", name, offloader.onload)
 
-    def measured(self, verb: str, name: str, move: Callable[..., int], *tensors: Any) -> None:
+    def move(self, verb: str, name: str, move: Callable[..., int], *tensors: Any) -> None:
         """Moves a part by `move`, which returns the number of bytes."""
         started = perf_counter()
         if moved := move(*tensors):

@@ -372,10 +372,7 @@ def shared_weights(groups: Sequence[WorkerGroup]) -> set[str]:
 
 
 def claims_of(
-    groups: Sequence[WorkerGroup],
-    shared: set[str],
-    cluster: Cluster,
-    unbuilt: Collection[str] | None = None,
+    groups: Sequence[WorkerGroup], shared: set[str], cluster: Cluster, unbuilt: Collection[str] | None = None
 ) -> list[Claim]:
     """Returns the memory that the workers of these groups report, divided over each worker's devices. `unbuilt` and
     dead workers are left out."""

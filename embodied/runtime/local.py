@@ -2,7 +2,7 @@
 or forked from a process that has imported torch already (processes.py).
 
 `LocalBackend`'s parent is the driver. On a Ray cluster an agent on each node is the parent of the hosts there
-(`ray/actors.py`).
+(`ray_backend.py`).
 
 A host gets its environment and cores before it imports anything. It ends with its parent, however that ends, and runs
 in its own session, so Ctrl-C reaches only the driver.

@@ -212,20 +212,7 @@ def show_title(host: str) -> None:
 
 
 # Prefixes of variables that native libraries, torch and the interpreter read when they are loaded.
-READ_ONCE = (
-    "OMP_",
-    "GOMP_",
-    "KMP_",
-    "MKL_",
-    "OPENBLAS_",
-    "ATEN_",
-    "TORCH",
-    "PYTORCH",
-    "CUDA",
-    "NVIDIA",
-    "LD_",
-    "PYTHON",
-)
+READ_ONCE = tuple("OMP_ GOMP_ KMP_ MKL_ OPENBLAS_ ATEN_ TORCH PYTORCH CUDA NVIDIA LD_ PYTHON".split())
 FORK_S = 60.0  # deadline for a server's imports and fork
 STOPPED_S = 2.0  # a server that is stopped for longer is given up
 ADOPTED_S = 5.0  # deadline for the kernel to make a fork the asking process's child

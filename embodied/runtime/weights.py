@@ -220,7 +220,7 @@ class WeightStore:
                 self._turn.notify_all()
 
     def _send_bytes(self, channels: tuple[Channel, ...], publication: Publication, names: Iterable[str]) -> None:
-        parts = ((name, self._part(name, publication.area)) for name in names)
+        parts = ((name, self._bytes_of(name, publication.area)) for name in names)
         for bucket in buckets_of(publication.version, parts):
             put_all(channels, bucket)
 
@@ -258,7 +258,7 @@ class WeightStore:
         self._head = self._memory[16:32].view(np.int64)
         self._head[:] = NONE
 
-    def _part(self, name: str, area: int) -> np.ndarray:
+    def _bytes_of(self, name: str, area: int) -> np.ndarray:
         assert self._memory is not None
         start = self._offsets[area][name]
         return self._memory[start : start + self.specs[name].size_bytes]
@@ -271,7 +271,7 @@ class WeightStore:
             for name, blob in blobs:
                 if blob.spec != self.specs[name]:
                     raise EmbodiedError(f"weight {name} is {blob.spec} but was announced as {self.specs[name]}")
-                part = self._part(name, area)
+                part = self._bytes_of(name, area)
                 part[:] = blob.data
                 for checksums in [self._checksums[area]] if name in self.changing else self._checksums:
                     checksums[name] = checksum(part)

@@ -420,7 +420,7 @@ class LanguageServer:
         return await self.change(self.origin.folder, self.origin.version, "wait")
 
     async def receive_weights(self, request: web.Request) -> web.Response:
-        """A bucket of a version (`bucket_bytes`), in order; the last one loads it as /update_weights does."""
+        """A bucket of a version; buckets come in order. The last one loads the version as /update_weights does."""
         data = await bytes_of(request, BUCKET_BYTES + HEAD_BYTES)
         try:
             bucket, name = self.arriving.add(data)

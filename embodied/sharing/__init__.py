@@ -1,5 +1,5 @@
-"""Several runs on the devices of one machine or cluster (`python -m embodied.share`).
+"""Several runs on the devices of one machine or cluster (`python -m embodied.share`), also seeds and sweeps.
 
-`runs` divides devices among them and starts them, `lease_server` grants devices, `plan` predicts how long they take,
-`page` shows who had which device. A run itself knows only the four hooks of `runtime/shared_leases.py`.
+`children` runs them as processes, `runs` divides devices among them, `lease_server` grants devices, `page` shows who
+had which device. A run itself knows only the four hooks of `runtime/shared_leases.py`.
 """

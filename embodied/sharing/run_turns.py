@@ -73,9 +73,7 @@ class RunTurns(Turns):
     """The rules for several runs."""
 
     def __init__(
-        self,
-        rule: Literal["lend", "remaining"] = "lend",
-        record: Callable[[dict[str, Any]], None] = lambda line: None,
+        self, rule: Literal["lend", "remaining"] = "lend", record: Callable[[dict[str, Any]], None] = lambda line: None
     ) -> None:
         """`record` receives the lines of share.jsonl."""
         super().__init__({}, ())

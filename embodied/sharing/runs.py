@@ -26,13 +26,13 @@ from embodied.placement.topology import Node
 from embodied.run import launch
 from embodied.run.devices import divides_requests, machines
 from embodied.run.memory_check import CUDA_BYTES, PROCESS_BYTES, needs
+from embodied.run.run_group import ListedRuns, read_listed
 from embodied.runtime import HostPlan
-from embodied.runtime.backend import reserved
+from embodied.runtime.backend import reserve_devices
+from embodied.sharing.children import Children, ChildRun, Place
 from embodied.sharing.lease_server import RecordedLeases
 from embodied.sharing.page import SHARE
 from embodied.sharing.run_turns import FORMAT
-from embodied.sweeps.children import Children, ChildRun, Place
-from embodied.sweeps.run_group import ListedRuns, read_listed
 from embodied.workflows.rl_loop import EmbodiedLoop
 from embodied.workflows.shipped_roles import roles_of_run
 
@@ -157,7 +157,7 @@ def reserve(config: RunConfig, devices: Sequence[str]) -> Callable[[], None]:
         if of_node := tuple(device for device in devices if device.partition("/")[0] == node.name):
             cores = tuple(core for core in node.core_numbers if on_node(node, f"cpu:{core}") in of_node)
             plans.append(HostPlan(node.name, (), cores or node.core_numbers, node=node.name, devices=of_node))
-    return reserved(config.cluster.joined, plans)
+    return reserve_devices(config.cluster.joined, plans)
 
 
 # Memory
@@ -221,7 +221,7 @@ def memory_sums(runs: Sequence[tuple[str, RunConfig, PlacementPlan]], topology: 
                 run: sum(load.least for load in need if load.place == device) for run, (need, _) in needs_by_run.items()
             }
             kept = {
-                run: CUDA_BYTES * sum(device in host.held for host in plan.hosts)
+                run: CUDA_BYTES * sum(device in host.device_names for host in plan.hosts)
                 for run, (_, plan) in needs_by_run.items()
             }
             sums.append(MemorySum(device, gpu.memory_bytes, least, kept))

@@ -112,7 +112,7 @@ class BatchSource:
         raise NotImplementedError
 
     def metrics(self, batch: Any) -> dict[str, float]:
-        """The batch's metrics, `env_steps` among them."""
+        """The batch's metrics, among them the number of env steps."""
         raise NotImplementedError
 
     def save(self) -> dict[str, np.ndarray]:

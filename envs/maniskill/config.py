@@ -48,8 +48,7 @@ class ManiSkillConfig(CommonEnvConfig):
         description="How actions move the robot: one of its control modes; unset: pd_joint_delta_pos, or the only one.",
     )
     action_units: tuple[Annotated[float, Field(gt=0, le=1)], Annotated[float, Field(gt=0, le=1)]] | None = Field(
-        None,
-        description="Bridge tasks: metres and radians of an action of 1; unset: [1, 1], as for published models.",
+        None, description="Bridge tasks: metres and radians of an action of 1; unset: [1, 1], as for published models."
     )
     object_set: Literal["train", "test", "all"] | None = Field(
         None,
@@ -75,8 +74,7 @@ class ManiSkillConfig(CommonEnvConfig):
         "env.num_envs, such as {max_rigid_patch_count: 524288}.",
     )
     solver_iterations: Annotated[int, Field(gt=0, lt=256)] | None = Field(
-        None,
-        description="Contact solver's iterations in rollouts; unset: the task's own, often 15, as in evaluations.",
+        None, description="Contact solver's iterations in rollouts; unset: the task's own, often 15, as in evaluations."
     )
     state: Literal["full", "proprio", "joints"] = Field(
         "full",

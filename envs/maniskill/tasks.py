@@ -28,15 +28,7 @@ from gymnasium.spaces import Dict
 from embodied.core.errors import ConfigError, MissingAsset, nearest
 from embodied.core.vulkan_driver import ensure_vulkan
 from embodied.envs.capabilities import CataloguedTask
-from embodied.envs.maniskill.bridge import (
-    CONTROL,
-    PLATES,
-    SVG,
-    TWINS,
-    is_bridge,
-    missing_bridge_assets,
-    source_of,
-)
+from embodied.envs.maniskill.bridge import CONTROL, PLATES, SVG, TWINS, is_bridge, missing_bridge_assets, source_of
 from embodied.envs.maniskill.config import REWARD_MODES, ManiSkillConfig
 from embodied.envs.own_modules import is_own, line_of, own_task, simulator_of, tasks_in
 

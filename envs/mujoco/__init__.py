@@ -1,3 +1,1 @@
 """What simulators on MuJoCo and robosuite share: LIBERO and robosuite itself."""
-
-__all__ = ["env", "loading", "rendering"]

@@ -1,3 +1,1 @@
 """The generated puzzles of reasoning_gym, as a text env."""
-
-__all__ = ["config", "env"]

@@ -1,3 +1,1 @@
 """robosuite's tasks."""
-
-__all__ = ["config", "env"]

@@ -23,10 +23,7 @@ class TextConfig(CommonEnvConfig):
     retries: ClassVar[int] = 0
 
     num_envs: int = Field(
-        64,
-        gt=0,
-        le=2**20,
-        description="Simultaneous conversations of the whole run, divided among the sims.",
+        64, gt=0, le=2**20, description="Simultaneous conversations of the whole run, divided among the sims."
     )
     side_by_side: int = side_by_side()
     rewards: Rewards = rewards()
@@ -128,8 +125,7 @@ class MathConfig(TextConfig):
         "hub, with rows as they are published (docs/text_envs.md).",
     )
     columns: dict[Literal["question", "prompt", "messages", "answer", "images", "solve_rate"], str] = Field(
-        {},
-        description="The data set's own names for these, such as {question: query, answer: extra_info.result}.",
+        {}, description="The data set's own names for these, such as {question: query, answer: extra_info.result}."
     )
     solve_rate: tuple[float, float] | None = Field(
         None,

@@ -137,10 +137,7 @@ class TextEnv(EnvCapabilities):
         return int(generator(spec.seed, "prompt", spec.task).integers(count))
 
     def draw(
-        self,
-        spec: EpisodeSpec,
-        question: Callable[[np.random.Generator], Question],
-        every: Sequence[Question] = (),
+        self, spec: EpisodeSpec, question: Callable[[np.random.Generator], Question], every: Sequence[Question] = ()
     ) -> Question:
         """The held-out question number `spec.init_state_id`, or a training question, which is never a held-out one.
         `question` makes a question from a random generator; the held-out ones are the first different ones. `every`

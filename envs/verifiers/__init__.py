@@ -1,3 +1,1 @@
 """Environments of the package verifiers, as text envs: played in an interpreter of their own."""
-
-__all__ = ["config", "env"]

@@ -70,10 +70,10 @@ class LanguageWorker(PolicyWorker):
 
     def onload(self) -> None:
         super().onload()
-        self.belongings.measured("onload", "engine", self.engine.onload)
+        self.belongings.move("onload", "engine", self.engine.onload)
 
     def offload(self) -> None:
-        self.belongings.measured("offload", "engine", self.engine.offload)
+        self.belongings.move("offload", "engine", self.engine.offload)
         super().offload()
 
     def begin(self, version: int, rule: SamplingRule) -> None:

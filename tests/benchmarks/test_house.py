@@ -105,5 +105,5 @@ def test_a_run_imports_few_modules_that_it_does_not_use():
     by_process = house.imported_modules(House(ROOT), "maniskill_ppo", *small, places)
     together = set[str]().union(*by_process.values())
     assert len(together) <= MOST_IMPORTED
-    unused = {"reporting", "sharing", "sweeps", "serving", "profiling"}
+    unused = {"reporting", "sharing", "serving", "profiling"}
     assert not [path for path in together if unused & {*path.split("/")}]

@@ -151,7 +151,7 @@ def test_options_are_free_of_heavy_imports():
 
 
 MESSAGES = [
-    ROOT / "embodied/runtime" / name for name in ("payload.py", "ray/actors.py")
+    ROOT / "embodied/runtime" / name for name in ("payload.py", "ray_backend.py")
 ]  # between our own processes only
 
 
@@ -230,7 +230,7 @@ def test_files_stay_readable():
 
 
 UPSTAIRS = (  # what reads files, plans, and calls `train`
-    *(f"embodied.{name}" for name in ("reporting", "profiling", "sharing", "sweeps", "serving")),
+    *(f"embodied.{name}" for name in ("reporting", "profiling", "sharing", "serving")),
     *(f"embodied.run.{name}" for name in ("launch", "ending", "rehearsal")),
     *(f"embodied.placement.{name}" for name in "forecast iteration_cost profile_planner schedule_overlap".split()),
 )

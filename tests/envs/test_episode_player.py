@@ -86,7 +86,7 @@ def begun(stage, episodes):
     rests."""
     found = [[], []]
     while min(map(len, found)) < episodes:
-        _, obs = stage.seen()
+        _, obs = stage.observe_playing()
         for row, known in enumerate(found):
             seed = stage.rows.specs[row].seed
             if stage.rows.length[row] == 0:

@@ -168,7 +168,7 @@ def test_every_mode_uses_all_machines(mode, cluster, networks, gpu_sims):
     there = read_topology(cluster)
     plan = make_plan(mode, there, 96, networks=networks, gpu_sims=gpu_sims)
     assert {host.node for host in plan.hosts} == {node.name for node in there.nodes}
-    assert len({host.held for host in plan.hosts if "sim" in host.roles}) == plan.count("sim")
+    assert len({host.device_names for host in plan.hosts if "sim" in host.roles}) == plan.count("sim")
     assert next(host.node for host in plan.hosts if "learner" in host.roles) == "node0"  # which writes checkpoints
 
 

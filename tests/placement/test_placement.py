@@ -83,7 +83,7 @@ def test_any_role_can_be_on_any_device_of_any_node():
     }
     machines = Topology((machine((4, 5, 6, 7), 2), machine((8, 9, 10, 11), 2, name="big")))
     plan = make_plan(placement, machines, 8)
-    assert [(h.name, h.cores, h.threads, h.held, h.render) for h in plan.hosts] == [
+    assert [(h.name, h.cores, h.threads, h.device_names, h.render) for h in plan.hosts] == [
         ("sim-0", (4, 5), 2, ("cpu:4", "cpu:5"), "gpu:0"),
         ("sim-1", (6, 7), 2, ("cpu:6", "cpu:7"), "gpu:1"),
         ("policy-0", (10, 11), 2, ("big/gpu:1",), ""),  # with its share of the cores there
@@ -148,7 +148,7 @@ def test_policies_of_several_gpus_have_gpus_of_one_machine_and_no_learner_in_the
     mode, machines, policies, learners
 ):
     plan = make_plan(mode, machines, 64, networks="gpu", policy_gpus=2)
-    assert [" ".join(host.held) for host in plan.hosts if host.roles == ("policy",)] == policies
+    assert [" ".join(host.device_names) for host in plan.hosts if host.roles == ("policy",)] == policies
     assert plan.count("learner") == learners
     assert any(line.endswith(", 2 each") for line in plan.describe()) == (machines is EIGHT)
     assert [len(host.gpus) for host in plan.hosts if host.roles == ("policy",)] == [2] * len(policies)

@@ -10,7 +10,7 @@ from embodied.reporting.comparison_page import comparison, distinct_labels
 from embodied.reporting.runs import Run, read_run
 from embodied.reporting.sections import curve, success_in_training
 from embodied.reporting.seed_sets_page import in_order, in_words, mean_curve, places_of, sets_of, summary
-from embodied.sweeps.run_group import Member
+from embodied.run.run_group import Member
 
 
 @pytest.fixture

@@ -15,7 +15,10 @@ from embodied.core.errors import ConfigError, EmbodiedError
 from embodied.placement import PlannedHost, Topology
 from embodied.placement.placement_plan import PlacementPlan
 from embodied.placement.topology import Gpu, Node
+from embodied.run import run_group
 from embodied.run.ending import Interruption
+from embodied.run.run_group import Member, RunGroup, find_group, lock_runs, read_group
+from embodied.sharing.children import BEGIN, GroupChildren, Place, slug
 from embodied.sweep import (
     divide_machine,
     load_all,
@@ -25,9 +28,6 @@ from embodied.sweep import (
     runs_at_once,
     split_values,
 )
-from embodied.sweeps import run_group
-from embodied.sweeps.children import BEGIN, GroupChildren, Place, slug
-from embodied.sweeps.run_group import Member, RunGroup, find_group, lock_runs, read_group
 
 # A run without training: seed 1 fails, seed 2 fails before it has a folder, seed 3 waits until it is told to stop.
 TRAIN = """import json, os, signal, sys, time

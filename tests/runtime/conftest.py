@@ -95,7 +95,7 @@ def ray_cluster():
     """One Ray cluster that all clusters of this process join: starting one takes seconds."""
     import ray
 
-    from embodied.runtime.ray.nodes import OwnCluster, connect_to_own
+    from embodied.runtime.ray_nodes import OwnCluster, connect_to_own
 
     with OwnCluster(object_store_bytes=200_000_000) as cluster:
         connect_to_own(cluster)

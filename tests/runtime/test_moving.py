@@ -8,7 +8,7 @@ from embodied.core.errors import EmbodiedError
 from embodied.runtime import HostPlan
 
 pytest.importorskip("ray")
-from embodied.runtime.ray.nodes import RayNode, move
+from embodied.runtime.ray_nodes import RayNode, move
 
 ONE, TWO = (RayNode(name, name, tuple(range(4))) for name in ("one", "two"))
 PLAN = HostPlan("sim-0", ("sim",), cores=(8, 9), node="gone")

@@ -14,7 +14,7 @@ from embodied.runtime import HostPlan
 from embodied.runtime.channel import Channel
 from embodied.runtime.local import boot_order
 from embodied.runtime.payload import Payload, decode, encode
-from embodied.runtime.ray.actors import NodeAgent, carried, identity, pack_message, unpack_message
+from embodied.runtime.ray_backend import NodeAgent, carried, identity, pack_message, unpack_message
 
 here = {"path": sys.path, "folder": os.getcwd(), "log_dir": None, "process": identity(os.getpid())}
 agent = NodeAgent({"boot": boot_order("run", 60.0, os.getpid()), "first": ["one"], **here})

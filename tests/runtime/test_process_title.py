@@ -74,7 +74,7 @@ def test_run_json_has_the_processes_of_a_run_and_none_when_it_is_over(tmp_path):
 
 def test_ray_that_does_not_start_in_time_names_the_deadline():
     pytest.importorskip("ray")
-    from embodied.runtime.ray.nodes import OwnCluster
+    from embodied.runtime.ray_nodes import OwnCluster
 
     with pytest.raises(
         EmbodiedError, match=r"did not start .* within cluster\.start_s=0\.1 s; .* try cluster\.start_s=0\.2"

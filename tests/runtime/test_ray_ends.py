@@ -19,12 +19,12 @@ import ray
 from ray._private import auto_init_hook
 from ray.exceptions import RayError
 
-from embodied.runtime.ray import nodes
+from embodied.runtime import ray_nodes
 
 calls = []
 auto_init_hook.enable_auto_connect = True
 ray.init = lambda **options: calls.append(options.get("address"))
-nodes._connect("127.0.0.1:1", None)
+ray_nodes._connect("127.0.0.1:1", None)
 assert calls == ["127.0.0.1:1"] and not ray.is_initialized(), calls
 try:
     ray.get([])
@@ -42,7 +42,7 @@ def test_who_asks_after_the_end_starts_no_cluster_of_rays_own():
 def test_an_agent_that_failed_itself_is_told_from_a_lost_node():
     from ray.exceptions import ActorDiedError, ActorUnavailableError, RayTaskError, RuntimeEnvSetupError
 
-    from embodied.runtime.ray.actors import raised_by_actor
+    from embodied.runtime.ray_backend import raised_by_actor
 
     failed = RayTaskError("NodeAgent.__init__", "no module named torch", ImportError("torch"), proctitle="agent")
     of_agent = (failed, ActorDiedError(failed), RuntimeEnvSetupError("no room"))

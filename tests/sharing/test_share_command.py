@@ -7,10 +7,10 @@ from embodied.config.recipe import load_recipe
 from embodied.core.errors import ConfigError
 from embodied.placement import Topology, make_plan
 from embodied.placement.topology import Node
+from embodied.run.run_group import lock_runs
 from embodied.share import read_order
 from embodied.sharing.run_turns import RECORD
 from embodied.sharing.runs import MemorySum, SharedRun, SharedRuns, check_memory, own_devices, read_shared_runs
-from embodied.sweeps.run_group import lock_runs
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,7 @@ import json
 from embodied.core.types import EpisodeResult
 from embodied.records.results import write_results
 from embodied.records.success_stats import summarize
-from embodied.sweeps.run_group import Member, RunGroup
+from embodied.run.run_group import Member, RunGroup
 
 
 def played(successes, task="reach", seed=0, **more):

@@ -342,7 +342,7 @@ class PutOnPlate(BridgeScene, BaseEnv):
         self._half[env_idx] = torch.tensor(np.array(sizes) / 2, dtype=torch.float32, device=self.device)
         self._held[env_idx] = 0
         self._grasped[env_idx] = self._held_long[env_idx] = False
-        self.__dict__.pop("_kept", None)
+        self.__dict__.pop("_foreground_ids", None)
 
     def _pose(self, thing: tuple[str, int], episode: Episode | None) -> tuple[list, list] | None:
         """The pose from which an object is dropped; None if the episode does not use it."""
@@ -439,7 +439,7 @@ class PutOnPlate(BridgeScene, BaseEnv):
     # Images
 
     @cached_property
-    def _kept(self) -> torch.Tensor:
+    def _foreground_ids(self) -> torch.Tensor:
         """Cleared at every reset."""
         robot = torch.stack([link.per_scene_id for link in self.agent.robot.get_links()], dim=1)
         ids = []
@@ -450,7 +450,7 @@ class PutOnPlate(BridgeScene, BaseEnv):
         return torch.stack(ids)
 
     def kept_ids(self) -> torch.Tensor:
-        return self._kept
+        return self._foreground_ids
 
     def photo(self, scene: int, height: int, width: int, square: bool) -> np.ndarray:
         return self.read_photo(str(self.tables.folder(self.episodes[scene].picture, "imgs")), height, width, square)
@@ -458,7 +458,7 @@ class PutOnPlate(BridgeScene, BaseEnv):
     def before_photo(self, seen: np.ndarray, segments: np.ndarray, scene: int, square: bool) -> np.ndarray:
         whole = super().before_photo(seen, segments, scene, square)
         mix = self.variant.weight * self.tables.about[self.episodes[scene].texture]["mix"]
-        front = np.isin(segments, self._kept[scene].cpu().numpy())
+        front = np.isin(segments, self._foreground_ids[scene].cpu().numpy())
         return paint_over(whole, front, self._texture(scene), mix, self.variant.everywhere) if mix else whole
 
     def before_photos(self, seen: torch.Tensor, segments: torch.Tensor) -> torch.Tensor:

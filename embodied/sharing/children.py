@@ -30,9 +30,9 @@ from embodied.reporting.seed_sets_page import in_order, in_words, sets_of
 from embodied.run import launch
 from embodied.run.ending import Interruption
 from embodied.run.run_folder import DRIVER, read_json
+from embodied.run.run_group import ENDED, FINISHED, LOG, MISSING, OVER, Member, RunGroup, state_of
 from embodied.runtime.device_leases import SHARE
 from embodied.sharing.lease_server import RecordedLeases
-from embodied.sweeps.run_group import ENDED, FINISHED, LOG, MISSING, OVER, Member, RunGroup, state_of
 
 POLL_S = 0.2
 REPORT_S = 60.0  # between two lines about the runs in progress, off a terminal
@@ -99,7 +99,7 @@ class ChildRun:
         return {path for path in self.parent.glob(f"{self.name}-{DATE}-*") if path.is_dir()}
 
     @property
-    def ended(self) -> bool:
+    def has_ended(self) -> bool:
         return self.process.poll() is not None
 
     @property
@@ -112,7 +112,7 @@ class ChildRun:
         """Look for the folder that the run creates: its run.json names the process, or it is new after the process
         ended. Returns it when it is found first."""
         if self.folder is None:
-            ended = self.ended
+            ended = self.has_ended
             for folder in sorted(self.folders() - self.older):
                 if ended or read_info(folder).get("processes", {}).get(DRIVER) == self.process.pid:
                     self.folder = folder
@@ -187,7 +187,7 @@ class Children:
     def look(self) -> None:
         """Record new folders and ended runs, end runs that keep a device too long, and report the progress."""
         for child in list(self.going):
-            if child.ended:
+            if child.has_ended:
                 self.end_child(child)
                 continue
             self.find_folder(child)
@@ -242,7 +242,7 @@ class Children:
         """Wait for stopping runs, and kill a run that does not stop in time; then record their ends. No process is left
         where an end cannot be recorded."""
         until = time.monotonic() + CLOSE_S
-        while time.monotonic() < until and not all(child.ended for child in self.going):
+        while time.monotonic() < until and not all(child.has_ended for child in self.going):
             self.pass_time(POLL_S)
         for child in self.going:
             child.kill()

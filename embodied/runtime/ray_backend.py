@@ -37,7 +37,7 @@ from embodied.runtime.heartbeat import BEAT_S, NOTICE_S, PROGRESS_BYTES, Progres
 from embodied.runtime.host import DRIVER, Events, Host, HostPlan, Links
 from embodied.runtime.local import KILL_S, WRITING_S, HostProcess, HostProcesses, LocalHosts, boot_order, check_cores
 from embodied.runtime.payload import Payload, decode, encode, map_shared, segments
-from embodied.runtime.ray.nodes import Connection, RayNode, Reservation, move
+from embodied.runtime.ray_nodes import Connection, RayNode, Reservation, move
 from embodied.runtime.worker import machine
 
 _LOST_S = 45.0  # how long Ray may take to say that a node is lost
@@ -174,7 +174,7 @@ class RayBackend(HostProcesses):
 
     def _plan_of_next(self, before: RayProcess) -> HostPlan:
         """The plan of a host that is started again: the same, or moved if its node is lost."""
-        if not self._connection.lost(before.agent.node):
+        if not self._connection.is_lost(before.agent.node):
             return before.plan
         cores = [(process.node, core) for process in self.processes.values() for core in process.plan.cores]
         return move(before.plan, self._connection.nodes_without(before.agent.node), Counter(cores))
@@ -217,7 +217,7 @@ class RayBackend(HostProcesses):
         until = time.monotonic() + (_LOST_S if node.id != self._connection.own.id else 0)
         while not self._stopping:
             with suppress(Exception):  # of Ray, which may not reach its own tables
-                if self._connection.lost(node):
+                if self._connection.is_lost(node):
                     return True
             if time.monotonic() >= until:
                 return False

@@ -95,13 +95,13 @@ class Connection:
             raise ConfigError(f"placement names the node {name!r}, but {known}")
         return self._nodes[name] if name else self.own
 
-    def lost(self, node: RayNode) -> bool:
+    def is_lost(self, node: RayNode) -> bool:
         """True if Ray has noticed that this node is lost."""
         return all(known["NodeID"] != node.id or not known["Alive"] for known in ray.nodes())
 
     def nodes_without(self, lost: RayNode) -> list[RayNode]:
         """All nodes except the lost ones."""
-        return [node for node in self._nodes.values() if node.id != lost.id and not self.lost(node)]
+        return [node for node in self._nodes.values() if node.id != lost.id and not self.is_lost(node)]
 
     def ask(self, function: Callable[[int, int], Any]) -> dict[str, Any]:
         """Calls a function on every node with Ray's numbers of GPUs and cores; returns the results, the driver's node
