@@ -345,8 +345,8 @@ def best_seconds(work: Callable[[], Any], device: str, tries: int = 5) -> float:
 
 def acting(policy: Any, asked: argparse.Namespace, read: float = 0.0) -> Figures:
     """Decisions a second by rows, eager and recorded as graphs (unless compiled), beside the most that the device
-    allows: its rate of products, counted in a decision
-    of one row, and then its bandwidth for `read` bytes of weights (once for all rows; 0: all weights once)."""
+    allows: its rate of products, counted in a decision of one row, and then its bandwidth for `read` bytes of weights
+    (once for all rows; 0: all weights once)."""
     import numpy as np
     from torch.utils.flop_counter import FlopCounterMode
 

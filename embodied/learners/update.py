@@ -332,6 +332,8 @@ def steps_of(
     if reason and model.config.graphs == "on":
         raise ConfigError(f"learner.graphs=on: {reason}; try learner.graphs=auto")
     if reason:
+        if optimizer.fixed:  # an earlier batch's steps were recorded
+            optimizer.forget_gradients()
         return PolicySteps(model, optimizer, config), batch
     if model.policy.reads_words:
         batch = replace(batch, obs=model.policy.as_tensors(batch.obs, "cpu"))

@@ -115,13 +115,15 @@ def test_ranks_with_recorded_steps_learn_what_one_learner_does():
 
 
 @pytest.mark.usefixtures("on_devices")
-@pytest.mark.parametrize("change", ["gradients", "optimizer"])
+@pytest.mark.parametrize("change", ["gradients", "optimizer", "off"])
 def test_what_was_recorded_is_recorded_again_where_memory_has_moved(change, tmp_path):
-    """As after a learner gave up its device, or read a checkpoint."""
+    """As after a learner gave up its device, or read a checkpoint; or no more, where that is switched off."""
 
     def between(model, optimizer):
         if change == "gradients":
             optimizer.forget_gradients()
+        elif change == "off":
+            model.config = LearnerConfig(graphs="off")
         else:
             optimizer.save(tmp_path)
             optimizer.load(tmp_path)

@@ -138,18 +138,21 @@ def counted_as(monkeypatch):
     )
 
 
-def test_activations_are_computed_again_where_memory_asks_for_it(monkeypatch):
-    """With learner.checkpoint_activations=auto, on GPUs of 80 GB: of as few blocks as possible."""
-    activations = {False: 60e9, "half": 30e9, "language": 10e9, True: 5e9, "auto": 5e9}
-    for weights, which in {10e9: False, 35e9: "half", 60e9: "language", 67e9: True}.items():
+def test_activations_are_computed_again_where_memory_asks_for_it(monkeypatch, counted_as):
+    """With learner.checkpoint_activations=auto: of as few blocks as possible."""
+    counted_as(weights=1e9, training=1e9, activations=1e9)
+    words = "maniskill_ppo_openvla", "1xGPU", "learner.checkpoint_activations=auto"
+    assert planned(*words)[0].learner.checkpoint_activations is False
+    config = load([f"recipe={words[0]}", words[2]]).config
+    activations = {False: 60e9, "half": 30e9, "language": 10e9, True: 5e9}
+    for room, which in {70e9: False, 40e9: "half", 20e9: "language", 8e9: True, 1e9: True}.items():
 
-        def measured(config, ranks, weights=weights):
-            of = activations[config.learner.checkpoint_activations]
-            return Memory(1, 1, weights=weights, training=1e9, activations=of)
+        def needs(config, *_, room=room):
+            taken = activations[config.learner.checkpoint_activations]
+            return [memory_check.Need("", "gpu:0", room, (memory_check.Load("learner", taken, "", "gpu:0"),))]
 
-        monkeypatch.setattr(memory_check, "measured_memory", measured)
-        config, _ = planned("maniskill_ppo_openvla", "1xGPU", "learner.checkpoint_activations=auto")
-        assert config.learner.checkpoint_activations == which
+        monkeypatch.setattr(memory_check, "needs", needs)
+        assert memory_check.with_checkpointing(config, None, None).learner.checkpoint_activations == which
 
 
 def test_a_run_that_does_not_fit_is_refused_with_options_that_save_memory(counted_as):
