@@ -33,7 +33,8 @@ from embodied.core.files import read_arrays
 from embodied.core.types import LABELS, BatchEnd, EnvSpec, Observation, Trajectory, env_blocks, join_units
 from embodied.learners.imitation import ImitationLearner
 from embodied.learners.model import scheduled
-from embodied.learners.train_batch import RolloutBuffer, contiguous_tensor
+from embodied.learners.train_batch import RolloutBuffer
+from embodied.learners.transfers import contiguous_tensor
 from embodied.learners.update import GradientSteps
 from embodied.policies.base import Policy
 from embodied.runtime import Channel

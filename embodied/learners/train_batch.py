@@ -34,7 +34,6 @@ from embodied.core.arrays import (
     Observation,
     host,
     is_tensor,
-    is_text,
     leaves,
     map_obs,
     on_host,
@@ -47,6 +46,7 @@ from embodied.core.errors import DeadlineExceeded
 from embodied.core.rng import permutation
 from embodied.core.types import Array, BatchEnd, ForLearner, Trajectory, Unit, join, map_decisions
 from embodied.learners.model import FrozenFeatures, Model, Pass
+from embodied.learners.transfers import contiguous_tensor, take, to_device
 from embodied.policies.base import Scores
 from embodied.runtime import Channel, Timers
 from embodied.runtime.collective import Collective
@@ -637,32 +637,3 @@ def room_for_all(piece: Trajectory, horizon: int) -> Trajectory:
     count = len(piece.ids) * horizon
     room = map_decisions(lambda array: room_for(array, count), piece)
     return replace(piece, lengths=np.full_like(piece.lengths, horizon), last=True, **room)
-
-
-def contiguous_tensor(array: Array) -> Array:
-    """A contiguous copy as a tensor on the array's device; texts stay an array."""
-    if is_tensor(array):
-        return array.clone(memory_format=torch.contiguous_format)
-    copy = np.array(array, order="C")
-    return copy if is_text(copy) else torch.from_numpy(copy)
-
-
-def to_device(arrays: Mapping[str, Array], device: str) -> dict[str, Tensor]:
-    """Copies of the arrays as tensors on this device. Each transfer to a GPU waits for it, so all numpy arrays are sent
-    in one transfer, in a type that holds every number."""
-    tensors = {name: contiguous_tensor(array) for name, array in arrays.items()}
-    small = {name: tensor for name, tensor in tensors.items() if tensor.device.type == "cpu"}
-    if device != "cpu" and small:
-        together = torch.cat([tensor.reshape(-1).double() for tensor in small.values()]).to(device)
-        sent = together.split([tensor.numel() for tensor in small.values()])
-        for (name, tensor), numbers in zip(small.items(), sent, strict=True):
-            tensors[name] = numbers.view(tensor.shape).to(tensor.dtype)
-    return {name: tensor.to(device) for name, tensor in tensors.items()}
-
-
-def take(array: Array, items: Tensor) -> Array:
-    """These items of an array. For an array in host memory `items` must be there, too. Items for a device are sent
-    without waiting."""
-    if not is_tensor(array):
-        return array[items.numpy()]
-    return array.index_select(0, items.to(array.device, non_blocking=True))

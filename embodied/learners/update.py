@@ -24,7 +24,8 @@ from embodied.core.errors import ConfigError, Diverged, EmbodiedError, WrongShap
 from embodied.core.rng import minibatches
 from embodied.core.types import BatchEnd, Trajectory
 from embodied.learners.model import KEPT_BYTES, Model, Pass, PolicyOptimizer, scheduled
-from embodied.learners.train_batch import OF_ITEMS, RankBatch, step_items, take
+from embodied.learners.train_batch import OF_ITEMS, RankBatch, step_items
+from embodied.learners.transfers import take
 from embodied.policies.base import Scores
 from embodied.runtime.collective import Collective
 

@@ -17,7 +17,7 @@ from embodied.core.errors import ConfigError, Diverged
 from embodied.core.types import ActionSpec, BatchEnd, EnvSpec, env_blocks
 from embodied.learners.config import LearnerConfig
 from embodied.learners.model import Model, PolicyOptimizer
-from embodied.learners.train_batch import to_device
+from embodied.learners.transfers import to_device
 from embodied.learners.update import update_policy, why_not_graphs
 from embodied.policies import make_policy
 from embodied.policies.config import CNNConfig, MLPConfig
