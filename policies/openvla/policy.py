@@ -224,9 +224,8 @@ class PrismaticPolicy(VLAPolicy):
     def _pixels(self, obs: Observation) -> list[Tensor]:
         """Processed pixels of each camera [N, 3 * towers, size, size]."""
         frames = [tensor_of(obs["images"][camera], self.device) for camera in self.cameras]
-        if not isinstance(obs.get("instruction"), dict):
-            frames = [self.images.through_rlds(part) for part in frames]
-        return [self.images(part).to(self.dtype) for part in frames]
+        ready = isinstance(obs.get("instruction"), dict)  # made by `as_tensors`
+        return [self.images(part, ready).to(self.dtype) for part in frames]
 
     def _patch_features(self, *seen: Tensor) -> Tensor:
         return for_acting(self.config, network.VisionBackbone.forward, self.device)(self.vision_backbone, *seen)

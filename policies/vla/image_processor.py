@@ -152,8 +152,9 @@ class ImageProcessor:
         """Frames as in RLDS data sets, if asked for; on the host."""
         return as_in_rlds(frames, self.size) if self.rlds else frames
 
-    def __call__(self, frames: Tensor) -> Tensor:
-        """uint8 [N, H, W, 3] -> float32 [N, 3 * towers, size, size]."""
+    def __call__(self, frames: Tensor, ready: bool = False) -> Tensor:
+        """uint8 [N, H, W, 3] -> float32 [N, 3 * towers, size, size]. `ready`: frames have gone `through_rlds`."""
+        frames = frames if ready else self.through_rlds(frames)
         pixels = frames.permute(0, 3, 1, 2).float()
         if self.strategy == "letterbox":
             pixels = letterbox(pixels, self.bars)
