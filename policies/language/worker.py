@@ -15,7 +15,15 @@ from dataclasses import dataclass, replace
 import numpy as np
 import torch
 
-from embodied.core.conversations import Completion, CompletionBatch, Prompt, Vacancy, WrittenTokens, pictures_in
+from embodied.core.conversations import (
+    ANOTHER_PROMPT,
+    Completion,
+    CompletionBatch,
+    Prompt,
+    Vacancy,
+    WrittenTokens,
+    pictures_in,
+)
 from embodied.core.pictures import PictureError
 from embodied.core.types import EnvSpec, SamplingRule
 from embodied.policies import make_policy
@@ -25,7 +33,6 @@ from embodied.runtime import Channel, Needs
 from embodied.runtime.device_memory import DeviceTensors
 from embodied.runtime.published_weights import Publication
 
-ANOTHER_PROMPT = 2**40  # a later prompt may reach the same places of the stream, and must not draw the same noise
 SIGN_OF_LIFE_S = 30.0  # interval of signs of life to sims that wait for long answers
 
 

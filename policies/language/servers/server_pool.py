@@ -28,6 +28,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from embodied.core.conversations import ANOTHER_PROMPT
 from embodied.core.errors import ConfigError, EmbodiedError, in_a_line
 from embodied.core.request_queue import RequestQueue, Waiting
 from embodied.policies.language.config import LanguageConfig
@@ -60,6 +61,7 @@ QUIET_S = 60.0  # a longer silence of a server with requests is reported
 PATIENCE = 4.0  # a request may take this multiple of the longest answer while other servers are idle
 CHANGES = 5  # limit of foreign changes of a server's weights during one of our versions
 TRIES = 10  # limit of tries of a request that a server fails slowly
+SHOWN = 20  # conversations with answers of a dropped server that are listed
 # suspect: used answers of servers that were dropped later
 COUNTED = ("asked_again", "unusable", "outages", "moved", "dropped_servers", "suspect_answers", "suspect_tokens")
 KEEPS = "name the checkpoint that it serves, or let it take new weights: policy.weights=FOLDER"
@@ -113,17 +115,23 @@ class UsedAnswers:
     answers: int = 0
     tokens: int = 0
     versions: list[int] = field(default_factory=list)  # of the weights: the first and the last
+    episodes: dict[int, None] = field(default_factory=dict)  # conversations of the last version
 
-    def add(self, tokens: int, version: int) -> None:
+    def add(self, tokens: int, version: int, episode: int) -> None:
         self.answers, self.tokens = self.answers + 1, self.tokens + tokens
+        if self.versions[-1:] != [version]:
+            self.episodes = {}
         self.versions = [*self.versions[:1], version]
+        self.episodes[episode] = None
 
     def __str__(self) -> str:
         if not self.answers:
             return "none of its answers was used before"
         of = " to ".join(f"{version}" for version in dict.fromkeys(self.versions))
         used = f"{self.answers} of its answers to this worker, of {self.tokens} tokens, were used before"
-        return f"{used} (versions of weights: {of})"
+        shown, more = [*map(str, self.episodes)][:SHOWN], len(self.episodes) - SHOWN
+        rest = f" and {more} more" if more > 0 else ""
+        return f"{used} (versions of weights: {of}; conversations of the last one: {', '.join(shown)}{rest})"
 
 
 @dataclass(eq=False)
@@ -229,9 +237,11 @@ class ServerPool:
             elif server.gap.tokens >= JUDGED_TOKENS or not server.calls or most is None:
                 for number, answer in server.unreleased.items():
                     self.failing.pop(number, None)
+                    waiting = self.queue.taken.get(server.name, {}).get(number)
                     if self.queue.take_answer(number):
                         released.append((number, answer))
-                        server.used.add(len(answer.tokens), version_of(self.wanted))
+                        episode = waiting.request.episode % ANOTHER_PROMPT if waiting else -1
+                        server.used.add(len(answer.tokens), version_of(self.wanted), episode)
                 server.unreleased = {}
         self.hand_out()
         return released

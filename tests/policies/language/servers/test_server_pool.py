@@ -110,8 +110,11 @@ def test_a_server_that_lies_is_named_within_32_tokens(policy, tmp_path, capsys):
         assert servers[1].url in said and int(said.partition("answers of ")[2].split()[0]) < 32 + 12
         numbers = engine.metrics()
         count, tokens = (int(numbers[f"suspect_{what}"]) for what in ("answers", "tokens"))
-        used = f"{count} of its answers to this worker, of {tokens} tokens, were used before (versions of weights: 1)"
-        assert count > 0 and used in said
+        used = f"{count} of its answers to this worker, of {tokens} tokens, were used before (versions of weights: 1; "
+        listed = (
+            said.partition("conversations of the last one: ")[2].partition(")")[0].partition(" and ")[0].split(", ")
+        )
+        assert count > 0 and used in said and {*map(int, listed)} <= {request.episode for request in ASKED}
         falsify(servers[0])
         with pytest.raises(EmbodiedError, match=f"{servers[0].url}: the log-probs of its answers differ"):
             answers(engine, ASKED)
