@@ -237,7 +237,7 @@ PAGES = {
         Step("train recipe=./my_mixture", "task mixture mixture"),
         Step("check env.name=verifiers", ("held out 0?", "contract kept")),
         Step("train .*verifiers:", "verifiers:my_vf_sums", "run.start_from=null --dry-run"),
-        Step("train recipe=calc_grpo", "sums calc2", "--dry-run"),
+        Step("train recipe=(calc|search|python)_grpo", "sim + policy on cores", "--dry-run"),
         Step("check env.name=my_box", "contract kept"),
     ],
     "reasoning.md": [

@@ -25,6 +25,7 @@ OURS = {
         "robosuite": "embodied.envs.robosuite.config:RobosuiteConfig",
         "pointmass": "embodied.envs.pointmass.config:PointMassConfig",
         "sums": "embodied.envs.text.config:SumsConfig",
+        "tools": "embodied.envs.text.config:ToolsConfig",
         "sort": "embodied.envs.text.config:SortConfig",
         "pictures": "embodied.envs.text.config:PicturesConfig",
         "reverse_text": "embodied.envs.text.config:ReverseTextConfig",

@@ -72,6 +72,20 @@ class SumsConfig(ToyTextConfig):
     name: Literal["sums"] = Field(description="A toy for small language models: add numbers.")
 
 
+class ToolsConfig(ToyTextConfig):
+    """A toy for small language models that learn to call a tool."""
+
+    env = "embodied.envs.text.tool_toys:Tools"
+    TASKS: ClassVar = {
+        "find": "age of Bado: , where <find>Bado</find> searches documents",
+        "recall": "the same without them",
+        "python": "37^12 mod 97=, where <py>37**12%97</py> runs a program",
+        "powers": "the same without it",
+    }
+
+    name: Literal["tools"] = Field(description="A toy for small language models that learn to call a tool.")
+
+
 class SortConfig(ToyTextConfig):
     """A toy for small language models: sort digits."""
 

@@ -150,11 +150,15 @@ class Search:
         self.documents = dict(documents)
         self.counts = {title: Counter(words_of(f"{title} {text}")) for title, text in self.documents.items()}
         self.mean = sum(sum(each.values()) for each in self.counts.values()) / max(1, len(self.counts))
-        self.holding = Counter(word for each in self.counts.values() for word in each)
+        self.holding: dict[str, list[str]] = {}  # titles of the documents that have a word
+        for title, counts in self.counts.items():
+            for word in counts:
+                self.holding.setdefault(word, []).append(title)
 
     def find(self, query: str, count: int = 3) -> list[str]:
         """The titles of the best documents that have a word of the query."""
-        scores = {title: self.score(words_of(query), title) for title in self.documents}
+        known = [word for word in words_of(query) if word in self.holding]
+        scores = {title: self.score(known, title) for word in known for title in self.holding[word]}
         return sorted((title for title in scores if scores[title] > 0), key=lambda title: (-scores[title], title))[
             :count
         ]
@@ -162,7 +166,8 @@ class Search:
     def score(self, words: Sequence[str], title: str) -> float:
         counts, total = self.counts[title], len(self.documents)
         norm = self.K * (1 - self.B + self.B * sum(counts.values()) / self.mean)
-        rarity = {word: math.log(1 + (total - self.holding[word] + 0.5) / (self.holding[word] + 0.5)) for word in words}
+        held = {word: len(self.holding[word]) for word in words}
+        rarity = {word: math.log(1 + (total - held[word] + 0.5) / (held[word] + 0.5)) for word in words}
         return sum(rarity[word] * counts[word] * (self.K + 1) / (counts[word] + norm) for word in words)
 
     def tool(self, count: int = 3) -> Tool:

@@ -24,7 +24,7 @@ from difflib import SequenceMatcher
 from functools import lru_cache
 from itertools import product
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -42,16 +42,21 @@ RANGES = {
     "calc2": (10, 100),
     "mul2": (10, 100),
 }  # of both numbers, the end excluded
-CALL = re.compile(r"<calc>([^<]*)</calc>\s*\Z")
 LONGEST = 200  # characters of an expression
 LARGEST = 10**30  # of its numbers and results
 DIGITS = 10  # of a result that is not an integer
 
 
 class Calculator:
-    """A mixin, to be placed before `TextEnv` among the bases. A subclass implements `answered` instead of `step`."""
+    """A mixin, to be placed before `TextEnv` among the bases. A subclass implements `answered` instead of `step`.
+    Another `tag` with another `compute` is another tool."""
 
+    tag: ClassVar[str] = "calc"
     result: str | None = None  # the calculator's last result in this conversation
+
+    def compute(self, text: str) -> str:
+        """The reply to a call with this text."""
+        return calculate(text)
 
     @abstractmethod
     def answered(self, answer: str) -> Turn:
@@ -63,8 +68,8 @@ class Calculator:
 
     def step(self, answer: str) -> Turn:
         """Compute if the answer calls the calculator, else score."""
-        if self.uses_calculator() and (call := CALL.search(answer)):
-            self.result = calculate(call[1])
+        if self.uses_calculator() and (call := re.search(rf"<{self.tag}>([^<]*)</{self.tag}>\s*\Z", answer)):
+            self.result = self.compute(call[1])
             return Turn(said=f"{self.result}\n", done=False, facts={"calculated": self.result})
         return self.answered(answer)
 

@@ -100,7 +100,17 @@ def test_the_gain_is_paired_and_its_interval_holds_what_chance_allows():
     assert learning.paired_gain(before, before) == {"mean": 0.0, "bootstrap_interval": [0.0, 0.0]}
 
 
-TALKING = ("sums_grpo", "sort_grpo", "sums_ppo", "sums_ppo_critic", "sums_judge", "calc_grpo", "pictures_grpo")
+TALKING = (
+    "sums_grpo",
+    "sort_grpo",
+    "sums_ppo",
+    "sums_ppo_critic",
+    "sums_judge",
+    "calc_grpo",
+    "pictures_grpo",
+    "search_grpo",
+    "python_grpo",
+)
 ROBOTS = {"libero_grpo": "libero_sft", "libero_ppo_from_sft": "libero_sft", "pickcube_grpo": "pickcube_sft"}
 
 

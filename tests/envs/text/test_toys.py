@@ -1,5 +1,9 @@
 """Sums and sorting: what they ask, that held-out prompts stay held out, and what counts as right."""
 
+import platform
+import re
+import sys
+
 import pytest
 from pydantic import TypeAdapter
 
@@ -10,7 +14,7 @@ from embodied.envs.config import EnvConfig
 from embodied.envs.text.text_env import TextEnv
 from embodied.envs.text.text_env_checker import check_text_env
 
-EVERY = [("sums", "add2"), ("sums", "fewshot_sums"), ("sums", "calc2"), ("sort", "sort4")]
+EVERY = [("sums", "add2"), ("sums", "fewshot_sums"), ("sums", "calc2"), ("sort", "sort4"), ("tools", "find")]
 
 
 def config(name, **options):
@@ -50,8 +54,6 @@ def test_held_out_prompts_are_never_drawn_for_training(name, task):
     ],
 )
 def test_sums_ask_for_the_sum(name, task, prompt, right, wrong):
-    import re
-
     env = env_of(name, task)
     for seed in range(5):
         numbers = re.fullmatch(prompt, asked(env, task, seed=seed))
@@ -62,6 +64,29 @@ def test_sums_ask_for_the_sum(name, task, prompt, right, wrong):
         for answer in wrong:
             turn = env.step(answer.format(sum=total))
             assert not turn.success and turn.reward == 0.0 and turn.done
+
+
+@pytest.mark.parametrize(
+    ("task", "alone", "call", "other", "reply"),
+    [
+        ("find", "recall", r"<find>[A-Z]\w{3}</find>", "<find>Nobody</find>", "nothing was found\n"),
+        ("python", "powers", r"<py>\d\d\*\*\d\d%\d\d</py>", "<py>1/0</py>", "ZeroDivisionError: division by zero\n"),
+    ],
+)
+@pytest.mark.skipif(sys.platform != "linux" or platform.machine() != "x86_64", reason="the kernel confines programs")
+def test_a_tool_tells_the_answer_to_a_call_and_only_with_the_tool(task, alone, call, other, reply):
+    env, without = env_of("tools", task), env_of("tools", alone)
+    assert env.longest_episode(env.config) == 2 and without.longest_episode(without.config) == 1
+    for number in range(3):
+        assert asked(env, task, number) == asked(without, alone, number)  # the same held-out questions
+        expected = without.solution()
+        assert re.fullmatch(call, env.solution())
+        turn = env.step(env.solution())
+        assert not turn.done and turn.said.split()[-1] == expected == env.solution()
+        assert env.step(expected).success and without.step(expected).success
+        assert not without.step(call).success
+    asked(env, task)
+    assert env.step(other).said == reply
 
 
 def test_sorting_asks_for_four_to_six_digits_in_order():
