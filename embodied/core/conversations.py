@@ -33,7 +33,6 @@ Said = Union[str, tuple[Message, ...]]  # noqa: UP007
 
 
 WRITES = "assistant"  # the role of the policy
-RESTART = "restart"  # in `Trajectory.obs`: bool [K], where a stream restarts; absent if none can
 FIRST_PLACE = -1  # the token of a picture's first place; its next places are -2, -3
 ANOTHER_PROMPT = 2**40  # added to the number that keys the noise of a later prompt, which may reach the same places
 TOOL_CALL = re.compile(r"<tool_call>\s*(\{.*?\})\s*</tool_call>", re.DOTALL)  # as Qwen and Hermes write a call

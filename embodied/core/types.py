@@ -441,6 +441,7 @@ class Played:
 
 
 LABELS = "labels"  # in `Trajectory.replay`: [K, C, A], the expert's actions
+RESTART = "restart"  # in `obs` of conversations: bool [K], where a stream restarts; absent if none can
 FIELDS = ("actions", "logprobs", "rewards", "terminated", "truncated", "mask", "versions", "episodes")
 DECISIONS = (*FIELDS, "values", "next_values")  # arrays with a row per decision, besides `obs` and `replay`
 

@@ -20,8 +20,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from functools import partial
-from typing import Any
 
 import numpy as np
 import torch
@@ -41,10 +39,9 @@ from embodied.core.arrays import (
     take_rows,
     text_lists,
 )
-from embodied.core.conversations import RESTART
 from embodied.core.errors import DeadlineExceeded
 from embodied.core.rng import permutation
-from embodied.core.types import Array, BatchEnd, ForLearner, Trajectory, Unit, join, map_decisions
+from embodied.core.types import RESTART, Array, BatchEnd, ForLearner, Trajectory, Unit, join, map_decisions
 from embodied.learners.model import FrozenFeatures, Model, Pass
 from embodied.learners.transfers import contiguous_tensor, take, to_device
 from embodied.policies.base import Scores
@@ -516,29 +513,6 @@ def frozen_features(model: Model, batch: RankBatch, size: int) -> dict[str, Tens
         if not features.wanted:
             break
     return features.kept
-
-
-def moments_of(trajectory: Trajectory, moments: Callable[[Observation], np.ndarray | None]) -> np.ndarray | None:
-    """The observation moments, a row per sequence; None for policies without an observation normaliser."""
-    rows: dict[int, np.ndarray] = {}
-    starts = np.cumsum(trajectory.lengths) - trajectory.lengths
-    for length in np.unique(trajectory.lengths):
-        alike = np.flatnonzero(trajectory.lengths == length)
-        at = (starts[alike, None] + np.arange(length)).ravel()
-        rows_of = slice(None) if len(alike) == len(starts) else at
-        result = moments(map_obs(partial(by_step, rows=rows_of, count=len(alike)), trajectory.obs))
-        if result is None:
-            return None
-        rows |= zip(alike.tolist(), result, strict=True)
-    return np.array([rows[sequence] for sequence in range(len(starts))])
-
-
-def by_step(array: Array, rows: Any, count: int) -> Array:
-    """These rows [count * T, ...], sequence after sequence, as [T, count, ...]; images are not copied."""
-    result = array[rows].reshape(count, -1, *array.shape[1:]).swapaxes(0, 1)
-    if result.ndim > 3:
-        return result
-    return result.contiguous() if is_tensor(result) else np.ascontiguousarray(result)
 
 
 NO_DEADLINE = float("inf")  # episodes may be long; if the run fails, the channel closes

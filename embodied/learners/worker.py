@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 from collections import deque
-from collections.abc import Iterable, Iterator, Set
+from collections.abc import Callable, Iterable, Iterator, Set
 from contextlib import contextmanager
 from dataclasses import astuple, replace
 from functools import partial
@@ -22,8 +22,9 @@ import torch
 from torch import Tensor
 
 from embodied.algorithms.config import AlgoConfig
+from embodied.core.arrays import Observation, is_tensor, map_obs
 from embodied.core.errors import CheckpointError, ConfigError, EmbodiedError
-from embodied.core.types import EnvSpec, Trajectory, Unit, join_units
+from embodied.core.types import Array, EnvSpec, Trajectory, Unit, join_units
 from embodied.learners.config import LearnerConfig
 from embodied.learners.model import KEPT_BYTES, Model, PolicyOptimizer, load_whole, local_weights
 from embodied.learners.train_batch import (
@@ -34,7 +35,6 @@ from embodied.learners.train_batch import (
     frozen_features,
     items_of,
     logprobs_of,
-    moments_of,
     step_items,
     trained_items,
 )
@@ -462,3 +462,26 @@ def peak_rate(device: str, dtype: torch.dtype) -> float:
         (matrix @ matrix)[0, 0].item()  # waits for a GPU
         best = min(best, perf_counter() - started)
     return 2.0 * side**3 / best
+
+
+def moments_of(trajectory: Trajectory, moments: Callable[[Observation], np.ndarray | None]) -> np.ndarray | None:
+    """The observation moments, a row per sequence; None for policies without an observation normaliser."""
+    rows: dict[int, np.ndarray] = {}
+    starts = np.cumsum(trajectory.lengths) - trajectory.lengths
+    for length in np.unique(trajectory.lengths):
+        alike = np.flatnonzero(trajectory.lengths == length)
+        at = (starts[alike, None] + np.arange(length)).ravel()
+        rows_of = slice(None) if len(alike) == len(starts) else at
+        result = moments(map_obs(partial(by_step, rows=rows_of, count=len(alike)), trajectory.obs))
+        if result is None:
+            return None
+        rows |= zip(alike.tolist(), result, strict=True)
+    return np.array([rows[sequence] for sequence in range(len(starts))])
+
+
+def by_step(array: Array, rows: Any, count: int) -> Array:
+    """These rows [count * T, ...], sequence after sequence, as [T, count, ...]; images are not copied."""
+    result = array[rows].reshape(count, -1, *array.shape[1:]).swapaxes(0, 1)
+    if result.ndim > 3:
+        return result
+    return result.contiguous() if is_tensor(result) else np.ascontiguousarray(result)

@@ -30,11 +30,11 @@ from embodied.algorithms.groups import score_of
 from embodied.algorithms.losses import value_loss_sum
 from embodied.config.sections import RolesSection
 from embodied.core import rng
-from embodied.core.conversations import RESTART, Prompt, PromptBatch
+from embodied.core.conversations import Prompt, PromptBatch
 from embodied.core.errors import CheckpointError, ConfigError, Diverged
 from embodied.core.files import as_path
 from embodied.core.request_queue import RequestClient, Waiting
-from embodied.core.types import EnvSpec, EpisodeResult, Servers, Trajectory, choose, join
+from embodied.core.types import RESTART, EnvSpec, EpisodeResult, Servers, Trajectory, choose, join
 from embodied.envs import import_class
 from embodied.envs.own_modules import explain_errors
 from embodied.learners.config import LearnerConfig

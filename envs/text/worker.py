@@ -23,19 +23,10 @@ from typing import Any
 
 import numpy as np
 
-from embodied.core.conversations import (
-    FIRST_PLACE,
-    RESTART,
-    Completion,
-    Prompt,
-    PromptBatch,
-    Said,
-    in_words,
-    pictures_in,
-)
+from embodied.core.conversations import FIRST_PLACE, Completion, Prompt, PromptBatch, Said, in_words, pictures_in
 from embodied.core.errors import ConfigError, DeadlineExceeded, EmbodiedError
 from embodied.core.request_queue import RequestClient, Waiting
-from embodied.core.types import EnvSpec, EpisodeResult, EpisodeSpec, Route, Trajectory
+from embodied.core.types import RESTART, EnvSpec, EpisodeResult, EpisodeSpec, Route, Trajectory
 from embodied.envs import env_class
 from embodied.envs.config import OWN_SCORE, WeightedReward
 from embodied.envs.own_modules import explain_errors, import_class

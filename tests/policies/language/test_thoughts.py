@@ -13,8 +13,8 @@ from talking_runs import Talk
 from thinking_templates import QWEN3, R1, tokenizer_with
 from tiny_language import publish
 
-from embodied.core.conversations import RESTART
 from embodied.core.errors import ConfigError
+from embodied.core.types import RESTART
 from embodied.learners.imitation import written
 from embodied.policies.language.policy import LanguagePolicy
 from embodied.policies.language.slots import SlotEngine
