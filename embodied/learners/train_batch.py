@@ -41,7 +41,7 @@ from embodied.core.arrays import (
 )
 from embodied.core.errors import DeadlineExceeded
 from embodied.core.rng import permutation
-from embodied.core.types import RESTART, Array, BatchEnd, ForLearner, Trajectory, Unit, join, map_decisions
+from embodied.core.types import RESTART, BatchEnd, ForLearner, Trajectory, Unit, join, map_decisions
 from embodied.learners.model import FrozenFeatures, Model, Pass
 from embodied.learners.transfers import contiguous_tensor, take, to_device
 from embodied.policies.base import Scores
