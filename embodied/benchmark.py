@@ -71,8 +71,8 @@ from embodied.run.launch import program_of
 from embodied.run.run_folder import provenance
 from embodied.runtime.backend import reserve_devices
 from embodied.system.machine import LoadMeter, load_before, under_load
+from embodied.workflows.contract import roles_of_run
 from embodied.workflows.rl_loop import EmbodiedLoop
-from embodied.workflows.shipped_roles import roles_of_run
 
 MODES = ("collocated", "disaggregated", "hybrid")
 OTHER = "custom"  # the fastest layout without a mode's name

@@ -66,8 +66,8 @@ from embodied.sharing.runs import (
     prepare,
     read_shared_runs,
 )
+from embodied.workflows.contract import roles_of_run
 from embodied.workflows.rl_loop import EmbodiedLoop
-from embodied.workflows.shipped_roles import roles_of_run
 
 USAGE = __doc__ or ""
 OWN = ("weights", "devices", "rule", "folder", "resume", "join")

@@ -30,9 +30,8 @@ from embodied.run.launch import command_of, program_of, without_success
 from embodied.run.run_folder import REQUEST, SIMS, STATE, RunFolder, SaveClock, name_of, newest, prune, read_counters
 from embodied.runtime import Budget
 from embodied.runtime.supervision import Supervisor
-from embodied.workflows.contract import UPDATE, WARNING
+from embodied.workflows.contract import UPDATE, WARNING, roles_of_run
 from embodied.workflows.rl_loop import EmbodiedLoop
-from embodied.workflows.shipped_roles import roles_of_run
 
 if TYPE_CHECKING:
     from embodied.reporting.runs import Run

@@ -20,8 +20,8 @@ from embodied.placement.topology import one_machine
 from embodied.policies.policy_folder import read_weights
 from embodied.run import launch
 from embodied.sharing.runs import placement_for
+from embodied.workflows.contract import roles_of_run
 from embodied.workflows.rl_loop import EmbodiedLoop
-from embodied.workflows.shipped_roles import roles_of_run
 
 PAGE = Page("workflows.md")
 PROGRAMS = {name: text for name, text in PAGE.files.items() if name.endswith(".py")}

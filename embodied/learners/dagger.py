@@ -34,10 +34,10 @@ from embodied.core.types import LABELS, BatchEnd, EnvSpec, Observation, Trajecto
 from embodied.learners.imitation import ImitationLearner
 from embodied.learners.model import scheduled
 from embodied.learners.train_batch import RolloutBuffer
-from embodied.learners.transfers import contiguous_tensor
 from embodied.learners.update import GradientSteps
 from embodied.policies.base import Policy
 from embodied.runtime import Channel
+from embodied.runtime.device_memory import contiguous_tensor
 
 PLACES, ROWS = 2**20, 2**20  # more than the decisions of a rollout, and than env rows
 

@@ -43,10 +43,10 @@ from embodied.core.errors import DeadlineExceeded
 from embodied.core.rng import permutation
 from embodied.core.types import RESTART, BatchEnd, ForLearner, Trajectory, Unit, join, map_decisions
 from embodied.learners.model import FrozenFeatures, Model, Pass
-from embodied.learners.transfers import contiguous_tensor, take, to_device
 from embodied.policies.base import Scores
 from embodied.runtime import Channel, Timers
 from embodied.runtime.collective import Collective
+from embodied.runtime.device_memory import contiguous_tensor, take, to_device
 
 OF_ITEMS = "logprobs mask current of advantages weights values returns reference proximal masked".split()
 REFERENCE = "reference_logprobs"  # in `Trajectory.replay`: [K, C, A], if a separate role has computed them

@@ -25,9 +25,9 @@ from embodied.core.rng import minibatches
 from embodied.core.types import BatchEnd, Trajectory
 from embodied.learners.model import KEPT_BYTES, Model, Pass, PolicyOptimizer, scheduled
 from embodied.learners.train_batch import OF_ITEMS, RankBatch, step_items
-from embodied.learners.transfers import take
 from embodied.policies.base import Scores
 from embodied.runtime.collective import Collective
+from embodied.runtime.device_memory import take
 
 SMALL = 10_000_000  # largest number of weights of a policy with recorded steps
 SIZES = 8  # most sizes of padded minibatches, each with its own graph

@@ -43,8 +43,8 @@ from embodied.run.launch import program_of
 from embodied.run.memory_check import CUDA_BYTES
 from embodied.run.run_folder import commit
 from embodied.system.machine import LoadMeter, load_before, under_load
+from embodied.workflows.contract import roles_of_run
 from embodied.workflows.rl_loop import EmbodiedLoop
-from embodied.workflows.shipped_roles import roles_of_run
 
 if TYPE_CHECKING:
     from embodied.profiling.role_probe import Moves

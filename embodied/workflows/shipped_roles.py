@@ -7,7 +7,7 @@ the driver's part.
 from __future__ import annotations
 
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from embodied.workflows.contract import Role
 
@@ -16,11 +16,6 @@ if TYPE_CHECKING:
     from embodied.workflows.workers import Workers
 
 WORKERS = "embodied.workflows.roles:"
-
-
-def roles_of_run(program: Any, config: RunConfig) -> tuple[Role, ...]:
-    """The roles of a program; if it trains by RL, with the recipe's additional roles."""
-    return (*program.roles, *(shipped_roles(config) if program.command == "train" else ()))
 
 
 def shipped_roles(config: RunConfig) -> tuple[Role, ...]:

@@ -17,11 +17,11 @@ from embodied.core.errors import ConfigError, Diverged
 from embodied.core.types import ActionSpec, BatchEnd, EnvSpec, env_blocks
 from embodied.learners.config import LearnerConfig
 from embodied.learners.model import Model, PolicyOptimizer
-from embodied.learners.transfers import to_device
 from embodied.learners.update import update_policy, why_not_graphs
 from embodied.policies import make_policy
 from embodied.policies.config import CNNConfig, MLPConfig
 from embodied.runtime.collective import Alone
+from embodied.runtime.device_memory import to_device
 
 PPO = {"rollout_decisions": toy.T, "epochs": 2, "minibatch_size": 17, "lr": 1e-2, "max_grad_norm": 0.3}
 DEVICE = "cpu"

@@ -14,8 +14,8 @@ from embodied.envs import env_class
 from embodied.learners.memory_estimate import Memory
 from embodied.policies import make_policy
 from embodied.run import launch, memory_check
+from embodied.workflows.contract import roles_of_run
 from embodied.workflows.rl_loop import EmbodiedLoop
-from embodied.workflows.shipped_roles import roles_of_run
 
 
 def planned(recipe, cluster, *more, learn=True):

@@ -21,8 +21,8 @@ from embodied.policies.language.config import SEEING
 from embodied.run import launch
 from embodied.run.memory_check import acting_bytes
 from embodied.train import main
+from embodied.workflows.contract import roles_of_run
 from embodied.workflows.rl_loop import EmbodiedLoop
-from embodied.workflows.shipped_roles import roles_of_run
 
 SHAPES = {  # layers, width, heads, of keys, mlp
     "Qwen2.5-1.5B": (28, 1536, 12, 2, 8960),

@@ -15,8 +15,8 @@ from embodied.run.devices import machines
 from embodied.share import predict, run_cost
 from embodied.sharing.page import record_of
 from embodied.sweep import run_several
+from embodied.workflows.contract import roles_of_run
 from embodied.workflows.rl_loop import EmbodiedLoop
-from embodied.workflows.shipped_roles import roles_of_run
 
 TWO = "devices=cpu:0-1"
 ROBOT = [

@@ -9,8 +9,8 @@ from embodied.placement import make_plan
 from embodied.policies.policy_folder import read_weights
 from embodied.run import launch
 from embodied.run.devices import divides_requests
+from embodied.workflows.contract import roles_of_run
 from embodied.workflows.rl_loop import EmbodiedLoop
-from embodied.workflows.shipped_roles import roles_of_run
 
 ITERATIONS = 6
 SHORT = (

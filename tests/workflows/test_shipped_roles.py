@@ -21,9 +21,9 @@ from embodied.policies.language.engine import Request, make_engine
 from embodied.policies.language.tokenizer import of_characters
 from embodied.policies.policy_folder import read_weights
 from embodied.serving.config import TOKEN
+from embodied.workflows.contract import roles_of_run
 from embodied.workflows.rl_loop import EmbodiedLoop
 from embodied.workflows.roles import JudgeClient, JudgeWorker
-from embodied.workflows.shipped_roles import roles_of_run
 
 COMPARED = ["algo.kl_coef=0.3", "algo.filter=none"]
 PPO = ["recipe=sums_ppo", "algo.name=ppo", "algo.minibatch_size=10", "algo.groups=20", "algo.group_size=1"]
