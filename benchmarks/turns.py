@@ -22,7 +22,7 @@ from embodied.benchmark import paired_ratio
 from embodied.config.recipe import load
 from embodied.profiling.timed_run import Round, TimedRun
 from embodied.run import launch
-from embodied.workflows.contract import roles_of_run
+from embodied.workflows import roles_of_run
 
 PLACEMENT = '{"sim,policy": "cpu:0", learner: "cpu:1"}'
 PARTS = ("seconds", "rollout_s", "update_s", "first_backward_s")

@@ -71,7 +71,7 @@ from embodied.run.launch import program_of
 from embodied.run.run_folder import provenance
 from embodied.runtime.backend import reserve_devices
 from embodied.system.machine import LoadMeter, load_before, under_load
-from embodied.workflows.contract import roles_of_run
+from embodied.workflows import roles_of_run
 from embodied.workflows.rl_loop import EmbodiedLoop
 
 MODES = ("collocated", "disaggregated", "hybrid")

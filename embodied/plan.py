@@ -62,7 +62,7 @@ from embodied.run import launch
 from embodied.run.devices import discover, draws_on_gpus, known_drawing, machines, with_gpu_physics, with_known_renderer
 from embodied.run.launch import program_of, proofs
 from embodied.system.machine import under_load
-from embodied.workflows.contract import roles_of_run
+from embodied.workflows import roles_of_run
 
 MODES = ("collocated", "disaggregated", "hybrid", "custom")
 NOT_PERIODIC = "its groups are not known, or not learned from in one gradient step"

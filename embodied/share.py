@@ -66,7 +66,7 @@ from embodied.sharing.runs import (
     prepare,
     read_shared_runs,
 )
-from embodied.workflows.contract import roles_of_run
+from embodied.workflows import roles_of_run
 from embodied.workflows.rl_loop import EmbodiedLoop
 
 USAGE = __doc__ or ""

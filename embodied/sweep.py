@@ -57,7 +57,7 @@ from embodied.run.run_group import (
 from embodied.sharing.children import GroupChildren, Place
 from embodied.sharing.lease_server import RecordedLeases
 from embodied.sharing.runs import devices_of, own_devices, placement_for, reserve
-from embodied.workflows.contract import roles_of_run
+from embodied.workflows import roles_of_run
 from embodied.workflows.rl_loop import EmbodiedLoop
 
 RATES = ("success_once", "success_at_end", "return")

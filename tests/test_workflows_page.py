@@ -20,7 +20,7 @@ from embodied.placement.topology import one_machine
 from embodied.policies.policy_folder import read_weights
 from embodied.run import launch
 from embodied.sharing.runs import placement_for
-from embodied.workflows.contract import roles_of_run
+from embodied.workflows import roles_of_run
 from embodied.workflows.rl_loop import EmbodiedLoop
 
 PAGE = Page("workflows.md")

@@ -185,11 +185,22 @@ def recompute(policy: Policy, which: bool | str = True) -> None:
             f"learner.checkpoint_activations=true, but {type(policy).__name__} names no blocks to compute again; "
             "leave it out, or give the policy a method `blocks`"
         )
-    seeing = {id(part) for name, part in policy.named_modules() if "vision" in name} if which == "language" else ()
-    for block in policy.blocks()[:: 2 if which == "half" else 1]:
-        if id(block) in seeing:
-            continue
+    for block in CHECKPOINTED[which](policy):
         block.forward = partial(checkpoint, block.forward, use_reentrant=False, preserve_rng_state=False)
+
+
+def without_towers(policy: Policy) -> list[nn.Module]:
+    """The blocks that are no part of a vision tower."""
+    towers = {id(part) for name, part in policy.named_modules() if "vision" in name}
+    return [block for block in policy.blocks() if id(block) not in towers]
+
+
+# learner.checkpoint_activations -> the blocks that it computes again
+CHECKPOINTED: dict[bool | str, Callable[[Policy], list[nn.Module]]] = {
+    True: lambda policy: policy.blocks(),
+    "half": lambda policy: policy.blocks()[::2],
+    "language": without_towers,
+}
 
 
 def compile_blocks(policy: Policy) -> None:

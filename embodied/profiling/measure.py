@@ -43,7 +43,7 @@ from embodied.run.launch import program_of
 from embodied.run.memory_check import CUDA_BYTES
 from embodied.run.run_folder import commit
 from embodied.system.machine import LoadMeter, load_before, under_load
-from embodied.workflows.contract import roles_of_run
+from embodied.workflows import roles_of_run
 from embodied.workflows.rl_loop import EmbodiedLoop
 
 if TYPE_CHECKING:

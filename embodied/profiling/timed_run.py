@@ -30,7 +30,7 @@ from embodied.run import launch
 from embodied.run.devices import divides_requests, draws_on_gpus
 from embodied.runtime.channel import hosts_of_runs
 from embodied.runtime.worker import Total, seconds_between
-from embodied.workflows.contract import roles_of_run
+from embodied.workflows import roles_of_run
 from embodied.workflows.rl_loop import EmbodiedLoop
 
 MANY = 1_000_000  # iterations, so that the learning-rate schedule is flat

@@ -218,7 +218,7 @@ def on_gpu() -> bool:
     return "torch" in sys.modules and own_device() == "cuda"
 
 
-# Arrays of a batch become tensors, on a learner's device or where they are
+# Arrays of a batch become tensors, on a device or where they are
 
 
 def contiguous_tensor(array: Array) -> Array:

@@ -33,7 +33,7 @@ from embodied.sharing.children import Children, ChildRun, Place
 from embodied.sharing.lease_server import RecordedLeases
 from embodied.sharing.page import SHARE
 from embodied.sharing.run_turns import FORMAT
-from embodied.workflows.contract import roles_of_run
+from embodied.workflows import roles_of_run
 from embodied.workflows.rl_loop import EmbodiedLoop
 
 MOST_SETS = 10_000  # sets of runs that are tried

@@ -60,16 +60,6 @@ class Role:
         return self.worker if isinstance(self.worker, str) else self.worker(config)
 
 
-def roles_of_run(program: Any, config: RunConfig) -> tuple[Role, ...]:
-    """The roles of a program; if it trains by RL, with the recipe's additional roles."""
-    wanted = config.roles
-    if program.command != "train" or not (wanted.scorer or wanted.judge or wanted.reference or wanted.critic):
-        return (*program.roles,)
-    from embodied.workflows.shipped_roles import shipped_roles
-
-    return (*program.roles, *shipped_roles(config))
-
-
 def check_roles(roles: tuple[Role, ...]) -> None:
     """Raise ConfigError if two roles share a name, or if a role names an undeclared one."""
     names = [role.name for role in roles]

@@ -32,7 +32,8 @@ from embodied.records.timeline import Timeline
 from embodied.run.run_folder import write_checkpoint
 from embodied.runtime import Cluster, Handle, WorkerGroup
 from embodied.runtime.published_weights import Publication
-from embodied.workflows.contract import ROLLOUT, UPDATE, Batch, BatchSource, Role, roles_of_run
+from embodied.workflows import roles_of_run
+from embodied.workflows.contract import ROLLOUT, UPDATE, Batch, BatchSource, Role
 from embodied.workflows.evaluator import Evaluator
 from embodied.workflows.horizon import Horizon
 from embodied.workflows.workers import Workers

@@ -87,9 +87,8 @@ def normalization_of(config: dict[str, Any], usual: str) -> str:
     asked = config.get("normalization_mapping")
     modes = {str(asked.get(part)).lower() for part in ("STATE", "ACTION")} if asked else {usual}
     if modes not in ({statistics.MEAN_STD}, {statistics.QUANTILES}):
-        raise ValueError(
-            f"it normalises by {', '.join(sorted(modes))}; known: {statistics.MEAN_STD}, {statistics.QUANTILES}"
-        )
+        known = f"{statistics.MEAN_STD}, {statistics.QUANTILES}"
+        raise ValueError(f"it normalises by {', '.join(sorted(modes))}; known: {known}")
     return modes.pop()
 
 

@@ -14,7 +14,7 @@ from embodied.envs import env_class
 from embodied.learners.memory_estimate import Memory
 from embodied.policies import make_policy
 from embodied.run import launch, memory_check
-from embodied.workflows.contract import roles_of_run
+from embodied.workflows import roles_of_run
 from embodied.workflows.rl_loop import EmbodiedLoop
 
 

@@ -13,7 +13,7 @@ from embodied.profiling.role_probe import standalone_worker
 from embodied.profiling.stored_profiles import cost_key, dataflow_of, periodic_is_the_same
 from embodied.profiling.timed_run import through_the_driver
 from embodied.run import launch
-from embodied.workflows.contract import roles_of_run
+from embodied.workflows import roles_of_run
 from embodied.workflows.rl_loop import EmbodiedLoop
 
 SMALL = ("recipe=sums_grpo", "run.start_from=null", "env.num_envs=8", "algo.groups=4", "algo.group_size=4")

@@ -21,7 +21,7 @@ from embodied.policies.language.config import SEEING
 from embodied.run import launch
 from embodied.run.memory_check import acting_bytes
 from embodied.train import main
-from embodied.workflows.contract import roles_of_run
+from embodied.workflows import roles_of_run
 from embodied.workflows.rl_loop import EmbodiedLoop
 
 SHAPES = {  # layers, width, heads, of keys, mlp

@@ -184,6 +184,6 @@ def test_a_plan_for_other_machines_needs_no_files_that_are_missing_here(tmp_path
     assert train([*lacking, "cluster.machines=8xH100"]) == 0
     told = capsys.readouterr().out
     told = " ".join(told.split())
-    assert "8 x policy + learner" in told and "missing on this machine: " in told
+    assert "8 x sim + policy on gpu:0-7" in told and "missing on this machine: " in told
     assert "policy.pretrained=/models/openvla-7b is not on this machine; planned for a model of full size" in told
     assert train(lacking) != 0  # here it could not run

@@ -15,7 +15,7 @@ from embodied.run.devices import machines
 from embodied.share import predict, run_cost
 from embodied.sharing.page import record_of
 from embodied.sweep import run_several
-from embodied.workflows.contract import roles_of_run
+from embodied.workflows import roles_of_run
 from embodied.workflows.rl_loop import EmbodiedLoop
 
 TWO = "devices=cpu:0-1"

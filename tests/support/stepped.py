@@ -9,7 +9,7 @@ from embodied.placement import make_plan
 from embodied.policies.policy_folder import read_weights
 from embodied.run import launch
 from embodied.run.devices import divides_requests
-from embodied.workflows.contract import roles_of_run
+from embodied.workflows import roles_of_run
 from embodied.workflows.rl_loop import EmbodiedLoop
 
 ITERATIONS = 6

@@ -21,7 +21,7 @@ from embodied.policies.language.engine import Request, make_engine
 from embodied.policies.language.tokenizer import of_characters
 from embodied.policies.policy_folder import read_weights
 from embodied.serving.config import TOKEN
-from embodied.workflows.contract import roles_of_run
+from embodied.workflows import roles_of_run
 from embodied.workflows.rl_loop import EmbodiedLoop
 from embodied.workflows.roles import JudgeClient, JudgeWorker
 
