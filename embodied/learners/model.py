@@ -195,9 +195,10 @@ def without_towers(policy: Policy) -> list[nn.Module]:
     return [block for block in policy.blocks() if id(block) not in towers]
 
 
-# learner.checkpoint_activations -> the blocks that it computes again
+# learner.checkpoint_activations -> the blocks that it computes again. A plan decides `auto`; without one it is all
 CHECKPOINTED: dict[bool | str, Callable[[Policy], list[nn.Module]]] = {
     True: lambda policy: policy.blocks(),
+    "auto": lambda policy: policy.blocks(),
     "half": lambda policy: policy.blocks()[::2],
     "language": without_towers,
 }
