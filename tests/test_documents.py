@@ -20,7 +20,7 @@ from embodied.envs import env_class
 from embodied.envs.gym.config import GymConfig
 from embodied.envs.maniskill.config import ManiSkillConfig
 from embodied.envs.pointmass.config import PointMassConfig
-from embodied.envs.text.config import PicturesConfig, SumsConfig
+from embodied.envs.text.config import PicturesConfig, SumsConfig, ToolsConfig
 from embodied.placement import make_plan
 from embodied.placement.topology import read_topology
 from embodied.records.results import COLUMNS
@@ -172,8 +172,8 @@ def test_the_protocols_and_columns_of_evaluations_are_those_there_are():
 def test_the_text_envs_and_tasks_of_their_page_are_those_there_are():
     table = dict(re.findall(r"^\| `([\w:]+)` \| (.*) \|", Page("text_envs.md").text, re.M))
     named = {name.partition(":")[0] for name in table}
-    assert named == {"sums", "sort", "pictures", "math", "mixture", "reasoning_gym", "verifiers"}
-    for name, options in {"sums": SumsConfig, "pictures": PicturesConfig}.items():
+    assert named == {"sums", "tools", "sort", "pictures", "math", "mixture", "reasoning_gym", "verifiers"}
+    for name, options in {"sums": SumsConfig, "tools": ToolsConfig, "pictures": PicturesConfig}.items():
         assert all(task in table[name] for task in options.TASKS)
 
 
