@@ -27,13 +27,18 @@ def constants(make: Callable[..., Any], *arguments: Any, device: torch.device) -
     """Arrays that depend on sizes alone, as tensors. They stay on their device, since a graph cannot send them
     (`device_graphs.py`)."""
     traced = device.type == "meta" or torch.compiler.is_compiling()
-    return (sent_constants.__wrapped__ if traced else sent_constants)(make, arguments, device)
+    send = sent_constants.__wrapped__ if traced else sent_constants
+    return send(make, arguments, device, torch.get_default_dtype())
 
 
 @lru_cache(maxsize=256)
-def sent_constants(make: Callable[..., Any], arguments: Any, device: torch.device) -> tuple[Tensor, ...]:
+def sent_constants(
+    make: Callable[..., Any], arguments: Any, device: torch.device, exact: torch.dtype
+) -> tuple[Tensor, ...]:
+    """`exact`: the precision of numbers that are no arrays."""
     with torch.inference_mode(False):
-        return tuple(torch.as_tensor(part).to(device) for part in make(*arguments))
+        parts = (part if isinstance(part, np.ndarray) else torch.tensor(part, dtype=exact) for part in make(*arguments))
+        return tuple(torch.as_tensor(part).to(device) for part in parts)
 
 
 def given(*numbers: Any) -> Any:
