@@ -150,7 +150,7 @@ class Aggregate:
         self.numbers, self.obs, self.labels = self.numbers[kept], take_rows(self.obs, kept), self.labels[kept]
 
     def find(self, numbers: np.ndarray) -> np.ndarray:
-        """The places of those of these items that this rank has."""
+        """The places of the items with these numbers; items of other ranks are left out."""
         at = np.minimum(np.searchsorted(self.numbers, numbers), max(len(self) - 1, 0))
         return at[self.numbers[at] == numbers] if len(self) else at[:0]
 
@@ -166,7 +166,7 @@ class Aggregate:
         np.savez(path, numbers=self.numbers, labels=self.labels, **flat_dict({"obs": as_saved}))
 
     def load(self, saved: list[dict[str, np.ndarray]], rank: int, ranks: int) -> None:
-        """This rank's share of what all ranks saved."""
+        """Take this rank's share of the labels that all ranks saved."""
         parts = []
         for arrays in saved:
             obs = nested_dict({name[4:]: array for name, array in arrays.items() if name.startswith("obs.")})

@@ -389,7 +389,7 @@ class FromFolder:
         return Path(folder).is_dir()
 
     def receive_bucket(self, text: str) -> None:
-        """Keep a bucket (`bucket_bytes`, in base64), the next of its version. Damaged buckets are refused."""
+        """Keep the next bucket of a version, in base64. Damaged buckets are refused."""
         self.arriving = self.arriving or ArrivingWeights()
         self.arriving.add(base64.b64decode(text))
 
