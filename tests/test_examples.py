@@ -26,7 +26,7 @@ LINES = 60
 @pytest.fixture
 def examples_folder(tmp_path):
     """A folder with the examples, as a user copies them."""
-    for path in EXAMPLES.iterdir():
+    for path in EXAMPLES.glob("*.*"):
         (tmp_path / path.name).write_bytes(path.read_bytes())
     return tmp_path
 

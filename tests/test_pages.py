@@ -64,7 +64,6 @@ PAGES = {
         Step("train .* --dry-run", "hybrid"),
         Step("doctor", slow=True),
         Step("list$", "pointmass_ppo"),
-        Step("list tasks", "PushCube-v1"),
         Step("embodied.train(", re.compile(r" [\d.]+ [\d.]+$"), swap=("=(200|40)", "=4")),
     ],
     "first_ten_minutes.md": [

@@ -370,7 +370,8 @@ def explained_names(config: GymConfig) -> Iterator[None]:
     try:
         yield
     except gymnasium.error.UnregisteredEnv:
-        hint = nearest(name, gymnasium.registry)
+        namesakes = [known for known in gymnasium.registry if known.endswith(f"/{name}")]  # with their package's name
+        hint = nearest(name, namesakes, cutoff=0) or nearest(name, gymnasium.registry)
         raise ConfigError(f"env.name={config.name!r}: Gymnasium knows no env {name!r}{hint}") from None
     except ModuleNotFoundError as err:
         raise ConfigError(f"env.name={config.name!r} cannot be made: {err}") from err

@@ -231,10 +231,10 @@ class Server:
 
     def versions(self, config):
         """Versions of Python, of the packages that are loaded, and of those that this env needs."""
-        loaded = [module for name, module in sys.modules.copy().items() if "." not in name]
+        loaded = [module for name, module in sys.modules.copy().items() if "." not in name and name[0] != "_"]
         installed = [module for module in loaded if "-packages" in str(getattr(module, "__file__", ""))]
         found = {module.__name__: getattr(module, "__version__", None) for module in installed}
-        for name in filter(None, [*config.needs.packages, config.needs.elsewhere]):
+        for name in filter(None, [*found, *config.needs.packages, config.needs.elsewhere]):
             with contextlib.suppress(importlib.metadata.PackageNotFoundError):
                 found[name] = importlib.metadata.version(name)
         known = {name: version for name, version in sorted(found.items()) if isinstance(version, str)}

@@ -276,13 +276,16 @@ def test_discrete_actions_are_one_choice(monkeypatch, space, choices, number, na
     ("name", "kwargs", "message"),
     [
         ("gym:CartPol-v1", {}, "knows no env 'CartPol-v1'; did you mean 'CartPole-v1'"),
+        ("gym:Door-v7", {}, "did you mean 'a_long_namespace/Door-v7'"),
         ("gym:nosuchmodule:Env-v0", {}, "nosuchmodule"),
         ("gym:Blackjack-v1", {}, "no step limit of its own; set env.max_episode_steps"),
         ("gym:../../x", {}, "cannot be made: .*Malformed environment ID"),
         ("gym:CartPole-v1", {"kwargs": {"colour": 1}}, "does not take env.kwargs={'colour': 1}"),
     ],
 )
-def test_mistakes_are_explained(name, kwargs, message):
+def test_mistakes_are_explained(name, kwargs, message, monkeypatch):
+    spec = gymnasium.envs.registration.EnvSpec("a_long_namespace/Door-v7")
+    monkeypatch.setitem(gymnasium.registry, spec.id, spec)
     with pytest.raises(ConfigError, match=message):
         make(name, **kwargs)
 
