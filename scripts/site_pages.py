@@ -6,8 +6,10 @@ Nothing made here is kept, so nothing can fall behind.
 
 from __future__ import annotations
 
+import inspect
 import re
 import sys
+from importlib import import_module
 from pathlib import Path
 
 from mkdocs.config.defaults import MkDocsConfig
@@ -88,9 +90,21 @@ def python_api() -> str:
     import embodied
 
     lines = ["# Python", "", "What `import embodied` offers. Each name is imported on first use.", ""]
-    homes = {name: (f"{name}.call", "show_signature: false") for name in embodied._COMMANDS}
-    homes |= {name: (f"{home}.{name}", "") for name, home in embodied._HOMES.items()}
-    for name, (home, more) in homes.items():
-        options = f"{{heading: embodied.{name}, toc_label: {name}, {more}}}"
-        lines += [f"::: embodied.{home}", f"    options: {options}", ""]
+    for name in embodied._COMMANDS:
+        call = import_module(f"embodied.{name}").call
+        lines += [
+            f"## embodied.{name}",
+            "",
+            "```python",
+            f"{name}{inspect.signature(call)}".replace("'", ""),
+            "```",
+            "",
+        ]
+        lines += [
+            f"::: embodied.{name}.call",
+            "    options: {show_root_heading: false, show_root_toc_entry: false}",
+            "",
+        ]
+    for name, home in embodied._HOMES.items():
+        lines += [f"::: embodied.{home}.{name}", f"    options: {{heading: embodied.{name}, toc_label: {name}}}", ""]
     return "\n".join(lines)
