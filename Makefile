@@ -16,7 +16,7 @@ AVX2 = MKL_ENABLE_INSTRUCTIONS=AVX2 ONEDNN_MAX_CPU_ISA=AVX2 ATEN_CPU_CAPABILITY=
 # MKL obeys MKL_CBWR on every processor, MKL_ENABLE_INSTRUCTIONS on Intel's alone.
 SSE = MKL_CBWR=COMPATIBLE ONEDNN_MAX_CPU_ISA=SSE41 ATEN_CPU_CAPABILITY=default
 
-.PHONY: train test test-all test-numbers lint docs docs-check format setup sims vllm
+.PHONY: train test test-all test-numbers numbers-avx2 numbers-sse lint docs docs-check format setup sims vllm
 
 train: setup
 	@$(RUN) -m embodied.train recipe=maniskill_ppo $(ARGS)
@@ -27,9 +27,15 @@ test: vllm
 test-all: vllm
 	@$(PYTEST) $(ARGS)
 
+# One process each: most of their time would be imports.
 test-numbers: setup
-	@$(AVX2) $(PYTEST) -m "numbers and not slow and not chaos" $(ARGS)
-	@$(SSE) $(PYTEST) -m "numbers and not slow and not chaos" $(ARGS)
+	@$(MAKE) --no-print-directory -j2 --output-sync numbers-avx2 numbers-sse
+
+numbers-avx2:
+	@$(AVX2) $(PYTEST) -n 0 -m "numbers and not slow and not chaos" $(ARGS)
+
+numbers-sse:
+	@$(SSE) $(PYTEST) -n 0 -m "numbers and not slow and not chaos" $(ARGS)
 
 lint: setup
 	@$(RUN) -m ruff format --check . && $(RUN) -m ruff check . && $(RUN) -m mypy
@@ -47,7 +53,7 @@ format: setup
 setup:
 	@$(PYTHON) scripts/setup.py
 
-vllm:
+vllm: setup
 	@$(PYTHON) scripts/setup.py vllm
 
 sims: setup

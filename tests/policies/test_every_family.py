@@ -6,7 +6,7 @@ from importlib.util import find_spec
 import numpy as np
 import pytest
 import torch
-from tiny_vla import ROBOT, TEXTS, noise, observe, scored
+from tiny_vla import ROBOT, TEXTS, noise, observe, scored, shallow
 
 from embodied.core.errors import CheckpointError, ConfigError
 from embodied.core.types import ActionSpec, EnvSpec
@@ -30,9 +30,9 @@ FAMILIES = {
     "openvla": (OpenVLAConfig(name="openvla", camera="top", temperature=1.6), ROBOT),
     "oft": (OpenVLAOFTConfig(**OFT, temperature=1.6), ROBOT),
     "oft that regresses": (OpenVLAOFTConfig(**OFT, head="l1"), ROBOT),
-    "pi0": (Pi0Config(name="pi0", exploration="flow_noise"), ROBOT),
-    "pi0 whose expert learns": (Pi0Config(name="pi0", train="expert"), ROBOT),
-    "pi05": (Pi0Config(name="pi05", exploration="flow_noise"), ROBOT),
+    "pi0": (Pi0Config(name="pi0", steps=3, exploration="flow_noise"), ROBOT),
+    "pi0 whose expert learns": (Pi0Config(name="pi0", steps=3, train="expert"), ROBOT),
+    "pi05": (Pi0Config(name="pi05", steps=3, exploration="flow_noise"), ROBOT),
     "smolvla": (SmolVLAConfig(name="smolvla", steps=3, exploration="flow_noise"), ROBOT),
     "smolvla whose expert learns": (SmolVLAConfig(name="smolvla", steps=3, train="expert"), ROBOT),
 }
@@ -133,9 +133,10 @@ def test_a_program_of_its_best_actions_acts_as_it_does(kind, family, tmp_path, r
         with pytest.raises(ConfigError, match="writes each state into the prompt"):
             export_program.describe(policy, observe(), [*TEXTS])
         return
+    policy = shallow(copy.deepcopy(policy), 2)
     reads = type(policy).prompt_tokens is not Policy.prompt_tokens
     description = {"program": export_program.describe(policy, observe(2), [*TEXTS] if reads else [])}
-    runner = export_program.write(tmp_path, kind, description, copy.deepcopy(policy), observe(2))
+    runner = export_program.write(tmp_path, kind, description, policy, observe(2))
     for rows in (1, 3):  # it was recorded with two
         obs, draws = observe(rows, seed=rows), noise(policy, rows)
         found = runner.act(obs, draws[:, : policy.starting_noise])

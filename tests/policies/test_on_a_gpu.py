@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 from fake_cuda import WHERE, Card
-from tiny_vla import noise, observe
+from tiny_vla import noise, observe, shallow
 
 from embodied.algorithms.config import PPOConfig
 from embodied.core import arrays
@@ -72,15 +72,6 @@ each_family = pytest.mark.parametrize("family", FAMILIES)
 def on_the_card(family, truth=True):
     card, seed = (RealCard(), 0) if WHERE == "cuda" else (Card(truth), None)  # where numbers are none, nothing is drawn
     return card, card.take(shallow(make_policy(*(FAMILIES | IMITATED)[family], seed).eval()))
-
-
-def shallow(policy):
-    """With one block of each kind, two where the last is not looked at: the others do nothing else."""
-    for part in [*policy.modules()]:
-        for name, blocks in part.named_children():
-            if isinstance(blocks, torch.nn.ModuleList):
-                setattr(part, name, blocks[: 2 if name == "blocks" else 1])
-    return policy
 
 
 def seen(spec):

@@ -26,6 +26,15 @@ def build(name="openvla", seed=0, spec=ROBOT, **options):
     return make_policy(TypeAdapter(PolicyConfig).validate_python({"name": name, **options}), spec, seed).eval()
 
 
+def shallow(policy, count=1):
+    """With so many blocks of each kind, one more where the last is not looked at: the others do nothing else."""
+    for part in [*policy.modules()]:
+        for name, blocks in part.named_children():
+            if isinstance(blocks, torch.nn.ModuleList):
+                setattr(part, name, blocks[: count + (name == "blocks")])
+    return policy
+
+
 def observe(rows=4, spec=ROBOT, texts=TEXTS, seed=0):
     draw = np.random.default_rng(seed)
     obs = {"images": {name: draw.integers(0, 256, (rows, *size), np.uint8) for name, size in spec.images.items()}}
