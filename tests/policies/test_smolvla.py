@@ -9,7 +9,11 @@ import torch
 from tiny_vla import ROBOT, build, noise, observe, scored
 from torch.nn import functional as F
 from transformers import LlamaConfig, LlamaModel, SmolVLMConfig
-from transformers.models.smolvlm.modeling_smolvlm import SmolVLMConnector, SmolVLMVisionTransformer
+from transformers.models.smolvlm.modeling_smolvlm import (
+    SmolVLMConnector,
+    SmolVLMVisionEmbeddings,
+    SmolVLMVisionTransformer,
+)
 
 from embodied.policies.smolvla.policy import TINY, settings_of
 
@@ -123,6 +127,19 @@ def test_actions_and_what_the_value_reads_are_those_of_an_independent_reference(
         for step in range(10):
             x = x - reference.velocity(layers, x, 1 - step / 10, *(periods or (4e-3, 4.0))) / 10
         np.testing.assert_allclose(actions[row], x[:5, :3].numpy(), atol=1e-3, rtol=1e-3)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_patches_of_the_full_size_stand_in_the_places_that_transformers_gives_them(dtype):
+    config = SmolVLMConfig(
+        vision_config={"hidden_size": 2, "num_attention_heads": 1, "patch_size": 16, "image_size": 512}
+    )
+    theirs = SmolVLMVisionEmbeddings(config.vision_config).to(dtype)
+    theirs.position_embedding.weight.data = torch.arange(1024.0).to(dtype)[:, None].expand(-1, 2)
+    theirs.patch_embedding.weight.data.zero_()
+    theirs.patch_embedding.bias.data.zero_()
+    found = theirs(torch.zeros(1, 3, 512, 512, dtype=dtype), torch.ones(1, 32, 32, dtype=torch.bool))
+    torch.testing.assert_close(found[0], theirs.position_embedding.weight)  # ours are added in this order
 
 
 def test_in_bfloat16_learners_give_the_log_probs_of_acting():
