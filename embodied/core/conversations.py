@@ -131,6 +131,18 @@ class CompletionBatch:
 
 
 @dataclass(frozen=True)
+class Remark:
+    """A language engine's sentence for the user, and what the run should do about a server that was dropped."""
+
+    sentence: str
+    suspects: tuple[int, ...] = ()  # training's conversations with answers of the server, in this round
+    since: int | None = None  # the first version of weights with used answers of the server: the run ends
+
+    def __str__(self) -> str:
+        return self.sentence
+
+
+@dataclass(frozen=True)
 class Vacancy:
     """An engine's message that it takes prompts, or has answered some."""
 

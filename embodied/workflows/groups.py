@@ -113,14 +113,25 @@ class Groups(Collector):
     @property
     def exhausted(self) -> str:  # type: ignore[override]
         """The reason to end the run now; empty while batches have a gradient."""
-        if self.unusable:
-            return self.unusable
+        if why := self.unusable or self.suspicion:
+            return why
         if self.empty < self.algo.max_empty:
             return ""
         return (
             f"nothing to learn from in the last {self.empty} iterations (algo.max_empty): {self.why}. Where all "
             "episodes succeed, the run is done; where none does, start from a policy that sometimes succeeds, or try "
             "another env.reward, a larger algo.group_size or algo.filter=resample"
+        )
+
+    @property
+    def suspicion(self) -> str:
+        """Why weights may have learned from a dropped server's answers; empty unless policy.suspects=stop."""
+        if not (remarks := self.rollouts.remarks) or remarks.since is None:
+            return ""
+        return (
+            f"answers of a dropped server were used since version {remarks.since} of the weights "
+            f"(policy.suspects=stop). Checkpoints up to v{remarks.since:06d} are from before: remove the later ones, "
+            "and resume=RUN continues from there"
         )
 
     # What to play next
@@ -177,6 +188,10 @@ class Groups(Collector):
         self._end(report.finished)
 
     def add_round(self, played: Round) -> None:
+        if remarks := self.rollouts.remarks:
+            for episode in remarks.suspects & self.table.keys():
+                self.table[episode].is_lost = True
+            remarks.suspects.clear()
         results = [result for part in played.played.values() for result in part.finished]
         if self.relays.groups and not self.relays.streams:
             self.record(self._relayed(results))
@@ -380,7 +395,9 @@ class Groups(Collector):
         has_gradient = any(batch.units)
         self.empty = 0 if has_gradient else self.empty + 1
         self.why = self.why if has_gradient else batch.why_empty
-        self.solved = bool(batch.finished) and all(result.success_once for result in batch.finished)
+        self.solved = (
+            not self.suspicion and bool(batch.finished) and all(result.success_once for result in batch.finished)
+        )
         if problems := batch.problems:
             total = len(problems) + len(batch.finished)
             why = f"{len(problems)} of {total} conversations count for nothing, the first because {problems[0]}"

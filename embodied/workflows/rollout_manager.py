@@ -35,6 +35,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
+from embodied.core.conversations import Remark
 from embodied.core.errors import ChannelClosed
 from embodied.core.types import Job, Played, Report, Route, SamplingRule, Servers, rows_of_sims
 from embodied.runtime import Budget, Channel, Handle, HostPlan, WorkerGroup
@@ -57,12 +58,14 @@ class BackgroundTask(Protocol):
         """Do the work, without waiting."""
 
 
-@dataclass(frozen=True)
+@dataclass
 class Remarks:
-    """Sentences of language engines for the user."""
+    """Remarks of language engines."""
 
     channel: Channel
     show: Callable[[str], None]
+    suspects: set[int] = field(default_factory=set)  # conversations of this round to leave out
+    since: int | None = None  # the first version of weights whose batch used answers of a dropped server
 
     def is_due(self) -> bool:
         return bool(self.channel.qsize())
@@ -70,7 +73,11 @@ class Remarks:
     def go_on(self) -> None:
         with suppress(ChannelClosed):  # by a failed worker
             while self.channel.qsize():
-                self.show(self.channel.get())
+                remark: Remark = self.channel.get()
+                self.show(remark.sentence)
+                self.suspects.update(remark.suspects)
+                if remark.since is not None:
+                    self.since = remark.since if self.since is None else min(self.since, remark.since)
 
 
 class Training(Protocol):
@@ -152,8 +159,9 @@ class RolloutManager:
         self.prompts: Channel | None = None
         self._share_prompts()
         self.remarks: Remarks | None = None
-        if text and workers.config.cluster.backend != "inline":  # inline workers print on the user's terminal
-            self.remarks = Remarks(channel("remarks", **options), self.warn)
+        if text:
+            is_inline = workers.config.cluster.backend == "inline"  # its workers print on the user's terminal
+            self.remarks = Remarks(channel("remarks", **options), (lambda text: None) if is_inline else self.warn)
             self.cluster.watch(self.remarks.channel)
         if text:  # replies are taken in the order of their arrival
             self.replies = [[channel(f"replies-sim-{s}", home=self.sims[s], **options)] * self.num_stages for s in sims]

@@ -85,6 +85,12 @@ class LanguageConfig(LoraOptions):
         description="Share of our servers' answers whose proofs are checked: the computed hidden states and the drawn "
         "tokens. 0.1: a random tenth, unknown to the server. null: no proofs.",
     )
+    suspects: Literal["use", "drop", "stop"] = Field(
+        "use",
+        description="Answers of a dropped server that were released before it was dropped. use: they are named. drop: "
+        "groups with such answers of the current version are left out, unless learners have them. stop: so, and the "
+        "run ends if earlier versions had such answers, and names the checkpoints from before.",
+    )
     temperature: float = Field(
         1.0, gt=0, description="Logits are divided by it in rollouts and losses; evaluations have eval.temperature."
     )

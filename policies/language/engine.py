@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from embodied.core import rng
+from embodied.core.conversations import Remark
 from embodied.core.errors import ConfigError
 from embodied.core.plugins import ENGINE_CLASSES
 from embodied.core.types import SamplingRule
@@ -171,8 +172,8 @@ class Engine:
         totals, self.totals = self.totals, dict.fromkeys(self.totals, 0)
         return {name: float(count) for name, count in totals.items()}
 
-    def take_remarks(self) -> list[str]:
-        """Sentences for the user since the last call."""
+    def take_remarks(self) -> list[Remark]:
+        """Those since the last call."""
         return []
 
     def close(self) -> None:

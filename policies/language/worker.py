@@ -102,8 +102,8 @@ class LanguageWorker(PolicyWorker):
     ) -> int:
         """Continue these sources' conversations with this version until the round is over; returns the number of
         tokens. Prompts of other sources belong to an earlier round. If several engines share the prompts, `vacancies`
-        receives, under this `name`, the free room and the answered prompts. `remarks` receives the engine's sentences
-        for the user."""
+        receives, under this `name`, the free room and the answered prompts. `remarks` receives the engine's
+        remarks."""
         waiting: deque[tuple[str, Prompt]] = deque()
         before, heard = self.tokens, dict.fromkeys(replies, time.monotonic())
         show = rule.stream == "eval"
@@ -115,8 +115,8 @@ class LanguageWorker(PolicyWorker):
             while self._take(requests, replies, waiting):
                 finished = self.go_on(waiting, version, show)
                 if remarks:
-                    for sentence in self.engine.take_remarks():
-                        remarks.put(sentence)
+                    for remark in self.engine.take_remarks():
+                        remarks.put(remark)
                 now = time.monotonic()
                 quiet = [source for source, when in heard.items() if now - when > SIGN_OF_LIFE_S]
                 for source, completions in {**dict.fromkeys(quiet, ()), **finished}.items():

@@ -14,6 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 
 import pytest
+import torch
 from served_language import SECRET, served, until
 from talking_runs import ONE_OF_EACH, Talk, far, told
 from tiny_language import build
@@ -254,6 +255,39 @@ def lie(self, *args, load=Generation.load):
 Generation.load = lie
 sys.exit(serve.main(sys.argv[1:]))
 """
+
+
+@pytest.mark.parametrize("suspects", ["use", "drop", "stop"])
+def test_what_a_server_answered_before_it_lied_is_used_or_left_out_or_ends_the_run(suspects, tmp_path, monkeypatch):
+    before, released = ServerPool.release, []
+    models = [build(preset="tiny_gpt2", dtype="float64", max_running=4, seed=7) for _ in range(2)]
+    with contextlib.ExitStack() as stack:
+        honest, liar = (stack.enter_context(served(model, tmp_path)) for model in models)
+
+        def release(pool, compared):
+            if pool.wanted.startswith("v1-"):
+                one = next(server for server in pool.servers if server.name.endswith(liar.url))
+                found = before(pool, compared)
+                released.extend(found)
+                if one.used.answers and one.used.versions[-1] == 1 and not one.is_dropped:
+                    with torch.no_grad():
+                        for weight in liar.policy.parameters():
+                            weight += 1.0
+                return found
+            return before(pool, compared)
+
+        monkeypatch.setattr(ServerPool, "release", release)
+        words = [f"policy.url=[{honest.url}, {liar.url}]", f"policy.weights={tmp_path / 'w'}"]
+        words += ["policy.engine=http", f"policy.suspects={suspects}", "algo.groups=8", "algo.filter=none"]
+        with Talk(tmp_path / "pool", *words, placement=ONE_OF_EACH) as run:
+            rows = run.some(2)
+            ends = run.loop.exhausted
+    (_, first), (_, second) = rows
+    assert first["engine/dropped_servers"] == 0 and second["engine/dropped_servers"] == 1
+    assert second["engine/suspect_answers"] > 0
+    assert (second["groups/dropped_incomplete"] > 0) == (suspects != "use")
+    assert second["groups/used"] == 8 - second["groups/dropped_incomplete"]
+    assert ("Checkpoints up to v000000 are from before" in ends) == (suspects == "stop")
 
 
 class ServerProcess:

@@ -24,6 +24,7 @@ import torch
 from torch import Tensor
 
 from embodied.core import rng
+from embodied.core.conversations import Remark
 from embodied.core.errors import EmbodiedError
 from embodied.core.types import SamplingRule
 from embodied.policies.language.config import LanguageConfig
@@ -124,7 +125,7 @@ class HTTPEngine(Engine):
         self.name = name
         self.wait(self.pool.require_weights(name))
 
-    def take_remarks(self) -> list[str]:
+    def take_remarks(self) -> list[Remark]:
         return [self.pool.remarks.get() for _ in range(self.pool.remarks.qsize())]
 
     def metrics(self) -> dict[str, float]:

@@ -28,7 +28,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from embodied.core.conversations import ANOTHER_PROMPT
+from embodied.core.conversations import ANOTHER_PROMPT, Remark
 from embodied.core.errors import ConfigError, EmbodiedError, in_a_line
 from embodied.core.request_queue import RequestQueue, Waiting
 from embodied.policies.language.config import LanguageConfig
@@ -64,6 +64,7 @@ TRIES = 10  # limit of tries of a request that a server fails slowly
 SHOWN = 20  # conversations with answers of a dropped server that are listed
 # suspect: used answers of servers that were dropped later
 COUNTED = ("asked_again", "unusable", "outages", "moved", "dropped_servers", "suspect_answers", "suspect_tokens")
+TRAINING = "act/train"  # stream of the noise of training's answers
 KEEPS = "name the checkpoint that it serves, or let it take new weights: policy.weights=FOLDER"
 
 
@@ -115,23 +116,27 @@ class UsedAnswers:
     answers: int = 0
     tokens: int = 0
     versions: list[int] = field(default_factory=list)  # of the weights: the first and the last
-    episodes: dict[int, None] = field(default_factory=dict)  # conversations of the last version
+    episodes: dict[int, None] = field(default_factory=dict)  # training's conversations of the last version
+    since: int | None = None  # the first version with answers of training
 
-    def add(self, tokens: int, version: int, episode: int) -> None:
+    def add(self, tokens: int, version: int, episode: int | None) -> None:
+        """`episode`: None for an answer of an evaluation."""
         self.answers, self.tokens = self.answers + 1, self.tokens + tokens
         if self.versions[-1:] != [version]:
             self.episodes = {}
         self.versions = [*self.versions[:1], version]
-        self.episodes[episode] = None
+        if episode is not None:
+            self.episodes[episode] = None
+            self.since = version if self.since is None else self.since
 
     def __str__(self) -> str:
         if not self.answers:
             return "none of its answers was used before"
         of = " to ".join(f"{version}" for version in dict.fromkeys(self.versions))
         used = f"{self.answers} of its answers to this worker, of {self.tokens} tokens, were used before"
-        shown, more = [*map(str, self.episodes)][:SHOWN], len(self.episodes) - SHOWN
+        shown, more = ", ".join([*map(str, self.episodes)][:SHOWN]) or "none of training", len(self.episodes) - SHOWN
         rest = f" and {more} more" if more > 0 else ""
-        return f"{used} (versions of weights: {of}; conversations of the last one: {', '.join(shown)}{rest})"
+        return f"{used} (versions of weights: {of}; conversations of the last one: {shown}{rest})"
 
 
 @dataclass(eq=False)
@@ -175,7 +180,7 @@ class ServerPool:
         self.named, self.joined = asyncio.Event(), asyncio.Event()
         self.tasks: set[asyncio.Task] = set()  # of all servers, also calls with cancelled requests
         self.totals = dict.fromkeys(COUNTED, 0)
-        self.remarks: SimpleQueue[str] = SimpleQueue()  # sentences for the user
+        self.remarks: SimpleQueue[Remark] = SimpleQueue()
 
     # Called by the engine
 
@@ -240,7 +245,9 @@ class ServerPool:
                     waiting = self.queue.taken.get(server.name, {}).get(number)
                     if self.queue.take_answer(number):
                         released.append((number, answer))
-                        episode = waiting.request.episode % ANOTHER_PROMPT if waiting else -1
+                        asked = waiting.request if waiting else None
+                        trains = asked and asked.sampling.stream == TRAINING
+                        episode = asked.episode % ANOTHER_PROMPT if trains else None
                         server.used.add(len(answer.tokens), version_of(self.wanted), episode)
                 server.unreleased = {}
         self.hand_out()
@@ -415,6 +422,11 @@ class ServerPool:
         self.totals["suspect_answers"] += server.used.answers
         self.totals["suspect_tokens"] += server.used.tokens
         why = f"{why}: it is dropped with these and {len(server.calls)} more requests; {server.used}"
+        used, how, now = server.used, self.config.suspects, version_of(self.wanted)
+        if how != "use" and used.answers:
+            shown = tuple(used.episodes) if used.versions[-1] == now else ()
+            early = how == "stop" and used.since is not None and used.since < now
+            self.remarks.put(Remark("", shown, used.since if early else None))
         self.refuse(server, EmbodiedError(why))
 
     def take_from(self, server: PooledServer) -> None:
@@ -428,7 +440,7 @@ class ServerPool:
     def say(self, sentence: str) -> None:
         """Tell the user, in the worker's log and by the engine's remarks."""
         print(sentence, flush=True)
-        self.remarks.put(sentence)
+        self.remarks.put(Remark(sentence))
 
     def stop(self, err: Exception) -> None:
         """No server can answer: the engine raises this error."""
