@@ -28,7 +28,7 @@ from embodied.algorithms.config import SFTConfig
 from embodied.algorithms.imitation import KeptImitation
 from embodied.core import rng
 from embodied.core.arrays import map_obs
-from embodied.core.conversations import pictures_in
+from embodied.core.conversations import FIRST_PLACE, pictures_in
 from embodied.core.errors import ConfigError
 from embodied.core.types import EnvSpec, Observation, env_blocks
 from embodied.datasets import RecordedEpisode, read_dataset
@@ -389,13 +389,16 @@ class ExampleTokens:
     def __init__(self, policy: Any, examples: Sequence[Example], first: int, total: int) -> None:
         self.first, self.total = first, total
         tokens, masks = [], []
-        self.pictures = [pictures_of(example) for example in examples]
+        self.pictures: list[list[str]] = []  # of each conversation, in the order of its tokens
         self.streams: list[list[int]] = []  # of each conversation: the tokens of each prompt with its answers
         for number, example in enumerate(examples, first):
             streams = written(policy.tokenizer, example)
             for stream, mask in streams:
                 check_length(policy, stream, mask, f"example {number + 1} ({beginning_of(example[0][0])})")
             self.streams.append([len(stream) for stream, _ in streams])
+            shown = [name for said, _ in example for name in pictures_in(said)]
+            counts = [int((stream == FIRST_PLACE).sum()) for stream, _ in streams]  # each shows all up to its end
+            self.pictures.append([name for count in counts for name in shown[:count]])
             stream, mask = map(np.concatenate, zip(*streams, strict=True))
             tokens.append(stream)
             masks.append(mask)
@@ -423,11 +426,6 @@ class ExampleTokens:
 
     def close(self) -> None:
         """Nothing is open."""
-
-
-def pictures_of(example: Example) -> tuple[str, ...]:
-    """The names of the pictures that a conversation shows, in order."""
-    return tuple(name for said, _ in example for name in pictures_in(said))
 
 
 def written(tokenizer: Any, example: Example) -> list[tuple[np.ndarray, np.ndarray]]:

@@ -185,6 +185,7 @@ class Conversation:
     turns: list[dict[str, Any]] = field(default_factory=list)  # for a transcript
     success: list[bool] = field(default_factory=list)  # of each turn
     pictures: list[str] = field(default_factory=list)  # that its tokens show
+    first_picture: int = 0  # of those that the tokens of the next prompt show
     problem: str = ""  # why it does not count
     scores: dict[str, float] = field(default_factory=dict)  # by env.rewards, without weights
     needs_history: bool = False  # True if the policy may render the conversation anew
@@ -206,8 +207,9 @@ class Conversation:
         count = len(completion.tokens)
         said = count - completion.num_sampled  # tokens of the env's message
         self.needs_history |= completion.needs_history
-        if completion.restarts:
-            self.begin = len(self.columns)
+        if completion.restarts:  # earlier pictures are shown again
+            self.begin, self.first_picture = len(self.columns), len(self.pictures)
+            self.pictures += [name for before in self.turns for name in pictures_in(before["said"])]
         if count:  # otherwise the conversation has no room for another turn
             logprobs = np.zeros(count, np.float32)
             logprobs[said:] = completion.logprobs
@@ -374,7 +376,8 @@ class ConversationClient(RequestClient):
         self.open[self.number] = conversation
         tokens, history = conversation.context(), conversation.history()
         more = len(conversation.turns) + 1 < conversation.part.turns
-        pictures, job, spec = tuple(conversation.pictures), conversation.part.tally.job, conversation.spec
+        pictures = tuple(conversation.pictures[conversation.first_picture :])
+        job, spec = conversation.part.tally.job, conversation.spec
         override, limit = job.rules.get(spec.task, (job.rule, None))
         about = self.number, spec.index, conversation.said, tokens, pictures, limit, override, more
         return Prompt(*about, history=history)

@@ -88,7 +88,7 @@ class ConversationTokenizer:
         if max_tokens is not None and len(text) > max_tokens * self.longest_token:
             why = f"a prompt of {len(text)} characters leaves no room for an answer within {max_tokens} tokens"
             raise ConfigError(f"{why}, the longest conversation")
-        ids = begin + (self.sight.encode(text, pictures) if self.sight and pictures else self.encode_text(text))
+        ids = begin + self.encode_shown(text, said)
         # A network needs at least one input token.
         return ids or ([min(self.stops)] if first else [])
 
@@ -133,11 +133,6 @@ class ConversationTokenizer:
         tokens, except the thoughts that the template leaves out."""
         if not self.rewrites or not turns or isinstance(said, str) or any(isinstance(each, str) for each, _ in turns):
             return None
-        if pictures_in(said) or any(pictures_in(asked) for asked, _ in turns):
-            raise ConfigError(
-                "the chat template changes earlier turns, which a conversation with pictures cannot do; set "
-                "policy.thoughts=keep"
-            )
         parts = [split_answer(self.decode(answer[:-1] if answer[-1] in self.stops else answer)) for _, answer in turns]
         messages: list[Message] = []
         for number, ((asked, _), part) in enumerate(zip(turns, parts, strict=True)):
@@ -146,7 +141,7 @@ class ConversationTokenizer:
             messages += [*asked, {"role": WRITES, "content": opened + content}]
         ids: list[int] = []
         rest = self.render(self.with_system((*messages, *said)))
-        for number, ((_, answer), part) in enumerate(zip(turns, parts, strict=True)):
+        for number, ((asked, answer), part) in enumerate(zip(turns, parts, strict=True)):
             content, thought = (mark.format(number) for mark in STANDS_FOR)
             before, there, rest = rest.partition(content)
             if not there:
@@ -158,9 +153,9 @@ class ConversationTokenizer:
                 shown = f"{part.thought}{THOUGHT_END}{part.space}{part.said}"
             elif before.endswith(part.space):
                 before, shown = before.removesuffix(part.space), part.space + part.said
-            ids += self.encode_text(before) + self.last_tokens(answer, shown)
+            ids += self.encode_shown(before, asked) + self.last_tokens(answer, shown)
             rest = self.without_end(rest)
-        return ids + self.encode_text(rest)
+        return ids + self.encode_shown(rest, said)
 
     def last_tokens(self, answer: Sequence[int], text: str) -> list[int]:
         """The last tokens of an answer, with this text and the end token, if any: those that were written, unless one
@@ -184,6 +179,11 @@ class ConversationTokenizer:
 
     def encode_text(self, text: str) -> list[int]:
         return self.base(text, add_special_tokens=False)["input_ids"]
+
+    def encode_shown(self, text: str, said: Said) -> list[int]:
+        """The tokens of a text with the pictures of `said`."""
+        pictures = pictures_in(said)
+        return self.sight.encode(text, pictures) if self.sight and pictures else self.encode_text(text)
 
     def continuation(self, said: Iterable[Message]) -> str:
         """The text that a template writes after an answer and its end token."""

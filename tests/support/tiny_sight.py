@@ -14,8 +14,9 @@ WORDS = ["<picture>", "<place>", "</picture>", "<fake_token_around_image>", "<im
 WORDS += [f"<row_{row}_col_{column}>" for row in (1, 2) for column in (1, 2)]
 
 
-def publish(folder, kind, dim=8):
-    """A folder with a tiny model of this kind that sees, with heads of this size, as transformers writes it."""
+def publish(folder, kind, dim=8, thought=""):
+    """A folder with a tiny model of this kind that sees, with heads of this size, as transformers writes it. `thought`
+    ends each prompt."""
     width = SIZES["num_attention_heads"] * dim
     text = SIZES | {"hidden_size": width, "vocab_size": 120, "max_position_embeddings": 512}
     text |= {"eos_token_id": 1, "bos_token_id": None, "pad_token_id": 0}
@@ -34,7 +35,7 @@ def publish(folder, kind, dim=8):
         shape = family(text_config=text, vision_config=vision, scale_factor=2, image_token_id=104, pad_token_id=0)
         sizes = {"size": {"longest_edge": 64}, "max_image_size": {"longest_edge": 32}}
         pictures, place = {**sizes, "do_image_splitting": True}, ["<image>"]
-    template = TEMPLATE.replace("IMAGE", "".join(place))
+    template = TEMPLATE.replace("IMAGE", "".join(place)).replace("[assistant]", f"[assistant]{thought}")
     write(folder, shape, template, AutoModelForImageTextToText, WORDS)
     (folder / "preprocessor_config.json").write_text(json.dumps(pictures))
     return folder

@@ -8,14 +8,16 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+import tiny_sight
 import torch
 from talking_runs import Talk
 from thinking_templates import QWEN3, R1, tokenizer_with
-from tiny_language import publish
+from tiny_language import SEES, build, publish
 
-from embodied.core.errors import ConfigError
+from embodied.core.conversations import FIRST_PLACE
+from embodied.core.pictures import drawing
 from embodied.core.types import RESTART
-from embodied.learners.imitation import written
+from embodied.learners.imitation import ExampleTokens, written
 from embodied.policies.language.policy import LanguagePolicy
 from embodied.policies.language.slots import SlotEngine
 from embodied.policies.language.tokenizer import of_characters
@@ -114,12 +116,6 @@ def test_tokens_stay_as_written_even_if_the_tokenizer_would_choose_others():
     assert stripping.decode(whole) == stripping.render(messages)
 
 
-def test_pictures_are_refused_where_earlier_turns_change():
-    shown = ({"role": "user", "content": [{"type": "image", "image": "a.png"}]},)
-    with pytest.raises(ConfigError, match=r"with pictures cannot do; set policy\.thoughts=keep"):
-        tokenizer_with(QWEN3).conversation([(user("what?"), [0])], shown)
-
-
 def test_imitation_and_scores_read_each_answer_behind_its_own_prompt():
     tokenizer, answer = tokenizer_with(QWEN3), ANSWERS["qwen3"]
     example = tuple((said, answer.format(number)) for number, said in enumerate(TURNS))
@@ -138,6 +134,17 @@ def test_imitation_and_scores_read_each_answer_behind_its_own_prompt():
     assert (talk.asked, talk.answer) == (tokenizer.plain_text(turns[-1][3]), example[-1][1])
 
 
+def test_imitation_shows_earlier_pictures_again_where_earlier_turns_change(tmp_path):
+    """And the pictures of a batch are those of its streams: [first], [first, second]."""
+    folder = tiny_sight.publish(tmp_path / "model", "qwen2_5_vl", thought="<think></think>")
+    policy, names = build(SEES, pretrained=str(folder)), [drawing("add", seed, 48) for seed in (1, 2)]
+    policy.tokenizer.prepare_turns("template")
+    shown = [({"role": "user", "content": [{"type": "image", "image": name}]},) for name in names]
+    batch = ExampleTokens(policy, [tuple(zip(shown, "78"))], 0, 1).batch(torch.tensor([0]))
+    assert batch["pictures"] == [names[0], *names] and len(batch["lengths"]) == 2
+    assert int((batch["actions"] == FIRST_PLACE).sum()) == 3
+
+
 # Whole runs
 
 CHAT = (  # a prompt ends with an empty thought, which later prompts leave out
@@ -146,8 +153,8 @@ CHAT = (  # a prompt ends with an empty thought, which later prompts leave out
 )
 
 
-@pytest.mark.parametrize(("thoughts", "restarts"), [("template", True), ("keep", False)])
-def test_learners_train_on_the_tokens_that_the_engine_saw(thoughts, restarts, monkeypatch, tmp_path):
+@pytest.mark.parametrize(("thoughts", "env"), [("template", "Chat"), ("template", "ShownAgain"), ("keep", "Chat")])
+def test_learners_train_on_the_tokens_that_the_engine_saw(thoughts, env, monkeypatch, tmp_path):
     seen, trained, keep, forward = set(), set(), SlotEngine.step, LanguagePolicy.forward
 
     def step(engine):
@@ -170,18 +177,22 @@ def test_learners_train_on_the_tokens_that_the_engine_saw(thoughts, restarts, mo
 
     monkeypatch.setattr(SlotEngine, "step", step)
     monkeypatch.setattr(LanguagePolicy, "forward", score)
-    folder = publish(tmp_path / "model", "qwen3", False, CHAT)
+    if env == "Chat":
+        folder = publish(tmp_path / "model", "qwen3", False, CHAT)
+    else:
+        folder = tiny_sight.publish(tmp_path / "model", "qwen2_5_vl", thought="<think></think>")
     (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": [1, *range(40, 70)]}))  # short answers
     options = [
         "policy.max_tokens=16",
         f"policy.pretrained={folder}",
         f"policy.thoughts={thoughts}",
-        "env.name=talking_env:Chat",
+        f"env.name=talking_env:{env}",
     ]
     with Talk(tmp_path / "run", *options, "policy.dtype=float64") as run:
         _, row = run.iterate(0)
     assert row["train/logprob_gap"] < 1e-6 and row["train/grad_norm"] > 1e-3
     assert len(trained) > 5 and trained <= seen
-    prompts = [of_characters().decode(prompt) for prompt, _ in seen]
-    assert {prompt.count("<think>") for prompt in prompts} == ({1} if restarts else {1, 2, 3})
+    prompts = [of_characters().decode([token for token in prompt if token >= 0]) for prompt, _ in seen]
+    assert {prompt.count("<think>") for prompt in prompts} == ({1} if thoughts == "template" else {1, 2, 3})
+    assert max(prompt.count(-1) for prompt, _ in seen) == (3 if env == "ShownAgain" else 0)
     assert max(prompt.count("again") for prompt in prompts) == 2
