@@ -16,7 +16,7 @@ from embodied.core.errors import ConfigError
 from embodied.core.options import ChosenByName, Requirement, Strict, never_with
 from embodied.core.plugins import FAMILIES, Plugins
 
-OF_SERVER = ("url", "token_from", "weights", "answer_s", "away_s", "gap_limit", "verify")
+OF_SERVER = ("url", "token_from", "weights", "answer_s", "away_s", "gap_limit", "verify", "suspects")
 TEMPLATE = ("system", "template_arguments")
 ANSWERING = tuple(
     f"policy.{key}" for key in ("engine", "tensor_parallel", *OF_SERVER, "max_running", "cache_gb", *TEMPLATE)

@@ -164,6 +164,7 @@ SUMS policy.engine=http -> it asks a server; set policy.url=http://127.0.0.1:800
 SUMS policy.tensor_parallel=2 -> policy.tensor_parallel=2 has no effect with policy.engine=transformers; leave it out
 SUMS policy.engine=vllm policy.tensor_parallel=3 -> does not divide the model's 4 attention heads and 4 key-value heads
 SUMS policy.url=http://h policy.answer_s=5 -> policy.url=http://h and policy.answer_s=5 have no effect with policy.eng
+SUMS policy.suspects=drop -> policy.suspects=drop has no effect with policy.engine=transformers; leave it out
 SUMS policy.engine=http policy.url=127.0.0.1:8000 -> should be like http://
 SUMS policy.engine=http policy.url=[http://h,http://h] -> should name every server once
 SUMS policy.engine=http policy.url=http://me:secret@127.0.0.1 -> without a user's name
