@@ -49,7 +49,7 @@ IMITATED = (
 )
 IMITATE = "sft.episodes=64 sft.warmup_steps=0 env.num_envs=8 eval.episodes=4"
 STATES = "env.max_episode_steps=20 algo.rollout_decisions=2 algo.minibatch_size=16"
-WARP = "env.num_envs=2 algo.minibatch_size=4 eval.episodes=2 eval.videos=1 eval.protocol=as-trained-v1"
+WARP = "env.num_envs=2 algo.minibatch_size=4 eval.episodes=2 eval.videos=1"
 OFT = re.search(
     r"`libero_grpo_openvla_oft` \| (.*) on cores \| (.*) GPUs \| (.*) \| (.*) \|", Page("placement_reference.md").text
 )

@@ -239,8 +239,10 @@ def pass_on(lines: Any, last: deque[str]) -> None:
 def end(process: subprocess.Popen | None, wire: Wire) -> None:
     if process is not None:
         process.kill()
-        with suppress(subprocess.TimeoutExpired):  # on a busy machine a large process takes its time to end
+        try:
             process.wait(END_S)
+        except subprocess.TimeoutExpired:  # on a busy machine a large process takes its time to end
+            STARTED.append(process)
     wire.close()
 
 
