@@ -155,6 +155,9 @@ def product(x: Tensor, linears: Sequence[nn.Module], add_to: Tensor | None = Non
             return added(layer(x), add_to)
         return torch.addmm(add_to.flatten(0, -2), x.flatten(0, -2), layer.weight.t()).view_as(add_to)
     weights, biases = [layer.weight for layer in linears], [layer.bias for layer in linears]
+    is_plain = biases[0] is None and not (adapted or torch.is_grad_enabled() or torch.compiler.is_compiling())
+    if is_plain and (whole := side_by_side(weights)) is not None:
+        return added(F.linear(x, whole), add_to)
     biases = [] if biases[0] is None else biases
     downs = [linears[number].lora_A[ADAPTER].weight for number in adapted]
     ups = [linears[number].lora_B[ADAPTER].weight for number in adapted]
@@ -163,8 +166,6 @@ def product(x: Tensor, linears: Sequence[nn.Module], add_to: Tensor | None = Non
     apart = any(part and joint is None for part, joint in ((weights, whole), (biases, bias), (downs, down)))
     if apart or (down is not None and down.dtype != whole.dtype):
         return added(torch.cat([layer(x) for layer in linears], dim=-1), add_to)
-    if not adapted and not torch.is_grad_enabled():
-        return added(F.linear(x, whole, bias), add_to)
     scales = [linears[number].scaling[ADAPTER] for number in adapted]
     joint = Joint(whole, bias, down, [len(each) for each in weights], adapted, scales)
     inputs = (x, add_to, *ups, *downs, *weights, *biases)
