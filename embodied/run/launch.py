@@ -482,8 +482,10 @@ def whole_networks(config: RunConfig, plan: PlacementPlan) -> list[str]:
     held = [name for name in held if not config.shards_role(name, hosts)]
     if not (config.learner.shard and held):
         return []
-    note = f"note        role {' and '.join(held)}: all weights on each device; learner.shard=true splits them over "
-    return wrap(f"{note}several devices of their own (a map in placement)", WIDTH, subsequent_indent=" " * 12)
+    note = f"note        role {' and '.join(held)}: all weights on each device; learner.shard=true splits "
+    splits = "them over several devices of their own (a map in placement)"
+    note += splits if config.policy.speaks else "roles of language models only"
+    return wrap(note, WIDTH, subsequent_indent=" " * 12)
 
 
 def without_success(config: RunConfig) -> str:

@@ -57,6 +57,9 @@ def test_the_first_lines_say_which_networks_learner_shard_does_not_split():
         config, plan = launch.planned(config, dry=True, roles=roles_of_run(EmbodiedLoop, config))
         lines = launch.whole_networks(config, plan)
         assert told in " ".join(lines) and bool(told) == bool(lines)
+    words = ["recipe=pointmass_grpo", "algo.kl_coef=0.01", "roles.reference=true", "learner.shard=true"]
+    config, plan = launch.planned(load([*words, "cluster.machines=2xCPU"]).config, dry=True)
+    assert "splits roles of language models only" in " ".join(launch.whole_networks(config, plan))
 
 
 @pytest.mark.parametrize(("cluster", "gpus", "nodes"), [("1xGPU", 1, 1), ("8xGPU", 8, 1), ("4x8xGPU", 32, 4)])
