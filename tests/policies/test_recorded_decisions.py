@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 import torch
-from tiny_vla import TEXTS, build, noise, observe
+from tiny_vla import TEXTS, build, noise, observe, shallow
 
 from embodied.core.arrays import padded_rows
 from embodied.runtime.device_graphs import Recordings
@@ -34,7 +34,7 @@ def with_trained_adapters(policy):
 
 def pair(case):
     """A policy, and one with the same weights whose decisions are recorded."""
-    plain, recorded = (with_trained_adapters(build(**CASES[case])) for _ in range(2))
+    plain, recorded = (with_trained_adapters(shallow(build(**CASES[case]))) for _ in range(2))
     recorded.recordings = Recordings("cpu")
     return plain, recorded
 

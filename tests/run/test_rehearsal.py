@@ -1,8 +1,12 @@
 """What a dry run refuses, each in a line that says what to do; nothing is started."""
 
+import io
 import json
 import re
+import subprocess
 import sys
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -16,6 +20,7 @@ from embodied.policies import make_policy
 from embodied.policies.config import MLPConfig
 from embodied.policies.openvla.config import OpenVLAConfig
 from embodied.policies.pi0.config import Pi0Config
+from embodied.run import rehearsal
 from embodied.train import main as train
 
 POINT = EnvSpec(ActionSpec(2), state_dim=6)
@@ -127,7 +132,8 @@ def folders(tmp_path_factory):
     make_policy(Pi0Config(name="pi0"), ARM, 0).save_pretrained(root / "pi0")
     make_policy(MLPConfig(hidden=(8,)), POINT, 0).save_pretrained(root / "mlp")
     (root / "my_former.py").write_text(CODE)
-    return root
+    yield root
+    sys.modules.pop("my_former", None)
 
 
 OFT = "recipe=libero_grpo_openvla_oft policy.pretrained={} cluster.machines=8xH100"
@@ -166,8 +172,26 @@ REFUSED = {
 }
 
 
+DIES = (KILLED, "act: RuntimeError: no weights")  # refused by a child process, as in a user's dry run
+
+
+@pytest.fixture
+def rehearsed_here(monkeypatch):
+    """Objects of the user's own are made in this process: a child would first import torch."""
+
+    def run(command, input, **options):
+        monkeypatch.setattr("sys.stdin", io.StringIO(input))
+        rehearsal.main(Path(command[-1]))
+        return subprocess.CompletedProcess(command, 0, stderr="")
+
+    here = SimpleNamespace(**vars(subprocess) | {"run": run})
+    return lambda: monkeypatch.setattr(rehearsal, "subprocess", here)
+
+
 @pytest.mark.parametrize("words", REFUSED)
-def test_a_dry_run_refuses_what_a_run_would_end_with(words, folders, monkeypatch, capsys):
+def test_a_dry_run_refuses_what_a_run_would_end_with(words, folders, rehearsed_here, monkeypatch, capsys):
+    if not REFUSED[words].startswith(DIES):
+        rehearsed_here()
     monkeypatch.chdir(folders)
     monkeypatch.setattr("sys.path", [str(folders), *sys.path])
     command = {"evaluate": evaluate, "check": check}.get(words.split()[0])
