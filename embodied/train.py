@@ -366,10 +366,10 @@ def train(
                 if changes.is_due():
                     changes.go_on()
                 last = state["iteration"] == total or bool(loop.exhausted)
-                judge = last or is_due(state["iteration"], config.run.eval_every)
-                if saves.is_due(state["iteration"], state["train_s"]) or judge:  # an evaluation takes long
+                evaluates = last or is_due(state["iteration"], config.run.eval_every)
+                if saves.is_due(state["iteration"], state["train_s"]) or evaluates:  # an evaluation takes long
                     save(loop, state, saves, folder, console)
-                if judge and not interruption.requested:
+                if evaluates and not interruption.requested:
                     evaluate(loop, folder, console, interruption, beside=config.eval.interleave and not last)
                 timeline.collect(state["iteration"])
             if interruption.requested and saves.version != state["version"]:

@@ -1,5 +1,5 @@
-"""The env contract: N rows side by side, driven from outside, never reset by themselves. `player.py` plays
-rollouts with them, `sim_worker.py` evaluations.
+"""The env contract: N rows side by side, driven from outside, never reset by themselves. `sim_worker.py` builds
+them, `player.py` plays rollouts and evaluations with them.
 
 A plug-in implements `_reset_rows`, `_step`, `_observe`, for videos `render_rows` and for images `_paint`; this class
 implements resets, time limits, action chunks, freezing of finished rows and the meaning of success. A row that is done

@@ -141,12 +141,12 @@ class PolicyWorker(Worker):
         replies: dict[str, Channel],
         version: int,
         rule: SamplingRule = ALL_ACTIONS,
-        mine: Collection[str] | None = None,
+        first_sources: Collection[str] | None = None,
     ) -> int:
         """Answer these sources with this version until the round is over (None arrives); requests of other sources
-        belong to an earlier round. Returns the number of decisions. Waiting requests are merged by `merging`; `mine`
-        are the sources that ask this worker at first (None: all)."""
-        decisions, batcher = 0, RequestBatcher(requests, replies, self.merging, mine)
+        belong to an earlier round. Returns the number of decisions. Waiting requests are merged by `merging`;
+        `first_sources` are the sources that ask this worker at first (None: all)."""
+        decisions, batcher = 0, RequestBatcher(requests, replies, self.merging, first_sources)
         while batch := self._take(batcher):
             for reply in self._answers(batch, version, rule):
                 decisions += 0 if reply.output is None else len(reply.values)
@@ -323,12 +323,13 @@ class RequestBatcher:
     """The requests of these sources that come through a channel in one round."""
 
     def __init__(
-        self, channel: Channel, sources: Collection[str], merging: Merging, mine: Collection[str] | None = None
+        self, channel: Channel, sources: Collection[str], merging: Merging, first_sources: Collection[str] | None = None
     ) -> None:
         self.channel = channel
         self.sources = sources
         self.merging = merging
-        self.sims = {sim_of(source) for source in (sources if mine is None else mine)}  # sims that are waited for
+        waited_for = sources if first_sources is None else first_sources
+        self.sims = {sim_of(source) for source in waited_for}  # sims that are waited for
         self.next: ActRequest | None = None  # taken, but too large for the previous answer
         self.over = False
 

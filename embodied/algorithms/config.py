@@ -25,8 +25,8 @@ class PolicyGradientConfig(Strict):
     minibatch_size: int | None = Field(
         256,
         gt=0,
-        description="Items (decisions; conversations of a text env) per gradient step, over all learner ranks; null: "
-        "one step for the whole iteration.",
+        description="Decisions (of a text env: conversations) per gradient step, over all learner ranks; null: one "
+        "step for the whole iteration.",
     )
 
     lr: float = Field(3e-4, ge=0, description="Adam's learning rate.")

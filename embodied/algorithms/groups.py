@@ -41,7 +41,7 @@ class GroupPool:
         self.dealt = 0  # episodes since the beginning of the run
         self.discarded = 0  # episodes in the surplus of the last iteration
         self.playing: set[int] = set()  # dealt episodes that are neither added nor lost
-        self.handed: set[int] = set()  # groups already sent to this iteration's learners
+        self.sent: set[int] = set()  # groups already sent to this iteration's learners
         self.open: dict[int, dict[int, float]] = {}  # group -> scores of its finished episodes
         self.ready: dict[int, Group] = {}
         self.counts: Counter[str] = Counter()
@@ -62,7 +62,7 @@ class GroupPool:
         """
         groups, resample = self.config.groups, self.config.filter == "resample"
         complete = sum(self.counts[verdict] for verdict in ("kept", "equal", "out_of_bounds"))
-        missing = groups - (len(self.ready) + len(self.handed) if resample else complete)
+        missing = groups - (len(self.ready) + len(self.sent) if resample else complete)
         if missing <= 0 or rounds >= self.config.max_rounds or (rounds and not resample and 2 * missing < groups):
             return 0
         episodes = missing * self.config.group_size - sum(map(len, self.open.values()))
@@ -101,8 +101,8 @@ class GroupPool:
         group is skipped."""
         self.playing.difference_update(episodes)
         for number in {episode // self.config.group_size for episode in episodes}:
-            self.counts["kept"] -= self.ready.pop(number, None) is not None or number in self.handed
-            self.handed.discard(number)
+            self.counts["kept"] -= self.ready.pop(number, None) is not None or number in self.sent
+            self.sent.discard(number)
             self.counts["incomplete"] += 1
             self.open.pop(number, None)
             if number == self.dealt // self.config.group_size:
@@ -115,20 +115,20 @@ class GroupPool:
         groups to learn from, with 0 and 3 kept, 1 dropped and 2 being played, 0 is certain and 3 only if 2 is dropped.
         """
         undecided = {episode // self.config.group_size for episode in self.playing}
-        rivals = sorted({*self.handed, *self.ready, *self.open, *undecided})
+        rivals = sorted({*self.sent, *self.ready, *self.open, *undecided})
         return [self.ready[number] for number in rivals[: self.config.groups] if number in self.ready]
 
-    def hand_on(self, group: Group) -> None:
+    def mark_sent(self, group: Group) -> None:
         """Record that a group was sent to learners before `take`."""
         number = group.episodes[0] // self.config.group_size
         del self.ready[number]
-        self.handed.add(number)
+        self.sent.add(number)
 
     def take(self) -> list[Group]:
         """Returns the groups of this iteration that were not yet sent to learners."""
-        left = self.config.groups - len(self.handed)
+        left = self.config.groups - len(self.sent)
         taken = [self.ready.pop(number) for number in sorted(self.ready)[:left]]
-        self.handed.clear()
+        self.sent.clear()
         if self.discards:  # the rest of a partly dealt group is skipped
             self.discarded = len(self.held)
             self.open, self.ready, self.solved = {}, {}, {}

@@ -61,8 +61,8 @@ class DaggerLearner(ImitationLearner):
         batch: int,
         version: int,
         rows: np.ndarray | None = None,
-        one_by_one: bool = False,
-        early: bool = False,
+        begins_early: bool = False,
+        sends_early: bool = False,
     ) -> dict[str, float]:
         """Add this rank's labelled decisions of a batch to the aggregate, and imitate it, with all ranks."""
         self._restore_gpus()

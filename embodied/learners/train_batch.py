@@ -1,10 +1,10 @@
 """The batch of one learner rank: `RolloutBuffer` receives pieces of rollouts and whole episodes, of which `build_batch`
 makes items with advantages (`RankBatch`).
 
-An item is a decision, in text a token. Minibatches consist of *units*: items, or for language policies whole groups of
-conversations, which share a prompt and pass through the network together. A rank has any set of sequences. Units are
-numbered by their sequences' ids over all ranks, and statistics are computed over all ranks in that order: neither the
-owner of a sequence nor the order of arrival changes the result.
+An item is a decision, in text a token. Minibatches consist of *units* (not the `Unit` that a rank receives): items, or
+for language policies conversations, of which those with a common prompt stay together (`group_size`). A rank has any
+set of sequences. Units are numbered by their sequences' ids over all ranks, and statistics are computed over all ranks
+in that order: neither the owner of a sequence nor the order of arrival changes the result.
 
 PPO estimates advantages from values along a sequence; GRPO and its relatives compare whole episodes within groups. Only
 the sampled tokens of a conversation count (`envs/text/worker.py` marks them). Its values are computed once, by the
@@ -233,8 +233,8 @@ def indices_of_owned(minibatch: np.ndarray, numbers: np.ndarray) -> np.ndarray:
     return at[numbers[at] == minibatch]
 
 
-def step_items(config: AlgoConfig, units: int) -> int:
-    """Units per gradient step, given the units of an iteration."""
+def units_per_step(config: AlgoConfig, units: int) -> int:
+    """The units of a minibatch, given the units of an iteration."""
     return min(config.minibatch_size or units, units)
 
 
@@ -492,7 +492,7 @@ def divergences(batch: RankBatch, reference: Tensor) -> np.ndarray:
 
 def logprobs_of(model: Model, batch: RankBatch, config: AlgoConfig) -> Tensor:
     """Log-probs of all items under a policy, without gradient."""
-    return scores_of(model, batch, step_items(config, len(batch)), lambda scores: scores.logprobs)
+    return scores_of(model, batch, units_per_step(config, len(batch)), lambda scores: scores.logprobs)
 
 
 def scores_of(model: Model, batch: RankBatch, size: int, which: Callable[[Scores], Tensor]) -> Tensor:

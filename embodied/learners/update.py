@@ -24,7 +24,7 @@ from embodied.core.errors import ConfigError, Diverged, EmbodiedError, WrongShap
 from embodied.core.rng import minibatches
 from embodied.core.types import BatchEnd, Trajectory
 from embodied.learners.model import KEPT_BYTES, Model, Pass, PolicyOptimizer, scheduled
-from embodied.learners.train_batch import OF_ITEMS, RankBatch, step_items
+from embodied.learners.train_batch import OF_ITEMS, RankBatch, units_per_step
 from embodied.policies.base import Scores
 from embodied.runtime.collective import Collective
 from embodied.runtime.device_memory import take
@@ -57,9 +57,9 @@ class StepSums:
 class GradientSteps:
     """The gradient steps of one update, for any loss:
 
-    steps.add_passes(passes, loss_of, count)  # accumulates the gradient, and numbers for the log
+    steps.add_passes(passes, loss_of, count)    # accumulates the gradient, and numbers for the log
     steps.step(lr_factor, epoch, units, count)  # sums both over all ranks, and changes the weights
-    rows, _ = steps.read(steps.steps)  # the numbers of each step, divided by its count
+    rows, _ = steps.read(steps.steps)           # the numbers of each step, divided by its count
     """
 
     def __init__(self, model: Model, optimizer: PolicyOptimizer, names: Sequence[str]) -> None:
@@ -289,7 +289,7 @@ class GraphedSteps(PolicySteps):
         self.room.zero_()
 
     def _most_items(self, batch: RankBatch) -> int:
-        return self.model.config.micro_batch_size or step_items(self.config, batch.num_units)
+        return self.model.config.micro_batch_size or units_per_step(self.config, batch.num_units)
 
     def _pass_for(self, batch: RankBatch, size: int) -> FixedPass:
         shapes = [(name, tensor.dtype, tensor.shape[1:]) for name, tensor in tensors_of(batch).items()]
@@ -383,7 +383,7 @@ def update_policy(
         batch = batch.rescored(model, config, optimizer.collective)
     steps, batch = steps_of(model, optimizer, config, batch)
     for epoch in range(config.epochs):
-        of_epoch = minibatches(batch.order(seed, end.iteration, epoch), step_items(config, batch.num_units))
+        of_epoch = minibatches(batch.order(seed, end.iteration, epoch), units_per_step(config, batch.num_units))
         for minibatch, owned in zip(of_epoch, batch.split_own_units(of_epoch), strict=True):
             units = len(minibatch)
             steps.add(batch, owned, batch.divisor(units))
@@ -469,7 +469,7 @@ def check_scores(scores: Scores, acted: Tensor) -> None:
 
 
 def check_finite(numbers: dict[str, float], iteration: int, epoch: int) -> None:
-    """Raise Diverged before a non-finite loss changes weights."""
+    """Raise Diverged if a step's loss or gradient was not finite; `take_step` has left the weights unchanged."""
     if odd := [f"{name} is {value}" for name, value in numbers.items() if not math.isfinite(value)]:
         raise Diverged(
             f"{', '.join(odd)} in iteration {iteration + 1}, epoch {epoch + 1}; try a lower algo.lr, and look for "

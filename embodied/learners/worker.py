@@ -35,8 +35,8 @@ from embodied.learners.train_batch import (
     frozen_features,
     items_of,
     logprobs_of,
-    step_items,
     trained_items,
+    units_per_step,
 )
 from embodied.learners.update import PolicySteps, check_divisor, check_version, update_policy
 from embodied.policies import check_methods, make_policy
@@ -156,24 +156,24 @@ class LearnerWorker(Worker):
         batch: int,
         version: int,
         rows: np.ndarray | None = None,
-        one_by_one: bool = False,
-        early: bool = False,
+        begins_early: bool = False,
+        sends_early: bool = False,
     ) -> dict[str, float]:
         """Receive this rank's units of a batch, then do one update with all ranks, from this version of the weights.
         `rows`: this rank's env rows, if env rows are the units; frozen parts encode their observations on arrival. With
-        `one_by_one`, gradients of units are accumulated on arrival, and there is one step. `early`: units arrive while
-        others are played."""
+        `begins_early`, gradients of units are accumulated on arrival, and there is one step. With `sends_early`, units
+        arrive while sims still play."""
         self._restore_gpus()
         self.model.first_backward, started = None, perf_counter()
         horizon = 0 if rows is None else self.algo.rollout_decisions
         self.kept_bytes, self.encoded = 0, set[str]()  # features of whole episodes: their size and names
         buffer = RolloutBuffer(min(self.config.micro_batch_size or ENCODED, ENCODED), horizon)
         units, steps = [], PolicySteps(self.model, self.optimizer, self.algo)
-        look = partial(self._look, buffer, rows, early and not one_by_one)
-        if one_by_one:
+        look = partial(self._look, buffer, rows, sends_early and not begins_early)
+        if begins_early:
             check_divisor(self.model, self.algo)
         for unit in buffer.units(trajectories, batch, self.timers, look):
-            if not one_by_one:
+            if not begins_early:
                 units.append(unit)
                 continue
             played = buffer.take(unit.sources)
@@ -181,11 +181,11 @@ class LearnerWorker(Worker):
                 check_version(played, version)
                 steps.add_all(build_batch(played, unit, version, self.algo, Alone(), self.model, self.reference))
             self._observe(played, unit)
-        if not one_by_one:
+        if not begins_early:
             with self.throughput.measured():
                 share = self._gathered(buffer, join_units(units), version)
         with self.store.updating(), self.computing.measured(), self.throughput.measured():
-            if one_by_one:
+            if begins_early:
                 numbers = steps.step_once(buffer.end)
             else:
                 numbers = update_policy(self.model, self.optimizer, self.algo, share, self.seed, buffer.end)
@@ -204,13 +204,13 @@ class LearnerWorker(Worker):
         if self.gpus is not None:
             self.gpus.restore(self.collective)
 
-    def _look(self, buffer: RolloutBuffer, rows: np.ndarray | None, early: bool, source: str) -> None:
+    def _look(self, buffer: RolloutBuffer, rows: np.ndarray | None, sends_early: bool, source: str) -> None:
         """Encode the received data of these env rows; if whole episodes come early, compute columns for those of this
         source."""
         if rows is not None and self._encodes_once():
             with self.timers.measure("look"):
                 buffer.encode(self.model, rows)
-        elif rows is None and early and not self.config.in_step:
+        elif rows is None and sends_early and not self.config.in_step:
             with self.timers.measure("look"), self.computing.measured():
                 played = buffer.whole[source]
                 buffer.whole[source] = replace(played, replay=played.replay | self._columns(played))
@@ -240,7 +240,7 @@ class LearnerWorker(Worker):
             if buffer.features:
                 features = buffer.encoded(played.ids)
             else:
-                features = frozen_features(self.model, share, step_items(self.algo, len(share)))
+                features = frozen_features(self.model, share, units_per_step(self.algo, len(share)))
         return replace(share, replay=share.replay | features)
 
     def _encodes_once(self) -> bool:

@@ -227,10 +227,11 @@ def figures(run: Run) -> Block | None:
             ("training time", duration(row["train_s"]), "without start and evaluations"),
             ("env steps per second", speed, "on average"),
         ]
-        faults = [f"faults/{name}" for name in ("restarts", "lost_decisions")]
+        items = "episodes" if "faults/lost_episodes" in row else "decisions"  # of groups, or of a fixed horizon
+        faults = [f"faults/{name}" for name in ("restarts", f"lost_{items}")]
         restarts, lost = (int(sum(row.get(name, 0) for row in run.metrics)) for name in faults)
-        if restarts or lost:
-            shown.append(("workers restarted", f"{restarts:,}", f"{lost:,} decisions lost"))
+        if restarts:  # conversations without a usable answer are lost without a restart
+            shown.append(("workers restarted", f"{restarts:,}", f"{lost:,} {items} lost"))
     return tiles(shown)
 
 

@@ -78,7 +78,7 @@ class Cluster:
         self._channels_of: dict[str, set[str]] = defaultdict(set)  # worker -> names of the channels it was given
         self._started: list[str] = []  # hosts
         self._dead_hosts: dict[str, Failure] = {}
-        self._losses: dict[str, Failure] = {}  # dead replaceable hosts that `wait_for_calls` has not reported yet
+        self._new_deaths: dict[str, Failure] = {}  # dead replaceable hosts that `wait_for_calls` has not reported yet
         self._watchdog: Watchdog | None = None
         self._built_s: dict[str, float] = {}  # host -> its longest call before supervision began
         self._clock = AwakeClock()
@@ -157,7 +157,7 @@ class Cluster:
         with self._changed:
             group.workers, group.hosts = tuple(w for w, _ in left), tuple(h for _, h in left)
             self.hosts = [plan for plan in self.hosts if plan.name != host]
-            self._losses.pop(host, None)
+            self._new_deaths.pop(host, None)
             self._given_up.add(host)
             if self._watchdog is not None:
                 self._watchdog.remove(host)
@@ -191,16 +191,16 @@ class Cluster:
             self._send(handle, worker, host, ("call", worker, method), packed, arguments)
         return handle
 
-    def wait_for(self, handle: Handle, timeout_s: float | None, without_losses: bool = False) -> None:
+    def wait_for(self, handle: Handle, timeout_s: float | None, without_dead: bool = False) -> None:
         started = self._clock()
         with self._changed:
             while True:
                 failure = self._failure_for(handle)
-                if failure is not None and not (without_losses and (failure.mendable or failure.accepted)):
+                if failure is not None and not (without_dead and (failure.will_restart or failure.accepted)):
                     raise failure.error()
                 if not handle.running():
                     return
-                self._wait([handle], started, timeout_s, self.interrupt if not without_losses else lambda: None)
+                self._wait([handle], started, timeout_s, self.interrupt if not without_dead else lambda: None)
 
     # Supervision
 
@@ -220,11 +220,11 @@ class Cluster:
         with self._changed:
             while True:
                 for handle in handles:
-                    if (failure := self._failure_for(handle)) is not None and not failure.mendable:
+                    if (failure := self._failure_for(handle)) is not None and not failure.will_restart:
                         raise failure.error()
-                if self._losses:
-                    losses, self._losses = self._losses, {}
-                    return losses
+                if self._new_deaths:
+                    deaths, self._new_deaths = self._new_deaths, {}
+                    return deaths
                 if until() or not any(handle.running() for handle in handles):
                     return {}
                 self._wait(handles, started, None, self.interrupt)
@@ -333,7 +333,7 @@ class Cluster:
         """Tells a new process of the hosts that have died. Called with the lock."""
         for plan in self.hosts:
             if (failure := self._dead_hosts.get(plan.name)) is not None:
-                self._backend.call(host, ("died", plan.name, failure.worker, failure.cause, failure.mendable))
+                self._backend.call(host, ("died", plan.name, failure.worker, failure.cause, failure.will_restart))
 
     def _send(self, handle: Handle, worker: str, host: str, message: tuple, packed: Any, arguments: Any) -> None:
         with self._changed:
@@ -473,7 +473,7 @@ class Cluster:
             return
         with self._changed:
             if not given_up:
-                self._losses[host] = failure
+                self._new_deaths[host] = failure
             self._mark(calls.values(), failure)
 
     def _fail(self, calls: Iterable[Call], failure: Failure, workers: list[str]) -> None:

@@ -1,10 +1,10 @@
-"""Notices hosts that hang or have died, and decides which are started again.
+"""Kills hosts that hang, and decides which dead hosts are started again.
 
-`Watchdog` kills hosts that have been silent for too long, and asks the `Supervisor`, a state machine without processes,
-threads or clock, whether a dead host may have another life. The cluster calls the watchdog from its waits and
-callbacks, under its lock. `workflows/rollout_manager.py` starts dead hosts again, collects lost data again, and ends
-the run if an error repeats after every restart (`Repetitions`). A restarted worker that reads weights acts only once it
-has the current ones (`weights.py`).
+The backend notices deaths (`local.py`). `Watchdog` kills hosts that have been silent for too long, and asks the
+`Supervisor`, a state machine without processes, threads or clock, whether a dead host is started again. The cluster
+calls the watchdog from its waits and callbacks, under its lock. `workflows/rollout_manager.py` starts dead hosts again,
+and ends the run if an error repeats after every restart (`Repetitions`); `workflows/collector.py` collects lost data
+again. A restarted worker that reads weights acts only once it has the current ones (`weights.py`).
 """
 
 from __future__ import annotations
@@ -134,7 +134,7 @@ class Failure:
     traceback: str = ""
     follows: tuple[str, str] | None = None  # (worker, cause) of the ChannelClosed that led to this failure
     fatal: bool = False  # the worker is gone for good: its process died or its constructor failed
-    mendable: bool = False  # its host will be restarted
+    will_restart: bool = False  # its host will be restarted
     exit_code: int = WorkerFailed.exit_code  # a user's mistake has its own code
     raised: bool = False  # raised at a caller
     accepted: bool = False  # the run ends with it, after other workers have saved their state
@@ -253,7 +253,7 @@ class Watchdog:
         failure = self._condemned.pop(host, failure)
         self._rebuilt_by.pop(host, None)
         reason = self.supervisor.died(host, self._clock())
-        return (replace(failure, mendable=True), True) if reason is None else (failure.final(reason), False)
+        return (replace(failure, will_restart=True), True) if reason is None else (failure.final(reason), False)
 
     def rebuilt_by(self, host: str, construction: Sequence[Any]) -> None:
         """The host works again when these calls are done."""

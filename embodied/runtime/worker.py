@@ -275,7 +275,7 @@ class Handle:
     def survivors(self) -> dict[str, Any]:
         """Like `wait`, but returns results by worker, without ranks whose host died and will be replaced. For short
         calls, which `interrupt` does not end: memory that moves between devices must arrive."""
-        self._cluster.wait_for(self, None, without_losses=True)
+        self._cluster.wait_for(self, None, without_dead=True)
         return {worker: self._cluster.unpack(result) for worker, result in self._results.items()}
 
     def done(self) -> bool:

@@ -71,8 +71,8 @@ class Collector(BatchSource):
         """Make a channel to each learner."""
         self.config, self.rollouts, self.learners = workers.config, workers.rollouts, workers.learners
         self.channels, self.relays = workers.trajectory_channels(), Relays(workers)
-        self.early = self.config.pipeline.begins_early
-        self.sends_early = self.early or self.config.pipeline.granularity is not None
+        self.begins_early = self.config.pipeline.begins_early
+        self.sends_early = self.begins_early or self.config.pipeline.granularity is not None  # units, during rollouts
         self.listens = False  # True: units are passed to roles or become certain during rounds, by reports
         self.rollouts.training = self
         self.batches = 0  # number of collected batches
@@ -153,8 +153,9 @@ class Collector(BatchSource):
         """Let each learner rank receive its units of a batch, and update when it has all of them."""
         how = batch, self.rollouts.weight_sync.learned
         ranks = zip(self.channels, self.rows_of_ranks or [None] * len(self.channels), strict=True)
-        learning = self.early, self.sends_early
-        return self.learners.learn.each([(channel, *how, rows, *learning) for channel, rows in ranks])
+        return self.learners.learn.each(
+            [(channel, *how, rows, self.begins_early, self.sends_early) for channel, rows in ranks]
+        )
 
     def update(self, batch: Batch, iteration: int, total: int) -> Handle | None:
         """Tell the learners that no more units follow; returns the call in which they learn."""
@@ -195,7 +196,7 @@ class Relays:
     def __init__(self, workers: Workers) -> None:
         self.rollouts, self.ranks = workers.rollouts, len(workers.learners)
         relaying = [role for role in workers.roles if role.relays]
-        self.groups = [workers.groups[role.name] for role in relaying]
+        self.worker_groups = [workers.groups[role.name] for role in relaying]
         self.why_together = why_together(relaying, workers) if relaying else ""
         self.streams = bool(relaying) and not self.why_together
         # The first roles, to the last one that may change rewards, decide which groups count.
@@ -207,7 +208,7 @@ class Relays:
                 channel(f"{group.role}-{place}", home=group[place % len(group)], capacity=None)
                 for place in range(max(self.ranks, len(group)))
             ]
-            for group in self.groups
+            for group in self.worker_groups
         ]
         self.asked = {
             role.name: AskedRole(workers, workers.groups[role.name], workers.groups[role.asks])
@@ -217,7 +218,7 @@ class Relays:
         self.passed = 0  # transfers of groups
         self.queues = {
             (role, worker): RoleQueue(group[worker], self.channels[role][worker])
-            for role, group in enumerate(self.groups)
+            for role, group in enumerate(self.worker_groups)
             for worker in range(len(group))
         }
 
@@ -232,13 +233,14 @@ class Relays:
     def _ways(self, learners: list[Channel]) -> list[list[Channel]]:
         """The channels to the first role, ..., to the learners, by learner rank. A worker of a role that streams has
         one channel for all its ranks."""
-        at = [[rank % len(group) if self.streams else rank for rank in range(self.ranks)] for group in self.groups]
+        ranks = range(self.ranks)
+        at = [[rank % len(group) if self.streams else rank for rank in ranks] for group in self.worker_groups]
         return [*([channels[p] for p in places] for channels, places in zip(self.channels, at, strict=True)), learners]
 
     def begin_rollouts(self, batch: int, blocks: Sequence[range], learners: list[Channel]) -> list[Handle]:
         """Let the workers pass on each part of the rollouts as it comes; `blocks` are the learner ranks' env rows."""
         ways, calls = self._ways(learners), []
-        for group, channels, outlets in zip(self.groups, self.channels, ways[1:], strict=True):
+        for group, channels, outlets in zip(self.worker_groups, self.channels, ways[1:], strict=True):
             ends = [*zip(blocks, outlets, strict=True)]
             shares = [(batch, channels[worker], ends[worker :: len(group)]) for worker in range(len(group))]
             calls.append(group.stream_rollouts.each(shares))
@@ -246,7 +248,7 @@ class Relays:
 
     def end_rollouts(self, batch: int, sources: Sequence[Sequence[str]]) -> None:
         """These sources count, by learner rank; parts of other sources come from dead sims."""
-        for group, channels in zip(self.groups, self.channels, strict=True):
+        for group, channels in zip(self.worker_groups, self.channels, strict=True):
             for worker in range(len(group)):
                 channels[worker].put(sources[worker :: len(group)], key=batch)
 
@@ -254,7 +256,7 @@ class Relays:
         """Let the rollouts of a batch pass through; `sources` by learner rank. Returns the metrics."""
         metrics: dict[str, float] = {}
         ways = self._ways(learners)
-        for group, channels, outlets in zip(self.groups, ways, ways[1:], strict=False):
+        for group, channels, outlets in zip(self.worker_groups, ways, ways[1:], strict=False):
             shares = [
                 (batch, *(way[rank :: len(group)] for way in (channels, sources, outlets)))
                 for rank in range(len(group))
@@ -272,7 +274,7 @@ class Relays:
         rewards: dict[int, float] = {}
         metrics: dict[str, float] = {}
         left = sorted(groups)
-        for group, channels in zip(self.groups, self.channels, strict=True):
+        for group, channels in zip(self.worker_groups, self.channels, strict=True):
             self.passed += 1
             dealt = [left[rank :: len(group)] for rank in range(len(group))]
             sending = [
@@ -300,7 +302,7 @@ class Relays:
     @property
     def adds_columns(self) -> bool:
         """True if roles follow the deciding ones; they get the groups that the batch certainly contains."""
-        return self.deciding < len(self.groups)
+        return self.deciding < len(self.worker_groups)
 
     def decide(self, episodes: tuple[int, ...], place: int) -> None:
         """Pass a group through the deciding roles, from the next `go_on` on; `place` decides its workers."""
@@ -308,7 +310,7 @@ class Relays:
 
     def add_columns(self, episodes: tuple[int, ...], place: int) -> None:
         """The same with the other roles."""
-        self._put(self.deciding, Passage(episodes, place, len(self.groups)))
+        self._put(self.deciding, Passage(episodes, place, len(self.worker_groups)))
 
     def passing(self, end: int | None = None) -> bool:
         """True if groups are on their way, to this last role if given."""
@@ -344,7 +346,7 @@ class Relays:
                 self._send(queue, experience)
 
     def _put(self, role: int, passage: Passage) -> None:
-        self.queues[role, passage.place % len(self.groups[role])].to_send.append(passage)
+        self.queues[role, passage.place % len(self.worker_groups[role])].to_send.append(passage)
 
     def _send(self, queue: RoleQueue, experience: Groups) -> None:
         """Let the keepers of groups send them to a role's worker."""
@@ -371,7 +373,7 @@ class Relays:
 
     def finish(self) -> list[Handle]:
         """The batch has no more units: let each role end its work on it. The results are metrics by worker."""
-        return [group.finish() for group in self.groups]
+        return [group.finish() for group in self.worker_groups]
 
 
 @dataclass(frozen=True)

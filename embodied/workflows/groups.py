@@ -82,7 +82,7 @@ class Groups(Collector):
         super().__init__(workers)
         config = self.config
         self.algo, self.text = config.algo, workers.spec.text
-        self.listens = self.relays.streams or (self.sends_early and not self.relays.groups)
+        self.listens = self.relays.streams or (self.sends_early and not self.relays.worker_groups)
         in_epochs = self.algo.prompts == "epochs"
         self.questions = env_class(config.env).training_questions(config.env) if in_epochs else ()
         self.episodes = EpisodeList(
@@ -93,7 +93,7 @@ class Groups(Collector):
         self.sampling = sampling_of(config.policy) if self.text else SamplingRule()
         self.table: dict[int, EpisodeRow] = {}  # episodes that are played, kept or sent
         self.dealer = Dealer(config, self.learners, self.text, self.table)
-        self.keepers = [self.rollouts.sims, *self.relays.groups]
+        self.keepers = [self.rollouts.sims, *self.relays.worker_groups]
         self.worker = {name: group[rank] for group in self.keepers for rank, name in enumerate(group.workers)}
         self.whole: dict[int, list[int]] = {}  # by group, its episodes of the round
         self.ended: dict[int, EpisodeResult] = {}  # episodes of the round, as their sims report them
@@ -193,7 +193,7 @@ class Groups(Collector):
                 self.table[episode].is_lost = True
             remarks.suspects.clear()
         results = [result for part in played.played.values() for result in part.finished]
-        if self.relays.groups and not self.relays.streams:
+        if self.relays.worker_groups and not self.relays.streams:
             self.record(self._relayed(results))
         else:
             self._end(results)
@@ -273,7 +273,7 @@ class Groups(Collector):
 
     def _lose_group(self, group: Group) -> None:
         """Leave out a lost group that the pool has already returned."""
-        if group.episodes[0] // self.algo.group_size in self.pool.handed:
+        if group.episodes[0] // self.algo.group_size in self.pool.sent:
             self._leave_out(group.episodes)
         else:
             self.pool.counts.update(kept=-1, incomplete=1)
@@ -291,18 +291,18 @@ class Groups(Collector):
         self._pass_on()
         while self.sends_early or self.relays.adds_columns:
             for group, of_ranks in self._arrived() if self.sends_early else ():
-                if self.early:
+                if self.begins_early:
                     compared = self.advantages([group])
                     yield from ((rank, with_advantages(unit, compared)) for rank, unit in of_ranks)
                 else:
                     self.units += of_ranks
             for group in () if self.is_taken else self.pool.certain():
-                self.pool.hand_on(group)
+                self.pool.mark_sent(group)
                 self._complete(group)
             if self.sends_early and (wait or sum(map(self._items, self.ready)) >= self.piece):
                 groups, self.ready = self.ready, []
                 for group in groups:
-                    self._send(group, self._shares(group), keep=not self.early)
+                    self._send(group, self._shares(group), keep=not self.begins_early)
             if not (wait and (self.under_way or self.relays.passing())):
                 return
             self.rollouts.finish_calls(*self._transfers(), *self.relays.calls(), until=self.is_due)
@@ -329,7 +329,7 @@ class Groups(Collector):
         finishing = self.relays.finish() if self.relays.streams else []
         if self.prompts is not None:
             self.prompts.forget_all_but(self.pool.open)
-        if not self.early:
+        if not self.begins_early:
             self._send_all(self.ready)
             compared = self.advantages(self.groups)
             for rank, unit in self.units:
@@ -387,10 +387,10 @@ class Groups(Collector):
         return self.first + self.batch.number - 1
 
     def update(self, batch: Batch, iteration: int, total: int) -> Handle | None:
-        self._judge(batch)
+        self._count_empty(batch)
         return super().update(batch, iteration, total)
 
-    def _judge(self, batch: Batch) -> None:
+    def _count_empty(self, batch: Batch) -> None:
         """Count batches without a gradient, and warn of unusable conversations."""
         has_gradient = any(batch.units)
         self.empty = 0 if has_gradient else self.empty + 1
@@ -503,7 +503,7 @@ class Groups(Collector):
         which took no step."""
         super().abandon()
         size = self.algo.group_size
-        sent = (episode for number in self.pool.handed for episode in range(number * size, (number + 1) * size))
+        sent = (episode for number in self.pool.sent for episode in range(number * size, (number + 1) * size))
         lost = {*self.pool.playing, *self.pool.held, *sent}
         self.pool.lose(lost)
         if self.prompts is not None:

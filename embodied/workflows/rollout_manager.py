@@ -201,13 +201,13 @@ class RolloutManager:
         if self.training:  # now, since a sim that died before was replaced, and its successor plays the job
             self.training.begin_round(jobs)
         tasks = [task for task in (broker, background, self.remarks, *self.background) if task]
-        while losses := self._losses(calls.values(), tasks):
+        while deaths := self._wait_for_deaths(calls.values(), tasks):
             if jobs:  # in an evaluation a failing episode loses only itself
-                self._refuse_repeated(losses.values())
-            broker.replace_takers(self._replace(losses))
+                self._refuse_repeated(deaths.values())
+            broker.replace_takers(self._replace(deaths))
         ending = broker.end()
-        while losses := self._losses(ending, [broker]):
-            self._replace(losses)
+        while deaths := self._wait_for_deaths(ending, [broker]):
+            self._replace(deaths)
         self.device_sharing.leave(())
         self.let_leave()
         self.read_reports()
@@ -265,21 +265,21 @@ class RolloutManager:
         staying = self.policies.workers[: len(self.policies) - self.is_leaving]
         return [rank for rank, worker in enumerate(staying) if self.device_sharing.takes_part(worker)]
 
-    def _losses(self, calls: Collection[Handle], tasks: list[BackgroundTask]) -> dict[str, Failure]:
+    def _wait_for_deaths(self, calls: Collection[Handle], tasks: list[BackgroundTask]) -> dict[str, Failure]:
         """Hosts that died while these calls ran; {} when the calls are done."""
         while True:
-            losses = self.cluster.wait_for_calls(*calls, until=lambda: any(one.is_due() for one in tasks))
+            deaths = self.cluster.wait_for_calls(*calls, until=lambda: any(one.is_due() for one in tasks))
             due = [one for one in tasks if one.is_due()]
-            if losses or not due:
-                return losses
+            if deaths or not due:
+                return deaths
             for one in due:
                 one.go_on()
 
     def finish_calls(self, *handles: Handle, until: Callable[[], bool] = lambda: False) -> None:
         """Wait for calls, or until something is due. Workers that die meanwhile are replaced, and their calls count as
         failed."""
-        while losses := self.cluster.wait_for_calls(*handles, until=until):
-            self._replace(losses)
+        while deaths := self.cluster.wait_for_calls(*handles, until=until):
+            self._replace(deaths)
 
     def ask(self, call: Callable[[], Handle]) -> list[Any]:
         """The results of a call to idle workers; the call is repeated if a worker was replaced meanwhile."""
@@ -347,16 +347,16 @@ class RolloutManager:
 
     # Replacing
 
-    def _refuse_repeated(self, losses: Iterable[Failure]) -> None:
-        for failure in losses:
+    def _refuse_repeated(self, deaths: Iterable[Failure]) -> None:
+        for failure in deaths:
             line = failure.raised_at
             if line and (reason := self.repetitions.count_error(failure.worker, line, failure.exception)):
                 raise failure.final(reason).error()
 
-    def _replace(self, losses: dict[str, Failure]) -> list[int]:
+    def _replace(self, deaths: dict[str, Failure]) -> list[int]:
         """Restart dead hosts while other hosts work; returns their policy workers."""
         replaced = []
-        for host, failure in losses.items():
+        for host, failure in deaths.items():
             sims, policies = (
                 [rank for rank, h in enumerate(group.hosts) if h == host] for group in (self.sims, self.policies)
             )

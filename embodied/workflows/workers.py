@@ -91,7 +91,7 @@ class Workers:
             builds.append(self._build_learners(start_folder))
         for role in (role for role in self.roles if role.name in ("reference", "critic")):
             if self.config.shards_role(role.name, [host.roles for host in self.cluster.hosts]):
-                self._meet(self.groups[role.name])
+                self._share_rendezvous(self.groups[role.name])
         builds += [self.groups[role.name].build(self.spec, start_folder) for role in self.roles if role.builds]
         for build in builds:
             build.wait()
@@ -105,13 +105,13 @@ class Workers:
         return not used[0].isdisjoint(used[1])
 
     def _build_learners(self, start_folder: Path | None) -> Handle:
-        learning = self._meet(self.learners)
+        learning = self._share_rendezvous(self.learners)
         snapshot = self._need_snapshot(learning, self.policies.process().wait())
         return self.learners.build(self.spec, new_name(), snapshot, start_folder, not self._acts_during_update)
 
-    def _meet(self, group: WorkerGroup) -> list[tuple[str, int]]:
-        """Give ranks on several machines an address to meet at; others use a file of the run. Returns the ranks'
-        machines and processes."""
+    def _share_rendezvous(self, group: WorkerGroup) -> list[tuple[str, int]]:
+        """Give ranks on several machines the address of rank 0's rendezvous; ranks on one machine use a file of the
+        run. Returns the ranks' machines and processes."""
         processes = group.process().wait()
         if len(processes) > 1 and {place for place, _ in processes} != {machine()}:
             (address,) = group[0].listen(self.config.faults.timeout_s).wait()

@@ -95,7 +95,7 @@ class LanguageWorker(PolicyWorker):
         replies: dict[str, Channel],
         version: int,
         rule: SamplingRule = SamplingRule(),  # noqa: B008  frozen
-        mine: Collection[str] | None = None,
+        first_sources: Collection[str] | None = None,
         name: str = "",
         vacancies: Channel | None = None,
         remarks: Channel | None = None,

@@ -37,12 +37,12 @@ def iterate(pool, num_envs, score, order, lost, early):
         for part in [[episode] for episode in ended] if early else [ended]:
             pool.add({episode: score(episode) for episode in part})
             for group in pool.certain() if early else ():
-                pool.hand_on(group)
+                pool.mark_sent(group)
                 found.append(group)
         pool.lose([episode for episode in dealt if episode in lost])
         if early:
             for group in pool.certain():
-                pool.hand_on(group)
+                pool.mark_sent(group)
                 found.append(group)
         rounds += 1
     assert not pool.playing
@@ -102,7 +102,7 @@ def test_a_group_waits_for_those_before_it_where_more_are_played_than_needed():
     dealt = one.deal(one.wanted(0, 6))
     one.add(dict(zip(dealt, [*KEPT, *EQUAL], strict=True)))
     assert numbers(one.certain()) == [0]
-    one.hand_on(*one.certain())
+    one.mark_sent(*one.certain())
     dealt = one.deal(one.wanted(1, 6))
     assert len(dealt) == 6
     one.add(dict(zip(dealt[2:4], KEPT, strict=True)))
@@ -134,9 +134,9 @@ def test_a_group_that_could_not_be_handed_on_is_lost():
     one.deal(4)
     one.add(dict(zip(range(4), [*KEPT, *KEPT], strict=True)))
     for group in one.certain():
-        one.hand_on(group)
+        one.mark_sent(group)
     one.lose([0, 1])
-    assert one.counts == {"kept": 1, "incomplete": 1} and one.handed == {1} and one.take() == []
+    assert one.counts == {"kept": 1, "incomplete": 1} and one.sent == {1} and one.take() == []
 
 
 def test_surplus_is_carried_only_with_sync_unless_asked():

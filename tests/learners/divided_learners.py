@@ -124,7 +124,7 @@ def learned(name: str, rank: int, ranks: int) -> tuple[dict, dict]:
     else:
         units = [unit(policy["preset"], np.array_split(IDS.reshape(-1, SIZE), ranks)[rank].ravel())]
     channel = Items([*(item for each in units for item in each), BatchEnd(0, 10)])
-    numbers = worker.learn(channel, 0, 0, one_by_one=name == "periodic")
+    numbers = worker.learn(channel, 0, 0, begins_early=name == "periodic")
     weights = dict(worker._whole_tensors(worker.dtypes.keys()))
     worker.close()
     return weights, numbers

@@ -403,7 +403,7 @@ def test_a_learner_worker_makes_the_same_step_of_a_batch_and_of_groups_as_they_c
         ids = np.arange(group * SIZE, (group + 1) * SIZE)
         source = f"sim-0#{group}"
         items += [choose(data, ids, source), unit_of(ids, source, config=config, scores=scores)]
-    streamed = one_by_one.learn(Items([*items, BatchEnd(0, 10)]), 0, version=0, one_by_one=True)
+    streamed = one_by_one.learn(Items([*items, BatchEnd(0, 10)]), 0, version=0, begins_early=True)
     assert far(one_by_one.policy.state_dict(), whole.policy.state_dict()) < 1e-10
     assert far(whole.policy.state_dict(), speaker(config).state_dict()) > 1e-3
     for name in ("train/entropy", "train/grad_norm", "train/mismatch_k3"):

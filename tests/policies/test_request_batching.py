@@ -220,7 +220,9 @@ def test_it_waits_for_other_sims_as_long_as_it_may_and_never_for_the_rest_of_the
 def test_it_waits_for_no_sim_that_asks_another_worker_by_now(channel):
     worker, requests = counting(Merging(64, 30.0)), [question(sim, 1) for sim in (0, 1)]
     inbox, ends = channel("requests"), {request.source: channel(request.source) for request in requests}
-    serving = threading.Thread(target=worker.serve, args=(inbox, ends, 3), kwargs={"mine": [requests[0].source]})
+    serving = threading.Thread(
+        target=worker.serve, args=(inbox, ends, 3), kwargs={"first_sources": [requests[0].source]}
+    )
     serving.start()
     inbox.put(requests[0])
     ends[requests[0].source].get(timeout_s=20)  # long before the 30 s

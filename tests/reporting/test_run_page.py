@@ -98,6 +98,12 @@ def test_every_number_is_there(run, page_checker):
     assert "errors" in page.text and "neither success nor failure" in page.text
 
 
+def test_a_report_counts_the_lost_episodes_of_groups(run, page_checker):
+    rows = (run / "metrics.jsonl").read_text().replace("lost_decisions", "lost_episodes")
+    (run / "metrics.jsonl").write_text(rows)
+    assert "64 episodes lost" in page_checker(report(read_run(run), run)).text
+
+
 def test_videos_are_files_beside_the_page_the_mosaic_and_failures_first(run, page_checker):
     (run / "eval/v000008/videos/episode-004_success_reach_seed 11.mp4").write_bytes(b"x" * 200)
     (run / "eval/v000008/videos/mosaic.mp4").write_bytes(b"all")

@@ -79,7 +79,7 @@ def strike(run, moment, worker, how=signal.SIGKILL):
         "publish": (run.loop.learners, "publish"),
         "load": (run.loop.weight_sync, "_load"),
         "round": (run.loop.rollouts, "_acting"),
-        "rollout": (run.loop.rollouts, "_losses"),
+        "rollout": (run.loop.rollouts, "_wait_for_deaths"),
     }[moment]
     method = getattr(target, name)
 

@@ -73,7 +73,7 @@ def test_every_episode_of_a_batch_is_sent_to_its_rank_and_who_has_none_gets_a_co
 def certain(found, *groups):
     """Send these groups, which are certain in this order, during a rollout."""
     waiting = [*groups]
-    found.pool = SimpleNamespace(certain=lambda: [waiting.pop(0)] if waiting else [], hand_on=lambda group: None)
+    found.pool = SimpleNamespace(certain=lambda: [waiting.pop(0)] if waiting else [], mark_sent=lambda group: None)
     return [*found.certain_units(wait=True)]
 
 
