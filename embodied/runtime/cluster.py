@@ -205,8 +205,8 @@ class Cluster:
     # Supervision
 
     def supervise(self, groups: Sequence[WorkerGroup], budget: Budget) -> None:
-        """From now on replaces hosts that run only these groups if they die or hang; a hanging host with another role
-        ends the run. A backend without isolation can replace nothing."""
+        """From now on hosts that run only these groups can be replaced if they die or hang; a hanging host with another
+        role is killed, and every wait raises its failure. A backend without isolation can replace nothing."""
         roles = {group.role for group in groups}
         names = {plan.name: roles.issuperset(plan.roles) for plan in self.hosts if self._backend.isolates}
         supervisor = Supervisor(budget, [n for n in names if names[n]], [n for n in names if not names[n]])

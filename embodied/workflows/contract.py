@@ -30,9 +30,9 @@ WARNING: Final = "warning: "  # begins a line of `notify` that is no restart
 class Role:
     """One kind of worker, with one replica on each host of the role; `workers.groups[name]` calls all replicas.
 
-    A dead sim or policy worker is replaced; a dead worker of another role ends the run with its cause. `arguments` is
-    called while groups are launched: then `workers` has the recipe (`config`), `torch_device(role)` and the groups
-    launched so far.
+    A dead sim or policy worker is replaced; if a process of another role dies, all workers restart from the newest
+    checkpoint. `arguments` is called while groups are launched: then `workers` has the recipe (`config`),
+    `torch_device(role)` and the groups launched so far.
     """
 
     name: str  # in placements, logs and process names
