@@ -31,6 +31,7 @@ import numpy as np
 from embodied.core.conversations import ANOTHER_PROMPT, Remark
 from embodied.core.errors import ConfigError, EmbodiedError, in_a_line
 from embodied.core.request_queue import RequestQueue, Waiting
+from embodied.core.types import SamplingRule
 from embodied.policies.language.config import LanguageConfig
 from embodied.policies.language.engine import Request
 from embodied.policies.language.http_messages import (
@@ -196,6 +197,13 @@ class ServerPool:
 
     def check_settings(self, remote: RemoteServer) -> None:
         remote.check_settings(self.settings, self.max_length, self.config.verify is not None)
+        config = self.config
+        drawn = SamplingRule(top_p=config.top_p, top_k=config.top_k, min_p=config.min_p)
+        if config.temperature != 1 and not (remote.is_ours or drawn.draws_from_all):
+            raise ConfigError(
+                f"{remote.name} is no server of ours, and policy.top_p, policy.top_k or policy.min_p is set: it tells "
+                f"log-probs of all tokens at temperature 1 alone; try policy.temperature=1, not {config.temperature:g}"
+            )
 
     @property
     def lora_rank(self) -> int | None:

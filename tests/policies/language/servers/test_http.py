@@ -110,6 +110,16 @@ def test_at_another_temperature_log_probs_are_of_it_and_are_compared_with_the_le
         assert engine.metrics()["largest_gap_0"] == gap
 
 
+def test_only_our_servers_tell_log_probs_of_all_tokens_at_another_temperature_and_draw_from_few():
+    policy = build(dtype="float64", temperature=0.7, **SIZES)
+    with (
+        scripted(lambda request, body: {"data": [{"id": "m", "owned_by": "vllm"}]}) as url,
+        pytest.raises(ConfigError, match="of ours"),
+    ):
+        with engine_at(url, policy, None, top_k=5):
+            pass
+
+
 @pytest.mark.parametrize("served_rank", [None, 2])
 def test_adapters_are_merged_for_a_server_that_has_none(served_rank, tmp_path):
     folder = publish(tmp_path / "model", "qwen3", tied=True)
