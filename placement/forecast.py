@@ -38,8 +38,9 @@ def phases(pricer: Pricer, layout: Layout) -> dict[str, float]:
                 seconds[name] = seconds.get(name, 0.0) + work
                 if pricer.dataflow[node[0]].ahead:
                     seconds["encoding"] = seconds.get("encoding", 0.0) + float(pricer.encoding_seconds(node[0], at))
-                swap = sum(pricer.swap_seconds(node, at, layout.swapped, which) for which in ("onload_s", "offload_s"))
-                seconds["swap"] = seconds.get("swap", 0.0) + swap
+                swapped = dict.fromkeys(layout.swapped, True)
+                swap = sum(pricer.swap_seconds(node, at, swapped, which) for which in ("onload_s", "offload_s"))
+                seconds["swap"] = seconds.get("swap", 0.0) + float(swap)
         seconds["weights"] = seconds.get("weights", 0.0) + float(pricer.sync_seconds(at, layout.stages))
     seconds["rest"] = pricer.dataflow.fixed_s
     return seconds
@@ -324,7 +325,7 @@ class Drawing:
         terms = self.pricer.terms(layer, sizes, self.layout.stages) | self.pricer.overlapped_terms(
             layer, sizes, self.layout.stages
         )
-        terms |= self.pricer.swap_terms(layer, sizes, self.layout.stages, self.layout.swapped)
+        terms |= self.pricer.swap_terms(layer, terms, dict.fromkeys(self.layout.swapped, True))
         turns, weights_s = self.pricer.turns(layer), float(terms["weights",])
         if not overlaps(dataflow):
             return self._add_turns(layer, turns, terms, start), weights_s

@@ -28,8 +28,10 @@ Note = Callable[["NodeTurn", str, Array, Array], object]  # a step of a node, fr
 BOTH_ALONE = ("both", "alone")
 Terms = dict[tuple, Array]
 """The terms of a layer's price: ("alone", node) and ("both", node), seconds of a pass without and with the other side
-at work; ("ahead", node); ("onload", node) and ("offload", node); ("active", zone) and ("idle", zone), bytes while this
-layer works and while another layer works; ("weights",); and ("tail",) and ("waiting",), of `schedule_overlap.py`."""
+at work; ("ahead", node); ("onload", node) and ("offload", node); ("full", component), ("rest", component) and ("freed",
+component), bytes while it works, while others work, and offloaded; ("active", zone) and ("idle", zone), bytes while
+this layer works and while another layer works; ("weights",); and ("tail",) and ("waiting",), of
+`schedule_overlap.py`."""
 
 
 @dataclass(frozen=True)
@@ -93,7 +95,7 @@ class Pricer:
             terms.append(
                 self.terms(layer, devices, layout.stages) | self.overlapped_terms(layer, devices, layout.stages)
             )
-            terms[-1] |= self.swap_terms(layer, devices, layout.stages, layout.swapped)
+            terms[-1] |= self.swap_terms(layer, terms[-1], dict.fromkeys(layout.swapped, True))
             seconds.append(float(self.layer_seconds(layer, terms[-1], layout.chunks)))
         used = {name: float(self.used_bytes(layout.layers, terms, name)) for name in self.classes}
         fits = all(used[name] <= c.memory_bytes for name, c in self.classes.items())
@@ -104,6 +106,8 @@ class Pricer:
         """The terms that depend neither on swaps nor on the other side's devices."""
         at = zones_at(layer, devices)
         terms: Terms = {("weights",): self.sync_seconds(at, stages)}
+        for zone in layer:
+            terms |= self._byte_terms(zone, at, stages)
         for turn in self.turns(layer):
             node = self.dataflow.order[turn.node]
             terms["alone", turn.node] = self.node_seconds(node, at, stages)
@@ -133,19 +137,36 @@ class Pricer:
         key = which, next(i for i, node in enumerate(self.dataflow.order) if name in node)
         terms[key] = np.maximum(terms[key] - tail, 0.0)
 
-    def swap_terms(
-        self, layer: Layer, devices: Sequence[Array], stages: int, swapped: frozenset[str] = frozenset()
-    ) -> Terms:
-        """The terms that depend on which components offload their memory between turns."""
-        at = zones_at(layer, devices)
+    def _byte_terms(self, zone: Zone, at: Mapping, stages: int) -> Terms:
         terms: Terms = {}
-        for turn in self.turns(layer) if swapped else ():
-            node = self.dataflow.order[turn.node]
-            for which in ("onload", "offload"):
-                terms[which, turn.node] = self.swap_seconds(node, at, swapped, f"{which}_s")
-        for i, zone in enumerate(layer):
-            terms["active", i], terms["idle", i] = zone_bytes(self, zone, at, stages)(swapped)
+        for name in zone.components:
+            terms["full", name] = terms["rest", name] = self.bytes_of(name, at, stages)
+            terms["freed", name] = self.cost(name, zone.device_class).kept_bytes
+        for edge in self.dataflow.edges:
+            if edge.next_iteration and {edge.source, edge.target} <= {*zone.components}:
+                weights = self.cost(edge.target, zone.device_class).weight_bytes
+                shared = np.where(self.shares_weights(edge, at, stages), weights, 0.0)
+                for which in ("full", "rest"):
+                    terms[which, edge.source] = terms[which, edge.source] - shared
+                for which in ("rest", "freed"):
+                    terms[which, edge.target] = np.maximum(terms[which, edge.target], shared)
         return terms
+
+    def swap_terms(self, layer: Layer, terms: Terms, swapped: Mapping[str, Array]) -> Terms:
+        """The terms that depend on which components offload their memory between turns."""
+        added: Terms = {}
+        at = zones_at(layer, [zone.devices for zone in layer])
+        for turn in self.turns(layer) if swapped else ():
+            for which in ("onload", "offload"):
+                added[which, turn.node] = self.swap_seconds(self.dataflow.order[turn.node], at, swapped, f"{which}_s")
+        for i, zone in enumerate(layer):
+            rest = {n: np.where(swapped.get(n, False), terms["freed", n], terms["rest", n]) for n in zone.components}
+            nodes = [[name for name in node if name in rest] for node in self.dataflow.order]
+            added["idle", i] = idle = sum(rest.values())
+            added["active", i] = max_of(
+                *(idle + sum(terms["full", n] - rest[n] for n in node) for node in nodes if node)
+            )
+        return added
 
     def layer_seconds(self, layer: Layer, terms: Terms, chunks: int) -> Array:
         """Seconds of a layer and of its weight sync; never falls if a term rises."""
@@ -266,14 +287,23 @@ class Pricer:
             and all(between.isdisjoint(zone.components) or between.issuperset(zone.components) for zone in layer)
         )
 
-    def swap_seconds(self, node: Sequence[str], at: Mapping, swapped: frozenset[str], which: str) -> float:
-        """Seconds to load memory: zones load in parallel, components of one zone one after the other."""
-        spent: dict[Zone, float] = {}
+    def swap_seconds(self, node: Sequence[str], at: Mapping, swapped: Mapping[str, Array], which: str) -> Array:
+        """Seconds to move memory: zones move theirs in parallel, components of one zone one after the other."""
+        spent: dict[Zone, Array] = {}
         for name in node:
-            if name in swapped:
-                zone = at[name][0]
-                spent[zone] = spent.get(zone, 0.0) + (getattr(self.cost(name, zone.device_class), which) or 0.0)
-        return max(spent.values(), default=0.0)
+            zone = at[name][0]
+            seconds = getattr(self.cost(name, zone.device_class), which) or 0.0
+            spent[zone] = spent.get(zone, 0.0) + np.where(swapped.get(name, False), seconds, 0.0)
+        return max_of(*spent.values())
+
+    def bytes_of(self, name: str, at: Mapping, stages: int) -> Array:
+        """Bytes of a component on each of its devices while it works."""
+        zone, devices = at[name]
+        cost, asker = self.cost(name, zone.device_class), self.asker_for(name)
+        if asker in (None, name):
+            return self.table(name, zone.device_class, stages).bytes[devices]
+        each, _, together = self.merging(name, asker, at, stages)
+        return cost.bytes.at(np.ceil(together * each))
 
     # Seconds of a node of the dataflow
 
@@ -470,41 +500,6 @@ class Choice:
     @cached_property
     def price(self) -> Price:
         return self.pricer.price(self.layout)
-
-
-# Memory
-
-
-def zone_bytes(pricer: Pricer, zone: Zone, at: Mapping, stages: int) -> Callable[[frozenset[str]], tuple[Array, Array]]:
-    """A function of the swapped components. It returns the bytes on a device of the zone at its fullest moment, and
-    while another layer works."""
-    needs = {name: bytes_of(pricer, name, at, stages) for name in zone.components}
-    kept = {name: pricer.cost(name, zone.device_class).kept_bytes for name in zone.components}
-    edges = [edge for edge in pricer.dataflow.edges if edge.next_iteration and {edge.source, edge.target} <= {*needs}]
-    weights = [pricer.cost(edge.target, zone.device_class).weight_bytes for edge in edges]
-    once = [np.where(pricer.shares_weights(edge, at, stages), num, 0.0) for edge, num in zip(edges, weights)]
-    groups = [[n for n in node if n in needs] for node in pricer.dataflow.order]
-
-    def of(swapped: frozenset[str]) -> tuple[Array, Array]:
-        full, rest = dict(needs), {name: kept[name] if name in swapped else need for name, need in needs.items()}
-        for edge, shared in zip(edges, once):
-            full[edge.source] = full[edge.source] - shared
-            rest[edge.source] = rest[edge.source] - (0.0 if edge.source in swapped else shared)
-            rest[edge.target] = np.maximum(rest[edge.target], shared)
-        idle = sum(rest.values())
-        return max_of(*(idle + sum(full[n] - rest[n] for n in group) for group in groups if group)), idle
-
-    return of
-
-
-def bytes_of(pricer: Pricer, name: str, at: Mapping, stages: int) -> Array:
-    zone, devices = at[name]
-    cost = pricer.cost(name, zone.device_class)
-    asker = pricer.asker_for(name)
-    if asker in (None, name):
-        return pricer.table(name, zone.device_class, stages).bytes[devices]
-    each, _, together = pricer.merging(name, asker, at, stages)
-    return cost.bytes.at(np.ceil(together * each))
 
 
 def zones_at(layer: Layer, devices: Sequence[Array]) -> dict[str, tuple[Zone, Array]]:

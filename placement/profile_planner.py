@@ -5,61 +5,52 @@ into zones, each on one class of devices and of any size; devices may stay idle.
 chunks, and the components that offload their memory between turns. If learners work during the rollout
 (`schedule_overlap.py`), candidates have one layer, in which learners have their own devices.
 
-The search is best first. A way is a candidate without the sizes of its zones; a box is a range of sizes for every zone
-of a way. The least value of every term of the price over a box gives a lower bound on its seconds and bytes. The way
-with the lowest bound is refined: boxes that cannot beat the fastest known layout are dropped, the others are divided.
-Up to EXACT devices of a class the result is that of an exhaustive search. Above, sizes come from a grid if there are
-many. After THOROUGH priced boxes, gains below TOLERANCE are not searched for, and only the BOXES most promising boxes
-of a way are divided.
+A way is a candidate without the sizes of its zones, and a split gives every zone a size. For every way, the search
+gives zone after zone all its sizes. If each other zone had all devices that are left, the terms of the price could not
+be lower than `Splits.bounds`, and splits whose seconds are then no lower than those of the fastest known layout are
+dropped. The first search extends only the BEAM most promising splits by a zone, and finds a fast layout. Up to EXACT
+devices of a class a second one extends all of them, so that the result is that of an exhaustive search. Above, sizes
+come from a grid if there are many.
 """
 
 from __future__ import annotations
 
-import heapq
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from dataclasses import replace
 from functools import cache, cached_property, partial
-from itertools import accumulate, combinations, pairwise, product
-from typing import Any
+from itertools import combinations, product
 
 import numpy as np
 
 from embodied.placement.dataflow import Component, Dataflow
-from embodied.placement.iteration_cost import Choice, Pricer, Terms, zone_bytes, zones_at
+from embodied.placement.iteration_cost import Choice, Pricer, Terms
 from embodied.placement.layout import Layer, Layout, Zone, arrangements, layer_sets
-from embodied.placement.profile import Array, Profile
+from embodied.placement.profile import Profile
 from embodied.placement.schedule_overlap import has_learner_devices, overlaps
 from embodied.placement.topology import DeviceClass
 
 MODES = ("collocated", "hybrid", "disaggregated", "custom")
 STAGES = (1, 2, 4)
 EXACT = 64  # devices of a class up to which no layout is faster than the result
-THOROUGH = 40_000  # priced boxes, after which small gains are left out
-TOLERANCE = 0.005  # of the seconds of an iteration
 GRID = 24  # sizes per factor of two above EXACT
-BOXES = 1024  # of a way that are divided
-CORNERS = 8  # boxes of a way whose corners are priced
-FEW = 100  # boxes are divided again before they are priced if there are fewer
+BEAM = 48  # splits of a way that the first search extends by a zone
 ROUNDING = 1e-9
 
+Way = tuple[tuple[Layer, ...], int, int]  # layers of zones without sizes, stages, chunks
 
-class LayerTerms:
-    """The terms of a layer's price on a grid of all useful sizes of its zones, and of all sets of swapped components
-    (the last axis)."""
 
-    def __init__(self, pricer: Pricer, layer: Layer, stages: int, swaps: Sequence[frozenset[str]]) -> None:
+class Splits:
+    """The useful sizes of a layer's zones, and the terms of the layer's price for all of them."""
+
+    def __init__(self, pricer: Pricer, layer: Layer, stages: int) -> None:
         self.pricer, self.layer, self.stages = pricer, layer, stages
         self.sizes = [self._possible_sizes(zone) for zone in layer]
-        self.axes: dict[
-            tuple, list[int]
-        ] = {}  # by term: the zones whose sizes matter, and the sets of swapped components
-        self.local: dict[tuple, np.ndarray] = {}  # by term: for every set, the index on the term's last axis
-        self.terms: Terms = {}
+        self.bounds: list[Terms] = []  # by the number of zones, from the first, whose size is known
         if all(map(len, self.sizes)):  # else a zone is too small for a worker
-            grid = np.ix_(*self.sizes, [0])[:-1]
-            for key, term in pricer.terms(layer, grid, stages).items():
-                self._add(key, self._on_axes(term))
-            self._add_swap_terms(grid, swaps)
-            self._drop_useless_sizes()
+            terms = pricer.terms(layer, np.ix_(*self.sizes), stages)
+            self.bounds = [{key: np.asarray(term) for key, term in terms.items()}]
+        for axis in reversed(range(len(layer)) if self.bounds else ()):
+            self.bounds.insert(0, {key: lowest_to(term, axis) for key, term in self.bounds[0].items()})
 
     def _possible_sizes(self, zone: Zone) -> np.ndarray:
         """The numbers of devices that may be better than smaller ones."""
@@ -80,166 +71,19 @@ class LayerTerms:
         equal = np.concatenate([marks for k in range(1, 17) for marks in (-(-parts // k), parts * k)])
         return np.union1d(thinned(np.arange(1, count + 1)), equal[equal > 0])
 
-    def _on_axes(self, term: Array) -> np.ndarray:
-        term = np.asarray(term)
-        return term if term.ndim else term.reshape((1,) * (len(self.layer) + 1))
-
-    def _add(self, key: tuple, term: np.ndarray) -> None:
-        axes = range(len(self.layer) + 1)
-        self.axes[key] = [axis for axis in axes if term.shape[axis] > 1]
-        self.terms[key] = np.squeeze(term, tuple(axis for axis in axes if term.shape[axis] == 1))
-
-    def _add_swap_terms(self, grid: Sequence[np.ndarray], swaps: Sequence[frozenset[str]]) -> None:
-        at, able = zones_at(self.layer, grid), swaps[-1]
-
-        def add(key: tuple, names: Sequence[str], term: Callable[[frozenset[str]], Array]) -> None:
-            """Add a term that depends on which of these components are swapped."""
-            local = subsets([name for name in names if name in able])
-            each = np.broadcast_arrays(*(self._on_axes(term(swapped)) for swapped in local))
-            self._add(key, np.concatenate(each, axis=-1))
-            self.local[key] = np.array([local.index(swapped & {*names}) for swapped in swaps])
-
-        for turn in self.pricer.turns(self.layer) if able else ():
-            node = self.pricer.dataflow.order[turn.node]
-            for which in ("onload", "offload"):
-                add((which, turn.node), node, partial(self.pricer.swap_seconds, node, at, which=f"{which}_s"))
-        for i, zone in enumerate(self.layer):
-            both = cache(zone_bytes(self.pricer, zone, at, self.stages))
-            add(("active", i), zone.components, lambda s, both=both: both(s)[0])
-            add(("idle", i), zone.components, lambda s, both=both: both(s)[1])
-
-    def _drop_useless_sizes(self) -> None:
-        """Drop sizes at which no term is lower than at the next smaller size."""
-        for axis, sizes in enumerate(self.sizes):
-            kept = np.zeros(len(sizes), bool)
-            kept[0] = True
-            touched = {key: axes.index(axis) for key, axes in self.axes.items() if axis in axes}
-            for key, place in touched.items():
-                term = np.moveaxis(self.terms[key], place, 0)
-                kept[1:] |= (term[1:] < term[:-1]).any(axis=tuple(range(1, term.ndim)))
-            self.sizes[axis] = sizes[kept]
-            self.terms |= {key: self.terms[key].compress(kept, place) for key, place in touched.items()}
-
-    @cached_property
-    def levels(self) -> list[tuple[list[np.ndarray], Terms]]:
-        """Smallest sizes and lowest terms of single sizes, of pairs of neighbours, of pairs of pairs, ..."""
-        levels = [(self.sizes, self.terms)]
-        while max(len(sizes) for sizes in levels[-1][0]) > 1:
-            sizes, terms = levels[-1]
-            levels.append(([s[::2] for s in sizes], {key: self._of_pairs(key, term) for key, term in terms.items()}))
-        return levels
-
-    def at_level(self, level: int) -> tuple[list[np.ndarray], Terms]:
-        return self.levels[min(level, len(self.levels) - 1)]
-
-    def _of_pairs(self, key: tuple, term: np.ndarray) -> np.ndarray:
-        for place, axis in enumerate(self.axes[key]):
-            if axis < len(self.layer):
-                before = (slice(None),) * place
-                lowest, others = term[*before, ::2].copy(), term[*before, 1::2]
-                pairs = lowest[*before, : others.shape[place]]
-                np.minimum(pairs, others, out=pairs)
-                term = lowest
-        return term
-
-    def at(self, boxes: np.ndarray, level: int) -> tuple[list[np.ndarray], Terms]:
-        """Smallest sizes and terms of boxes [zones + 1, n], given as indices at a level."""
-        sizes, terms = self.at_level(level)
-        picked = {}
-        for key, term in terms.items():
-            rows = [boxes[axis] for axis in self.axes[key]]
-            if key in self.local and self.axes[key][-1:] == [len(self.layer)]:
-                rows[-1] = self.local[key][rows[-1]]
-            picked[key] = term[tuple(rows)]
-        return [s[index] for s, index in zip(sizes, boxes)], picked
+    def at(self, rows: np.ndarray, known: int) -> Terms:
+        """The terms of splits [zones, n]: indices of sizes, or of the largest size that a zone after `known` may have,
+        of which the least value of every term is taken."""
+        bounds = self.bounds[max(0, min(known, len(self.layer)))]
+        return {
+            key: term[tuple(row if n > 1 else 0 for row, n in zip(rows, term.shape))] if term.ndim else term
+            for key, term in bounds.items()
+        }
 
 
-class Way:
-    """A candidate without the sizes of its zones, and the boxes of sizes that are left: [zones + 1, n] indices at a
-    level; the last row is the set of swapped components."""
-
-    def __init__(self, planner: Planner, layers: tuple[Layer, ...], stages: int, chunks: int) -> None:
-        self.planner, self.layers, self.stages, self.chunks = planner, layers, stages, chunks
-        self.parts = planner.terms_of(layers, stages)
-        ends = [0, *accumulate(map(len, layers))]
-        self.rows = [[*range(first, end), -1] for first, end in pairwise(ends)]
-        classes = planner.pricer.classes
-        self.counts = np.array([[classes[zone.device_class].count] for layer in layers for zone in layer])
-        places = [(number, zone.device_class) for number, layer in enumerate(layers) for zone in layer]
-        self.beside = np.array([[place == other for other in places] for place in places], int)
-        self.level = max(len(part.levels) for part in self.parts) - 1
-        self.boxes = np.zeros((len(places) + 1, len(planner.swaps)), int)
-        self.boxes[-1] = np.arange(len(planner.swaps))
-        self._drop_too_large()
-
-    def divide(self, bound: float) -> float:
-        """Divides the boxes, and drops those that fit nowhere or take `bound` seconds or more. Returns a lower bound on
-        the seconds of all others, of which the best come first."""
-        self._halve()
-        while self.level and self.boxes.shape[1] < FEW:
-            self._halve()
-        seconds, fits = self.price(self.boxes, self.level)
-        kept = np.flatnonzero(fits & (seconds < bound))
-        kept = kept[np.argsort(seconds[kept], kind="stable")][: None if self.planner.is_exact else BOXES]
-        self.boxes = self.boxes[:, kept]
-        return float(seconds[kept].min(initial=np.inf))
-
-    def _halve(self) -> None:
-        if self.level == 0:
-            return
-        self.level -= 1
-        for axis, size in enumerate(self._sizes(self.level)):
-            self.boxes = np.repeat(self.boxes, 2, axis=1)
-            self.boxes[axis] = 2 * self.boxes[axis] + np.arange(self.boxes.shape[1]) % 2
-            self.boxes = self.boxes[:, self.boxes[axis] < len(size)]
-        self._drop_too_large()
-
-    def _drop_too_large(self) -> None:
-        """Drop boxes whose smallest sizes need more devices than there are."""
-        self.boxes = self.boxes[:, (self._devices_left(self.boxes, self._sizes(self.level)) >= 0).all(axis=0)]
-
-    def _sizes(self, level: int) -> list[np.ndarray]:
-        return [sizes for part in self.parts for sizes in part.at_level(level)[0]]
-
-    def _devices_left(self, boxes: np.ndarray, sizes: Sequence[np.ndarray]) -> np.ndarray:
-        """[zones, n] How many devices the smallest sizes leave in the layer and class of each zone."""
-        return self.counts - self.beside @ np.stack([size[index] for size, index in zip(sizes, boxes)])
-
-    def price(self, boxes: np.ndarray, level: int, exact: bool = False) -> tuple[np.ndarray, np.ndarray]:
-        """Lower bounds on the seconds of boxes (`exact`: the seconds of single sizes), and whether they may fit in
-        memory."""
-        pricer, priced = self.planner.pricer, [p.at(boxes[rows], level) for p, rows in zip(self.parts, self.rows)]
-        if exact:
-            priced = [
-                (d, t | pricer.overlapped_terms(layer, d, self.stages)) for layer, (d, t) in zip(self.layers, priced)
-            ]
-        terms = [terms for _, terms in priced]
-        seconds = sum(pricer.layer_seconds(layer, t, self.chunks) for layer, t in zip(self.layers, terms))
-        fits = np.broadcast_to(np.isfinite(seconds), boxes.shape[1:]).copy()
-        for c in self.planner.classes:
-            fits &= pricer.used_bytes(self.layers, terms, c.name) <= c.memory_bytes
-        self.planner.priced += len(fits)
-        return np.broadcast_to(seconds + pricer.dataflow.fixed_s, fits.shape), fits
-
-    def fastest_corner(self) -> tuple[float, Layout | None]:
-        """The fastest layout among the smallest sizes of the first boxes, of which one zone may have the other devices,
-        too; infinite seconds if none fits."""
-        points = self.boxes
-        if self.level:
-            corners, sizes = self.boxes[:, :CORNERS].copy(), self._sizes(0)
-            corners[:-1] *= 2**self.level
-            left, points = self._devices_left(corners, sizes), np.tile(corners, len(sizes))
-            for axis, size in enumerate(sizes):
-                most = np.searchsorted(size, size[corners[axis]] + left[axis], "right") - 1
-                points[axis, axis * len(most) : (axis + 1) * len(most)] = most
-        seconds, fits = self.price(points, 0, exact=True)
-        first = int(np.where(fits, seconds, np.inf).argmin())
-        return (float(seconds[first]), self._layout(points[:, first])) if fits[first] else (np.inf, None)
-
-    def _layout(self, point: np.ndarray) -> Layout:
-        sizes = iter(int(size[index]) for size, index in zip(self._sizes(0), point))
-        layers = tuple(tuple(Zone(z.components, z.device_class, next(sizes)) for z in layer) for layer in self.layers)
-        return Layout(layers, self.stages, self.chunks, self.planner.swaps[point[-1]])
+def lowest_to(term: np.ndarray, axis: int) -> np.ndarray:
+    """The least value up to each place on an axis."""
+    return np.minimum.accumulate(term, axis) if term.ndim > axis and term.shape[axis] > 1 else term
 
 
 class Planner:
@@ -253,20 +97,12 @@ class Planner:
         self.swaps = subsets([c.name for c in dataflow.components if self.pricer.can_swap(c.name)])
         if self._always_fits():
             self.swaps = [frozenset()]
+        names = {name for swapped in self.swaps for name in swapped}
+        self.is_swapped = {name: np.array([name in swapped for swapped in self.swaps]) for name in names}
         self.layers = cache(self._layers)
-        self.terms = cache(lambda layer, stages: LayerTerms(self.pricer, layer, stages, self.swaps))
+        self.splits = cache(partial(Splits, self.pricer))
         self.least = cache(self._least)
-        self.priced = 0  # number of priced boxes
-
-    @property
-    def is_exact(self) -> bool:
-        """True if no gain is left out: on few devices, and while few boxes have been priced."""
-        return self.priced < THOROUGH or max(c.count for c in self.classes) <= EXACT
-
-    @property
-    def margin(self) -> float:
-        """The share of the fastest known time that a lower bound has to be below."""
-        return 1 - (ROUNDING if self.is_exact else TOLERANCE)
+        self.priced = 0  # number of priced splits
 
     def with_schedule(self, schedule: str) -> Planner:
         """The planner of the same work under this schedule."""
@@ -280,37 +116,85 @@ class Planner:
         """The fastest layout of every mode; None where none fits."""
         return {mode: self._fastest(self._options.get(mode, [])) for mode in MODES}
 
-    def _fastest(self, options: Sequence[tuple[float, tuple]]) -> Choice | None:
+    def _fastest(self, options: Sequence[tuple[float, Way]]) -> Choice | None:
         """The fastest layout that fits, of ways with lower bounds on their seconds."""
-        heap: list[tuple[float, int, Any]] = [(least_s, i, option) for i, (least_s, option) in enumerate(options)]
-        heapq.heapify(heap)
-        best_s, best = np.inf, None
-        while heap and heap[0][0] < best_s * self.margin:
-            _, number, way = heapq.heappop(heap)
-            way = way if isinstance(way, Way) else Way(self, *way)
-            least_s = way.divide(best_s * self.margin)
-            if way.boxes.size:
-                best_s, best = min((best_s, best), way.fastest_corner(), key=lambda found: found[0])
-                if way.level:
-                    heapq.heappush(heap, (least_s, number, way))
-        return Choice(self.pricer, best) if best else None
+        best: tuple[float, Layout | None] = (np.inf, None)
+        for width in (BEAM, None) if max(c.count for c in self.classes) <= EXACT else (BEAM,):
+            for least_s, way in sorted(options, key=lambda option: option[0]):
+                if least_s >= best[0] * (1 - ROUNDING):
+                    break
+                best = self._fastest_split(way, width, best)
+        return Choice(self.pricer, best[1]) if best[1] else None
+
+    def _fastest_split(
+        self, way: Way, width: int | None, best: tuple[float, Layout | None]
+    ) -> tuple[float, Layout | None]:
+        """The faster one of `best` and the fastest split of a way that fits, with `width` splits extended by a zone."""
+        layers, stages, chunks = way
+        parts = [self._splits(layer, stages) for layer in layers]
+        sizes = [size for part in parts for size in part.sizes]
+        places = [(number, zone.device_class) for number, layer in enumerate(layers) for zone in layer]
+        beside = np.array([[place == other for other in places] for place in places], int)
+        smallest = np.array([size[0] for size in sizes])
+        spare = np.array([self.pricer.classes[name].count for _, name in places]) - beside @ smallest
+        rows = np.zeros((len(sizes) + 1, len(self.swaps)), int)  # indices of sizes, and of a set of swapped components
+        rows[-1] = np.arange(len(self.swaps))
+        for known in range(len(sizes) + 1):
+            if known:
+                options = rows[known - 1] + 1
+                first = np.repeat(np.cumsum(options) - options, options)
+                rows = np.repeat(rows, options, axis=1)
+                rows[known - 1] = np.arange(rows.shape[1]) - first
+            taken = np.stack([size[row] - size[0] for size, row in zip(sizes[:known], rows)] or [0 * rows[-1]])
+            left = spare[:, None] - beside[:, : max(known, 1)] @ taken
+            for z in range(known, len(sizes)):
+                rows[z] = np.searchsorted(sizes[z], smallest[z] + left[z], "right") - 1
+            seconds, fits = self._price(layers, parts, rows, known, chunks)
+            kept = np.flatnonzero(fits & (seconds < best[0] * (1 - ROUNDING)))
+            if not len(kept):
+                return best
+            kept = kept[np.argsort(seconds[kept], kind="stable")][:width]
+            rows = rows[:, kept]
+        numbers = iter(int(size[row[0]]) for size, row in zip(sizes, rows))
+        sized = tuple(tuple(replace(zone, devices=next(numbers)) for zone in layer) for layer in layers)
+        return float(seconds[kept[0]]), Layout(sized, stages, chunks, self.swaps[rows[-1, 0]])
+
+    def _price(
+        self, layers: Sequence[Layer], parts: Sequence[Splits], rows: np.ndarray, known: int, chunks: int
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """Lower bounds on the seconds of splits of which the first zones are known, exact if all are; and whether they
+        may fit in memory."""
+        terms, first = [], 0
+        swapped = {name: swaps[rows[-1]] for name, swaps in self.is_swapped.items()}
+        for part in parts:
+            ours = rows[first : first + len(part.layer)]
+            terms.append(part.at(ours, known - first))
+            terms[-1] |= self.pricer.swap_terms(part.layer, terms[-1], swapped)
+            if known == len(rows) - 1:
+                devices = [size[row] for size, row in zip(part.sizes, ours)]
+                terms[-1] |= self.pricer.overlapped_terms(part.layer, devices, part.stages)
+            first += len(part.layer)
+        seconds = sum(self.pricer.layer_seconds(layer, each, chunks) for layer, each in zip(layers, terms))
+        seconds = np.broadcast_to(seconds + self.dataflow.fixed_s, rows.shape[1:])
+        fits = np.isfinite(seconds)
+        for c in self.classes:
+            fits = fits & (self.pricer.used_bytes(layers, terms, c.name) <= c.memory_bytes)
+        self.priced += len(seconds)
+        return seconds, fits
 
     @cached_property
-    def _options(self) -> dict[str, list[tuple[float, tuple]]]:
-        """By mode, all ways as (layers, stages, chunks) with lower bounds on their seconds, those with few layers
-        first."""
+    def _options(self) -> dict[str, list[tuple[float, Way]]]:
+        """By mode, all ways with lower bounds on their seconds, those with few layers first."""
         numbers = [*product(self.stages, chunk_grid(self.dataflow, self.pricer.profile))]
-        options: dict[str, list[tuple[float, tuple]]] = {}
+        options: dict[str, list[tuple[float, Way]]] = {}
         for cut in sorted(layer_sets(self.dataflow), key=len):
             for layers in product(*map(self.layers, cut)) if len(cut) == 1 or not overlaps(self.dataflow) else ():
-                streams, here = (
-                    any(map(self.pricer.streams_between, layers)),
-                    options.setdefault(Layout(layers).mode, []),
-                )
+                streams = any(map(self.pricer.streams_between, layers))
+                here = options.setdefault(Layout(layers).mode, [])
                 for stages, chunks in numbers:
-                    least_s = sum(self.least(layer, stages, chunks) for layer in layers) + self.dataflow.fixed_s
+                    least_s = sum(self.least(self._splits(layer, stages), chunks) for layer in layers)
                     if least_s < np.inf and (streams or chunks == 1):
-                        here.append((least_s, (layers, stages, chunks)))
+                        here.append((least_s + self.dataflow.fixed_s, (layers, stages, chunks)))
         return options
 
     def _layers(self, nodes: frozenset[int]) -> list[Layer]:
@@ -318,17 +202,17 @@ class Planner:
         layers = arrangements(names, self.classes, self.pricer.runs_on())
         return [layer for layer in layers if has_learner_devices(self.dataflow, layer)]
 
-    def _least(self, layer: Layer, stages: int, chunks: int) -> float:
-        """A lower bound on the seconds of all sizes of a layer's zones."""
-        (terms,) = self.terms_of((layer,), stages)
-        lowest = {key: term.min(axis=tuple(range(len(terms.axes[key])))) for key, term in terms.terms.items()}
-        lowest = {key: term if term.ndim else float(term) for key, term in lowest.items()}
-        return float(self.pricer.layer_seconds(layer, lowest, chunks)) if lowest else np.inf
+    def _least(self, splits: Splits, chunks: int) -> float:
+        """A lower bound on the seconds of all splits of a layer."""
+        if not splits.bounds:
+            return np.inf
+        terms = {key: term[(-1,) * len(splits.layer)] if term.ndim else term for key, term in splits.bounds[0].items()}
+        return float(self.pricer.layer_seconds(splits.layer, terms, chunks))
 
-    def terms_of(self, layers: Sequence[Layer], stages: int) -> list[LayerTerms]:
-        """The terms of layers; of a layer without a cycle they do not depend on the stages."""
-        cycles = [any(self.pricer.asker_for(name) for zone in layer for name in zone.components) for layer in layers]
-        return [self.terms(layer, stages if cycle else 1) for layer, cycle in zip(layers, cycles)]
+    def _splits(self, layer: Layer, stages: int) -> Splits:
+        """The splits of a layer; without a cycle they do not depend on the stages."""
+        cycle = any(self.pricer.asker_for(name) for zone in layer for name in zone.components)
+        return self.splits(layer, stages if cycle else 1)
 
     def _always_fits(self) -> bool:
         """True if all components fit on one device together."""

@@ -51,8 +51,8 @@ def test_so_it_is_with_roles_that_take_groups_as_they_come(schedule):
         check_against_brute_force(dataflow, replace(profile, dataflow=dataflow), classes)
 
 
-def test_ranges_of_sizes_that_are_dropped_do_not_contain_the_fastest_layout(monkeypatch):
-    monkeypatch.setattr(profile_planner, "FEW", 1)  # bounds every range, as on a cluster
+def test_a_first_search_that_finds_little_changes_nothing(monkeypatch):
+    monkeypatch.setattr(profile_planner, "BEAM", 1)
     for seed, schedule in product(range(2), ("sync", "periodic", "async")):
         check_against_brute_force(*case(seed, schedule, devices=6, classes=(1,)))
 
@@ -65,7 +65,7 @@ def test_the_fastest_layout_is_that_of_brute_force_in_thousands_of_cases(block):
 
 
 @pytest.mark.parametrize("memory", [1e9, 60])
-def test_on_a_cluster_few_ranges_of_sizes_are_priced_and_no_split_is_much_faster(memory):
+def test_on_a_cluster_few_splits_are_priced_and_none_is_much_faster(memory):
     cost = Cost(Curve((0.0, 16.0, 4096.0), (0.01, 0.02, 2.0)), bytes=Curve((0.0, 4096.0), (10.0, 400.0)), offload_s=0.3)
     others = [Component(name, 1, 4096) for name in ("reward", "reference")]
     sim, policy = Component("sim", 20, 1024, even=True, splits=True), Component("policy", 20, 1024, merges=64)
@@ -76,7 +76,7 @@ def test_on_a_cluster_few_ranges_of_sizes_are_priced_and_no_split_is_much_faster
     )
     planner = Planner(dataflow, profile, [DeviceClass("gpu", "gpu", 1024, memory)])
     modes = planner.modes()
-    assert planner.priced < 2e6
+    assert planner.priced < 1e6
     best, rng = modes["disaggregated"].price.seconds, random.Random(0)
     for _ in range(300):  # splits of the same zones
         layers = [split(layer, 1024, rng) for layer in modes["disaggregated"].layout.layers]
@@ -135,7 +135,7 @@ def test_weights_that_policy_and_learner_share_are_counted_once():
     apart = ((Zone(("sim",), "gpu", 1), Zone(("policy", "learner"), "gpu", 1)),)
     pricer = Pricer(SIMPLE, profile, [DeviceClass("gpu", "gpu", 2, 1e12)])
     assert pricer.price(Layout(apart)).used_bytes["gpu"] == 12
-    idle = pricer.swap_terms(apart[0], [1, 1], 1, frozenset(["learner"]))["idle", 1]
+    idle = pricer.swap_terms(apart[0], pricer.terms(apart[0], [1, 1], 1), {"learner": True})["idle", 1]
     assert float(idle) == 4
     together = ((Zone(("sim", "policy", "learner"), "gpu", 1),),)
     assert pricer.price(Layout(together)).used_bytes["gpu"] == 16  # a learner is never in a simulator's process
