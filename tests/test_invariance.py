@@ -14,7 +14,7 @@ from embodied.policies.policy_folder import read_weights
 from embodied.run import launch
 from embodied.workflows.rl_loop import EmbodiedLoop
 
-ITERATIONS = 5
+ITERATIONS = 3
 ARGUMENTS = (
     "recipe=pointmass_ppo env.num_envs=8 env.dtype=float64 env.max_episode_steps=30 policy.dtype=float64 "
     "policy.hidden=[16,16] policy.normalize_observations=true algo.rollout_decisions=40 algo.minibatch_size=80 "
