@@ -126,6 +126,7 @@ class PolicyWorker(Worker):
         self.policy.check_names(publication.specs)
         loaded = self.weights.load(publication, route, channel, whole)
         self.policy.use_weights({n: tensor_of(w) if isinstance(w, Blob) else w for n, w in loaded.items()})
+        self.weights.follow(self.policy.state_dict())
         return self.weights.version
 
     @served_while_busy

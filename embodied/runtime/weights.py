@@ -442,6 +442,10 @@ class WeightReader:
                     self._copy(name, tensor_of(Blob(publication.specs[name], data)))
         return True
 
+    def follow(self, tensors: Mapping[str, Any]) -> None:
+        """Copy later versions of live tensors to where their user has moved them. It may have joined some."""
+        self._tensors = {name: tensors[name] for name in self._tensors}
+
     def _copy(self, name: str, tensor: Any) -> None:
         if name in self._tensors:
             self._tensors[name].copy_(tensor)

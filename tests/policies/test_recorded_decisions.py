@@ -3,10 +3,14 @@
 import numpy as np
 import pytest
 import torch
-from tiny_vla import TEXTS, build, noise, observe, shallow
+from tiny_vla import ROBOT, TEXTS, build, noise, observe, shallow
 
 from embodied.core.arrays import padded_rows
+from embodied.policies.worker import PolicyWorker
+from embodied.runtime import Cluster, HostPlan, Timers
 from embodied.runtime.device_graphs import Recordings
+from embodied.runtime.published_weights import spec_of
+from embodied.runtime.weights import WeightStore
 
 LORA, HALF = {"lora_rank": 2}, {"dtype": "bfloat16"}
 OFT = {"name": "openvla_oft", "chunk": 2}
@@ -106,6 +110,33 @@ def test_new_weights_need_no_new_graph():
     assert not np.array_equal(after.values, before.values)
     assert_equal(plain.act(obs, draws), after)
     assert graphs_of(recorded) == kept
+
+
+def test_versions_that_are_copied_on_the_gpu_need_one_graph():
+    """Layers with the same input are joined in the reader's memory once; on a CPU handles are the tensors."""
+    learner = build("openvla")
+    live = {name: tensor.clone() for name, tensor in learner.state_dict().items()}
+    store = WeightStore({name: spec_of(tensor) for name, tensor in live.items()}, snapshot=False, live=live, gpu="here")
+    worker = PolicyWorker(learner.config, 1, graphs="on")
+    worker.timers = Timers()
+    worker.build(ROBOT)
+    obs, draws, addresses = observe(2, texts=TEXTS[:1]), noise(learner, 2), set()
+    with Cluster("inline", [HostPlan("only", ("a",))], timeout_s=60) as cluster:
+        channel = cluster.channel("weights", capacity=None)
+        for version in range(4):
+            with torch.no_grad(), store.updating():
+                for name, tensor in live.items():
+                    tensor.copy_(learner.state_dict()[name] * (1 + version))
+            publication = store.publish(version, iter(()))
+            store.send((channel,), handles=True)
+            assert worker.load_weights(publication, "handles", channel, False) == version
+            addresses.add(tuple(tensor.data_ptr() for tensor in worker.policy.parameters()))
+            for _ in range(3 if version == 0 else 1):  # the first one allocates the KV cache
+                acted = worker.policy.act(obs, draws)
+    store.close()
+    assert len(graphs_of(worker.policy)) == len(addresses) == 1
+    learner.load_weights(live)
+    assert_equal(learner.act(obs, draws), acted)
 
 
 def test_a_decision_that_cannot_be_recorded_is_made_as_ever_and_the_log_says_so_once(capsys):
