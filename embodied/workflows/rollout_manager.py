@@ -35,7 +35,6 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
-from embodied.core.conversations import Remark
 from embodied.core.errors import ChannelClosed
 from embodied.core.types import Job, Played, Report, Route, SamplingRule, Servers, rows_of_sims
 from embodied.runtime import Budget, Channel, Handle, HostPlan, WorkerGroup
@@ -44,6 +43,7 @@ from embodied.runtime.supervision import Failure, Repetitions
 from embodied.workflows.contract import ROLLOUT, WARNING
 
 if TYPE_CHECKING:
+    from embodied.core.conversations import Remark
     from embodied.workflows.prompts import PromptQueue
     from embodied.workflows.workers import Workers
 
