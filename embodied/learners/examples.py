@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import closing
 from itertools import islice
 from pathlib import Path
@@ -18,14 +18,19 @@ Example = tuple[tuple[Said, str], ...]  # the env's messages and the right answe
 LINES = 'a line {"prompt": "...", "answer": "..."} each, or "messages" or a "question" in place of "prompt"'
 
 
-def solved_examples(config: Any, seed: int, numbers: range) -> list[Example]:
-    """Conversations with these numbers on training prompts of a text env that has solutions."""
+def solved_examples(config: Any, seed: int, numbers: range, sign: Callable[[], None] = lambda: None) -> list[Example]:
+    """Conversations with these numbers on training prompts of a text env that has solutions. `sign`: called after each,
+    since an env's tools may be slow."""
     kind = env_class(config)
     episodes = EpisodeList(seed, "imitate", kind.tasks(config))
     shared = kind.load(config)
     try:
         env = kind(config, shared)
-        return [conversation(env, env.reset(spec)) for spec in map(episodes.__getitem__, numbers)]
+        solved = []
+        for number in numbers:
+            solved.append(conversation(env, env.reset(episodes[number])))
+            sign()
+        return solved
     finally:
         kind.unload(shared)
 

@@ -302,7 +302,10 @@ class TextImitationLearner(ImitationLearner):
         if total < self.world_size:
             raise ConfigError(f"{self.world_size} learners share {total} examples; give more, or use fewer learners")
         block = env_blocks(total, self.world_size)[self.rank]
-        examples = solved_examples(self.env, self.seed, block) if given is None else given[block.start : block.stop]
+        if given is None:
+            examples = solved_examples(self.env, self.seed, block, self.tick)
+        else:
+            examples = given[block.start : block.stop]
         self.demos = ExampleTokens(self.policy, examples, block.start, total)
         self.sizes = np.concatenate(self.collective.gather(self.demos.sizes))  # sizes of all ranks' conversations
         return total

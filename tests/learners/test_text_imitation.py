@@ -101,6 +101,13 @@ def test_an_answer_is_learned_with_the_token_that_ends_it():
     assert mask.tolist() == [False] * 5 + [True] * 3
 
 
+def test_a_learner_gives_a_sign_of_life_after_each_example_that_it_plays():
+    one, signs = learner(sft()), []
+    one.tick = lambda: signs.append(1)
+    assert one.open_data() == len(signs) == 45
+    one.close()
+
+
 def test_of_several_turns_all_answers_are_learned():
     (example,) = solved_examples(env("Counting"), 0, range(1))
     assert example == (("1,", "2"), (",3,", "4"))
