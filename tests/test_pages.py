@@ -167,6 +167,10 @@ PAGES = {
         Step("train recipe=pointmass_ppo .*dagger", "success_once"),
         Step("collect .*expert=planner", "success_once 100.0%", "collect.noise=0 collect.episodes=2", slow=True),
     ],
+    "small_arm.md": [
+        Step("collect recipe=pickcubeso100_sft", "success_once"),
+        Step("sft recipe=pickcubeso100_sft", "success_once", "sft.epochs=4 sft.minibatch_size=32"),
+    ],
     "versions.md": [Step("python -m embodied --version", re.compile(r"^\d+\.\d+\.\d+$"))],
     "evaluation.md": [
         Step("evaluate checkpoint.*(pointmass_ppo-DATE|=pointmass)", "results.json"),  # servers: another test

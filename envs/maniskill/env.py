@@ -227,8 +227,12 @@ class ManiSkillEnv(ReplayedEnv):
             from embodied.envs.maniskill.bridge.bridge_expert import BridgeExpert
 
             return BridgeExpert(self)
-        from embodied.envs.maniskill.experts import ManiSkillExpert
+        from embodied.envs.maniskill.experts import SMALL_ARM, ManiSkillExpert
 
+        if self.config.task in SMALL_ARM:
+            from embodied.envs.maniskill.small_arm import SmallArmExpert
+
+            return SmallArmExpert(self)
         return ManiSkillExpert(self)
 
     @classmethod

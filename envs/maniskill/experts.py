@@ -70,11 +70,13 @@ class ManiSkillExpert:
 
     @staticmethod
     def check(config: ManiSkillConfig) -> None:
-        if config.task not in RULES or config.control_mode != "pd_joint_delta_pos":
+        played = "pd_joint_delta_pos" if config.task in RULES else SMALL_ARM.get(config.task)
+        if played is None or config.control_mode != played:
             raise ConfigError(
                 f"there is no expert for env.task={config.task} with env.control_mode={config.control_mode}; "
-                f"ManiSkill's experts play {', '.join(RULES)} with pd_joint_delta_pos. A policy can demonstrate, too: "
-                "python -m embodied.collect checkpoint=RUN out=DEMOS, then sft.data=DEMOS"
+                f"ManiSkill's experts play {', '.join(RULES)} with pd_joint_delta_pos, and "
+                f"{', '.join(f'{task} with {mode}' for task, mode in SMALL_ARM.items())}. A policy can demonstrate, "
+                "too: python -m embodied.collect checkpoint=RUN out=DEMOS, then sft.data=DEMOS"
             )
 
     def begin(self, rows: np.ndarray) -> None:
@@ -177,7 +179,9 @@ def nearest_side(world: World, axis: np.ndarray, avoid: np.ndarray | None = None
 # Rules: a hand's target by task
 
 
-def pick(world: World, cube: np.ndarray, side: np.ndarray, width: Width = HELD) -> tuple[np.ndarray, HandTarget]:
+def pick(
+    world: World, cube: np.ndarray, side: np.ndarray, width: Width = HELD, above: float = ABOVE
+) -> tuple[np.ndarray, HandTarget]:
     """Returns True for rows that hold the cube, and the target for grasping it: over the cube, down, close."""
     away = cube - world.hand
     beside = np.linalg.norm(away[:, :2], axis=1)
@@ -185,7 +189,7 @@ def pick(world: World, cube: np.ndarray, side: np.ndarray, width: Width = HELD) 
     holds_it = reached & (world.finger < width[0]) & (world.finger > width[1])
     skew = np.abs(side[:, 0] * world.turned[:, 1, 1] - side[:, 1] * world.turned[:, 0, 1])
     astray = np.maximum(np.maximum(beside - 0.008, 0) / 0.02, np.maximum(skew - 0.1, 0) / 0.2)
-    height = cube[:, 2] + ABOVE * np.minimum(astray, 1)
+    height = cube[:, 2] + above * np.minimum(astray, 1)
     grip = np.where(reached & (world.finger > width[1]), CLOSE, OPEN)
     return holds_it, HandTarget(np.concatenate([cube[:, :2], height[:, None]], axis=1), side, grip)
 
@@ -374,6 +378,8 @@ RULES: dict[str, tuple[Callable[[World], HandTarget], ...]] = {
 }
 
 
+SMALL_ARM = {"PickCubeSO100-v1": "pd_joint_target_delta_pos"}  # played by small_arm.py
+
 # For each joint: length and twist of the previous link, and the offset along the joint's axis.
 LINKS = (
     (0.0, 0.0, 0.333),
@@ -410,7 +416,7 @@ def hand_pose(joints: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
 
 
 def joint_step(jacobian: np.ndarray, twist: np.ndarray) -> np.ndarray:
-    """[N, 7]: the small change of the joints that moves the hand by `twist` [N, 6]."""
+    """[N, J]: the small change of the joints that moves the hand by `twist` [N, 6], for Jacobians [N, 6, J]."""
     transposed = jacobian.transpose(0, 2, 1)
     damped = jacobian @ transposed + DAMPING**2 * np.eye(6)
     return (transposed @ np.linalg.solve(damped, twist[:, :, None]))[:, :, 0]

@@ -43,6 +43,25 @@ def test_a_joint_step_moves_the_hand_as_asked():
     assert np.allclose(moved - at, asked[:, :3], atol=1e-4)
 
 
+def test_the_small_arms_expert_holds_the_cube_and_the_arm_is_where_its_kinematics_say():
+    pytest.importorskip("mani_skill")
+    from embodied.envs.maniskill import small_arm
+    from embodied.envs.maniskill.env import ManiSkillEnv
+
+    config = ManiSkillConfig(task="PickCubeSO100-v1", control_mode="pd_joint_target_delta_pos")
+    env = ManiSkillEnv(config, 8)
+    assert sum(result.success_once for result in play(env, 8)) >= 7
+    agent = env.envs[0].agent
+    joints = agent.robot.get_qpos().numpy()[:, :-1].astype(float)
+    hand, turned, jacobian = small_arm.hand_pose(joints)
+    tip = agent.finger1_tip.pose.p - agent.robot.pose.p  # 2 cm beside the cube's place, along the fixed jaw's x axis
+    away = experts.in_arm_frame(tip.numpy(), experts.horizontal_axis(agent.robot.pose.q.numpy())) - hand
+    assert np.allclose(away, 0.02 * turned[:, :, 1], atol=1e-5)
+    for joint in range(5):
+        moved = small_arm.hand_pose(joints + 1e-6 * np.eye(5)[joint])[0]
+        assert np.allclose((moved - hand) / 1e-6, jacobian[:, :3, joint], atol=1e-5)
+
+
 @pytest.mark.parametrize("discrete", [False, True])
 def test_the_toys_expert_always_arrives(discrete):
     env = PointMassEnv(PointMassConfig(name="pointmass", discrete=discrete), 8)
