@@ -380,7 +380,7 @@ def test_a_server_that_sends_no_answer_is_named_while_it_is_waited_for(policy, m
         told = pool.submit(let_go)
         assert len(answers(engine, [Request(n, [n], 3, n) for n in range(4)])) == 4
         silence = f"policy.url={url} has requests of this run, and has sent no answer for 0.2 s; a request waits"
-        assert [sentence.partition(" for at most")[0] for sentence in told.result(60)] == [silence]
+        assert [remark.sentence.partition(" for at most")[0] for remark in told.result(60)] == [silence]
 
 
 def test_an_engine_closes_while_a_server_leaves_its_response_open(policy):
