@@ -187,7 +187,7 @@ def pip(*arguments: str) -> None:
 
 def compile_packages() -> None:
     """Write bytecode with all cores, of which pip would use one. Some packages bring templates that do not compile."""
-    subprocess.run([str(PYTHON), "-m", "compileall", "-qq", "-j", "0", str(VENV / "lib")])
+    subprocess.run([str(PYTHON), "-W", "ignore", "-m", "compileall", "-qq", "-j", "0", str(VENV / "lib")])
 
 
 def step(text: str) -> None:
