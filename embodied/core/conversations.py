@@ -138,9 +138,6 @@ class Remark:
     suspects: tuple[int, ...] = ()  # training's conversations with answers of the server, in this round
     since: int | None = None  # the first version of weights with used answers of the server: the run ends
 
-    def __str__(self) -> str:
-        return self.sentence
-
 
 @dataclass(frozen=True)
 class Vacancy:

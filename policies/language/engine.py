@@ -173,7 +173,7 @@ class Engine:
         return {name: float(count) for name, count in totals.items()}
 
     def take_remarks(self) -> list[Remark]:
-        """Those since the last call."""
+        """The remarks since the last call."""
         return []
 
     def close(self) -> None:

@@ -135,7 +135,7 @@ def test_imitation_and_scores_read_each_answer_behind_its_own_prompt():
 
 
 def test_imitation_shows_earlier_pictures_again_where_earlier_turns_change(tmp_path):
-    """And the pictures of a batch are those of its streams: [first], [first, second]."""
+    """A batch lists the pictures that each stream of tokens shows: [first], [first, second]."""
     folder = tiny_sight.publish(tmp_path / "model", "qwen2_5_vl", thought="<think></think>")
     policy, names = build(SEES, pretrained=str(folder)), [drawing("add", seed, 48) for seed in (1, 2)]
     policy.tokenizer.prepare_turns("template")
