@@ -1,6 +1,6 @@
 # make train           set up if needed, then train a robot arm to push a cube (about a minute)
 # make test            set up if needed, vLLM too, then run the tests;  make test-all  also learning curves and chaos
-# make test-numbers    tests that compare numbers, as two other processors would round
+# make test-numbers    tests that compare numbers, as other processors would round
 # make vllm            add vLLM, for recipes with policy.engine=vllm
 # make sims NAME       the environment of a simulator whose packages do not fit here, for env.python=auto
 # make lint            formatting, lint and types
@@ -15,6 +15,9 @@ ARGS ?=
 AVX2 = MKL_ENABLE_INSTRUCTIONS=AVX2 ONEDNN_MAX_CPU_ISA=AVX2 ATEN_CPU_CAPABILITY=avx2
 # MKL obeys MKL_CBWR on every processor, MKL_ENABLE_INSTRUCTIONS on Intel's alone.
 SSE = MKL_CBWR=COMPATIBLE ONEDNN_MAX_CPU_ISA=SSE41 ATEN_CPU_CAPABILITY=default
+# A processor without AVX-512 runs AVX2's kernels in `make test`.
+ROUNDS = numbers-sse $(if $(shell grep -sm1 avx512 $(CPUINFO)),numbers-avx2)
+CPUINFO = /proc/cpuinfo
 
 .PHONY: train test test-all test-numbers numbers-avx2 numbers-sse lint docs docs-check format setup sims vllm
 
@@ -27,15 +30,17 @@ test: vllm
 test-all: vllm
 	@$(PYTEST) $(ARGS)
 
-# One process each: most of their time would be imports.
 test-numbers: setup
-	@$(MAKE) --no-print-directory -j2 --output-sync numbers-avx2 numbers-sse
+	@$(MAKE) --no-print-directory -j2 --output-sync $(ROUNDS)
+
+# Two processes in all: more would spend most of their time in imports.
+numbers-%: PROCESSES = $(if $(filter numbers-avx2,$(ROUNDS)),0,2)
 
 numbers-avx2:
-	@$(AVX2) $(PYTEST) -n 0 -m "numbers and not slow and not chaos" $(ARGS)
+	@$(AVX2) $(PYTEST) -n $(PROCESSES) -m "numbers and not slow and not chaos" $(ARGS)
 
 numbers-sse:
-	@$(SSE) $(PYTEST) -n 0 -m "numbers and not slow and not chaos" $(ARGS)
+	@$(SSE) $(PYTEST) -n $(PROCESSES) -m "numbers and not slow and not chaos" $(ARGS)
 
 lint: setup
 	@$(RUN) -m ruff format --check . && $(RUN) -m ruff check . && $(RUN) -m mypy

@@ -1,8 +1,10 @@
 """Every command of the README and of docs/ is accepted, short ones run, and what pages name is there."""
 
 import json
+import os
 import re
 import shlex
+import subprocess
 import sys
 import tomllib
 
@@ -215,13 +217,21 @@ def test_make_targets_exist():
         assert re.search(f"^{target}:", makefile, re.M), target
 
 
-def test_continuous_integration_runs_all_tests_and_those_of_numbers_on_two_other_processors():
+@pytest.mark.parametrize("flags", ["avx avx2 fma", "avx avx2 avx512f"])
+def test_continuous_integration_runs_all_tests_and_those_of_numbers_with_the_kernels_of_other_processors(
+    flags, tmp_path
+):
     commands = re.findall(r"^(?:exec )?make ([\w -]+?)(?:  #.*)?$", (ROOT / ".ci" / "run").read_text(), re.M)
     assert commands == ["-j2 lint vllm", "test", "test-numbers"]
-    makefile = (ROOT / "Makefile").read_text()
-    (numbers,) = re.findall(r"^test-numbers:.*\n\t.* (numbers-\w+ numbers-\w+)$", makefile, re.M)
-    rounds = dict(re.findall(r"^(numbers-\w+):\n\t(\S+) \$\(PYTEST\)", makefile, re.M))
-    assert [rounds[name] for name in numbers.split()] == ["@$(AVX2)", "@$(SSE)"]
+    processor = tmp_path / "cpuinfo"
+    processor.write_text(f"flags : {flags}\n")
+    asked = ["make", "-n", "test-numbers", f"CPUINFO={processor}"]
+    bare = {"PATH": os.environ["PATH"]}  # without what the `make` that runs this test was given
+    lines = subprocess.run(asked, cwd=ROOT, env=bare, capture_output=True, text=True, check=True).stdout.splitlines()
+    rounds = [line for line in lines if '-m "numbers and not slow and not chaos"' in line]
+    kernels = {re.search(r"ATEN_CPU_CAPABILITY=(\w+)", line)[1] for line in rounds}
+    assert kernels == {"default", *(["avx2"] if "avx512" in flags else [])}
+    assert sum(max(1, int(re.findall(r" -n (\d)", line)[-1])) for line in rounds) == 2
 
 
 def test_every_measurement_names_its_commit():
