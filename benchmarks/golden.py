@@ -70,7 +70,7 @@ ENTRIES = {
     "libero_ppo": Entry("libero_ppo"),
     "maniskill_ppo_disaggregated": Entry("maniskill_ppo", (ALL_APART,)),
     "maniskill_ppo_async": Entry("maniskill_ppo", (ONE_OF_EACH, *ASYNC)),
-    "sums_sft": Entry("sums_sft", (ONE_OF_EACH, "sft.episodes=7200"), command="sft"),
+    "sums_sft": Entry("sums_sft", (ONE_OF_EACH, "sft.episodes=7200", "sft.steps=null"), command="sft"),
     "sums_grpo": Entry("sums_grpo", (ONE_OF_EACH,), starts=True),
     "sums_grpo_async": Entry("sums_grpo", (ONE_OF_EACH, *ASYNC), starts=True),
     "sums_grpo_two_learners": Entry("sums_grpo", (TWO_LEARNERS,), starts=True),

@@ -1,6 +1,6 @@
 """Tokens per second of one of our servers beside the same engine in this process; rounds in turns, equal tokens.
 
-python -m benchmarks.served_tokens runs/sft-sums_sft-DATE/checkpoints/v000100/policy --requests 16 64
+python -m benchmarks.served_tokens runs/sft-sums_sft-DATE/checkpoints/v000009/policy --requests 16 64
 """
 
 import argparse

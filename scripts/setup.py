@@ -187,6 +187,7 @@ def pip(*arguments: str) -> None:
 
 def compile_packages() -> None:
     """Write bytecode with all cores, of which pip would use one. Some packages bring templates that do not compile."""
+    step("bytecode of all packages (about a minute)")
     subprocess.run([str(PYTHON), "-W", "ignore", "-m", "compileall", "-qq", "-j", "0", str(VENV / "lib")])
 
 

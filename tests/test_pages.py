@@ -69,6 +69,7 @@ PAGES = {
     "first_ten_minutes.md": [
         Step("train recipe=pointmass_ppo$", "finished after"),
         Step("train resume=", "resumed from", "run.iterations=3"),
+        Step("evaluate checkpoint=runs/pointmass", "success_once"),
     ],
     "own_task.md": [
         Step(
