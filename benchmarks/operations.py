@@ -33,6 +33,7 @@ from embodied.policies.config import POLICY_CONFIGS
 from embodied.policies.openvla import folder as openvla
 from embodied.policies.pi0 import policy as pi0
 from embodied.policies.smolvla import policy as smolvla
+from embodied.policies.vla import layers
 
 FUSED = ("scaled_dot_product_attention", "rms_norm")  # functions of torch.nn.functional
 FREE = ("empty", "new_empty", "empty_like", "empty_strided", "new_empty_strided", "_unsafe_view", "lift_fresh")
@@ -116,7 +117,8 @@ def counted() -> Iterator[Counter[str]]:
         work = lambda x, weight: plain["rms_norm"](x, shape, weight, eps)  # noqa: E731
         return OneKernel.apply(kernels, "rms_norm", work, x, weight)
 
-    with patch.multiple(F, scaled_dot_product_attention=attention, rms_norm=rms_norm), kernels:
+    whole = patch.multiple(F, scaled_dot_product_attention=attention, rms_norm=rms_norm)
+    with whole, patch.object(layers, "host_rms_norm", rms_norm), kernels:
         yield kernels.counts
 
 

@@ -241,6 +241,7 @@ class PolicyOptimizer:
         self.keeps_mean = bool(getattr(algo, "average", None))
         self.sizes = [master.numel() for master in self.masters]
         self.summed: Tensor | None = None  # memory reused by all steps: new pages would cost as much as the copy
+        self.zeros: Tensor | None = None  # the gradient of parameters without one, also reused
         self.fixed = False  # gradients are added up in that memory
         self.mean_shown = False  # True: the parameters hold the mean of weights, and `state` the weights
 
@@ -341,7 +342,7 @@ class PolicyOptimizer:
 
     def forget_gradients(self) -> None:
         """Free the gradients, which are not needed between updates."""
-        self.flat, self.summed, self.fixed = None, None, False
+        self.flat, self.summed, self.zeros, self.fixed = None, None, None, False
         self.adam.forget_gradients()
         for p in self.params:
             p.grad = None
@@ -398,7 +399,9 @@ class PolicyOptimizer:
         grad = p.grad if master.grad is None else master.grad
         p.grad = None
         if grad is None:
-            return torch.zeros_like(master)
+            if self.zeros is None or len(self.zeros) < master.numel():
+                self.zeros = master.new_zeros(master.numel())
+            return self.zeros[: master.numel()]
         return (local(grad) if self.sharded else grad).to(master.dtype)
 
     def _named(self) -> Iterator[tuple[str, Tensor]]:

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch
@@ -13,6 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 ADAPTER = "default"  # peft's name of a layer's adapter
+EXACT = (torch.float32, torch.float64)
 RotaryTables = tuple[Tensor, Tensor]  # of the rotary embedding [N, L, 1, head_dim]: cosines, and sines with signs
 
 
@@ -72,8 +74,8 @@ class GroupedAttention(SideBySide):
     def project(self, x: Tensor, turn: RotaryTables) -> tuple[Tensor, Tensor, Tensor]:
         """Rotated queries and keys, and values [N, heads, L, head_dim]."""
         both = self.split(product(x, (self.q_proj, self.k_proj, self.v_proj)))
-        turned, v = both.split([self.heads + self.kv_heads, self.kv_heads], dim=2)
-        q, k = rotate(turned, *turn).split([self.heads, self.kv_heads], dim=2)
+        turned, v = both.split_with_sizes([self.heads + self.kv_heads, self.kv_heads], dim=2)
+        q, k = rotate(turned, *turn).split_with_sizes([self.heads, self.kv_heads], dim=2)
         return q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
 
     def attend(
@@ -105,18 +107,38 @@ class GatedMLP(SideBySide):
         self.gate_proj = nn.Linear(dim, hidden, bias=False)
         self.up_proj = nn.Linear(dim, hidden, bias=False)
         self.down_proj = nn.Linear(hidden, dim, bias=False)
+        self.halves = [hidden, hidden]
         self.activation = activation
 
     def forward(self, x: Tensor, add_to: Tensor | None = None) -> Tensor:
-        gate, up = product(x, (self.gate_proj, self.up_proj)).chunk(2, dim=-1)
+        gate, up = product(x, (self.gate_proj, self.up_proj)).split_with_sizes(self.halves, dim=-1)
         return product(self.activation(gate) * up, (self.down_proj,), add_to)
 
 
 def rms_norm(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
     """`x` divided by the root of its mean square and scaled, computed in float32 at least and rounded once."""
-    if weight is None or weight.dtype == x.dtype:
-        return F.rms_norm(x, x.shape[-1:], weight, eps)
-    return F.rms_norm(x.to(weight.dtype), x.shape[-1:], weight, eps).to(x.dtype)
+    if weight is not None and weight.dtype != x.dtype:
+        return rms_norm(x.to(weight.dtype), weight, eps).to(x.dtype)
+    by_hand = x.is_cpu and x.dtype in EXACT and not needs_a_graph()
+    return (host_rms_norm if by_hand else F.rms_norm)(x, x.shape[-1:], weight, eps)
+
+
+def needs_a_graph() -> bool:
+    """True if operations are noted down, for gradients or by torch's compiler."""
+    return torch.is_grad_enabled() or torch.compiler.is_compiling()
+
+
+def host_rms_norm(x: Tensor, shape: tuple[int, ...], weight: Tensor | None, eps: float) -> Tensor:
+    """`F.rms_norm` bit for bit, which makes 17 calls on a CPU."""
+    size, least = host_numbers(shape[-1], eps, x.dtype)
+    normed = x * torch.addcdiv(least, (x * x).sum(-1, True), size).rsqrt_()
+    return normed if weight is None else normed.mul_(weight)
+
+
+@cache
+def host_numbers(size: int, eps: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    with torch.inference_mode(False):
+        return torch.tensor(size, dtype=dtype), torch.tensor(eps, dtype=dtype)
 
 
 def turns(position: Tensor, head_dim: int, theta: float, dtype: torch.dtype) -> RotaryTables:
@@ -149,15 +171,17 @@ def product(x: Tensor, linears: Sequence[nn.Module], add_to: Tensor | None = Non
     """The outputs of linear layers that read `x`, one behind the other, added to `add_to`. Weights that lie side by
     side make one product, with adapters two and one for each adapter."""
     adapted = [number for number, layer in enumerate(linears) if "lora_A" in layer._modules]
-    if len(linears) == 1 and not adapted:
-        (layer,) = linears
-        if add_to is None or layer.bias is not None or autocast_dtype(x):
-            return added(layer(x), add_to)
-        return torch.addmm(add_to.flatten(0, -2), x.flatten(0, -2), layer.weight.t()).view_as(add_to)
+    if not adapted:
+        held = [layer._parameters for layer in linears]  # a module's own attributes take Python a microsecond each
+        bias = held[0]["bias"]
+        if len(linears) == 1:
+            if add_to is None or bias is not None or autocast_dtype(x):
+                return added(linears[0](x), add_to)
+            return torch.addmm(add_to.flatten(0, -2), x.flatten(0, -2), held[0]["weight"].t()).view_as(add_to)
+        alone = bias is None and not needs_a_graph()
+        if alone and (whole := side_by_side([each["weight"] for each in held])) is not None:
+            return added(F.linear(x, whole), add_to)
     weights, biases = [layer.weight for layer in linears], [layer.bias for layer in linears]
-    is_plain = biases[0] is None and not (adapted or torch.is_grad_enabled() or torch.compiler.is_compiling())
-    if is_plain and (whole := side_by_side(weights)) is not None:
-        return added(F.linear(x, whole), add_to)
     biases = [] if biases[0] is None else biases
     downs = [linears[number].lora_A[ADAPTER].weight for number in adapted]
     ups = [linears[number].lora_B[ADAPTER].weight for number in adapted]

@@ -4,9 +4,10 @@ import pytest
 import torch
 from tiny_vla import build
 from torch import nn
+from torch.nn import functional as F
 
 from benchmarks.operations import count
-from embodied.policies.vla.layers import SideBySide, lay_side_by_side, product, side_by_side
+from embodied.policies.vla.layers import SideBySide, lay_side_by_side, product, rms_norm, side_by_side
 
 SIZES, SCALES = (6, 2, 4), (0.5, 2.0, 1.0)
 
@@ -58,6 +59,17 @@ def test_one_product_is_the_layers_one_by_one_with_their_gradients(adapted, bias
         torch.testing.assert_close(three, one, atol=1e-12, rtol=0)
     with torch.no_grad():
         torch.testing.assert_close(product(x, made, add_to), wanted[0], atol=1e-12, rtol=0)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_the_norm_without_gradients_is_torchs_bit_for_bit(dtype):
+    draw = torch.Generator().manual_seed(0)
+    for size in (1, 7, 48, 192, 384, 1000, 2048):
+        x, weight = (torch.randn(*shape, generator=draw, dtype=dtype) for shape in ((4, 34, size), (size,)))
+        for rows in (x, x[:1, -1:], x[:, ::2], 1e6 * x.transpose(0, 1)):
+            for scale in (weight, None):
+                with torch.no_grad():
+                    assert torch.equal(rms_norm(rows, scale, 1e-5), F.rms_norm(rows, (size,), scale, 1e-5))
 
 
 @pytest.mark.parametrize("name", ["openvla", "pi0", "smolvla"])
