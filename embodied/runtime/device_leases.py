@@ -162,6 +162,8 @@ class Coordinator:
 
     def acquire(self, gang: str) -> list[Action]:
         """Requests a gang's devices. Returns the actions needed first, for it or for other gangs that can begin now."""
+        if gang not in self.gangs:
+            raise LeaseError(f"{gang} asks for devices, but no such gang has joined")
         if gang in self.waiting or gang in self.holding:
             raise LeaseError(f"{gang} asks for devices that it has or waits for already")
         self.waiting.append(gang)

@@ -158,7 +158,7 @@ class Children:
         """Run all of these until they end, `most` at a time. No process is left at the end, also after an error."""
         waiting, self.interruption = list(entries), interruption
         try:
-            while self.going or (waiting and not interruption.requested):
+            while self.going or ((waiting or self.programs) and not interruption.requested):
                 while waiting and not interruption.requested and len(self.going) < self.most:
                     self.begin(waiting.pop(0))
                 if interruption.requested and not self.stopping:
@@ -195,6 +195,8 @@ class Children:
                 kept = f"did not give a device back within {child.hang_s:g} s (faults.hang_s): ended"
                 self.say(f"{child.entry} {kept}")
                 child.process.kill()
+        for name in self.leases.end_late_programs() if self.leases else ():
+            self.say(f"{name} was silent for longer than its lease while others waited for its devices: killed")
         self.show()
 
     def end_child(self, child: ChildRun) -> None:
@@ -252,6 +254,11 @@ class Children:
         finally:
             if self.leases:
                 self.leases.close()
+
+    @property
+    def programs(self) -> bool:
+        """True while other programs use the devices."""
+        return bool(self.leases and self.leases.programs)
 
     def pass_time(self, seconds: float) -> None:
         """Wait for this time; serve runs that share devices meanwhile."""

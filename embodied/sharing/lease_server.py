@@ -1,42 +1,50 @@
 """The parent's side of devices that several runs share: serves their coordinator over a local socket, in one thread.
 
 The socket is in a separate folder and only this user can open it (mode 0600, and the kernel tells who connects). A
-process that was started as a run speaks for that run only; other processes of the user may ask to add a run.
-`runtime/shared_leases.py` describes the messages. The end of a connection ends the run's leases and does not affect
-other runs.
+process that was started as a run speaks for that run only; other processes of the user may ask to add a run, or enter
+as programs. `docs/share_protocol.md` describes the messages, and `runtime/shared_leases.py` is a run's side. The end of
+a connection ends the run's leases and does not affect other runs.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import select
 import selectors
 import shutil
+import signal
 import socket
 import struct
 import tempfile
 import time
 from collections.abc import Callable, Iterable
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
+
+from pydantic import ConfigDict, Field, validate_call
 
 from embodied.core.files import locked_folder
-from embodied.runtime.device_leases import INITIALISE, Action, Claim, Coordinator, LeaseError
+from embodied.runtime.device_leases import GENERATE, INITIALISE, Action, Claim, Coordinator, LeaseError
 from embodied.runtime.shared_leases import BEGINNING, LOCKS
 from embodied.sharing.page import LiveTable, ShareRecord
 from embodied.sharing.run_turns import FORMAT, RECORD, RunTurns
 
 MOST_BYTES = 4 << 20  # of one message
 STRANGER = ""
+PROTOCOL = "embodied-leases/1"
+PROGRAM = "program:"  # begins the names of programs, which runs never have
+checked = validate_call(config=ConfigDict(allow_inf_nan=False))  # an unfit message is a ValueError
 
 
 @dataclass(eq=False)
 class _Peer:
     socket: socket.socket
     run: str  # STRANGER: another process of this user
+    pid: int
     came: bytes = b""
     to_send: bytes = b""
     number: int = 0  # number of its last message
@@ -44,6 +52,9 @@ class _Peer:
     error: str = ""  # error in its messages since the last answer
     actions: list[list[str]] = field(default_factory=list)
     state: dict[str, Any] | None = None  # the last one sent
+    process: int = -1  # pidfd of a program
+    lease_s: float = float("inf")  # a program's longest silence while others wait for its devices
+    heard_at: float = 0.0  # time of its last message
 
 
 class LeaseServer:
@@ -127,9 +138,32 @@ class LeaseServer:
         }
         return late | {run for run, since in self._stopped.items() if run in waited_for and self.now - since > seconds}
 
+    @property
+    def programs(self) -> list[_Peer]:
+        return [peer for peer in self.peers if peer.process >= 0]
+
+    def end_late_programs(self) -> list[str]:
+        """Kill the programs that are silent for longer than their lease while other runs wait for their devices or
+        memory. Returns their names."""
+        gangs, moves = self.turns.gangs, self.coordinator.switching.items()
+        in_the_way = {
+            gangs[holder].run for gang in self.coordinator.waiting for holder in self.coordinator.in_the_way(gang)
+        }
+        in_the_way |= {run for gang, left in moves for _, worker in left if (run := run_of(worker)) != run_of(gang)}
+        late = [
+            peer
+            for peer in self.programs
+            if peer.run in in_the_way and self.now - peer.heard_at > peer.lease_s
+            if not select.select([peer.socket], [], [], 0)[0]  # else its message is not read yet
+        ]
+        for peer in late:
+            with suppress(ProcessLookupError):
+                signal.pidfd_send_signal(peer.process, signal.SIGKILL)
+        return [peer.run for peer in late]
+
     def close(self) -> None:
         for peer in list(self.peers):
-            self._drop(peer)
+            self._drop(peer, "stopped")
         self._selector.close()
         self._socket.close()
         shutil.rmtree(self._folder, ignore_errors=True)
@@ -145,18 +179,22 @@ class LeaseServer:
                 theirs.close()
                 return
             theirs.setblocking(False)
-            peer = _Peer(theirs, self.expected.get(pid, STRANGER))
+            peer = _Peer(theirs, self.expected.get(pid, STRANGER), pid)
             self.peers.append(peer)
             self._selector.register(theirs, selectors.EVENT_READ, peer)
 
-    def _drop(self, peer: _Peer) -> None:
+    def _drop(self, peer: _Peer, how: str = "") -> None:
         with suppress(KeyError, ValueError):
             self._selector.unregister(peer.socket)
         peer.socket.close()
         if peer in self.peers:
             self.peers.remove(peer)
             if peer.run and not any(other.run == peer.run for other in self.peers):
+                held = self.coordinator.holding & self.coordinator.gangs_of.get(peer.run, set())
                 self._dispatch(self.coordinator.leave(peer.run))
+                if peer.process >= 0:
+                    os.close(peer.process)
+                    self.turns.remove_run(peer.run, how or ("failed" if held else "finished"), self.now)
 
     def _read(self, peer: _Peer) -> None:
         try:
@@ -170,21 +208,26 @@ class LeaseServer:
             return
         *lines, peer.came = (peer.came + data).split(b"\n")
         for line in lines:
-            self._answer(peer, line)
+            if peer in self.peers:
+                self._answer(peer, line)
 
     def _answer(self, peer: _Peer, line: bytes) -> None:
         try:
             message = json.loads(line)
-            verb, peer.number = message.pop("do"), message.pop("n")
+            verb, peer.number, peer.heard_at = message.pop("do"), message.pop("n"), self.now
+            if verb == "add" and peer.run == STRANGER:
+                self._send(peer, {"said": self.add([str(word) for word in message["words"]])})
+                return
             if peer.run == STRANGER:
-                self._send(peer, self._add(verb, message))
+                self._enter(peer, verb, **message)
                 return
             peer.asked = True
             self._dispatch(self.coordinator.pass_time(self.now))
             getattr(self, f"_do_{verb}")(peer.run, **message)
         except LeaseError as err:
             peer.error = peer.error or str(err).replace(f"{peer.run}/", "")
-        except (ValueError, TypeError, KeyError, AttributeError):  # not a message of this protocol
+        except (ValueError, TypeError, KeyError, AttributeError, OSError) as err:  # not a message of this protocol
+            self._send(peer, {"n": peer.number, "error": f"{line[:200].decode(errors='replace')}: {err}"})
             self._drop(peer)
 
     def _send(self, peer: _Peer, message: dict[str, Any]) -> None:
@@ -204,13 +247,31 @@ class LeaseServer:
         with suppress(KeyError, ValueError):
             self._selector.modify(peer.socket, selectors.EVENT_READ | waits, peer)
 
-    def _add(self, verb: str, message: dict[str, Any]) -> dict[str, Any]:
-        if verb != "add":
-            raise ValueError(verb)
-        return {"said": self.add([str(word) for word in message["words"]])}
+    @checked
+    def _enter(
+        self,
+        peer: Any,
+        verb: str,
+        protocol: str,
+        name: Annotated[str, Field(pattern=r"^[\w.-]{1,40}$")],
+        devices: Annotated[list[str], Field(min_length=1)],
+        lease_s: Annotated[float, Field(gt=0)],
+        weight: Annotated[float, Field(gt=0)] = 1.0,
+    ) -> None:
+        """Another program takes part from now on as a run that owns these devices, perhaps together with others."""
+        run = PROGRAM + name
+        if verb != "enter" or protocol != PROTOCOL:
+            raise ValueError(f"a program begins with enter, protocol {PROTOCOL}")
+        if run in self.turns.runs:
+            raise ValueError(f"name={name}: a program of this name takes part already")
+        if unknown := {*devices} - {*self.devices}:
+            raise ValueError(f"{', '.join(sorted(unknown))} is not shared: {', '.join(self.devices)}")
+        peer.run, peer.lease_s, peer.process, peer.asked = run, lease_s, os.pidfd_open(peer.pid), True
+        self.turns.joins(run, weight, devices, self.now)
 
     # Messages from runs
 
+    @checked
     def _do_begin(self, run: str, capacity: dict[str, float]) -> None:
         """Let the run build its workers on its own devices. Other runs first offload their memory from these
         devices."""
@@ -223,15 +284,18 @@ class LeaseServer:
         self._dispatch(self.coordinator.join(run, {gang: [claim]}, {gang: INITIALISE}, (), [claim.worker]))
         self._dispatch(self.coordinator.acquire(gang))
 
+    @checked
     def _do_join(
         self,
         run: str,
-        gangs: dict[str, list[dict[str, Any]]],
-        tiers: dict[str, int],
+        gangs: dict[str, list[Claim]],
+        tiers: dict[str, Annotated[int, Field(ge=INITIALISE, le=GENERATE)]],
         preemptible: list[str],
         resident: list[str],
         capacity: dict[str, float],
     ) -> None:
+        if unknown := {*resident} - {claim.worker for claims in gangs.values() for claim in claims}:
+            raise ValueError(f"no worker is called {', '.join(sorted(unknown))}")
         self._limit(capacity)
         named = {f"{run}/{name}": [self._claim(run, claim) for claim in claims] for name, claims in gangs.items()}
         for gang, claims in named.items():  # a gang that is not preemptible must run on devices of its own run
@@ -245,35 +309,49 @@ class LeaseServer:
         for device in capacity.keys() & self.coordinator.capacity.keys():
             self.coordinator.capacity[device] = min(self.coordinator.capacity[device], capacity[device])
 
-    def _claim(self, run: str, claim: dict[str, Any]) -> Claim:
-        devices = tuple(device for device in claim["devices"] if device in self.devices)
-        return Claim(**{**claim, "worker": f"{run}/{claim['worker']}", "devices": devices})
+    def _claim(self, run: str, claim: Claim) -> Claim:
+        devices = tuple(device for device in claim.devices if device in self.devices)
+        return replace(claim, worker=f"{run}/{claim.worker}", devices=devices)
 
+    @checked
     def _do_acquire(self, run: str, gang: str) -> None:
         self._dispatch(self.coordinator.acquire(f"{run}/{gang}"))
 
+    @checked
     def _do_release(self, run: str, gang: str) -> None:
         self._dispatch(self.coordinator.release(f"{run}/{gang}"))
 
+    @checked
     def _do_cancel(self, run: str, gang: str) -> None:
         """The gang may have got its devices meanwhile, before the run was told."""
         waits = f"{run}/{gang}" in self.coordinator.waiting
         self._dispatch((self.coordinator.cancel if waits else self.coordinator.release)(f"{run}/{gang}"))
 
+    @checked
     def _do_done(self, run: str, verb: str, worker: str, gang: str) -> None:
         self._dispatch(self.coordinator.done(Action(verb, f"{run}/{worker}", gang)))
 
-    def _do_revise(self, run: str, claims: list[dict[str, Any]]) -> None:
-        self.coordinator.revise([self._claim(run, claim) for claim in claims])
+    @checked
+    def _do_revise(self, run: str, claims: list[Claim]) -> None:
+        named = [self._claim(run, claim) for claim in claims]
+        if unknown := {claim.worker for claim in named} - self.coordinator.claims.keys():
+            raise ValueError(f"no worker is called {', '.join(sorted(unknown))}")
+        self.coordinator.revise(named)
 
+    @checked
     def _do_progress(self, run: str, fraction: float | None) -> None:
         self.turns.reports(run, fraction, self.now)
 
+    @checked
     def _do_idle(self, run: str, gangs: list[str]) -> None:
         self.turns.set_idle(run, {f"{run}/{gang}" for gang in gangs}, self.now)
 
+    @checked
     def _do_loaded(self, run: str, seconds: float) -> None:
         self.turns.note_load_time(seconds)
+
+    def _do_alive(self, run: str) -> None:
+        """Renews the lease, as every message does."""
 
     # Messages to runs
 
@@ -356,6 +434,11 @@ class RecordedLeases(LeaseServer):
         with suppress(OSError):
             self._file.close()
         self.free()
+
+
+def run_of(gang: str) -> str:
+    """The run of a gang or worker: a of a/update."""
+    return gang.partition("/")[0]
 
 
 def is_stopped(pid: int) -> bool:

@@ -1,15 +1,19 @@
 """The socket over which several runs share devices: who may speak there, and what runs do when their parent is gone."""
 
+import builtins
 import json
 import os
 import signal
 import socket
 import subprocess
+import sys
 import tempfile
 import threading
 import time
 
 import pytest
+from pages import Page
+from share_record import check_hands
 
 from embodied.core.errors import EmbodiedError, StepGivenUp
 from embodied.runtime import shared_leases
@@ -17,7 +21,7 @@ from embodied.runtime.device_leases import GENERATE, TRAIN, Claim, Coordinator, 
 from embodied.runtime.device_sharing import DeviceSharing
 from embodied.runtime.shared_leases import SharedLeases
 from embodied.runtime.worker import Timers
-from embodied.sharing.lease_server import LeaseServer, RecordedLeases, is_stopped
+from embodied.sharing.lease_server import PROTOCOL, LeaseServer, RecordedLeases, is_stopped
 from embodied.sharing.run_turns import RECORD
 
 DEADLINE_S = 60
@@ -279,26 +283,118 @@ def test_a_mistake_of_a_run_is_its_own(parent):
     assert other.granted("update") and not one.alone
 
 
+ENTER = {"do": "enter", "n": 1, "protocol": PROTOCOL, "name": "trl", "devices": ["fake:0"], "lease_s": 5.0}
+JOIN = {"do": "join", "n": 2, "tiers": {}, "preemptible": [], "resident": [], "capacity": {}}
+JOIN["gangs"] = {"update": [{"worker": "all", "devices": ["fake:0"]}]}
+RELEASE = {"do": "release", "n": 3, "gang": "update"}
+
+
+def say(parent, *messages):
+    """What a process that is no run is answered to these messages."""
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as stranger:
+        stranger.settimeout(DEADLINE_S)
+        stranger.connect(str(parent.server.path))
+        lines = [message if isinstance(message, bytes) else json.dumps(message).encode() for message in messages]
+        stranger.sendall(b"\n".join(lines) + b"\n")
+        stranger.shutdown(socket.SHUT_WR)
+        return stranger.makefile().read()
+
+
 @pytest.mark.parametrize(
-    "line",
-    [b"{", b"[]", b'{"do": "acquire"}', b'{"do": "acquire", "n": 1, "gang": "a/update"}', b'{"do": "close", "n": 1}'],
+    ("messages", "problem"),
+    [
+        ([b"{"], "Expecting property name"),
+        ([b"[]"], "cannot be interpreted"),
+        ([{"do": "acquire"}], "'n'"),
+        ([{"do": "acquire", "n": 1, "gang": "a/update"}], "missing"),
+        ([ENTER | {"do": "close"}], "a program begins with enter, protocol embodied-leases/1"),
+        ([ENTER | {"protocol": "embodied-leases/0"}], "a program begins with enter, protocol embodied-leases/1"),
+        ([ENTER | {"devices": ["fake:0", "fake:7"]}], "fake:7 is not shared: fake:0, fake:1"),
+        ([ENTER | {"name": "a/b"}], "should match pattern"),
+        ([ENTER | {"lease_s": float("inf")}], "finite number"),
+        ([ENTER, ENTER | {"n": 2}], "_do_enter"),
+        ([ENTER, JOIN | {"tiers": {"update": 4}}], "less than or equal to 3"),
+        ([ENTER, JOIN | {"resident": ["other"]}], "no worker is called other"),
+        ([ENTER, JOIN | {"gangs": {"update": [{"worker": "all", "devices": [0]}]}}], "valid string"),
+        ([ENTER, JOIN, {"do": "revise", "n": 3, "claims": [{"worker": "x", "devices": []}]}], "no worker is called"),
+        ([ENTER, JOIN, RELEASE], "update gives back devices that it does not hold"),
+        ([ENTER, JOIN, RELEASE | {"do": "acquire", "gang": "x"}], "x asks for devices, but no such gang has joined"),
+    ],
 )
-def test_whoever_is_no_run_can_only_ask_to_add_one(parent, line):
+def test_what_is_not_of_the_protocol_is_refused_and_harms_no_run(parent, messages, problem):
     run = joined(parent, "a", "fake:0", "fake:1")
     with parent.lock:
         parent.server.expected.clear()  # this process is a run no longer
-    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as stranger:
-        stranger.settimeout(DEADLINE_S)
-        stranger.connect(str(parent.server.path))
-        stranger.sendall(line + b"\n")
-        assert stranger.recv(100) == b""
+    *_, last = say(parent, *messages).splitlines()
+    assert problem in json.loads(last)["error"]
     run.acquire("update")
     assert run.granted("update")
-    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as stranger:
-        stranger.settimeout(DEADLINE_S)
-        stranger.connect(str(parent.server.path))
-        stranger.sendall(json.dumps({"do": "add", "n": 1, "words": ["x"]}).encode() + b"\n")
-        assert json.loads(stranger.recv(1000)) == {"said": "['x']"}
+
+
+def test_a_process_that_is_no_run_may_ask_to_add_one(parent):
+    assert json.loads(say(parent, {"do": "add", "n": 1, "words": ["x"]})) == {"said": "['x']"}
+
+
+@pytest.fixture
+def program(parent, tmp_path):
+    """Starts a program with the page's client, which prints a line for each turn and each question that it reads."""
+    (tmp_path / "share.json").write_text(json.dumps({"socket": str(parent.server.path)}))
+    (Page("share_protocol.md").write(tmp_path) / "turns.py").write_text(
+        "from share_client import Share\n"
+        "share = Share('.', 'other', ['fake:0'], lease_s=5.0)\n"
+        "while True:\n    share.acquire()\n    print('turn', flush=True)\n"
+        "    while input() != 'release':\n        share.renew()\n        print('renewed', flush=True)\n"
+        "    share.release()\n    print('released', flush=True)\n"
+    )
+    process = subprocess.Popen(
+        [sys.executable, "-I", "-c", "import sys; sys.path.append('.'); import turns"],
+        **{
+            "cwd": tmp_path,
+            "stdin": subprocess.PIPE,
+            "stdout": subprocess.PIPE,
+            "stderr": subprocess.PIPE,
+            "text": True,
+        },
+    )
+    with process:
+        yield process
+        process.kill()
+
+
+def ask(program, word):
+    program.stdin.write(f"{word}\n")
+    program.stdin.flush()
+    return program.stdout.readline()
+
+
+def test_a_program_takes_turns_with_a_run_until_it_is_silent_while_the_run_waits(parent, program):
+    run = joined(parent, "a", "fake:0", "fake:1")
+    assert program.stdout.readline() == "turn\n"
+    run.acquire("update")
+    assert run.in_the_way("update") == {"program:other/update"} and not run.granted("update")
+    assert ask(program, "release") == "released\n"
+    until(lambda: run.granted("update"))
+    run.release("update")
+    assert program.stdout.readline() == "turn\n"
+    parent.ahead_s = 6.0
+    assert parent.server.end_late_programs() == []  # nobody waits
+    assert ask(program, "renew") == "renewed\n"
+    run.acquire("update")
+    parent.ahead_s = 9.0
+    assert parent.server.end_late_programs() == []
+    parent.ahead_s = 12.0
+    assert parent.server.end_late_programs() == ["program:other"]
+    until(lambda: run.granted("update"))
+    assert program.wait(DEADLINE_S) == -signal.SIGKILL and not parent.server.programs
+    check_hands(parent.lines)
+    assert [line["ends"] for line in parent.lines if "ends" in line] == ["failed"]
+
+
+def test_a_program_whose_share_has_ended_is_told(parent, program):
+    assert program.stdout.readline() == "turn\n"
+    parent.close()
+    assert ask(program, "release") == ""
+    assert issubclass(getattr(builtins, program.stderr.read().splitlines()[-1].partition(":")[0]), ConnectionError)
 
 
 def test_only_this_user_can_open_the_socket(parent):
