@@ -141,7 +141,21 @@ def write_episode(folder: Path, number: int, out: Path | None) -> Path:
             to.send_columns("video", [frames], rerun.VideoFrameReference.columns_nanos(times))
         for name, values in (steps or {}).items():
             log_steps(to, rerun, name, values)
+        pictures = [
+            *(["video"] if video else []),
+            *(name for name, values in (steps or {}).items() if values.ndim == 4),
+        ]
+        to.send_blueprint(layout(rerun.blueprint, pictures, [name for name in steps or {} if name not in pictures]))
     return out
+
+
+def layout(views: Any, pictures: list[str], curves: list[str]) -> Any:
+    """The viewer's first view: pictures on the left; the outcome, and curves with one plot a name on the right."""
+    left = [views.Spatial2DView(origin=name, name=name) for name in pictures]
+    right = [views.TimeSeriesView(origin=name, name=name) for name in curves]
+    outcome = views.TextDocumentView(origin="episode", name="episode")
+    columns = [*([views.Vertical(*left)] if left else []), views.Vertical(*right, outcome)]
+    return views.Blueprint(views.Horizontal(*columns))
 
 
 def recorded_steps(evaluation: Evaluation, number: int) -> dict[str, np.ndarray] | None:

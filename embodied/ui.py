@@ -278,7 +278,10 @@ class RunList:
         running = sum(entry.state == "running" for entry in entries)
         where = ", ".join(map(str, self.roots))
         listed = table(HEAD, [row_of(entry, now, beside) for entry in entries], numeric=False) | {"form": COMPARE}
-        others = [text("", (str(path), relative(path, beside)), note=False) for path in sorted(pages)]
+        shared = os.path.commonpath(self.roots)
+        others = [
+            text("", (str(path.relative_to(shared)), relative(path, beside)), note=False) for path in sorted(pages)
+        ]
         return page(
             "Runs - Embodied Loop",
             [section("", listed if entries else text(NO_RUNS.format(where))), section("Other pages", *others)],

@@ -83,8 +83,11 @@ def runs(tmp_path):
 
 
 def test_the_list_has_every_run_with_its_state_and_a_broken_one_says_why(runs):
+    for name in ("bench.html", "bench.data.json"):
+        (runs / "deep" / name).write_text("{}")
     with serving(runs) as server:
         _, shown = data(server, "/")
+        assert shown["sections"][1]["blocks"][0]["link"][0] == "deep/bench.html"
         (block,) = shown["sections"][0]["blocks"]
         rows = {row[0]["text"]: [one["text"] if isinstance(one, dict) else one for one in row] for row in block["rows"]}
         assert rows["a"][1:6] == ["pointmass_ppo", "pointmass reach", "finished", "75%", "500"]
