@@ -78,7 +78,8 @@ def options() -> str:
             lines += ["", f"## {section}", "", "| key | value [default] | meaning |", "| --- | --- | --- |"]
         only = f" *({', '.join(kinds)})*" if kinds[0] else ""
         value, _, meaning = text.partition("  ")
-        lines.append(f"| `{key}` | {cell(value)} | {cell(meaning)}{only} |")
+        value = cell(value).replace(r"\|", r"\|<wbr>")  # long lists of choices may wrap
+        lines.append(f"| `{key}` | {value} | {cell(meaning)}{only} |")
     return "\n".join(lines)
 
 

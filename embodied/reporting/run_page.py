@@ -190,11 +190,17 @@ def describe_subject(run: Run) -> str:
     if run.config:
         config = read_yaml(run.config)
         policy, algo = (config.get(key) or {} for key in ("policy", "algo"))
-        return f"{what_is_played(env_of(run))}, policy {policy.get('name')}, {algo.get('name')}"
+        learning = "imitation" if imitates(run) else algo.get("name")
+        return f"{what_is_played(env_of(run))}, policy {policy.get('name')}, {learning}"
     if not run.last:
         return ""
     env = run.last.results.get("protocol", {}).get("env", {})
     return f"{what_is_played(env)}, policy version {run.last.version}"
+
+
+def imitates(run: Run) -> bool:
+    """True for a run of embodied.sft, whose steps are examples."""
+    return run.info.get("command") == "sft"
 
 
 def what_is_played(env: dict[str, Any]) -> str:
@@ -222,10 +228,11 @@ def figures(run: Run) -> Block | None:
     if run.metrics:
         row = run.metrics[-1]
         speed = f"{row['env_steps'] / max(row['train_s'], 1e-9):,.0f}"
+        steps = "examples" if imitates(run) else "env steps"
         shown += [
-            ("env steps", f"{row['env_steps']:,}", f"{row['iteration']} iterations"),
+            (steps, f"{row['env_steps']:,}", f"{row['iteration']} iteration{'s' * (row['iteration'] != 1)}"),
             ("training time", duration(row["train_s"]), "without start and evaluations"),
-            ("env steps per second", speed, "on average"),
+            (f"{steps} per second", speed, "on average"),
         ]
         items = "episodes" if "faults/lost_episodes" in row else "decisions"  # of groups, or of a fixed horizon
         faults = [f"faults/{name}" for name in ("restarts", f"lost_{items}")]

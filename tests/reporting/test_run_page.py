@@ -98,6 +98,13 @@ def test_every_number_is_there(run, page_checker):
     assert "errors" in page.text and "neither success nor failure" in page.text
 
 
+def test_imitation_is_named_and_its_steps_are_examples(run, page_checker):
+    info = json.loads((run / "run.json").read_text())
+    (run / "run.json").write_text(json.dumps({**info, "command": "sft"}))
+    page = page_checker(report(read_run(run), run))
+    assert "imitation" in page.text and "examples per second" in page.text
+
+
 def test_a_report_counts_the_lost_episodes_of_groups(run, page_checker):
     rows = (run / "metrics.jsonl").read_text().replace("lost_decisions", "lost_episodes")
     (run / "metrics.jsonl").write_text(rows)
