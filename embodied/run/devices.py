@@ -8,6 +8,7 @@ files and from nvidia-smi, without imports that touch a device.
 from __future__ import annotations
 
 import csv
+import json
 import os
 import platform
 import re
@@ -25,11 +26,11 @@ from embodied.core.errors import ConfigError
 from embodied.core.options import written
 from embodied.envs import env_class
 from embodied.placement import PlacementError, PlacementPlan, PlannedHost
-from embodied.placement.grammar import parse_map
+from embodied.placement.grammar import parse_devices, parse_map, text_of
 from embodied.placement.topology import Gpu, Node, Topology, read_topology
 from embodied.policies.config import PolicyOptions
 from embodied.run import memory_check
-from embodied.run.memory_check import measured_memory, needs, vllm_cache
+from embodied.run.memory_check import NETWORKS, measured_memory, needs, vllm_cache
 from embodied.runtime import HostPlan, nodes_of
 
 if TYPE_CHECKING:
@@ -382,11 +383,10 @@ def check_memory(config: RunConfig, plan: PlacementPlan, machines: Topology, lea
     memories = memory_check.needs(config, plan, machines, learn)
     if over := [need for need in memories if need.least > need.has]:
         fewer = "policy.max_length" if config.policy.speaks else "env.num_envs"
-        saving = ""
-        if learn:
-            from embodied.run.devices import saving_options
-
-            saving = saving_options(config, plan, machines)
+        wanted = (config, plan, machines)
+        saving = (
+            (saving_options(*wanted, exact=True) or own_processes(*wanted) or saving_options(*wanted)) if learn else ""
+        )
         works = saving or f"a smaller policy, fewer {fewer} or larger machines"
         lines = [f"memory: {line}" for line in memory_check.describe_memory(over)]
         raise ConfigError("\n".join([*lines, f"that is more than the machines have; try {works}"]))
@@ -396,12 +396,35 @@ def check_memory(config: RunConfig, plan: PlacementPlan, machines: Topology, lea
 LORA_RANK = 32  # of the adapters in advice
 
 
-def saving_options(config: RunConfig, plan: PlacementPlan, machines: Topology) -> str:
+def own_processes(config: RunConfig, plan: PlacementPlan, machines: Topology) -> str:
+    """The map that gives critics and references processes of their own, where learner.shard divides them, and the
+    options with which it fits; "" if they have such processes, or if it saves too little."""
+    hosts: dict[str, list[PlannedHost]] = {}
+    for host in plan.hosts:
+        apart = [role for role in host.roles if role in NETWORKS]
+        rest = ",".join(role for role in host.roles if role not in apart)
+        for roles in filter(None, (rest, *apart)):
+            hosts.setdefault(roles, []).append(replace(host, roles=tuple(roles.split(","))))
+    divided = replace(plan, hosts=tuple(host for its in hosts.values() for host in its))
+    if len(divided.hosts) == len(plan.hosts) or not config.policy.speaks:
+        return ""
+    fits = not any(need.excess for need in needs(config, divided, machines))
+    options = "" if fits else saving_options(config, divided, machines, exact=True)
+    slots = {
+        roles: parse_devices(",".join(name for host in its for name in host.device_names))
+        for roles, its in hosts.items()
+    }
+    places = {roles: text_of([(slot.node, slot.kind, slot.devices[0]) for slot in its]) for roles, its in slots.items()}
+    return f"placement='{json.dumps(places)}' {options}".strip() if fits or options else ""
+
+
+def saving_options(config: RunConfig, plan: PlacementPlan, machines: Topology, exact: bool = False) -> str:
     """Options with which the plan fits, the most helpful first; "" if all of them save too little. Options that change
-    no result come first, a language model's precision and adapters last; KV caches are as large as fits."""
-    policy, exact = config.policy, {"checkpoint_activations": True, "reduce_each_pass": True}
+    no result come first, a language model's precision and adapters last (`exact`: not at all); KV caches are as large
+    as fits."""
+    policy, recomputing = config.policy, {"checkpoint_activations": True, "reduce_each_pass": True}
     alike: list[tuple[str, dict[str, Any]]] = [("learner", {"shard": plan.count("learner") > 1})]
-    alike += [("learner", {key: value}) for key, value in exact.items()]
+    alike += [("learner", {key: value}) for key, value in recomputing.items()]
     alike += [] if policy.speaks else [("learner", {"micro_batch_size": 1})]
     adapters = {"lora_rank": getattr(policy, "lora_rank", None) or LORA_RANK, "train_layers": None}
     others: list[tuple[str, dict[str, Any]]] = []
@@ -414,7 +437,7 @@ def saving_options(config: RunConfig, plan: PlacementPlan, machines: Topology) -
         *_, changed = changed, *smaller_caches(changed, plan)
         return inf if is_refused(changed) else sum(need.excess for need in needs(changed, plan, machines))
 
-    for kind in (alike, others):
+    for kind in (alike, [] if exact else others):
         while kind and excess(chosen):
             best = min(kind, key=lambda option: excess([*chosen, option]))
             if excess([*chosen, best]) >= excess(chosen):

@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import shlex
 from functools import partial
 
 import pytest
@@ -157,6 +158,24 @@ def test_a_critic_with_shards_is_planned_beside_learners_with_shards(shape_of, n
     told = " ".join(launch.planned(config, dry=True, roles=roles_of_run(EmbodiedLoop, config))[1].memory)
     critic, learner = (float(re.search(rf"\b{role} ([\d.]+)", told)[1]) for role in ("critic", "learner"))
     assert critic == pytest.approx(learner, rel=0.01) and learner < most
+
+
+@pytest.mark.slow
+def test_the_map_in_which_a_critic_has_processes_of_its_own_is_advised_and_fits(shape_of):
+    words = ["recipe=sums_ppo_critic", "run.start_from=null", f"policy.pretrained={shape_of('Qwen2.5-7B')}"]
+    words += ["policy.dtype=bfloat16", "policy.max_length=2048", "learner.pack_tokens=2048", "policy.max_running=32"]
+    words += ["policy.engine=vllm", "policy.cache_gb=9", "learner.checkpoint_activations=true"]
+    words += ["cluster.machines=8xGPU"]
+
+    def plan(*more):
+        config = load([*words, *more]).config
+        return launch.planned(config, dry=True, roles=roles_of_run(EmbodiedLoop, config))[1]
+
+    with pytest.raises(ConfigError, match="rollout: critic 1") as refused:
+        plan("placement=collocated")
+    advised = shlex.split(str(refused.value).rpartition("try ")[2])
+    assert '"critic": "gpu:0-7"' in advised[0] and "learner.shard=true" in advised
+    assert re.search(r"critic [1-6]\d\.", plan(*advised).memory[0])
 
 
 @pytest.mark.slow
