@@ -25,6 +25,7 @@ import tempfile
 import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from statistics import mean, median
 from typing import Any
@@ -344,9 +345,9 @@ def best_seconds(work: Callable[[], Any], device: str, tries: int = 5) -> float:
 
 
 def acting(policy: Any, asked: argparse.Namespace, read: float = 0.0) -> Figures:
-    """Decisions a second by rows, eager and recorded as graphs (unless compiled), beside the most that the device
-    allows: its rate of products, counted in a decision of one row, and then its bandwidth for `read` bytes of weights
-    (once for all rows; 0: all weights once)."""
+    """Decisions a second by rows, eager and recorded as graphs, beside the most that the device allows: its rate of
+    products, counted in a decision of one row, and then its bandwidth for `read` bytes of weights (once for all rows;
+    0: all weights once)."""
     import numpy as np
     from torch.utils.flop_counter import FlopCounterMode
 
@@ -364,7 +365,7 @@ def acting(policy: Any, asked: argparse.Namespace, read: float = 0.0) -> Figures
     for rows in (1,) if asked.tiny else (1, 8, 32):
         obs, noise = seen(policy, rows), draw.random((rows, width))
         bound = rows / max(read_s, rows * row_s)
-        for arm in ("",) if policy.config.compile else ("", "recorded_"):
+        for arm in ("", "recorded_"):
             policy.recordings = Recordings(device) if arm else None
             for _ in range(3 if arm else 0):  # fills the KV cache, is a first call, is recorded
                 policy.act(obs, noise)
@@ -424,51 +425,80 @@ def gradient_step(policy: Any, rows: int, algo: Any) -> Callable[[Any], None]:
     return step
 
 
+def profiled(work: Callable[[], Any], device: str) -> Figures:
+    """Number and seconds of the kernels of one call, and the slowest kernels; on a CPU of torch's operations."""
+    import torch
+    from torch.profiler import ProfilerActivity, profile
+
+    on_gpu = device == "cuda"
+    with profile(activities=[ProfilerActivity.CUDA if on_gpu else ProfilerActivity.CPU]) as seen:
+        work()
+        if on_gpu:
+            torch.cuda.synchronize()
+    kernels = seen.key_averages()
+    seconds = {
+        each.key: (each.self_device_time_total if on_gpu else each.self_cpu_time_total) / 1e6 for each in kernels
+    }
+    longest = sorted(seconds, key=seconds.__getitem__, reverse=True)[:8]
+    figures: Figures = {"kernels": sum(each.count for each in kernels), "kernels_s": sum(seconds.values())}
+    return figures | {f"{name[:60]}_s": seconds[name] for name in longest}
+
+
 def lora(asked: argparse.Namespace) -> Figures:
-    """One LoRA step of the model: its memory beside the planned memory, and MFU, the used share of the GPU's speed."""
+    """LoRA steps of the model, by the items of a pass: items a second beside what the GPU's peak allows, memory beside
+    the planned memory, and the kernels of a step. Steps compiled by torch.compile are measured on a GPU alone: on a CPU
+    its C++ compiler takes minutes."""
     import torch
     from torch.utils.flop_counter import FlopCounterMode
 
     from embodied.algorithms.config import PPOConfig
     from embodied.learners.config import LearnerConfig
     from embodied.learners.memory_estimate import count, made_up
-    from embodied.learners.model import Model
+    from embodied.learners.model import Model, compile_blocks
     from embodied.learners.worker import peak_rate
 
-    rank, rows = (2, 2) if asked.tiny else (32, 16)
+    rank, rows = (2, 2) if asked.tiny else (32, 32)
     policy = large("openvla", asked, lora_rank=rank)
     device = policy.device.type
     learn = gradient_step(policy, rows, PPOConfig(rollout_decisions=1, epochs=1, minibatch_size=rows))
-    parts = {"micro_batch_size": min(rows, 4), "checkpoint_activations": not asked.tiny}
-    model = Model(policy, LearnerConfig(**parts, graphs="off"))
-
-    def step() -> None:
-        learn(model)
-
     policy.cache.layers.clear()  # the cache of acting
+    kept = {"checkpoint_activations": not asked.tiny}
+    model = Model(policy, LearnerConfig(**kept))
+    figures: Figures = {}
+
+    def options(size: int, graphs: str) -> Any:
+        return LearnerConfig(**kept, micro_batch_size=size, graphs=graphs)
+
+    def items_per_s() -> float:
+        model.graphed = None
+        return rows / best_seconds(partial(learn, model), device, tries=1)
+
+    sizes = (1, 2) if asked.tiny else (4, 16, 32)
+    model.config = options(sizes[0], "off")
     with FlopCounterMode(display=False) as counter:  # it keeps all activations until the pass ends
-        step()
-    if device == "cuda":
-        torch.cuda.reset_peak_memory_stats()
-    seconds = best_seconds(step, device, tries=2)
-    peak = torch.cuda.max_memory_allocated() if device == "cuda" else 0
-    mfu = counter.get_total_flops() / seconds / peak_rate(device, policy.dtype)
-    plan = count(empty("openvla", asked, lora_rank=rank), model.config, made_up(policy, min(rows, 4)))
-    model.config = LearnerConfig(**parts, graphs="on")
-    replayed = rows / best_seconds(step, device, tries=2)
-    model.graphed = None
-    compiled = Model(policy, LearnerConfig(**parts, graphs="off", compile=True))
-    faster = rows / best_seconds(lambda: learn(compiled), device, tries=2)
-    figures = {"items_per_s": {"measured": rows / seconds, "bound": rows / seconds / mfu}}
-    figures["memory_GB"] = {"measured": peak / 1e9, "plan": plan.total / 1e9}
-    return figures | {"recorded_items_per_s": replayed, "compiled_items_per_s": faster}
+        learn(model)
+    bound = rows * peak_rate(device, policy.dtype) / counter.get_total_flops()
+    for size in sizes:
+        model.config = options(size, "off")
+        if device == "cuda":
+            torch.cuda.reset_peak_memory_stats()
+        figures[f"items_per_s_{size}"] = {"measured": items_per_s(), "bound": bound}
+        peak = torch.cuda.max_memory_allocated() if device == "cuda" else 0
+        plan = count(empty("openvla", asked, lora_rank=rank), model.config, made_up(policy, size)).total
+        figures[f"memory_GB_{size}"] = {"measured": peak / 1e9, "plan": plan / 1e9}
+    figures |= profiled(partial(learn, model), device)
+    model.config = options(size, "on")
+    figures[f"recorded_items_per_s_{size}"] = items_per_s()
+    if not asked.tiny:
+        model.config = options(size, "off")
+        compile_blocks(policy)
+        figures[f"compiled_items_per_s_{size}"] = items_per_s()
+    return figures
 
 
 def pi0(asked: argparse.Namespace) -> Figures:
-    """Acting of Pi0, as it is and with policy.compile."""
-    figures = acting(large("pi0", asked), asked)
-    compiled = acting(large("pi0", asked, compile=True), asked)
-    return figures | {f"compiled_{name}": figure for name, figure in compiled.items()}
+    """Acting of Pi0: a chunk in four steps."""
+    return acting(large("pi0", asked), asked)
 
 
 def smolvla(asked: argparse.Namespace) -> Figures:

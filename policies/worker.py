@@ -74,7 +74,7 @@ class PolicyWorker(Worker):
         self.cache_bytes = 0  # its largest working memory so far
         self.checks = FiniteChecks()  # checks of answers on a device, until a rollout ends
         self.recordings: Recordings | None = None
-        if not (graphs == "off" or config.compile):
+        if graphs != "off":
             from embodied.runtime.device_graphs import Recordings
 
             self.recordings = Recordings(device)

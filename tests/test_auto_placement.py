@@ -127,6 +127,16 @@ def test_a_profile_of_other_machines_is_not_used_and_it_is_said_why(tmp_path, mo
     assert f"{path} does not count: {why}" in plan.reason
 
 
+def test_a_profile_above_a_gpus_peak_is_not_used_and_it_is_said_why(tmp_path):
+    config = recipe(tmp_path)
+    path = store(config, constant(0.1), machines=H200, networks="gpu-H200")
+    stored = read_profile(path)
+    costs = stored.costs | {"policy": {"gpu-H200": Cost(constant(0.001), item_flop=1e13)}}
+    write_profile(replace(stored, costs=costs), path)
+    used, why = profile_for(config, H200)
+    assert used is None and f"{path} does not count: the profile's policy takes 0.001 s" in why
+
+
 def test_beside_a_gpu_the_plan_of_the_profile_puts_networks_there_and_sims_on_cores(tmp_path):
     config = recipe(tmp_path)
     store(config, Curve((1, 8), (0.01, 0.08)), machines=H200, networks="gpu-H200")

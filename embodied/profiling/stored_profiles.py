@@ -172,7 +172,9 @@ def profile_for(
     reason = ""
     for path in stored_profiles(config, roles):
         try:
-            other = why_not_this_policy(config) or why_it_does_not_count(read_profile(path), machines)
+            profile = read_profile(path)
+            other = why_not_this_policy(config) or why_it_does_not_count(profile, machines)
+            profile.check_speed(machines.classes())
         except PlacementError as err:
             other = str(err)
         if not other:

@@ -348,7 +348,6 @@ class CompiledDecoder(Decoder):
         dtype = torch.get_autocast_dtype(weight.device.type) if half else weight.dtype
         self.memory = [cache.room(layer, self._one_token(dtype)) for layer in range(stack.settings.depth)]
         for memory in (memory for pair in self.memory for memory in pair):
-            torch._dynamo.mark_static_address(memory)  # a CUDA graph may write to it
             memory[:, :, present.shape[1] :] = 0  # masked values must be finite
 
     def _one_token(self, dtype: torch.dtype) -> Tensor:

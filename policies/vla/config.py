@@ -125,8 +125,8 @@ class VLAConfig(LoraOptions):
     dtype: Literal["float32", "float64", "bfloat16"] = Field("float32", description="As for mlp.")
     compile: bool = Field(
         False,
-        description="Act with networks compiled by torch.compile: faster, after a minute at first. On a CPU it needs "
-        "a C++ compiler. A saved policy does not keep it.",
+        description="Act on CPUs with networks compiled by torch.compile: faster, after a minute at first; needs a C++ "
+        "compiler. GPUs record decisions instead (learner.graphs). A saved policy does not keep it.",
     )
 
 

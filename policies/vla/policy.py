@@ -293,27 +293,27 @@ class VLAPolicy(PublishedPolicy):
         return ours
 
 
-# Acting with functions compiled by torch.compile, on GPUs also replayed as CUDA graphs. Learning is not compiled. Fused
-# operations round like separate ones, so log-probs still equal the learner's. For a second number of rows or length of
-# prompts a function is compiled again, then for all sizes.
+# Acting with functions compiled by torch.compile, on CPUs: GPUs record whole decisions (`compute`). Learning is not
+# compiled. Fused operations round like separate ones, so log-probs still equal the learner's. For a second number of
+# rows or length of prompts a function is compiled again, then for all sizes.
 
 
 def for_acting(config: Any, function: Callable, device: torch.device) -> Callable:
-    """The function, compiled with `policy.compile=true`."""
-    return compiled(function, device.type) if config.compile and torch.is_inference_mode_enabled() else function
+    """The function, compiled on a CPU with `policy.compile=true`."""
+    chosen = config.compile and device.type == "cpu" and torch.is_inference_mode_enabled()
+    return compiled(function) if chosen else function
 
 
 @cache
-def compiled(function: Callable, device: str) -> Callable:
-    """A compiled function of modules and tensors for this kind of device. Modules are arguments, so that copies of a
-    policy share the program."""
-    if device == "cpu" and not any(map(shutil.which, (os.environ.get("CXX", ""), *COMPILERS))):
+def compiled(function: Callable) -> Callable:
+    """A compiled function of modules and tensors on a CPU. Modules are arguments, so that copies of a policy share the
+    program."""
+    if not any(map(shutil.which, (os.environ.get("CXX", ""), *COMPILERS))):
         raise ConfigError(
-            "policy.compile=true needs a C++ compiler where it acts on a CPU, and there is none: install g++ "
-            "(apt install g++), or set policy.compile=false"
+            "policy.compile=true needs a C++ compiler, and there is none: install g++ (apt install g++), or set "
+            "policy.compile=false"
         )
-    options = {"triton.cudagraphs": device == "cuda", "emulate_precision_casts": True, "compile_threads": 1}
-    fast = torch.compile(function, options=options)
+    fast = torch.compile(function, options={"emulate_precision_casts": True, "compile_threads": 1})
 
     @wraps(function)
     def call(*inputs: Any, **named: Any) -> Any:

@@ -53,7 +53,7 @@ def test_compiled_networks_take_new_weights():
 def test_without_a_compiler_it_says_what_to_do(monkeypatch):
     monkeypatch.setattr(shutil, "which", lambda name: None)
     with pytest.raises(ConfigError, match=r"install g\+\+ .*policy.compile=false"):
-        vla_policy.compiled(len, "cpu")
+        vla_policy.compiled(len)
 
 
 def test_a_program_that_a_killed_process_left_unfinished_is_compiled_again(monkeypatch, tmp_path):
@@ -66,7 +66,7 @@ def test_a_program_that_a_killed_process_left_unfinished_is_compiled_again(monke
         return x
 
     monkeypatch.setattr(torch, "compile", lambda function, options: run)
-    assert vla_policy.compiled(run, "cpu")(x=3) == 3
+    assert vla_policy.compiled(run)(x=3) == 3
 
 
 def test_a_saved_policy_does_not_keep_it(tmp_path):
