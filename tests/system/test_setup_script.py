@@ -3,6 +3,7 @@
 import importlib.util
 import json
 import re
+import sys
 from pathlib import Path
 
 import pytest
@@ -43,11 +44,30 @@ def test_without_a_card_torch_comes_without_cuda_and_else_from_the_index(setup, 
 
 @pytest.fixture
 def asked(setup, monkeypatch):
-    """The arguments of pip's calls."""
+    """The arguments of all installations."""
     asked = []
     monkeypatch.setattr(setup, "VLLM_STAMP", setup.VENV / "vllm")
-    monkeypatch.setattr(setup, "pip", lambda *arguments: asked.append(arguments))
+    monkeypatch.setattr(setup, "install", lambda *arguments: asked.append(arguments))
     return asked
+
+
+def test_uv_installs_with_the_settings_of_pip_and_pip_does_where_uv_fails(setup, monkeypatch):
+    ran = []
+
+    def run(command, env):
+        ran.append((command, env))
+        if command[0].endswith("uv"):
+            raise SystemExit("no such index")
+
+    monkeypatch.setattr(setup, "run_with_progress", run)
+    monkeypatch.setattr(setup, "PYTHON", Path(sys.executable))
+    monkeypatch.setenv("PIP_EXTRA_INDEX_URL", "file:///one file:///two")
+    monkeypatch.setenv("PIP_FIND_LINKS", "/one /two")
+    setup.install("numpy", "scipy")
+    (fetched, _), (by_uv, env), (by_pip, _) = ran
+    assert fetched[-1] == "uv" and by_uv[-2:] == by_pip[-2:] == ["numpy", "scipy"]
+    assert by_pip[1:3] == ["-m", "pip"] and by_pip[0] == sys.executable in by_uv
+    assert env["UV_INDEX"] == "file:///one file:///two" and env["UV_FIND_LINKS"] == "/one,/two"
 
 
 def test_without_a_card_vllm_is_the_one_for_cpus(setup, asked):
