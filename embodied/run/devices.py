@@ -475,12 +475,10 @@ def is_refused(config: RunConfig) -> bool:
 
 def smaller_caches(config: RunConfig, plan: PlacementPlan) -> Iterator[RunConfig]:
     """With smaller KV caches of vLLM, the largest first: whole gigabytes, down to one conversation."""
-    memory = measured_memory(config, plan.count("learner"))
-    least = memory.acting / 1e9 if memory else 1
-    given = vllm_cache(config) / 1e9
-    for cache in range(ceil(given) - 1, 0, -1):
-        if cache >= least:
-            yield config.with_values("policy", cache_gb=float(cache))
+    if smaller := range(ceil(vllm_cache(config) / 1e9) - 1, 0, -1):
+        memory = measured_memory(config, plan.count("learner"))
+        least = memory.acting / 1e9 if memory else 1
+        yield from (config.with_values("policy", cache_gb=float(size)) for size in smaller if size >= least)
 
 
 def differences(before: RunConfig, after: RunConfig) -> list[str]:
