@@ -6,6 +6,7 @@ import gc
 import os
 import sys
 import tempfile
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -148,6 +149,7 @@ def kept_fork_servers():
     from embodied.runtime import local, processes
 
     kept: dict[str, processes.ForkServer] = {}  # by the number of threads, which libraries read when they are loaded
+    starter = ThreadPoolExecutor(1)  # a server ends with the thread that starts it, as a cluster's threads do with it
 
     class KeptServers:
         def fork(self, boot, env, modules, fds):
@@ -156,7 +158,7 @@ def kept_fork_servers():
             threads = env.get("OMP_NUM_THREADS", "")
             if threads not in kept:
                 unmarked = {name: value for name, value in env.items() if name != processes.MARK}
-                kept[threads] = processes.ForkServer(unmarked, HOSTS_IMPORT, boot["path"])
+                kept[threads] = starter.submit(processes.ForkServer, unmarked, HOSTS_IMPORT, boot["path"]).result()
             return kept[threads].fork(boot, env, fds)
 
         def close(self):
@@ -168,6 +170,7 @@ def kept_fork_servers():
     local.ForkServers = processes.ForkServers
     for server in kept.values():
         server.close()
+    starter.shutdown()
 
 
 @pytest.fixture(autouse=True)

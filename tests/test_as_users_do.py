@@ -6,6 +6,9 @@ import sys
 
 import pytest
 
+from embodied.runtime import Cluster, HostPlan
+from embodied.runtime.processes import Forked
+
 FEW = ["env.num_envs=8", "algo.rollout_decisions=16", "algo.minibatch_size=32", "run.iterations=2", "eval.episodes=4"]
 FEW_GROUPS = ["env.num_envs=8", "algo.groups=4", "algo.group_size=2", "algo.filter=none", "run.iterations=2"]
 
@@ -30,3 +33,11 @@ def test_a_run_in_the_default_placement_starts_trains_evaluates_and_ends(tmp_pat
     assert len((run / "metrics.jsonl").read_text().splitlines()) == 2
     assert json.loads((run / "eval" / "v000002" / "results.json").read_text())["overall"]["episodes"] == 4
     assert bool(list(run.glob("logs/sim*.log"))) == (backend != "inline"), "hosts are processes"
+
+
+def test_hosts_of_other_tests_are_forked_from_one_server_that_outlives_their_clusters():
+    """Else each host of every test imports for seconds."""
+    for _ in range(2):
+        with Cluster("local", [HostPlan("only", ("a",))], timeout_s=60) as cluster:
+            process = cluster._backend.processes["only"].popen
+    assert isinstance(process, Forked)
