@@ -30,11 +30,11 @@ FAMILIES = {
     "openvla": (OpenVLAConfig(name="openvla", camera="top", temperature=1.6), ROBOT),
     "oft": (OpenVLAOFTConfig(**OFT, temperature=1.6), ROBOT),
     "oft that regresses": (OpenVLAOFTConfig(**OFT, head="l1"), ROBOT),
-    "pi0": (Pi0Config(name="pi0", steps=3, exploration="flow_noise"), ROBOT),
-    "pi0 whose expert learns": (Pi0Config(name="pi0", steps=3, train="expert"), ROBOT),
-    "pi05": (Pi0Config(name="pi05", steps=3, exploration="flow_noise"), ROBOT),
-    "smolvla": (SmolVLAConfig(name="smolvla", steps=3, exploration="flow_noise"), ROBOT),
-    "smolvla whose expert learns": (SmolVLAConfig(name="smolvla", steps=3, train="expert"), ROBOT),
+    "pi0": (Pi0Config(name="pi0", steps=2, exploration="flow_noise"), ROBOT),
+    "pi0 whose expert learns": (Pi0Config(name="pi0", steps=2, train="expert"), ROBOT),
+    "pi05": (Pi0Config(name="pi05", steps=2, exploration="flow_noise"), ROBOT),
+    "smolvla": (SmolVLAConfig(name="smolvla", steps=2, exploration="flow_noise"), ROBOT),
+    "smolvla whose expert learns": (SmolVLAConfig(name="smolvla", steps=2, train="expert"), ROBOT),
 }
 
 

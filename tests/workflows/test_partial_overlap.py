@@ -8,8 +8,9 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+import stepped
 from gated_env import wait_until
-from stepped import GRPO, ITERATIONS, PPO, Run
+from stepped import Run
 
 from embodied.workflows import rollout_manager
 from embodied.workflows.contract import UPDATE
@@ -19,6 +20,11 @@ OVERLAP = {"sim": "fake:0-1", "policy": "fake:2-3", "learner": "fake:3"}
 ALL_OVERLAP = {"sim": "fake:0-1", "policy": "fake:3", "learner": "fake:3"}
 ASYNC = ["pipeline.schedule=async", "pipeline.async_level=1"]
 SLOW = pytest.mark.slow
+ITERATIONS = 4
+PPO, GRPO = (
+    [*(word for word in words if not word.startswith("run.iterations")), f"run.iterations={ITERATIONS}"]
+    for words in (stepped.PPO, stepped.GRPO)
+)
 STOPS = 2  # of a gated env in a rollout
 
 

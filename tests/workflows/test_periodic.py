@@ -17,7 +17,7 @@ from embodied.policies.config import MLPConfig
 from embodied.policies.networks import MLPPolicy
 from embodied.workflows.groups import Groups
 
-ITERATIONS = 3
+ITERATIONS = 2
 GROUPS, SIZE = 6, 3
 ARGUMENTS = [
     "recipe=pointmass_grpo",
@@ -144,7 +144,8 @@ def test_periodic_equals_sync_with_other_options(tmp_path, options):
     assert far(found[1][1], found[0][1]) < 1e-10
 
 
-@pytest.mark.parametrize("backend", ["local", pytest.param("ray", marks=pytest.mark.slow)])
+@pytest.mark.slow  # quick: the shards of a run below are in processes
+@pytest.mark.parametrize("backend", ["local", "ray"])
 def test_processes_give_the_same_weights(sync, tmp_path, backend):
     with Run(tmp_path, PERIODIC, placement=TWO_SIMS, backend=backend) as run:
         rows = run.play()
@@ -293,11 +294,11 @@ def test_a_long_first_episode_is_no_delay(tmp_path):
 
 def test_a_resumed_run_equals_one_that_was_not_stopped(sync, tmp_path):
     with Run(tmp_path / "first", PERIODIC) as run:
-        run.play(0, 2)
+        run.play(0, 1)
         run.loop.save_learners(tmp_path / "saved")
         state = run.loop.source.save()
     assert not any(name.startswith("kept.") for name in state)
     with Run(tmp_path / "second", PERIODIC) as run:
-        assert run.loop.restore(tmp_path / "saved", dict(state), 2) == 0
-        run.play(2)
+        assert run.loop.restore(tmp_path / "saved", dict(state), 1) == 0
+        run.play(1)
         assert far(run.weights(), sync[1]) < 1e-10

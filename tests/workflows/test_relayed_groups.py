@@ -3,6 +3,7 @@
 import os
 import signal
 from dataclasses import replace
+from itertools import product
 
 import numpy as np
 import pytest
@@ -20,6 +21,7 @@ from embodied.workflows.rl_loop import EmbodiedLoop
 CARRIES = ["algo.filter=resample", "algo.filter_low=0.0", "algo.surplus=carry", "algo.groups=3", "algo.max_rounds=9"]
 ROBOTS = [*(one for one in GRPO if "minibatch" not in one), *ONE_STEP]
 PLACES = {"sim": "fake:0-1", "policy": "fake:2", "learner": "fake:3-4", "judge": "fake:5-6"}
+SLOW = pytest.mark.slow
 STRAIGHT = {role: devices for role, devices in PLACES.items() if role != "judge"}
 
 
@@ -81,13 +83,23 @@ def straight(tmp_path_factory):
     return play
 
 
-@pytest.mark.parametrize("schedule", ["sync", "periodic", "async"])
-@pytest.mark.parametrize("arguments", [ROBOTS, TALK], ids=["robots", "conversations"])
-@pytest.mark.parametrize("kind", [ONE_JUDGE, STREAMING, COLUMNS], ids=["together", "one_by_one", "columns"])
+WAYS = {"together": ONE_JUDGE, "one_by_one": STREAMING, "columns": COLUMNS}
+SCHEDULES = ("sync", "periodic", "async")
+
+
+def passes():
+    """Every pair of two of the three choices, in half of the cells; the other half is slow."""
+    for (number, way), (turn, schedule), talks in product(enumerate(WAYS), enumerate(SCHEDULES), (False, True)):
+        marks = [SLOW] if (number + turn + talks) % 2 else []
+        words = "conversations" if talks else "robots"
+        yield pytest.param(way, talks, schedule, marks=marks, id=f"{way}-{words}-{schedule}")
+
+
+@pytest.mark.parametrize(("way", "talks", "schedule"), [*passes()])
 def test_groups_that_pass_through_unchanged_are_learned_from_as_if_they_had_come_straight(
-    kind, arguments, schedule, straight, tmp_path
+    way, talks, schedule, straight, tmp_path
 ):
-    words = [*arguments, f"pipeline.schedule={schedule}"]
+    kind, words = WAYS[way], [*(TALK if talks else ROBOTS), f"pipeline.schedule={schedule}"]
     before, weights = straight(words)
     rows, passed = played(tmp_path / "passed", kind, *words)
     assert far(passed, weights) < (1e-9 if schedule == "periodic" else 1e-12)
@@ -118,7 +130,7 @@ def test_a_role_that_keeps_rewards_gets_the_groups_that_the_batch_uses_alone(sch
     assert sum(row["groups/dropped_out_of_bounds"] for _, row in rows) > 3
 
 
-@pytest.mark.parametrize("kind", [ONE_JUDGE, STREAMING, COLUMNS], ids=["together", "one_by_one", "columns"])
+@pytest.mark.parametrize("kind", [ONE_JUDGE, pytest.param(STREAMING, marks=SLOW), COLUMNS], ids=WAYS)
 def test_a_run_goes_on_with_the_groups_that_a_role_keeps_for_later_batches(kind, tmp_path):
     words = [*(one for one in ROBOTS if "algo.groups=" not in one), *CARRIES]
     rows, weights = played(tmp_path / "whole", kind, *words, count=4)
@@ -137,7 +149,7 @@ def test_a_run_goes_on_with_the_groups_that_a_role_keeps_for_later_batches(kind,
         assert far(run.weights(), weights) == 0
 
 
-@pytest.mark.parametrize("kind", [ONE_JUDGE, STREAMING], ids=["together", "one_by_one"])
+@pytest.mark.parametrize("kind", [pytest.param(ONE_JUDGE, marks=SLOW), STREAMING], ids=["together", "one_by_one"])
 def test_groups_of_a_sim_that_dies_on_their_way_to_a_role_are_left_out_and_counted(kind, tmp_path, monkeypatch):
     with Run(tmp_path, *ROBOTS, kind=kind, placement=PLACES, backend="local") as run:
         groups, send = run.loop.source, run.loop.source.hand_in
