@@ -146,8 +146,8 @@ def start(argv: list[str]) -> None:
 
 
 def call(*words: str | Mapping[str, Any]) -> dict[str, Any]:
-    """Benchmark from Python, like the command. Returns the content of bench.json: embodied.benchmark("pointmass_ppo",
-    "seconds=30")."""
+    """Benchmark from Python, like the command. Returns the content of bench.json: `embodied.benchmark("pointmass_ppo",
+    "seconds=30")`."""
     return json.loads((compare_placements(from_python(words)) / "bench.json").read_text())
 
 

@@ -54,7 +54,7 @@ def start(argv: list[str]) -> None:
 
 
 def call(*words: str | Mapping[str, Any]) -> dict[str, str]:
-    """Check an env from Python, like the command: embodied.check("env.name=my_envs:A"). Returns findings by topic.
+    """Check an env from Python, like the command: `embodied.check("env.name=my_envs:A")`. Returns findings by topic.
     Raises an error if the env breaks the contract."""
     findings = find(from_python(words))
     if findings is None:

@@ -51,7 +51,7 @@ def start(argv: list[str]) -> None:
 
 
 def call(*words: str | Mapping[str, Any]) -> Dataset:
-    """Collect from Python, like the command. Returns the dataset: embodied.collect("pointmass_ppo", "out=demos/A")."""
+    """Collect from Python, like the command. Returns the dataset: `embodied.collect("pointmass_ppo", "out=demos")`."""
     from embodied.datasets import read_dataset
 
     loaded = load(from_python(words), entry="collect")

@@ -88,7 +88,7 @@ def start(argv: list[str]) -> None:
 
 def call(policy: Run | Path | str, *words: str | Mapping[str, Any]) -> dict[str, Any]:
     """Evaluate from Python, like the command. Returns the content of results.json (for several policies
-    comparison.json): embodied.evaluate(run, "eval.episodes=200"). `policy` is anything that `checkpoint=` accepts."""
+    comparison.json): `embodied.evaluate(run, "eval.episodes=200")`. `policy` is anything that `checkpoint=` accepts."""
     checkpoint = policy.folder if isinstance(policy, Run) else policy
     loaded = load([f"checkpoint={checkpoint}", *from_python(words)], entry="evaluate")
     if loaded is None or loaded.dry_run:

@@ -148,8 +148,8 @@ def start(argv: list[str]) -> None:
 
 
 def call(*words: str | Mapping[str, Any]) -> dict[str, Any]:
-    """Plan from Python, like the command. Returns the content of plan.json: embodied.plan("pointmass_ppo",
-    "cluster=16xCPU")."""
+    """Plan from Python, like the command. Returns the content of plan.json: `embodied.plan("pointmass_ppo",
+    "cluster=16xCPU")`."""
     return json.loads((compare_predictions(from_python(words)) / "plan.json").read_text())
 
 

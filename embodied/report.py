@@ -72,7 +72,7 @@ def start(argv: list[str]) -> int:
 
 
 def call(*runs: Run | Path | str, out: Path | str | None = None) -> Path:
-    """Write a page from Python, like the command, and return its path: embodied.report(run, other, out="two.html"). A
+    """Write a page from Python, like the command, and return its path: `embodied.report(run, other, out="two.html")`. A
     run is what `embodied.train` returned, or a folder."""
     if not runs:
         raise ConfigError(WHICH_RUN)

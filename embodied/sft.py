@@ -33,7 +33,7 @@ def start(argv: list[str]) -> int:
 
 
 def call(*words: str | Mapping[str, Any]) -> Run:
-    """Imitate from Python, like the command, and return the run: embodied.sft("pointmass_ppo", "sft.data=demos/A")."""
+    """Imitate from Python, like the command, and return the run: `embodied.sft("pointmass_ppo", "sft.data=demos")`."""
     loaded = load(from_python(words), entry="sft")
     if loaded is None or loaded.dry_run:
         raise ConfigError(ON_COMMAND_LINE)

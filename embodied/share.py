@@ -93,7 +93,7 @@ def start(argv: list[str]) -> int:
 
 def call(*words: str | Mapping[str, Any]) -> dict[str, Run]:
     """Train several recipes on shared devices from Python, like the command. Returns the runs by name:
-    embodied.share("pointmass_ppo", "sums_grpo", {"env.num_envs": 64})."""
+    `embodied.share("pointmass_ppo", "sums_grpo", {"env.num_envs": 64})`."""
     order = read_order(from_python(words))
     if order.join or order.dry or order.plan:
         raise ConfigError("join=, --plan and --dry-run are for the command line")

@@ -74,7 +74,7 @@ def start(argv: list[str]) -> int:
 
 def call(*words: str | Mapping[str, Any]) -> RunGroup:
     """Run a sweep (or only several seeds) from Python, like the command. Returns the group with its runs, and with the
-    rates of its page: embodied.sweep("pointmass_ppo", "algo.lr=1e-4,1e-3", "seeds=0-2").rates."""
+    rates of its page: `embodied.sweep("pointmass_ppo", "algo.lr=1e-4,1e-3", "seeds=0-2").rates`."""
     argv = from_python(words)
     _, folder = run_several(argv, sweep=True)
     if folder is None:

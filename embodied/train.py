@@ -60,7 +60,7 @@ def start(argv: list[str]) -> int:
 def call(*words: str | Mapping[str, Any]) -> Run:
     """Train from Python, like the command, and return the run. User errors raise EmbodiedError.
 
-    embodied.train("pointmass_ppo", "env.num_envs=64", {"algo.lr": 1e-3})
+    `embodied.train("pointmass_ppo", "env.num_envs=64", {"algo.lr": 1e-3})`
     """
     from embodied.reporting.runs import read_run
 
