@@ -92,13 +92,13 @@ class CheckStage:
         """Print a finding; without a name it belongs to the last one."""
         topic = name or [*self.findings][-1]
         self.findings[topic] = "\n".join(filter(None, [self.findings.get(topic), text]))
-        print("\n".join(wrap(f"{name:<11} {text}", launch.WIDTH, subsequent_indent=" " * 12)), flush=True)
+        launch.say("\n".join(wrap(f"{name:<11} {text}", launch.WIDTH, subsequent_indent=" " * 12)))
 
     def print_progress(self, over: threading.Event) -> None:
         """Print the step in progress and the time since the start now and then, until it is `over`."""
         begun = time.monotonic()
         while not over.wait(TELL_S):
-            print(f"... {time.monotonic() - begun:.0f} s: {self.doing}", flush=True)
+            launch.say(f"... {time.monotonic() - begun:.0f} s: {self.doing}")
 
 
 @contextmanager
