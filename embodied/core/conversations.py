@@ -8,7 +8,8 @@ Prompt "5 6 7", answer "8 9", the env's reply "3", answer "2": tokens 5 6 7 8 9 
 
 If the chat template changes earlier turns, the stream *restarts*: it goes on with the whole conversation as the
 template renders it now, so each answer follows the tokens that the engine saw. With a template that leaves out the
-thought "8": tokens 5 6 7 8 9, then 5 6 7 9 3 2 with the mask F F F F F T.
+thought "8": tokens 5 6 7 8 9, then 5 6 7 9 3 2 with the mask F F F F F T. It restarts likewise if the env rewrites the
+conversation.
 
 A message may show pictures by name (`core.pictures`). The policy decides how many places of the stream a picture fills.
 The token of a place is -1 minus its number within the picture: with a picture of three places before "5 6", tokens are
@@ -90,6 +91,7 @@ class Prompt:
     has_more_turns: bool = False  # True if the env may reply to the answer and ask for another one
     written: WrittenTokens | None = None  # beginning of the answer, by a worker that had to stop
     history: tuple[tuple[Said, np.ndarray], ...] = ()  # earlier messages, each with its answer's tokens, if needed
+    forgotten: int = 0  # earlier answers that are in neither: the env has rewritten the conversation
 
 
 @dataclass(frozen=True)

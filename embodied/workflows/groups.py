@@ -84,6 +84,7 @@ class Groups(Collector):
         self.algo, self.text = config.algo, workers.spec.text
         self.listens = self.relays.streams or (self.sends_early and not self.relays.worker_groups)
         in_epochs = self.algo.prompts == "epochs"
+        self.plays_groups = self.text and env_class(config.env).plays_groups(config.env)
         self.questions = env_class(config.env).training_questions(config.env) if in_epochs else ()
         self.episodes = EpisodeList(
             config.seed, "train", workers.tasks, group_size=self.algo.group_size, questions=self.questions
@@ -161,9 +162,14 @@ class Groups(Collector):
         rollouts, first = self.rollouts, not self.batch.rounds
         if not (count := self.pool.wanted(self.batch.rounds, self.config.env.num_envs)):
             return {}
+        together = self.algo.group_size if self.plays_groups else 1  # episodes for the same sim
+        count = -(-count // together) * together
         specs, num_sims = self.specs_of(self.pool.deal(count)), len(rollouts.sims)
         by_task = not self.text and self.algo.groups % rollouts.num_tasks == 0 and rollouts.num_tasks > 1
-        blocks = deal_by_task([spec.task for spec in specs], num_sims) if by_task else env_blocks(count, num_sims)
+        blocks: Sequence[Sequence[int]] = [
+            range(block.start * together, block.stop * together) for block in env_blocks(count // together, num_sims)
+        ]
+        blocks = deal_by_task([spec.task for spec in specs], num_sims) if by_task else blocks
         samples = sampled([spec.index for spec in specs], self.config.run.samples) if first else frozenset()
         self.shares = {sim: [specs[at] for at in block] for sim, block in enumerate(blocks) if block}
         return {sim: Job(share, at_once=self.listens, samples=samples) for sim, share in self.shares.items()}

@@ -100,6 +100,14 @@ class Mixture(TextEnv):
         return min(part.kind.held_out(part.config) for part in parts_of(config).values())
 
     @classmethod
+    def rewrites(cls, config: Any) -> bool:
+        return any(part.kind.rewrites(part.config) for part in parts_of(config).values())
+
+    @classmethod
+    def plays_groups(cls, config: Any) -> bool:
+        return any(part.kind.plays_groups(part.config) for part in parts_of(config).values())
+
+    @classmethod
     def num_questions(cls, config: Any, task: str) -> int | None:
         part = parts_of(config)[task]
         return part.kind.num_questions(part.config, part.tasks[0])
@@ -134,6 +142,7 @@ class Mixture(TextEnv):
         self.env = self.envs.get(part.name) or part.kind(part.config, self.shared[part.name][1])
         self.envs[part.name] = self.env
         self.turns, self.most = 0, part.kind.longest_episode(part.config)
+        self.env.group_size = self.group_size
         # Seeds are dealt to tasks in turn, but a mixture may draw another task.
         said = self.env.reset(spec._replace(task=part.tasks[0], seed=int(draw.integers(2**31))))
         self.drawn = None if self.env.drawn is None else (self.source, self.env.drawn)
@@ -142,10 +151,13 @@ class Mixture(TextEnv):
     def step(self, answer: str) -> Turn:
         self.turns += 1
         turn = self.env.step(answer)
-        if not turn.done and self.turns >= self.most:
-            turn = replace(self.env.cut_short(turn), said=(), done=True)
+        if self.turns >= self.most and not (turn.done or turn.ends_sample):
+            turn = self.env.cut_short(turn)
+            turn = turn if turn.ends_sample else replace(turn, said=(), done=True)
+        self.turns = 0 if turn.ends_sample else self.turns
         if self.parts[self.source].config.reward == "success":
-            turn = replace(turn, reward=float(turn.success))
+            scores = None if turn.scores is None else [replace(one, reward=float(one.success)) for one in turn.scores]
+            turn = replace(turn, reward=float(turn.success), scores=scores)
         return turn
 
     def cut_short(self, turn: Turn) -> Turn:

@@ -51,6 +51,9 @@ class Turn:
     done: bool | None = None  # None: unless something was said
     facts: dict[str, Any] | None = None  # further values for transcripts: {"expected": "95"}
     dropped: str = ""  # why the conversation ends without counting, such as a failed scorer
+    restarts: bool = False  # True: `said` is the whole conversation so far, rewritten; needs `rewrites`
+    ends_sample: bool = False  # True: the conversation is over, and `said` begins the group's next one
+    scores: Sequence[Turn] | None = None  # by conversation of the group, how it ended, if one env plays all
 
     def __post_init__(self) -> None:
         if self.done is None:
@@ -70,6 +73,8 @@ class TextEnv(EnvCapabilities):
     _held_out: ClassVar[dict[Any, tuple[list, set, list]]] = {}  # drawn once in a process; last: the rest of `every`
     source: str = ""
     """The task of this conversation, if it is not that of the spec."""
+    group_size: int = 1
+    """The number of conversations of its group, set before `reset` if it plays them all."""
     drawn: Any = None
     """The question of this conversation, if `draw` chose it; the prompt may hide it, as in games."""
 
@@ -114,6 +119,17 @@ class TextEnv(EnvCapabilities):
     @classmethod
     def shows_pictures(cls, config: Any) -> bool:
         """True if its messages may show pictures, which only some policies can read."""
+        return False
+
+    @classmethod
+    def rewrites(cls, config: Any) -> bool:
+        """True if its turns may rewrite earlier messages (`Turn.restarts`)."""
+        return False
+
+    @classmethod
+    def plays_groups(cls, config: Any) -> bool:
+        """True if one env plays all conversations of a group, one after the other (`Turn.ends_sample`), and scores them
+        together at the end (`Turn.scores`)."""
         return False
 
     @classmethod

@@ -145,32 +145,48 @@ class Part:
         self.waiting, self.open = deque(self.tally.job.episodes), 0
         self.spec = self.kind.env_spec(self.config)
         self.turns = self.spec.max_episode_steps
+        self.rewrites, self.plays_groups = self.kind.rewrites(self.config), self.kind.plays_groups(self.config)
         self.rewards = RewardSum(self.config.rewards) if self.config.rewards else None
 
     def begin(self, timers: Timers) -> list[Conversation]:
         """Begin as many conversations as have room."""
-        wanted, alone = [], self.tally.job.alone
+        wanted: list[list[EpisodeSpec]] = []
+        alone = self.tally.job.alone
         while self.waiting and self.open + len(wanted) < self.rows:
             if self.waiting[0].index in alone and (self.open or wanted):
                 break
-            wanted.append(self.waiting.popleft())
-            if wanted[-1].index in alone:
+            wanted.append([self.waiting.popleft()])
+            while self.plays_groups and self.waiting and is_same_prompt(self.waiting[0], wanted[-1][0]):
+                wanted[-1].append(self.waiting.popleft())
+            if wanted[-1][0].index in alone:
                 break
         if wanted:
-            self.tally.add_begun(wanted)
+            self.tally.add_begun([spec for spec, *_ in wanted])
         self.open += len(wanted)
         with timers.measure("reset"):
-            return [self._opened(spec) for spec in wanted]
+            return [self._opened(*group) for group in wanted]
 
-    def end(self, conversation: Conversation) -> None:
-        """Make room for the next conversation."""
+    def go_on(self, conversation: Conversation) -> Conversation:
+        """The conversation that continues; if it has ended, the next one of its group."""
+        if (begun := conversation.successor) is None:
+            return conversation
+        if not begun.is_extra:
+            self.tally.add_begun([begun.spec])
+        return begun
+
+    def end(self, conversation: Conversation) -> list[Conversation]:
+        """Make room for the next conversation; returns all that have ended. Conversations of the group that the env has
+        not played wait for another one."""
         self.open -= 1
         self.free.append(conversation.env)
+        self.waiting.extendleft(reversed(conversation.others))
+        return [each for each in (*conversation.earlier, conversation) if not each.is_extra]
 
-    def _opened(self, spec: EpisodeSpec) -> Conversation:
+    def _opened(self, spec: EpisodeSpec, *others: EpisodeSpec) -> Conversation:
         env = self.free.pop() if self.free else self.kind(self.config, self.shared)
+        env.group_size = 1 + len(others)
         said = checked_said(env.reset(spec), self.kind, self.spec.pictures)
-        return Conversation(spec._replace(task=env.source or spec.task), env, said, self)
+        return Conversation(spec._replace(task=env.source or spec.task), env, said, self, others=others)
 
 
 @dataclass
@@ -190,6 +206,13 @@ class Conversation:
     scores: dict[str, float] = field(default_factory=dict)  # by env.rewards, without weights
     needs_history: bool = False  # True if the policy may render the conversation anew
     begin: int = 0  # turn with which the tokens of the next prompt begin: the latest restart
+    forgotten: int = 0  # turns before the env's latest rewriting of the conversation
+    # Of a group that one env plays:
+    others: tuple[EpisodeSpec, ...] = ()  # its next conversations
+    earlier: tuple[Conversation, ...] = ()  # its earlier ones, without their scores
+    successor: Conversation | None = None  # the next one, which has begun
+    is_extra: bool = False  # True if the env plays more than the group has
+    prompts_before: int = 0  # most prompts of others with its number
 
     def weighted(self, answer: str, turn: Turn, reward: float, over: bool) -> tuple[Turn, float]:
         """The turn and its reward by `env.rewards`; functions score the last answer."""
@@ -206,10 +229,11 @@ class Conversation:
         """Append an answer and the env's turn."""
         count = len(completion.tokens)
         said = count - completion.num_sampled  # tokens of the env's message
+        restarts = completion.restarts or 0 < self.forgotten == len(self.columns)
         self.needs_history |= completion.needs_history
         if completion.restarts:  # earlier pictures are shown again
             self.begin, self.first_picture = len(self.columns), len(self.pictures)
-            self.pictures += [name for before in self.turns for name in pictures_in(before["said"])]
+            self.pictures += [name for before in self.turns[self.forgotten :] for name in pictures_in(before["said"])]
         if count:  # otherwise the conversation has no room for another turn
             logprobs = np.zeros(count, np.float32)
             logprobs[said:] = completion.logprobs
@@ -221,7 +245,7 @@ class Conversation:
                     "rewards": np.zeros(count, np.float32),
                     "cut_off": np.zeros(count, bool),
                     "versions": np.full(count, completion.version, np.int64),
-                    "restart": (np.arange(count) == 0) & completion.restarts,
+                    "restart": (np.arange(count) == 0) & restarts,
                 }
             )
         if self.columns:
@@ -242,6 +266,30 @@ class Conversation:
             }
         )
         self.said = turn.said
+        if turn.restarts:
+            self.begin = self.forgotten = len(self.columns)
+            self.first_picture = len(self.pictures)
+
+    def begin_next(self) -> None:
+        """Begin the group's next conversation with the env's message."""
+        spec, *others = self.others or (self.spec,)
+        begun = {"others": (*others,), "earlier": (*self.earlier, self)}
+        if not self.others:
+            begun |= {"is_extra": True, "prompts_before": self.prompts_before + self.part.turns}
+        self.successor = Conversation(spec._replace(task=self.spec.task), self.env, self.said, self.part, **begun)
+
+    def add_score(self, turn: Turn) -> None:
+        """Take the env's score of the ended conversation."""
+        reward = own_reward(turn, self, self.turns[-1]["answer"])
+        if rewards := self.part.rewards:
+            scores = rewards.of_env(reward)
+            self.scores |= {name: self.scores.get(name, 0.0) + score for name, score in scores.items()}
+            reward = rewards.total(scores)
+        if self.columns:
+            self.columns[-1]["rewards"][-1] += reward
+        self.success[-1] = turn.success
+        self.turns[-1]["reward"] += reward
+        self.turns[-1]["facts"] |= turn.facts or {}
 
     def column(self, name: str) -> np.ndarray:
         """A column of all tokens so far."""
@@ -253,8 +301,9 @@ class Conversation:
 
     def history(self) -> tuple[tuple[Said, np.ndarray], ...]:
         """The messages and answers so far, for a policy that needs them."""
-        answers = [each["tokens"][each["sampled"]] for each in self.columns] if self.needs_history else []
-        return tuple((turn["said"], answer) for turn, answer in zip(self.turns, answers))
+        columns = self.columns[self.forgotten :] if self.needs_history else ()
+        answers = [each["tokens"][each["sampled"]] for each in columns]
+        return tuple((turn["said"], answer) for turn, answer in zip(self.turns[self.forgotten :], answers))
 
     @property
     def num_sampled(self) -> int:
@@ -307,7 +356,7 @@ class Conversation:
             obs["picture"] = np.full(count, "", object)  # its name where one begins
             begins = np.flatnonzero(tokens == FIRST_PLACE)
             obs["picture"][begins] = self.pictures[: len(begins)]
-        if self.needs_history:
+        if self.needs_history or self.part.rewrites:
             obs[RESTART] = self.column("restart")
         return Trajectory(
             ids=np.array([self.spec.index]),
@@ -380,7 +429,7 @@ class ConversationClient(RequestClient):
         job, spec = conversation.part.tally.job, conversation.spec
         override, limit = job.rules.get(spec.task, (job.rule, None))
         about = self.number, spec.index, conversation.said, tokens, pictures, limit, override, more
-        return Prompt(*about, history=history)
+        return Prompt(*about, history=history, forgotten=conversation.prompts_before + conversation.forgotten)
 
     def messages(self, requests: list[Prompt]) -> list[PromptBatch]:
         return [PromptBatch(self.source, tuple(requests))]
@@ -422,10 +471,8 @@ def play_conversations(
                     steps.begin(conversation, partial(pass_answer, conversation, completion))
             with timers.measure("step"):
                 stepped = steps.take_ended(wait_for_one=not talk.busy)
-            ended = [conversation for conversation, over in stepped if over]
-            for conversation in ended:
-                conversation.part.end(conversation)
-            talk.ask([*(conversation for conversation, over in stepped if not over), *begin()])
+            ended = [one for conversation, over in stepped if over for one in conversation.part.end(conversation)]
+            talk.ask([*(conversation.part.go_on(conversation) for conversation, over in stepped if not over), *begin()])
             if ended:
                 yield ended
     finally:
@@ -433,29 +480,39 @@ def play_conversations(
 
 
 def pass_answer(conversation: Conversation, completion: Completion) -> bool:
-    """Pass an answer to the env; returns True if the conversation is over."""
+    """Pass an answer to the env; returns True if the conversation is over, and those before it of a group that the env
+    plays."""
     turn = Turn(dropped=completion.dropped) if completion.dropped else conversation.env.step(completion.text)
     if not isinstance(turn, Turn):
         raise EmbodiedError(f"{type(conversation.env).__name__}.step returned {type(turn).__name__}, it must be a Turn")
-    last = completion.truncated or len(conversation.turns) + 1 >= conversation.part.turns
-    if last and not turn.done:
+    last = len(conversation.turns) + 1 >= conversation.part.turns or (completion.truncated and not turn.restarts)
+    if last and not (turn.done or turn.ends_sample):
         turn = conversation.env.cut_short(turn)
-    over = turn.done or not turn.said or last
+    over = turn.done or turn.ends_sample or not turn.said or last
     if turn.dropped:
-        conversation.problem = " ".join(str(turn.dropped).split())[:LONGEST_PROBLEM]
+        for one in (*conversation.earlier, conversation):
+            one.problem = " ".join(str(turn.dropped).split())[:LONGEST_PROBLEM]
         conversation.append_answer(completion, Turn(), 0.0)
         return True
-    reward = float(turn.success) if conversation.part.config.reward == "success" else float(turn.reward)
-    if not np.isfinite(reward):
-        raise EmbodiedError(
-            f"{type(conversation.env).__name__}.step gave the reward {reward} for {completion.text[:80]!r}"
-        )
+    reward = own_reward(turn, conversation, completion.text)
     if conversation.part.rewards:
         turn, reward = conversation.weighted(completion.text, turn, reward, over)
     conversation.append_answer(completion, turn, reward)
-    if not over:
+    if turn.ends_sample or not over:
         checked_said(turn.said, type(conversation.env), conversation.part.spec.pictures)
-    return over
+    if turn.ends_sample:
+        conversation.begin_next()
+    for one, score in zip((*conversation.earlier, conversation), turn.scores or ()):
+        one.add_score(score)
+    return over and not turn.ends_sample
+
+
+def own_reward(turn: Turn, conversation: Conversation, answer: str) -> float:
+    """The env's reward of a turn, as `env.reward` has it."""
+    reward = float(turn.success) if conversation.part.config.reward == "success" else float(turn.reward)
+    if not np.isfinite(reward):
+        raise EmbodiedError(f"{type(conversation.env).__name__}.step gave the reward {reward} for {answer[:80]!r}")
+    return reward
 
 
 # Steps of several conversations at the same time
@@ -525,6 +582,11 @@ class SideBySide:
 
 
 OPTIONAL = "solution"  # a function with a parameter of this name gets a right answer, or None
+
+
+def is_same_prompt(one: EpisodeSpec, other: EpisodeSpec) -> bool:
+    held_out = one.init_state_id >= 0  # then the seed does not choose it
+    return one[: 2 if held_out else 3] == other[: 2 if held_out else 3]
 
 
 class RewardSum:

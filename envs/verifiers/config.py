@@ -25,6 +25,12 @@ class VerifiersConfig(TextConfig, NamedWithKind):
     kwargs: dict[str, Any] = Field(
         default_factory=dict, description="Its options: of load_environment, or as an [env] block."
     )
+    together: bool = Field(
+        False,
+        description="An episode of the environment plays a whole group of conversations, and scores them together. "
+        "false: it is one conversation, whose reward is the sum of its runs'.",
+    )
+    pictures: bool = Field(False, description="Its messages may show pictures (data URLs).")
     full_score: float = Field(1.0, description="Answers with at least this reward are successes.")
     score_s: float = Field(60.0, gt=0, description="Seconds for a reply or a score; then the conversation is dropped.")
     start_s: float = Field(600.0, gt=0, description="Seconds for loading it, including data sets.")

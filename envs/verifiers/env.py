@@ -4,6 +4,10 @@
 An example of the environment is a prompt, its rollout a conversation, and its rubric's score the reward at the end.
 Evaluations ask the examples of its eval_dataset, or without one the first 5%, at most 500, of its dataset.
 
+An episode of verifiers 0.4 may have several runs of an agent. With `env.together` they are the conversations of a
+group, one after the other, with a reward each; otherwise they are parts of one conversation. A request that does not
+extend the one before it rewrites the conversation.
+
 An environment calls the model, so the sim worker serves an OpenAI endpoint, on loopback and for clients that know the
 token. A chat request waits there until the policy has answered. `Bridge` is the endpoint and holds the process
 (`verifiers_child.py`); `Example` is one conversation. A process that dies, or sends no request or score in time, is
@@ -32,6 +36,7 @@ from typing import Any
 
 from embodied.core.conversations import TOOL_CALL, Message, Said
 from embodied.core.errors import ConfigError, EmbodiedError
+from embodied.core.pictures import DATA, short_name
 from embodied.core.types import EpisodeSpec
 from embodied.envs.text.text_env import TextEnv, Turn
 from embodied.envs.text.tools import call_of, json_in
@@ -44,6 +49,7 @@ PARKED_S = 86_400.0  # that a request waits for the policy; it covers pauses of 
 LARGEST = 64 << 20  # bytes of a request
 ROUTE = re.compile(r"/v1/(.+)")
 MODEL = re.compile(r"policy-(\d+)")  # the model's name in a request tells its conversation
+RUN = "X-Session-ID"  # the header of verifiers 0.4 that tells runs of agents apart
 FULL = {"message": "the context length of the policy is reached", "code": "context_length_exceeded"}
 FUNCTIONS = """# Tools
 
@@ -70,6 +76,7 @@ class ModelRequest:
 
     route: str
     body: dict[str, Any]
+    run: str  # the run of an agent that it belongs to
     replies: SimpleQueue = field(default_factory=SimpleQueue)
 
     def answer(self, status: int, reply: dict[str, Any]) -> None:
@@ -183,8 +190,9 @@ class Bridge(ThreadingHTTPServer):
             self.close()
             raise
 
-    def begin(self, held_out: bool, number: int) -> tuple[Child, int, SimpleQueue]:
-        """Let this example be rolled out; -> the process, the rollout's number there, and the queue of its requests."""
+    def begin(self, held_out: bool, number: int, runs: int | None) -> tuple[Child, int, SimpleQueue]:
+        """Let this example be rolled out; -> the process, the rollout's number there, and the queue of its requests.
+        `runs`: the number of answers that are scored together, if the environment does not say."""
         if self.child is not None and self.child.over.is_set():
             self.replace()
         if self.child is None:
@@ -193,7 +201,7 @@ class Bridge(ThreadingHTTPServer):
         self.child.mail[at] = mail
         if self.child.over.is_set():  # and it ended every rollout before this one began
             mail.put(ProcessDied())
-        self.child.send(begin=at, held_out=held_out, number=number)
+        self.child.send(begin=at, held_out=held_out, number=number, runs=runs)
         return self.child, at, mail
 
     def replace(self) -> None:
@@ -212,14 +220,14 @@ class Bridge(ThreadingHTTPServer):
         self.child = Child(self.config, "http://{}:{}".format(*self.server_address), self.key)
         return self.child.ready()
 
-    def park(self, route: str, body: dict[str, Any]) -> tuple[int, dict[str, Any]]:
+    def park(self, route: str, body: dict[str, Any], run: str) -> tuple[int, dict[str, Any]]:
         """Wait for the answer to a request."""
         child, model = self.child, str(body.get("model"))
         match = MODEL.fullmatch(model)
         mail = child.mail.get(int(match[1])) if child is not None and match else None
         if mail is None:
             return 404, {"error": {"message": f"there is no conversation of {model}"}}
-        request = ModelRequest(route, body)
+        request = ModelRequest(route, body, run)
         mail.put(request)
         try:
             return request.replies.get(timeout=PARKED_S)
@@ -230,15 +238,24 @@ class Bridge(ThreadingHTTPServer):
         """A broken connection ends its rollout only; the process is watched elsewhere."""
 
 
+@dataclass(frozen=True)
+class Asked:
+    """The environment's next request."""
+
+    said: Said  # the messages that are new, or all of them
+    restarts: bool = False  # True: all of them, since earlier ones have changed
+    begins_run: bool = False  # True: of an agent that has not asked before
+
+
 class Example:
     """An example in progress, with the policy's answers."""
 
-    def __init__(self, bridge: Bridge, held_out: bool, number: int) -> None:
-        self.bridge, self.where = bridge, (held_out, number)
+    def __init__(self, bridge: Bridge, held_out: bool, number: int, runs: int | None) -> None:
+        self.bridge, self.where = bridge, (held_out, number, runs)
         self.answers: list[str] = []
         self._begin()
 
-    def begin(self) -> Said:
+    def begin(self) -> Asked:
         """Its first request. A process that fails before it is replaced once."""
         try:
             said = self._next()
@@ -251,18 +268,17 @@ class Example:
             raise Lost("it ended before its first request")
         return said
 
-    def answer(self, text: str) -> Said | dict[str, Any]:
+    def answer(self, text: str) -> Asked | dict[str, Any]:
         """Its next request, or its result if it has ended."""
         if self.child is not self.bridge.child or self.child.over.is_set():
             self._say_again()
         self.answers.append(text)
         return self._answer(text)
 
-    def stop(self) -> dict[str, Any] | None:
-        """End it now, and return its result; None if it has to continue."""
+    def stop(self) -> Asked | dict[str, Any]:
+        """End the agent's run now; returns the next request, or the result."""
         self.request.answer(400, {"error": {**FULL, "type": "invalid_request_error"}})
-        ended = self._next()
-        return ended if isinstance(ended, dict) else None
+        return self._next()
 
     def forget(self) -> None:
         """Drop the rest of the example."""
@@ -275,9 +291,11 @@ class Example:
         self.child, self.at, self.mail = self.bridge.begin(*self.where)
         self.known: list[dict[str, Any]] = []  # all messages so far, in the environment's form
         self.tools: list[dict[str, Any]] = []
+        self.runs: list[str] = []  # in the order of their first requests
+        self.run = ""  # of the latest request
         self.request: ModelRequest | None = None
 
-    def _answer(self, text: str) -> Said | dict[str, Any]:
+    def _answer(self, text: str) -> Asked | dict[str, Any]:
         # The package treats an empty answer as a server's failure.
         message = assistant_message(text or " ", self.tools, len(self.known))
         self.known.append(role_and_content(message, self))
@@ -287,7 +305,7 @@ class Example:
         self.request.answer(200, reply)
         return self._next()
 
-    def _next(self) -> Said | dict[str, Any]:
+    def _next(self) -> Asked | dict[str, Any]:
         """Waits for the next request, or for the end."""
         config, self.request = self.bridge.config, None
         try:
@@ -300,31 +318,30 @@ class Example:
             raise Lost("the environment's process died")
         if isinstance(event, dict):
             self.child.mail.pop(self.at, None)
+            if "refused" in event:
+                self.refuse(event["refused"])
             if "error" in event:
                 raise Lost(f"the environment failed: {event['error']}")
             return event
         self.request = event
         return self._new_messages(event)
 
-    def _new_messages(self, request: ModelRequest) -> Said:
-        """The messages of a request that are new."""
+    def _new_messages(self, request: ModelRequest) -> Asked:
+        """The messages of a request that are new, or all if earlier ones have changed."""
         body = request.body
         if request.route != "chat/completions" or body.get("stream") or body.get("n") not in (None, 1):
             wanted = {"route": request.route, "stream": body.get("stream"), "n": body.get("n")}
             self.refuse(f"it asks for something else than one chat completion: {wanted}")
         messages, tools = [role_and_content(one, self) for one in body["messages"]], body.get("tools") or []
-        known = self.known
-        if messages[: len(known)] != known or len(messages) == len(known) or (known and tools != self.tools):
-            at = next((at for at, (a, b) in enumerate(zip(known, messages, strict=False)) if a != b), len(messages))
-            was, now = (repr(one[at])[:120] if at < len(one) else "nothing" for one in (known, messages))
-            what = "its tools" if messages[: len(known)] == known and len(messages) > len(known) else f"message {at}"
-            self.refuse(
-                f"it changes earlier messages, and a conversation can only be extended: {what}, {was}, is {now} now"
-            )
-        new = messages[len(known) :]
-        said = in_words(new, () if known else tools)
-        self.known, self.tools = messages, tools
-        return said
+        begins, other = request.run not in self.runs, bool(self.runs) and request.run != self.run
+        if other and not begins and self.bridge.config.together:
+            self.refuse("its runs ask in turns, but one has to end before the next begins; try env.together=false")
+        known = [] if other else self.known
+        extends = messages[: len(known)] == known and len(messages) > len(known) and (tools == self.tools or not known)
+        known = known if extends else []
+        self.runs += [request.run] if begins else []
+        restarts, self.known, self.tools, self.run = bool(self.known and not known), messages, tools, request.run
+        return Asked(in_words(messages[len(known) :], () if known else tools), restarts, begins)
 
     def refuse(self, why: str) -> None:
         """Raise an error: this kind of environment cannot be played here."""
@@ -347,14 +364,26 @@ def role_and_content(message: dict[str, Any], example: Example) -> dict[str, Any
     """A message with its role and content only."""
     content = message.get("content") or ""
     if isinstance(content, list):
-        if other := {part.get("type") for part in content} - {"text"}:
-            example.refuse(f"it says {', '.join(map(str, other))}, and a conversation here is text")
-        content = "".join(part["text"] for part in content)
+        pictures = {"image_url"} if example.bridge.config.pictures else set()
+        if other := {part.get("type") for part in content} - {"text"} - pictures:
+            advice = "" if other - {"image_url"} else "; try env.pictures=true"
+            example.refuse(f"it says {', '.join(map(str, other))}, and a conversation here is text{advice}")
+        content = [picture_in(part, example) if part["type"] == "image_url" else part for part in content]
+        if all(part["type"] == "text" for part in content):
+            content = "".join(part["text"] for part in content)
     calls = [
         {"id": call["id"], "function": {name: call["function"][name] for name in ("name", "arguments")}}
         for call in message.get("tool_calls") or ()
     ]
     return {"role": message["role"], "content": content} | ({"tool_calls": calls} if calls else {})
+
+
+def picture_in(part: dict[str, Any], example: Example) -> dict[str, str]:
+    """A picture of a message as a part of ours."""
+    url = part["image_url"]["url"] if isinstance(part["image_url"], dict) else part["image_url"]
+    if not DATA.match(url):
+        example.refuse(f"it shows the picture {short_name(url)}; only data URLs are read (data:image/png;base64,...)")
+    return {"type": "image", "image": url}
 
 
 class RequestHandler(BaseHTTPRequestHandler):
@@ -373,7 +402,7 @@ class RequestHandler(BaseHTTPRequestHandler):
             self.close_connection = True
         else:
             body = json.loads(self.rfile.read(length))
-            status, reply = self.server.park(match[1], body)
+            status, reply = self.server.park(match[1], body, self.headers.get(RUN, ""))
         data = json.dumps(reply).encode()
         self.send_response(status)
         self.send_header("Content-Type", "application/json")
@@ -396,10 +425,11 @@ def in_words(messages: Iterable[dict[str, Any]], tools: Sequence[dict[str, Any]]
     for message in messages:
         role, content = message["role"], message["content"]
         if role == "tool":
-            role, content = "user", f"<tool_response>\n{content}\n</tool_response>"
+            role, content = "user", between_tags(content)
         for call in message.get("tool_calls", ()):
             content += f"\n<tool_call>\n{written(call)}\n</tool_call>"
-        if said and said[-1]["role"] == role == "user" and message["role"] == "tool":
+        texts = said and isinstance(said[-1]["content"], str) and isinstance(content, str)
+        if texts and said[-1]["role"] == role == "user" and message["role"] == "tool":
             said[-1]["content"] += f"\n{content}"
         else:
             said.append({"role": role, "content": content})
@@ -408,6 +438,14 @@ def in_words(messages: Iterable[dict[str, Any]], tools: Sequence[dict[str, Any]]
         system = said.pop(0)["content"] + "\n\n" if said[0]["role"] == "system" else ""
         said.insert(0, {"role": "system", "content": system + functions})
     return tuple(said)
+
+
+def between_tags(content: Any) -> Any:
+    """A tool's result, which may have pictures."""
+    begin, end = "<tool_response>\n", "\n</tool_response>"
+    if isinstance(content, str):
+        return begin + content + end
+    return [{"type": "text", "text": begin}, *content, {"type": "text", "text": end}]
 
 
 def written(call: dict[str, Any]) -> str:
@@ -444,7 +482,11 @@ class Verifiers(TextEnv):
     @classmethod
     def check(cls, config: Any) -> None:
         super().check(config)
-        facts_of(config)
+        if (facts := facts_of(config))["compares"] and not config.together:
+            raise ConfigError(
+                f"env.name={config.name} ({facts['kind']}): its rubric scores several answers together; try "
+                "env.together=true"
+            )
 
     @classmethod
     def load(cls, config: Any) -> Bridge:
@@ -462,6 +504,18 @@ class Verifiers(TextEnv):
         return facts_of(config)["held_out"]
 
     @classmethod
+    def rewrites(cls, config: Any) -> bool:
+        return True
+
+    @classmethod
+    def plays_groups(cls, config: Any) -> bool:
+        return config.together
+
+    @classmethod
+    def shows_pictures(cls, config: Any) -> bool:
+        return config.pictures
+
+    @classmethod
     def num_questions(cls, config: Any, task: str) -> int:
         return facts_of(config)["train"]
 
@@ -477,29 +531,37 @@ class Verifiers(TextEnv):
             number = spec.init_state_id % facts["held_out"]
         else:
             number = self.choose(spec, facts["train"])
-        self.example = Example(self.shared, held_out, number)
+        runs = self.group_size if self.config.together else None
+        self.example = Example(self.shared, held_out, number, runs)
         try:
-            said = self.example.begin()
+            asked = self.example.begin()
         except Lost as err:
             which = f"{'held-out' if held_out else 'training'} example {number}"
             raise EmbodiedError(f"env.name={self.config.name}: {which} could not be asked: {err}") from None
         self.asked_for = asked_for(self.example.request.body)
-        return said
+        return asked.said
 
     def step(self, answer: str) -> Turn:
         try:
-            heard = self.example.answer(answer)
+            return self.turn_of(self.example.answer(answer))
         except Lost as err:
             return self.lost(err)
-        return self.last_turn(heard) if isinstance(heard, dict) else Turn(said=heard, facts=self.asked_for)
 
     def cut_short(self, turn: Turn) -> Turn:
         """The environment scores the conversation so far, as for a model without room for more."""
         try:
-            ended = self.example.stop()
+            turn = self.turn_of(self.example.stop())
         except Lost as err:
             return self.lost(err)
-        return self.last_turn(ended) if ended else self.lost(Lost("the environment did not stop when asked to"))
+        stopped = turn.done or turn.ends_sample
+        return turn if stopped else self.lost(Lost("the environment did not stop when asked to"))
+
+    def turn_of(self, heard: Asked | dict[str, Any]) -> Turn:
+        if isinstance(heard, dict):
+            return self.last_turn(heard)
+        ends_sample = heard.begins_run and self.config.together
+        restarts = heard.restarts and not ends_sample
+        return Turn(said=heard.said, done=ends_sample, facts=self.asked_for, restarts=restarts, ends_sample=ends_sample)
 
     def lost(self, err: Lost) -> Turn:
         self.example.forget()
@@ -507,8 +569,16 @@ class Verifiers(TextEnv):
         return Turn(dropped=str(err))
 
     def last_turn(self, ended: dict[str, Any]) -> Turn:
-        """The last turn of a conversation."""
-        self.example = None
+        """The last turn of a conversation, or of a group's."""
+        runs, self.example = self.example.runs, None
+        if not self.config.together:
+            return self.scored(ended)
+        by_run = {each["run"]: each for each in ended["runs"]}
+        if len({*runs} & by_run.keys()) < len(runs):
+            return Turn(dropped="the environment has not scored all runs of its agents")
+        return Turn(scores=[self.scored(by_run[run]) for run in runs])
+
+    def scored(self, ended: dict[str, Any]) -> Turn:
         reward = float(ended["reward"])
         scores = {name: round(value, 4) for name, value in ended["metrics"].items()}
         facts = {**self.asked_for, "expected": ended["answer"], "scores": scores, "raised": ended["raised"]}

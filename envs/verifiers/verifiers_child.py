@@ -4,11 +4,14 @@ It imports only the standard library and packages of that interpreter, not `embo
 object a line, first the environment to load:
 
     {"environment": "gsm8k", "kwargs": {}, "url": "http://127.0.0.1:1", "key": "..."}
-    -> {"train": 950, "held_out": 50, "turns": 1, "kind": "SingleTurnEnv", "version": "0.3.1"}, or {"problem": "..."}
+    -> {"train": 950, "held_out": 50, "turns": 1, "kind": "SingleTurnEnv", "compares": false, "version": "0.3.1"}, or
+    {"problem": "..."}
 
 then, if there is a url, examples, any number at a time. Their chat requests ask the model `policy-7` of `URL/v1`:
 
-    {"begin": 7, "held_out": false, "number": 3} -> {"ended": 7, "reward": 1.0, ...}, or {"ended": 7, "error": "..."}
+    {"begin": 7, "held_out": false, "number": 3} -> {"ended": 7, "reward": 1.0, "runs": [{"run": "a1", ...}], ...},
+    {"ended": 7, "error": "..."}, or {"ended": 7, "refused": "..."}
+    {"begin": 7, "held_out": false, "number": 3, "runs": 8}: of a rubric that scores eight answers together
     {"end": 7}, to drop the rest of it
 """
 
@@ -30,6 +33,9 @@ ENDLESS = 10_000  # tasks that are taken from an endless taskset
 END_S = 10.0  # this long after its worker has died, a hung environment's process ends
 LONGEST = 1000  # characters of texts for people
 KEY = "EMBODIED_API_KEY"  # verifiers 0.4 reads our endpoint's key here, and keeps names like this one from tools
+RUN_HEADER = "X-Session-ID"  # tells which run of an agent sends a request; verifiers 0.4 sets it
+RUN = ContextVar("run", default="")
+GROUP = ContextVar("group", default=None)  # whose turn it is, if several answers are scored together
 RAISED = ContextVar("raised", default=None)  # exceptions of an example's reward functions, which count as 0
 
 
@@ -50,7 +56,8 @@ def main():
         env, version = open_environment(asked["environment"], asked["kwargs"])
     except Problem as err:
         return say(problem=str(err))
-    say(train=len(env.train), held_out=len(env.held_out), turns=env.turns, kind=env.kind, version=version)
+    facts = {"turns": env.turns, "kind": env.kind, "compares": env.compares, "version": version}
+    say(train=len(env.train), held_out=len(env.held_out), **facts)
     if asked["url"]:
         asyncio.run(serve(env, asked["url"], asked["key"], say, commands))
 
@@ -125,10 +132,9 @@ class DatasetEnvironment:
     def __init__(self, verifiers, name, kwargs):
         self.env, self.wrapped = verifiers.load_environment(name, **kwargs), verifiers.OpenAIChatCompletionsClient
         every = (self.env, *getattr(self.env, "envs", ()))
-        if any(getattr(one, "requires_group_rollouts", False) for one in every):
-            raise Problem(
-                f"{type(self.env).__name__}: its rubric scores several answers together, but each is scored alone here"
-            )
+        self.compares = any(getattr(one, "requires_group_rollouts", False) for one in every)
+        for one in every[1:] or every:
+            one.rollout = in_turn(one.rollout)
         self.train, self.held_out = split_examples(
             *([*(built(self.env, name) or ())] for name in ("dataset", "eval_dataset"))
         )
@@ -139,18 +145,49 @@ class DatasetEnvironment:
     async def connected(self, url, key):
         from openai import AsyncOpenAI, DefaultAsyncHttpxClient
 
-        http = DefaultAsyncHttpxClient(trust_env=False)  # no proxy for our endpoint
+        async def name_run(request):
+            request.headers[RUN_HEADER] = RUN.get()
+
+        # no proxy for our endpoint
+        http = DefaultAsyncHttpxClient(trust_env=False, event_hooks={"request": [name_run]})
         # There is no time limit for an answer, and a repeated request would confuse our endpoint.
         client = AsyncOpenAI(base_url=f"{url}/v1", api_key=key, timeout=None, max_retries=0, http_client=http)
         self.client = self.wrapped(client)
         yield
 
-    async def roll(self, example, model):
-        """Play an example; returns its score."""
+    async def roll(self, example, model, runs=None):
+        """Play an example; returns its score. With `runs` it is played so often, and all are scored together."""
         RAISED.set(raised := [])
         sampling = deepcopy(self.env.sampling_args)
-        output = await self.env.run_rollout(deepcopy(example), self.client, model, sampling)
-        return what_counts(output) | {"raised": raised}
+        if runs is None:
+            output = await self.env.run_rollout(deepcopy(example), self.client, model, sampling)
+            return what_counts(output) | {"raised": raised}
+        GROUP.set(Turns())
+        outputs = await self.env.run_group([deepcopy(example) for _ in range(runs)], self.client, model, sampling)
+        scores = [what_counts(output) for output in outputs]
+        failed = next((score for score in scores if "error" in score), None)
+        return failed or {"runs": [{"run": str(at), "raised": raised, **score} for at, score in enumerate(scores)]}
+
+
+class Turns:
+    """Whose turn it is in a group."""
+
+    def __init__(self):
+        self.free, self.begun = asyncio.Lock(), 0
+
+
+def in_turn(roll):
+    """Lets the rollouts of a group play one after the other, and names their requests."""
+
+    async def play(*what, **more):
+        if (turns := GROUP.get()) is None:
+            return await roll(*what, **more)
+        async with turns.free:
+            RUN.set(str(turns.begun))
+            turns.begun += 1
+            return await roll(*what, **more)
+
+    return play
 
 
 def built(env, name):
@@ -197,6 +234,8 @@ class TasksetEnvironment:
 
     Agents chat in this process (`chat`): the package would start a program for each conversation, which needs uv."""
 
+    compares = False  # True: every reward depends on other answers
+
     def __init__(self, vf, name, kwargs):
         from verifiers.v1.harnesses.null import NullHarness
 
@@ -240,21 +279,33 @@ class TasksetEnvironment:
         async with self.env.serving():
             yield
 
-    async def roll(self, example, model):
-        """Roll a task out; returns its reward and other fields."""
-        context = self.vf.ModelContext(model=model, client=self.client)
-        episode = await self.env.run_episode(example["task"], context)
+    async def roll(self, example, model, runs=None):
+        """Roll a task out; returns its reward and other fields. The environment says how many runs it has."""
+        context, refused = self.vf.ModelContext(model=model, client=self.client), []
+
+        def watch(trace):
+            if trace.agent.config.model == model and not trace.agent.trainable:
+                refused.append(trace.agent.name)
+                raise RuntimeError(f"{trace.agent.name} asks the policy")
+
+        episode = await self.env.run_episode(example["task"], context, on_trace=watch)
+        if refused:
+            role = refused[0]
+            why = f"its agent {role} is not to be trained, but asks the policy; give it a model of its own: "
+            return {"refused": why + f"env.kwargs={{{role}: {{model: NAME, client: {{base_url: URL}}}}}}"}
         traces = [trace for trace in episode.traces if trace.agent.config.model == model]
         for error in [*episode.errors, *(error for trace in episode.traces if not trace.ok for error in trace.errors)]:
             return {"error": f"{error.type}: {error.message}"[:LONGEST]}
         if not traces:
             return {"error": "no agent of it asked the policy"}
-        rewards = {
-            name: reward.value for trace in traces for name, reward in trace.rewards.items() if reward is not None
-        }
-        metrics = {name: value for trace in traces for name, value in trace.metrics.items()}
         answer = getattr(example["task"].data, "answer", None)
-        return as_result(sum(trace.reward for trace in traces), metrics | rewards, answer) | {"raised": []}
+        runs = [as_result(trace.reward, scores_of(trace), answer) | {"raised": [], "run": trace.id} for trace in traces]
+        metrics = {name: value for run in runs for name, value in run["metrics"].items()}
+        return as_result(sum(run["reward"] for run in runs), metrics, answer) | {"raised": [], "runs": runs}
+
+
+def scores_of(trace):
+    return trace.metrics | {name: reward.value for name, reward in trace.rewards.items() if reward is not None}
 
 
 def row(task):
@@ -321,14 +372,15 @@ class Player:
     def do(self, command):
         if "begin" in command:
             number, examples = command["begin"], self.env.held_out if command["held_out"] else self.env.train
-            self.open[number] = asyncio.create_task(self.play(number, examples[command["number"]]))
+            play = self.play(number, examples[command["number"]], command.get("runs"))
+            self.open[number] = asyncio.create_task(play)
         elif command["end"] in self.open:
             self.open[command["end"]].cancel()
 
-    async def play(self, number, example):
+    async def play(self, number, example, runs):
         """Play an example and report its score."""
         try:
-            self.say(ended=number, **await self.env.roll(example, f"policy-{number}"))
+            self.say(ended=number, **await self.env.roll(example, f"policy-{number}", runs))
         except Exception as err:  # an environment's code may raise anything
             self.say(ended=number, error=f"{type(err).__name__}: {err}"[:LONGEST])
         finally:

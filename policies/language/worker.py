@@ -177,7 +177,7 @@ class LanguageWorker(PolicyWorker):
             shown = (*prompt.pictures, *pictures_in(prompt.said)) if self.policy.sight else ()
             rule = prompt.override
             sampling = rule and Sampling(self.seed, f"act/{rule.stream}", rule, self.engine.stops)
-            noise = prompt.episode + len(prompt.history) * ANOTHER_PROMPT
+            noise = prompt.episode + (prompt.forgotten + len(prompt.history)) * ANOTHER_PROMPT
             self.engine.add(Request(asked, tokens, limit, noise, sampling, shown, prompt.has_more_turns))
         return refused
 
@@ -195,7 +195,7 @@ class LanguageWorker(PolicyWorker):
     def _no_room(self, asked: OpenPrompt, version: int, count: int) -> Completion:
         """A first prompt that is too long drops its conversation. A later message that is too long ends the
         conversation as truncated and adds no tokens to it."""
-        if len(asked.prompt.tokens):
+        if len(asked.prompt.tokens) or asked.prompt.forgotten:
             self.no_room += 1
             return self._completion(replace(asked, said=(), restarts=False), NOTHING, version)
         why = f"a prompt of {count} tokens leaves no room for an answer within {self.policy.max_length}, the most that "

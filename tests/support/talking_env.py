@@ -4,6 +4,7 @@ With `env.kwargs` a fault strikes one sim worker, as in `faulty_env`.
 """
 
 import os
+from dataclasses import replace
 
 from faulty_env import Fault
 
@@ -127,3 +128,33 @@ class Chat(Persistent):
     def step(self, answer):
         turn = super().step(answer)
         return turn if turn.done else Turn(said=({"role": "user", "content": "again"},), done=False)
+
+
+class Forgets(Chat):
+    """Replies with another conversation."""
+
+    @classmethod
+    def rewrites(cls, config):
+        return True
+
+    def step(self, answer):
+        return replace(super().step(answer), restarts=True)
+
+
+class Ranked(Digits):
+    """Plays a group of up to two conversations, and rewards the longest of its answers."""
+
+    @classmethod
+    def plays_groups(cls, config):
+        return True
+
+    def reset(self, spec):
+        self.answers, self.asked = [], super().reset(spec)
+        return self.asked
+
+    def step(self, answer):
+        self.answers.append(answer)
+        if len(self.answers) < min(2, self.group_size):
+            return Turn(said=self.asked, ends_sample=True)
+        best = max(map(len, self.answers))
+        return Turn(scores=[Turn(float(len(one) == best)) for one in self.answers])

@@ -19,19 +19,22 @@ def stand_in(script):
 
 class Chat:
     def __init__(self, start, number):
-        self.start, self.number, self.messages, self.more = start, number, [], {}
+        self.start, self.number, self.messages, self.more, self.run = start, number, [], {}, "0"
 
     def ask(self, *messages):
         """Append these and the answer."""
         self.messages += messages
         model = f"policy-{self.number}"
         body = json.dumps({"model": model, "messages": self.messages, "max_tokens": 7, **self.more}).encode()
-        headers = {"Authorization": "Bearer " + self.start["key"]}
+        headers = {"Authorization": "Bearer " + self.start["key"], "X-Session-ID": self.run}
         where = f"{self.start['url']}/v1/chat/completions"
         with urllib.request.urlopen(urllib.request.Request(where, body, headers)) as reply:
             message = json.load(reply)["choices"][0]["message"]
         self.messages.append(message)
         return message
+
+
+PICTURE = "data:image/png;base64,AAAA"
 
 
 def user(text):
@@ -49,7 +52,8 @@ def play(plays, chat, example, right):
             message = chat.ask({"role": "tool", "tool_call_id": call["id"], "content": str(doubled)})
         return message["content"]
     if plays == "pictures":
-        return chat.ask({"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]})["content"]
+        url = "x" if example.endswith(" 1") else PICTURE
+        return chat.ask({"role": "user", "content": [{"type": "image_url", "image_url": {"url": url}}]})["content"]
     if plays == "streams":
         chat.more["stream"] = True
     answer = chat.ask({"role": "system", "content": "Add."}, user(f"{example}?"))["content"]
@@ -70,6 +74,20 @@ def play(plays, chat, example, right):
     return answer
 
 
+def siblings(chat, example):
+    """Three runs of an agent; the longest answer wins."""
+    answers = []
+    for chat.run in "abc":
+        chat.messages = []
+        answers.append(chat.ask(user(f"{example}?"))["content"])
+    best = max(map(len, answers))
+    runs = [
+        {"run": run, "reward": float(len(answer) == best), "metrics": {}, "answer": "", "raised": []}
+        for run, answer in zip("abc", answers)
+    ]
+    return {"reward": sum(run["reward"] for run in runs), "metrics": {}, "answer": "", "raised": [], "runs": runs}
+
+
 def main():
     start, lock = json.loads(sys.stdin.readline()), threading.Lock()
     plays = start["kwargs"].get("plays", "one turn")
@@ -81,13 +99,16 @@ def main():
     def roll(number, held_out, index):
         try:
             example = f"{'held out' if held_out else 'train'} {index}"
-            answer = play(plays, Chat(start, number), example, index)
+            chat = Chat(start, number)
+            if plays == "siblings":
+                return say(ended=number, **siblings(chat, example))
+            answer = play(plays, chat, example, index)
         except Exception as err:
             return say(ended=number, error=f"{type(err).__name__}: {err}")
         reward = {str(index): 1.0, f"{index} in part": 0.5}.get(answer, 0.0)
         say(ended=number, reward=reward, metrics={"right": reward}, answer=str(index), raised=[])
 
-    say(train=950, held_out=20, turns=1 if plays == "one turn" else 2, kind="StandInEnv", version="0")
+    say(train=950, held_out=20, turns=1 if plays == "one turn" else 2, kind="StandInEnv", compares=False, version="0")
     if start["url"]:
         for line in sys.stdin:
             asked = json.loads(line)

@@ -299,6 +299,19 @@ def test_conversations_of_several_turns_are_learned_from(tmp_path):
     assert found[0][0] == found[1][0] and far(found[0][1], found[1][1]) < 1e-10
 
 
+def test_groups_that_an_env_plays_and_scores_whole_are_equal_for_one_sim_and_for_two(tmp_path):
+    played, weights = [], []
+    for name, placement in ("one", ONE_OF_EACH), ("two", APART):
+        with Talk(tmp_path / name, "env.name=talking_env:Ranked", "algo.groups=6", placement=placement) as run:
+            played.append(told(run.some(2)))
+            weights.append(run.weights())
+    assert played[0] == played[1] and far(*weights) < 1e-10
+    for episodes in played[0]:
+        rewards = {index: reward for index, _, reward in episodes}
+        pairs = [(rewards[first], rewards[first + 1]) for first in rewards if first % 2 == 0]
+        assert len(rewards) == 24 and len({*pairs}) > 1 and (0.0, 0.0) not in pairs
+
+
 def test_answers_of_one_token_are_learned_from_though_all_are_cut_off(tmp_path):
     with Talk(tmp_path, "policy.max_tokens=1", "algo.groups=10", "algo.group_size=8", placement=ONE_OF_EACH) as run:
         ((episodes, row),) = run.some(1)

@@ -5,13 +5,14 @@ import io
 import threading
 from collections import deque
 from dataclasses import replace
+from typing import ClassVar
 
 import numpy as np
 import pytest
 
 from embodied.core.conversations import Completion, CompletionBatch
 from embodied.core.errors import DeadlineExceeded, EmbodiedError
-from embodied.core.types import EpisodeSpec, Job, Servers
+from embodied.core.types import RESTART, EpisodeSpec, Job, Servers
 from embodied.envs.config import ExternalEnvConfig
 from embodied.envs.player import Tally
 from embodied.envs.text.text_env import TextEnv, Turn
@@ -142,6 +143,67 @@ def test_earlier_turns_go_to_the_policy_as_tokens_and_only_what_is_new_as_text()
     prompts = [batch.prompts[0] for batch in policy.asked]
     assert [prompt.said for prompt in prompts] == ["5?", "6?", "7?"]
     assert [bytes(prompt.tokens.tolist()).decode() for prompt in prompts] == ["", "5?5", "5?56?6"]
+
+
+class Rewriting(Counting):
+    """Its next question replaces the conversation."""
+
+    @classmethod
+    def rewrites(cls, config):
+        return True
+
+    def step(self, answer):
+        return replace(super().step(answer), restarts=True)
+
+
+def test_a_rewritten_conversation_continues_without_its_earlier_tokens_which_are_learned_from():
+    policy = Policy()
+    (one,) = held(policy, [8], kind=Rewriting).values()
+    prompts = [prompt for batch in policy.asked for prompt in batch.prompts]
+    assert [(prompt.said, len(prompt.tokens), prompt.forgotten) for prompt in prompts] == [
+        ("8?", 0, 0),
+        ("9?", 0, 1),
+        ("10?", 0, 2),
+    ]
+    played = one.trajectory()
+    assert bytes(played.actions.ravel().tolist()).decode() == "8?89?910?10"
+    assert np.flatnonzero(played.obs[RESTART]).tolist() == [3, 6]
+
+
+class Ranked(Counting):
+    """Asks three times in an episode, and rewards the longest answer."""
+
+    sizes: ClassVar = []
+
+    @classmethod
+    def plays_groups(cls, config):
+        return True
+
+    def reset(self, spec):
+        self.answers = []
+        self.sizes.append(self.group_size)
+        return "1?"
+
+    def step(self, answer):
+        self.answers.append(answer)
+        if len(self.answers) < 3:
+            return Turn(said="and?", ends_sample=True)
+        best = max(map(len, self.answers))
+        return Turn(scores=[Turn(float(len(one) == best), success=len(one) == best) for one in self.answers])
+
+
+def test_an_env_plays_the_conversations_of_a_group_and_scores_them_together():
+    """Three at a time: of the second episode's, one is more than the group has."""
+    policy = Policy()
+    policy.say = lambda prompt: "x" * prompt.episode
+    played = held(policy, [1, 2, 3, 4, 5], rows=1, kind=Ranked)
+    assert Ranked.sizes == [5, 2]
+    rewards = {index: one.result().total_reward for index, one in played.items()}
+    assert rewards == {1: 0.0, 2: 0.0, 3: 1.0, 4: 0.0, 5: 1.0}
+    assert [one.result().success_once for one in played.values()] == [False, False, True, False, True]
+    prompts = [prompt for batch in policy.asked for prompt in batch.prompts]
+    assert [prompt.episode for prompt in prompts] == [1, 2, 3, 4, 5, 5]
+    assert [prompt.forgotten > 0 for prompt in prompts] == [False] * 5 + [True], "other noise"
 
 
 @pytest.mark.parametrize("rows", [1, 2, 5, 100])

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 from pydantic import TypeAdapter
-from verifiers_stand_in import stand_in
+from verifiers_stand_in import PICTURE, stand_in
 
 from embodied.core.errors import EmbodiedError
 from embodied.core.types import EpisodeSpec
@@ -153,11 +153,45 @@ def test_an_environment_that_fails_drops_the_conversation_with_the_reason(opened
     assert turn.dropped == "the environment failed: RuntimeError: no sandbox is left" and turn.reward == 0
 
 
+def test_an_environment_may_rewrite_the_conversation(opened):
+    env = opened("rewrites")
+    system, _ = env.reset(spec(5))
+    turn = env.step("perhaps 5")
+    rest = [("user", "something else?"), ("assistant", "perhaps 5"), ("user", "again, perhaps 5?")]
+    assert turn.restarts and turn.said == (system, *({"role": who, "content": words} for who, words in rest))
+    turn = env.step("5")
+    assert turn.success and not turn.restarts
+
+
+def test_runs_of_an_agent_are_parts_of_a_conversation_or_the_conversations_of_a_group(opened):
+    env = opened("siblings")
+    first = env.reset(spec(5))
+    parts = [env.step(answer) for answer in ("long", "short", "longer")]
+    assert [(turn.said, turn.restarts, turn.done) for turn in parts] == [
+        (first, True, False),
+        (first, True, False),
+        ((), False, True),
+    ]
+    assert parts[-1].reward == 1.0
+    env = opened("siblings", together=True)
+    env.reset(spec(5))
+    turns = [env.step(answer) for answer in ("long", "longer", "twelve")]
+    assert [turn.ends_sample for turn in turns] == [True, True, False]
+    assert [score.reward for score in turns[-1].scores] == [0.0, 1.0, 1.0]
+
+
+def test_pictures_come_as_data_urls(opened):
+    env = opened("pictures", pictures=True)
+    assert env.reset(spec(5)) == ({"role": "user", "content": [{"type": "image", "image": PICTURE}]},)
+    assert env.step("5").success
+    with pytest.raises(EmbodiedError, match="it shows the picture x; only data URLs are read"):
+        env.reset(spec(1))
+
+
 @pytest.mark.parametrize(
     ("plays", "why"),
     [
-        ("rewrites", "it changes earlier messages, and a conversation can only be extended: message 1, "),
-        ("pictures", "it says image_url, and a conversation here is text"),
+        ("pictures", "it says image_url, and a conversation here is text; try env.pictures=true"),
         ("streams", "it asks for something else than one chat completion: "),
     ],
 )

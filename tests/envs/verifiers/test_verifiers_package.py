@@ -16,6 +16,7 @@ from served_language import SECRET, served
 from tiny_language import PLAIN, build, publish
 
 from embodied import check
+from embodied.core.errors import ConfigError, EmbodiedError
 from embodied.core.types import EpisodeSpec
 from embodied.envs.config import EnvConfig
 from embodied.envs.verifiers import env as verifiers
@@ -91,12 +92,14 @@ def load_environment(kind="single", evaluated=True):
         return vf.EnvGroup([load_environment("single"), load_environment("multi")], env_names=["one", "many"])
 
     def best(completions, **kwargs) -> list[float]:
-        return [1.0 for _ in completions]
+        sizes = [len(given(one)) for one in completions]
+        return [float(size == max(sizes)) for size in sizes]
 
     return vf.SingleTurnEnv(rubric=vf.Rubric(funcs=[best]), **known)
 '''
 TASKSETS = '''
 import verifiers.v1 as vf
+from verifiers.v1.envs.best_of_n import BestOfNEnv
 
 
 class SumData(vf.TaskData):
@@ -145,6 +148,13 @@ class WithTools(vf.Taskset[ToolTask, SumsConfig]):
     of, load = ToolTask, Sums.load
 
 
+class Longest(BestOfNEnv):
+    async def finalize(self, task, episode):
+        sizes = [len(trace.last_reply) for trace in episode.traces]
+        for trace, size in zip(episode.traces, sizes):
+            trace.record_reward("longest", float(size == max(sizes)))
+
+
 class Guessing(vf.SingleAgentEnv):
     async def run(self, task, agents):
         async with agents.agent.interaction(task) as talk:
@@ -160,8 +170,13 @@ class Guessing(vf.SingleAgentEnv):
 if __name__ == "__main__":  # a tool server is a program
     Double.run()
 '''
-MODULES = {"my_sums": ["Sums"], "my_guesses": ["Guessing", "Sums"], "my_tools": ["WithTools", "Double"]}
-NAMES = {"single": "my-sums", "multi": "my-guesses", "tools": "my-tools"}
+MODULES = {
+    "my_sums": ["Sums"],
+    "my_guesses": ["Guessing", "Sums"],
+    "my_tools": ["WithTools", "Double"],
+    "my_ranks": ["Longest", "Sums"],
+}
+NAMES = {"single": "my-sums", "multi": "my-guesses", "tools": "my-tools", "ranks": "my-ranks"}
 
 
 @pytest.fixture(autouse=True)
@@ -175,9 +190,15 @@ def environments(tmp_path, monkeypatch):
     monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=":")
 
 
-def config(kind, **kwargs):
+def config(kind, together=False, **kwargs):
     name, kwargs = ("my-sums", {"kind": kind, **kwargs}) if OLD else (NAMES[kind], kwargs)
-    values = {"name": f"verifiers:{name}", "python": Path(PYTHON), "full_score": 1.5, "kwargs": kwargs}
+    values = {
+        "name": f"verifiers:{name}",
+        "python": Path(PYTHON),
+        "full_score": 1.5,
+        "kwargs": kwargs,
+        "together": together,
+    }
     return TypeAdapter(EnvConfig).validate_python(values)
 
 
@@ -185,9 +206,10 @@ def config(kind, **kwargs):
 def opened(environments):
     bridges = []
 
-    def open_env(kind):
-        bridges.append(Verifiers.load(config(kind)))
-        return Verifiers(config(kind), bridges[-1])
+    def open_env(kind, *options, **kwargs):
+        chosen = config(kind, *options, **kwargs)
+        bridges.append(Verifiers.load(chosen))
+        return Verifiers(chosen, bridges[-1])
 
     yield open_env
     for bridge in bridges:
@@ -252,6 +274,31 @@ def test_a_mixture_and_an_environment_without_an_eval_dataset(opened):
     assert env.step("7").said[0]["content"] == "7 is wrong, 2 left"
     assert env.step("111").success
     assert Verifiers.held_out(config("single", evaluated=False)) == 2
+
+
+def test_answers_that_are_scored_together_are_the_conversations_of_a_group(opened):
+    env = opened("ranks", True) if OLD else opened("ranks", True, n=3)
+    env.group_size = 3
+    begun(env, 1)
+    turns = [env.step(answer) for answer in ("113", "hundreds", "111")]
+    assert [turn.ends_sample for turn in turns] == [True, True, False]
+    assert turns[0].said[-1] == {"role": "user", "content": "56+57="}
+    rewards = [score.reward for score in turns[-1].scores]
+    assert rewards == ([0.0, 1.0, 0.0] if OLD else [1.5, 1.0, 0.5])
+    if OLD:
+        with pytest.raises(ConfigError, match=r"scores several answers together; try env.together=true"):
+            Verifiers.check(config("ranks"))
+    else:
+        env = opened("ranks", n=2)
+        begun(env)
+        assert env.step("111").restarts and env.step("111").reward == 5.0
+
+
+@pytest.mark.skipif(OLD, reason="of agents")
+def test_an_agent_that_is_not_trained_needs_a_model_of_its_own(opened):
+    env = opened("single", id="user-sim")
+    with pytest.raises(EmbodiedError, match="its agent user is not to be trained, but asks the policy"):
+        begun(env)
 
 
 ASKS = """
