@@ -53,6 +53,13 @@ class GroupPool:
         waiting = [episode for scores in self.open.values() for episode in scores]
         return tuple(sorted(waiting + [episode for group in self.ready.values() for episode in group.episodes]))
 
+    @property
+    def present(self) -> int:
+        """The number of groups that the iteration has; dropped groups count unless others replace them."""
+        if self.config.filter == "resample":
+            return len(self.ready) + len(self.sent)
+        return sum(self.counts[verdict] for verdict in ("kept", "equal", "out_of_bounds"))
+
     def wanted(self, rounds: int, num_envs: int) -> int:
         """The number of episodes to play in the next round, after `rounds` rounds of an iteration; 0: none.
 
@@ -61,8 +68,7 @@ class GroupPool:
         the groups were lost to faults.
         """
         groups, resample = self.config.groups, self.config.filter == "resample"
-        complete = sum(self.counts[verdict] for verdict in ("kept", "equal", "out_of_bounds"))
-        missing = groups - (len(self.ready) + len(self.sent) if resample else complete)
+        missing = groups - self.present
         if missing <= 0 or rounds >= self.config.max_rounds or (rounds and not resample and 2 * missing < groups):
             return 0
         episodes = missing * self.config.group_size - sum(map(len, self.open.values()))

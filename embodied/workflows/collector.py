@@ -99,6 +99,10 @@ class Collector(BatchSource):
         self._announce(self.remaining_units())
         return batch
 
+    @property
+    def collected(self) -> float:
+        return 0.0
+
     # Questions
 
     def begin(self) -> None:

@@ -135,6 +135,10 @@ class Groups(Collector):
             "and resume=RUN continues from there"
         )
 
+    @property
+    def collected(self) -> float:
+        return min(1.0, self.pool.present / self.algo.groups)
+
     # What to play next
 
     def begin(self) -> None:

@@ -83,6 +83,10 @@ class Remarks:
 class Training(Protocol):
     """The record of training's episodes, which hears of their fates."""
 
+    @property
+    def collected(self) -> float:
+        """The part of the batch that earlier rounds and iterations have collected."""
+
     def begin_round(self, jobs: dict[int, Job]) -> None:
         """The sims have been asked to play these jobs."""
 
@@ -196,6 +200,7 @@ class RolloutManager:
         self.evaluation = evaluation
         self.cluster.watch(self.inbox, background is not None)
         broker = Broker(self, of_sims, stages, [] if by_expert else self._acting(), sampling, beside)
+        broker.collected = self.training.collected if jobs and self.training else 0.0
         routes = {sim: broker.route(sim) for sim in of_sims}
         broker.calls = calls = {sim: self.sims[sim].play(of_sims[sim], routes[sim]) for sim in of_sims}
         if self.training:  # now, since a sim that died before was replaced, and its successor plays the job
@@ -436,6 +441,7 @@ class Broker:
         self.replies = {source: manager.replies[sim][stage] for source, (sim, stage) in self.sources.items()}
         self.stages = stages
         self.calls: dict[int, Handle] = {}  # of the sims
+        self.collected = 0.0  # part of the batch before this round
         self.how = (manager.weight_sync.version, sampling) if policies else ()
         self.moving = bool(policies) and any(map(self.device_sharing.gives_way, self.policies.workers))
         self.lives = count()
@@ -469,7 +475,7 @@ class Broker:
         self.device_sharing.go_on()
         self.changes = self.device_sharing.changes
         if self.prompts:
-            self.device_sharing.report_progress(self.prompts.progress)
+            self.device_sharing.report_progress(1 - (1 - self.collected) * (1 - self.prompts.progress))
         for policy in [policy for policy, taker in self.takers.items() if taker.leaves_at and taker.serving.done()]:
             del self.takers[policy]
             self.device_sharing.report_load_time(self.manager.weight_sync.load_s(policy))

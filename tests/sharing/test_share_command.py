@@ -5,12 +5,24 @@ import pytest
 from embodied import share
 from embodied.config.recipe import load_recipe
 from embodied.core.errors import ConfigError
-from embodied.placement import Topology, make_plan
-from embodied.placement.topology import Node
+from embodied.placement import Topology, make_plan, roles_of
+from embodied.placement.topology import Node, read_topology
+from embodied.run import launch
 from embodied.run.run_group import lock_runs
 from embodied.share import read_order
 from embodied.sharing.run_turns import RECORD
-from embodied.sharing.runs import MemorySum, SharedRun, SharedRuns, check_memory, own_devices, read_shared_runs
+from embodied.sharing.runs import (
+    MemorySum,
+    SharedRun,
+    SharedRuns,
+    check_memory,
+    devices_of,
+    own_devices,
+    placement_for,
+    read_shared_runs,
+)
+from embodied.workflows import roles_of_run
+from embodied.workflows.rl_loop import EmbodiedLoop
 
 
 @pytest.mark.parametrize(
@@ -84,3 +96,17 @@ def test_two_commands_do_not_go_on_with_the_same_runs(tmp_path, capsys):
         assert share.main([f"resume={tmp_path}"]) == 1
     assert "another process continues these runs; stop it first" in capsys.readouterr().err
     assert read_shared_runs(tmp_path) == shared
+
+
+def test_engines_that_several_gpus_hold_borrow_whole_sets_of_gpus_of_a_machine():
+    machines = read_topology("2x4xGPU")
+    gpus = devices_of(machines)
+    words = ["run.start_from=null", "learner.device=cuda", "policy.engine=vllm", "policy.tensor_parallel=2"]
+    config = load_recipe("sums_grpo", *words)
+    other = ("node0/gpu:3", "node1/gpu:0", "node1/gpu:1", "node1/gpu:2", "node1/gpu:3")
+    told = placement_for(config, machines, gpus[:2] + other, [gpus[:2], other], 0)
+    assert told["policy"] == "node0/gpu:0,node0/gpu:1,node1/gpu:0,node1/gpu:1,node1/gpu:2,node1/gpu:3"
+    assert told["learner"] == "node0/gpu:0,node0/gpu:1"
+    config = config.model_copy(update={"placement": told})
+    _, plan = launch.with_placement(config, machines, True, roles_of(roles_of_run(EmbodiedLoop, config)))
+    assert [len(host.devices) for host in plan.hosts if "policy" in host.roles] == [2, 2, 2]

@@ -21,6 +21,7 @@ from embodied.policies.language.worker import LanguageWorker
 from embodied.policies.policy_folder import read_weights
 from embodied.records.transcripts import SAMPLES, read_samples
 from embodied.runtime.device_leases import Coordinator
+from embodied.runtime.device_sharing import DeviceSharing
 from embodied.workflows import prompts
 from embodied.workflows.rl_loop import EmbodiedLoop
 
@@ -310,6 +311,21 @@ def test_groups_that_an_env_plays_and_scores_whole_are_equal_for_one_sim_and_for
         rewards = {index: reward for index, _, reward in episodes}
         pairs = [(rewards[first], rewards[first + 1]) for first in rewards if first % 2 == 0]
         assert len(rewards) == 24 and len({*pairs}) > 1 and (0.0, 0.0) not in pairs
+
+
+def test_progress_counts_the_groups_that_the_update_will_use(monkeypatch, tmp_path):
+    told, report = [], DeviceSharing.report_progress
+
+    def record(sharing, fraction):
+        told.append((run.loop.rollouts.rounds, fraction))
+        report(sharing, fraction)
+
+    monkeypatch.setattr(DeviceSharing, "report_progress", record)
+    with Talk(tmp_path, "algo.filter=resample", "algo.max_rounds=3", placement=THREE_ENGINES) as run:
+        _, row = run.iterate(0)
+    assert row["groups/rounds"] > 1 and row["groups/dropped_equal"] > 0
+    began = [next(fraction for number, fraction in told if number == one) for one in (1, 2)]
+    assert began[0] == 0 and 0 < began[1] < 1
 
 
 def test_answers_of_one_token_are_learned_from_though_all_are_cut_off(tmp_path):
