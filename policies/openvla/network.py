@@ -151,8 +151,8 @@ class LlamaStack(nn.Module):
         *first, last = self.layers
         for layer in first:
             x = layer(x, turn, mask, causal, cache)
-        if causal and read != ALL:
-            causal, mask = False, attention_mask(present, new, False)
+        if causal and read != ALL:  # the last token attends to all
+            causal, mask = False, None if read == LAST else attention_mask(present, new, False)
         x = last(x, turn, mask if mask is None else mask[:, :, read], causal, cache, read)
         if cache is not None:
             cache.length += new
@@ -359,7 +359,7 @@ class CompiledDecoder(Decoder):
         begin = self.cache.length
         self.cache.length += x.shape[1]
         place = torch.arange(begin, self.cache.length, device=x.device)
-        return compiled(step, x.device.type)(self.stack, x, place, self.shown, self.memory)
+        return compiled(step)(self.stack, x, place, self.shown, self.memory)
 
 
 class Slots:

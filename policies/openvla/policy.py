@@ -66,7 +66,8 @@ class OpenVLAPolicy(PrismaticPolicy):
         )
 
     def _decide(self, temperature: float, obs: Observation, uniform: Tensor) -> dict[str, Tensor]:
-        decoder = network.CompiledDecoder if self.config.compile else network.Decoder
+        fused = self.config.compile and self.device.type == "cpu"
+        decoder = network.CompiledDecoder if fused else network.Decoder
         x, *masks = self._prefix(obs)
         text = decoder(self.language_model.model, self.cache, *masks, uniform.shape[1] - 1)
         written, logprobs, values = self.write(text, x, uniform, temperature)

@@ -69,7 +69,7 @@ class GroupedAttention(SideBySide):
 
     def split(self, x: Tensor) -> Tensor:
         """[N, L, heads * head_dim] -> [N, L, heads, head_dim]."""
-        return x.unflatten(-1, (-1, self.head_dim))
+        return x.view(*x.shape[:-1], -1, self.head_dim)
 
     def project(self, x: Tensor, turn: RotaryTables) -> tuple[Tensor, Tensor, Tensor]:
         """Rotated queries and keys, and values [N, heads, L, head_dim]."""
@@ -96,7 +96,7 @@ class MLP(nn.Module):
         self.approximate = approximate
 
     def forward(self, x: Tensor) -> Tensor:
-        return product(F.gelu(product(x, (self.fc1,)), approximate=self.approximate), (self.fc2,))
+        return product(gelu(product(x, (self.fc1,)), self.approximate), (self.fc2,))
 
 
 class GatedMLP(SideBySide):
@@ -111,8 +111,17 @@ class GatedMLP(SideBySide):
         self.activation = activation
 
     def forward(self, x: Tensor, add_to: Tensor | None = None) -> Tensor:
+        """Overwrites `add_to` where nothing is noted down for gradients."""
         gate, up = product(x, (self.gate_proj, self.up_proj)).split_with_sizes(self.halves, dim=-1)
-        return product(self.activation(gate) * up, (self.down_proj,), add_to)
+        if needs_a_graph():
+            return product(self.activation(gate) * up, (self.down_proj,), add_to)
+        active = F.silu(gate, inplace=True) if self.activation is F.silu else self.activation(gate)
+        return product(active.mul_(up), (self.down_proj,), add_to, overwrite=True)
+
+
+def gelu(x: Tensor, approximate: str) -> Tensor:
+    """F.gelu of new numbers, which are overwritten where nothing is noted down for gradients."""
+    return (F.gelu if needs_a_graph() else torch.ops.aten.gelu_)(x, approximate=approximate)
 
 
 def rms_norm(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
@@ -150,7 +159,8 @@ def turns(position: Tensor, head_dim: int, theta: float, dtype: torch.dtype) -> 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """[N, L, heads, head_dim], by tables [N, L, 1, head_dim]."""
-    return torch.addcmul(x * cos, x.roll(x.shape[-1] // 2, dims=-1), sin)
+    turned = x.roll(x.shape[-1] // 2, dims=-1)
+    return torch.addcmul(x * cos, turned, sin) if needs_a_graph() else (x * cos).addcmul_(turned, sin)
 
 
 def patch_tokens(pixels: Tensor, convolution: nn.Module) -> Tensor:
@@ -167,20 +177,17 @@ def patch_tokens(pixels: Tensor, convolution: nn.Module) -> Tensor:
 # Products. LoRA's are y = x W^T + bias + scale (x A^T) B^T: `down` are the matrices A, `up` the matrices B.
 
 
-def product(x: Tensor, linears: Sequence[nn.Module], add_to: Tensor | None = None) -> Tensor:
-    """The outputs of linear layers that read `x`, one behind the other, added to `add_to`. Weights that lie side by
-    side make one product, with adapters two and one for each adapter."""
+def product(x: Tensor, linears: Sequence[nn.Module], add_to: Tensor | None = None, overwrite: bool = False) -> Tensor:
+    """The outputs of linear layers that read `x`, one behind the other, added to `add_to`, which may be overwritten.
+    Weights that lie side by side make one product, with adapters two and one for each adapter."""
+    if len(linears) == 1 and "lora_A" not in linears[0]._modules:
+        return single_product(x, linears[0], add_to, overwrite)
     adapted = [number for number, layer in enumerate(linears) if "lora_A" in layer._modules]
     if not adapted:
         held = [layer._parameters for layer in linears]  # a module's own attributes take Python a microsecond each
-        bias = held[0]["bias"]
-        if len(linears) == 1:
-            if add_to is None or bias is not None or autocast_dtype(x):
-                return added(linears[0](x), add_to)
-            return torch.addmm(add_to.flatten(0, -2), x.flatten(0, -2), held[0]["weight"].t()).view_as(add_to)
-        alone = bias is None and not needs_a_graph()
+        alone = held[0]["bias"] is None and not needs_a_graph()
         if alone and (whole := side_by_side([each["weight"] for each in held])) is not None:
-            return added(F.linear(x, whole), add_to)
+            return added(torch.mm(x.flatten(0, -2), whole.t()).view(*x.shape[:-1], -1), add_to)
     weights, biases = [layer.weight for layer in linears], [layer.bias for layer in linears]
     biases = [] if biases[0] is None else biases
     downs = [linears[number].lora_A[ADAPTER].weight for number in adapted]
@@ -196,6 +203,19 @@ def product(x: Tensor, linears: Sequence[nn.Module], add_to: Tensor | None = Non
     if torch.is_grad_enabled() and any(each is not None and each.requires_grad for each in inputs):
         return JointProduct.apply(joint, *inputs)
     return joint.product(x, add_to, ups)[0]
+
+
+def single_product(x: Tensor, linear: nn.Module, add_to: Tensor | None, overwrite: bool) -> Tensor:
+    """`product` of a layer without an adapter."""
+    if add_to is None:
+        return linear(x)
+    held = linear._parameters
+    if held["bias"] is not None or autocast_dtype(x):
+        return add_to + linear(x)
+    flat, columns = x.flatten(0, -2), held["weight"].t()
+    if overwrite and add_to.is_contiguous():
+        return add_to.view(flat.shape[0], -1).addmm_(flat, columns).view_as(add_to)
+    return torch.addmm(add_to.flatten(0, -2), flat, columns).view_as(add_to)
 
 
 def autocast_dtype(x: Tensor) -> torch.dtype | None:

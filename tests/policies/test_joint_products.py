@@ -7,7 +7,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from benchmarks.operations import count
-from embodied.policies.vla.layers import SideBySide, lay_side_by_side, product, rms_norm, side_by_side
+from embodied.policies.vla.layers import MLP, GatedMLP, SideBySide, lay_side_by_side, product, rms_norm, side_by_side
 
 SIZES, SCALES = (6, 2, 4), (0.5, 2.0, 1.0)
 
@@ -70,6 +70,22 @@ def test_the_norm_without_gradients_is_torchs_bit_for_bit(dtype):
             for scale in (weight, None):
                 with torch.no_grad():
                     assert torch.equal(rms_norm(rows, scale, 1e-5), F.rms_norm(rows, (size,), scale, 1e-5))
+
+
+@pytest.mark.parametrize("activation", [F.silu, torch.tanh])
+def test_what_acting_overwrites_changes_no_result(activation):
+    torch.manual_seed(0)
+    gated, plain = GatedMLP(6, 10, activation), MLP(6, 10)
+    x, add_to = torch.randn(2, 3, 6), torch.randn(2, 3, 6)
+    x_before, sum_before = x.clone(), add_to.clone()
+    wanted = gated(x, add_to), gated(x), plain(x)
+    assert torch.equal(add_to, sum_before)
+    with torch.no_grad():
+        for result, other in zip((gated(x, add_to), gated(x), plain(x)), wanted, strict=True):
+            torch.testing.assert_close(
+                result, other, atol=1e-6, rtol=1e-6
+            )  # kernels of other shapes may round otherwise
+    assert torch.equal(x, x_before)
 
 
 @pytest.mark.parametrize("name", ["openvla", "pi0", "smolvla"])
