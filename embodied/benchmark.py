@@ -263,7 +263,8 @@ def runnable(
     changed = config.with_values("pipeline", **{key: expected[key] for key in keys})
     changed = changed.model_copy(update={"placement": expected["placement"]})
     shares = (config.env.num_envs, expected["stages"])
-    return changed, make_plan(expected["placement"], topology, *shares, roles=roles, shared=divides_requests(config))
+    how = {"roles": roles, "shared": divides_requests(config), "policy_gpus": config.policy.worker_gpus}
+    return changed, make_plan(expected["placement"], topology, *shares, **how)
 
 
 def profile_of(

@@ -160,8 +160,6 @@ def compare_predictions(argv: list[str]) -> Path:
     options, rest = launch.own_options(Options, argv)
     try:
         config = recipe_of(options.profile, rest)
-        if config:
-            stored_profiles.check_policy(config)
         roles = roles_of(roles_of_run(program, config) if config else program.roles)
         topology = read_topology(options.cluster) if options.cluster else machines(config) if config else discover()
         config = config and resolved(config, topology, named=bool(options.cluster))

@@ -169,6 +169,7 @@ class Component:
     streams: bool = False  # begins with partial input
     units: bool = False  # takes each group, or part of a rollout, as it comes, where only such components are
     ahead: int = 0  # items per iteration that frozen parts encode on arrival, before the calls
+    devices: int = 1  # of every worker, all of one machine; a worker on cores has one
 
     def __post_init__(self) -> None:
         if self.calls < 1 or self.items < 1:
@@ -262,7 +263,11 @@ class Dataflow:
         return replace(self, schedule=schedule)
 
     def to_json(self) -> dict[str, Any]:
-        return asdict(self)
+        content = asdict(self)
+        for component in content["components"]:
+            if component["devices"] == 1:  # as in profiles that were measured before there were several
+                del component["devices"]
+        return content
 
 
 def asker_of(dataflow: Dataflow, node: tuple[str, ...]) -> str | None:
@@ -314,6 +319,7 @@ def embodied_dataflow(
     ahead: int = 0,
     merges: int = 1,
     others: Mapping[str, bool] = MappingProxyType({}),
+    policy_devices: int = 1,
     **more: Any,
 ) -> Dataflow:
     """The graph of `embodied.train`: sims and policies in a cycle, trajectories to the learner, weights to the next
@@ -322,7 +328,7 @@ def embodied_dataflow(
     return Dataflow(
         components=(
             Component("sim", decisions, num_envs, even=True, splits=True),
-            Component("policy", decisions, num_envs, merges=merges),
+            Component("policy", decisions, num_envs, merges=merges, devices=policy_devices),
             *(Component(name, 1, decisions * num_envs, units=units) for name, units in others.items()),
             Component("learner", learner_calls, learner_items, ahead=ahead),
         ),

@@ -6,16 +6,16 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import asdict, dataclass, field, replace
 from itertools import pairwise
 from typing import Any
 
 from embodied.placement.dataflow import Dataflow
 from embodied.placement.grammar import text_of
-from embodied.placement.iteration_cost import BOTH_ALONE, Choice, NodeTurn, Pricer, zones_at
+from embodied.placement.iteration_cost import BOTH_ALONE, Choice, NodeTurn, Pricer
 from embodied.placement.layout import LOOP, Layer, Layout, Zone, named
-from embodied.placement.placement_plan import with_drawing
+from embodied.placement.placement_plan import whole_workers, with_drawing
 from embodied.placement.profile_planner import Planner
 from embodied.placement.schedule_overlap import learned_waves, overlaps, while_both
 from embodied.placement.topology import DeviceClass, PlacementError, Topology
@@ -28,7 +28,7 @@ def phases(pricer: Pricer, layout: Layout) -> dict[str, float]:
     """Seconds of the parts of an iteration. Parts that overlap in time all count."""
     seconds: dict[str, float] = {}
     for layer in layout.layers:
-        at = {name: (zone, zone.devices) for zone in layer for name in zone.components}
+        at = pricer.places(layer)
         for node in pricer.dataflow.order:
             if node[0] in at:
                 work = float(pricer.node_seconds(node, at, layout.stages)) * pricer.dataflow.passes
@@ -50,9 +50,11 @@ def describe_layout(layout: Layout, pricer: Pricer) -> str:
     """The layout in words, with the number of workers of roles that do not use all devices of their zone."""
     parts = [str(layout)]
     for layer in layout.layers:
-        at = {name: (zone, zone.devices) for zone in layer for name in zone.components}
+        at = pricer.places(layer)
         counts = {name: int(pricer.count(name, at, layout.stages)) for name in at}
         parts += [f"{name} on {count}" for name, count in counts.items() if count < at[name][1]]
+        parts += [f"{name} workers of {each} devices" for zone in layer for name in zone.components
+                  if (each := pricer.devices_of_worker(name, zone.device_class)) > 1]  # fmt: skip
     if layout.stages > 1:
         parts.append(f"{layout.stages} stages")
     if layout.chunks > 1:
@@ -102,7 +104,7 @@ def describe_lengths(pricer: Pricer, layout: Layout) -> list[str]:
         return []
     lines = []
     for layer in layout.layers:
-        at = {name: (zone, zone.devices) for zone in layer for name in zone.components}
+        at = pricer.places(layer)
         for name in at:
             count, on = int(pricer.count(name, at, layout.stages)), pricer.classes[at[name][0].device_class]
             if (ratios := pricer.dataflow.learner_ratios(on.count)) is not None and pricer.dataflow.is_learner(name):
@@ -173,23 +175,31 @@ def mean_idle(pricer: Pricer, layout: Layout) -> float:
 def as_placement(
     pricer: Pricer, layout: Layout, topology: Topology | None = None, draws: bool = False
 ) -> dict[str, Any]:
-    """Returns the placement map of a layout, on this machine if `topology` is None. Every worker has one device. Roles
-    of a zone share a process where possible; a simulator, which may crash, shares one only with policies. On several
-    machines this machine gets a learner, which writes the checkpoints. `draws`: sims on cores render on GPUs."""
+    """Returns the placement map of a layout, on this machine if `topology` is None. Roles of a zone share a process
+    where possible; a simulator, which may crash, shares one only with policies, and a worker with several devices has
+    its own. On several machines this machine gets a learner, which writes the checkpoints. `draws`: sims on cores
+    render on GPUs."""
     placement: dict[str, Any] = {}
     dataflow = pricer.dataflow
     askers = [c.name for c in dataflow.components if c.splits]
     several = topology is not None and len(topology.nodes) > 1
     for layer in layout.layers:
-        at = {name: (zone, zone.devices) for zone in layer for name in zone.components}
+        at = pricer.places(layer)
         workers: dict[str, int] = {}
         for zone in sorted(layer, key=lambda zone: several and not any(map(dataflow.is_learner, zone.components))):
+            every = devices_of(pricer.classes[zone.device_class], topology)
+            each = {name: pricer.devices_of_worker(name, zone.device_class) for name in zone.components}
             first = workers.get(zone.device_class, 0)
-            devices = devices_of(pricer.classes[zone.device_class], topology)[first : first + zone.devices]
+            if max(each.values()) > 1:  # from the last ones on, where machines have a multiple
+                first = len(every) - zone.devices
+            else:
+                workers[zone.device_class] = first + zone.devices
+            devices = every[first : first + zone.devices]
             counts = {name: int(pricer.count(name, at, layout.stages)) for name in zone.components}
-            for roles in hosts_of(zone, counts, dataflow):
-                placement[",".join(roles)] = text_of(devices[: counts[roles[0]]])
-            workers[zone.device_class] = first + zone.devices
+            for roles in hosts_of(zone, counts, dataflow, alone={name for name in each if each[name] > 1}):
+                size = each[roles[0]]
+                own = devices if size == 1 else whole_workers(devices, size)
+                placement[",".join(roles)] = text_of(own[: size * counts[roles[0]]])
     on_cores = draws and all(pricer.classes[layout.zone_of(name).device_class].kind == "cpu" for name in askers)
     return with_drawing(placement, topology) if on_cores and topology else placement
 
@@ -237,11 +247,13 @@ def devices_of(on: DeviceClass, topology: Topology | None) -> list[tuple[str, st
     return devices
 
 
-def hosts_of(zone: Zone, counts: dict[str, int], dataflow: Dataflow) -> list[tuple[str, ...]]:
-    """The roles of a zone, grouped by the processes they share."""
+def hosts_of(
+    zone: Zone, counts: dict[str, int], dataflow: Dataflow, alone: Set[str] = frozenset()
+) -> list[tuple[str, ...]]:
+    """The roles of a zone, grouped by the processes they share; those of `alone` share none."""
     hosts: list[tuple[str, ...]] = []
     for name in zone.components:
-        same = (host for host in hosts if counts[host[0]] == counts[name])
+        same = (host for host in hosts if counts[host[0]] == counts[name] and alone.isdisjoint({name, *host}))
         stays = name not in ("sim", "policy")  # sims and policies are replaced when a simulator crashes
         asked = (host for host in same if not (stays and any(dataflow[n].splits for n in host)))
         beside = next(asked, None)
@@ -347,7 +359,7 @@ class Drawing:
         return whole - weights_s, weights_s
 
     def _place(self, name: str, layer: Layer) -> tuple[Zone, int]:
-        at = zones_at(layer, [zone.devices for zone in layer])
+        at = self.pricer.places(layer)
         return at[name][0], int(self.pricer.count(name, at, self.layout.stages))
 
     def _add_turns(
@@ -373,7 +385,7 @@ class Drawing:
         if len(node) == 1:
             self.add(*self._place(node[0], layer), node[0], begin, end)
             return
-        at, asker = zones_at(layer, [zone.devices for zone in layer]), self.pricer.asker_for(node[0])
+        at, asker = self.pricer.places(layer), self.pricer.asker_for(node[0])
         rounds = self.pricer.dataflow[str(asker)].calls * self.pricer.dataflow.passes // self.layout.chunks or 1
         drawn, (bars, period) = min(rounds, MOST_ROUNDS), self.pricer.round(node, at, self.layout.stages)
         scale = (end - begin) / (drawn * period) if period else 0.0

@@ -85,6 +85,25 @@ class Pricer:
         order = self.dataflow.order
         return any(t.waits and (t.streams or self.dataflow[order[t.node][0]].ahead) for t in self.turns(layer))
 
+    def places(self, layer: Layer, devices: Sequence[Array] | None = None) -> dict[str, tuple[Zone, Array]]:
+        """The zone of every component, and the number of workers for which it has devices; `devices` of the zones,
+        where these are undecided."""
+        counts = [zone.devices for zone in layer] if devices is None else devices
+        return {
+            name: (zone, self._num_places(name, zone.device_class, count))
+            for zone, count in zip(layer, counts)
+            for name in zone.components
+        }
+
+    def _num_places(self, name: str, device_class: str, devices: Array) -> Array:
+        if (each := self.devices_of_worker(name, device_class)) == 1:
+            return devices
+        on = self.classes[device_class]
+        return np.minimum(devices // each, on.count // on.num_nodes // each * on.num_nodes)
+
+    def devices_of_worker(self, name: str, device_class: str) -> int:
+        return 1 if self.classes[device_class].kind == "cpu" else self.dataflow[name].devices
+
     # Seconds of a layout
 
     def price(self, layout: Layout) -> Price:
@@ -104,7 +123,7 @@ class Pricer:
 
     def terms(self, layer: Layer, devices: Sequence[Array], stages: int) -> Terms:
         """The terms that depend neither on swaps nor on the other side's devices."""
-        at = zones_at(layer, devices)
+        at = self.places(layer, devices)
         terms: Terms = {("weights",): self.sync_seconds(at, stages)}
         for zone in layer:
             terms |= self._byte_terms(zone, at, stages)
@@ -125,7 +144,7 @@ class Pricer:
         """The terms of nodes while the other side works, too."""
         if not schedule_overlap.overlaps(self.dataflow):
             return {}
-        at, order = zones_at(layer, devices), self.dataflow.order
+        at, order = self.places(layer, devices), self.dataflow.order
         terms: Terms = {("both", t.node): self.node_seconds(order[t.node], at, stages, True) for t in self.turns(layer)}
         if self.dataflow.schedule == "periodic":
             self._without_tail(terms, "both", schedule_overlap.tail_seconds(self, at, stages, True))
@@ -155,7 +174,7 @@ class Pricer:
     def swap_terms(self, layer: Layer, terms: Terms, swapped: Mapping[str, Array]) -> Terms:
         """The terms that depend on which components offload their memory between turns."""
         added: Terms = {}
-        at = zones_at(layer, [zone.devices for zone in layer])
+        at = self.places(layer)
         for turn in self.turns(layer) if swapped else ():
             for which in ("onload", "offload"):
                 added[which, turn.node] = self.swap_seconds(self.dataflow.order[turn.node], at, swapped, f"{which}_s")
@@ -341,7 +360,8 @@ class Pricer:
         for name in node:
             zone = at[name][0]
             zones = busy.setdefault(zone.device_class, {})
-            zones[zone] = max_of(zones.get(zone, 0), self.count(name, at, stages))
+            working = self.count(name, at, stages) * self.devices_of_worker(name, zone.device_class)
+            zones[zone] = max_of(zones.get(zone, 0), working)
         return {name: sum(zones.values()) if stages > 1 else max_of(*zones.values()) for name, zones in busy.items()}
 
     def _cycle(self, node: tuple[str, ...], at: Mapping, stages: int, beside: bool) -> Array:
@@ -406,7 +426,7 @@ class Pricer:
         full, rest = np.divmod(waiting, together)
         stage = full * seconds + np.where(rest > 0, cost.seconds.at(rest * each) * ratio, 0.0)
         alone = (together == 1) & (self.parts_of_request(name, asker, at, stages) == 1)
-        requests = np.where(alone, -(-parts // workers), stages)
+        requests = np.where(alone, np.maximum(-(-parts // workers), 1), stages)  # without askers infinite anyway
         first = np.where(together == 1, seconds * -(-requests // stages), stage)
         whole = np.where(together == 1, seconds, stage) * requests
         return seconds, first, whole, cost.last_s.at(together * each) * slowed
@@ -473,9 +493,12 @@ class Pricer:
 
     def shares_weights(self, edge: Edge, at: Mapping, stages: int) -> Array:
         """True if receivers of weights share the processes of their source: equally many workers in one zone, which the
-        role that sends them requests is not in. Several learners with shards share nothing."""
+        role that sends them requests is not in. Several learners with shards share nothing, nor do workers with several
+        devices."""
         zone = at[edge.target][0]
         if edge.source not in zone.components or self.asker_for(edge.target) in zone.components:
+            return False
+        if self.devices_of_worker(edge.target, zone.device_class) > 1:
             return False
         sources = self.count(edge.source, at, stages)
         shards = self.cost(edge.source, zone.device_class).split_bytes > 0
@@ -500,8 +523,3 @@ class Choice:
     @cached_property
     def price(self) -> Price:
         return self.pricer.price(self.layout)
-
-
-def zones_at(layer: Layer, devices: Sequence[Array]) -> dict[str, tuple[Zone, Array]]:
-    """The zone and the number of devices of every component."""
-    return {name: (zone, count) for zone, count in zip(layer, devices) for name in zone.components}

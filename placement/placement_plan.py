@@ -41,6 +41,7 @@ other programs     lack one of the three roles and follow their roles' declarati
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise, zip_longest
@@ -123,11 +124,7 @@ def choose(
     if by_rule and mode == "collocated" and policy_gpus > 1:
         reason = "collocated: policies and learners take turns on all GPUs"
     if mode == "hybrid" and policy_gpus > 1:
-        whole_parts(gpus, policy_gpus, request)  # refuses too few GPUs
-        raise PlacementError(
-            f"placement=hybrid puts policies into the processes of learners, which have one GPU each; with "
-            f"{PARALLEL}={policy_gpus} try placement={'auto' if overlap else 'collocated'}"
-        )
+        mode, reason = "collocated", "hybrid: policies and learners take turns on all GPUs, in processes of their own"
     own = [role for role in more if mode == "disaggregated" or not role.home]
     names = [role.name for role in own if networks == "cpu" or not role.network]
     cores, kept_cores = cut_last(cores, names, "cores", request)
@@ -288,7 +285,7 @@ def beside_gpus(
     parts = len(sims) * stages
     if policy_gpus > 1:
         if apart := mode != "collocated":
-            require_devices(request, "policies and learners", 2, len(gpus), f"hybrid {PARALLEL}=1", "GPUs")
+            require_devices(request, "policies and learners", 2, len(gpus), "collocated", "GPUs")
         acting = whole_parts(gpus[len(gpus) // 2 :] if apart else gpus, policy_gpus, request)[: parts * policy_gpus]
         learning = [gpu for gpu in gpus if gpu not in acting] if apart else gpus
         return [("sim", sims), ("policy", acting), ("learner", learning[:num_envs])]
@@ -303,17 +300,22 @@ def beside_gpus(
 
 def whole_parts(gpus: list[Device], count: int, request: DeviceRequest) -> list[Device]:
     """As many of these GPUs as give policy workers `count` GPUs of one machine each, machine by machine."""
-    by_node: dict[str, list[Device]] = {}
-    for gpu in gpus:
-        by_node.setdefault(gpu[0], []).append(gpu)
-    if whole := [gpu for own in by_node.values() for gpu in own[: len(own) // count * count]]:
+    if whole := whole_workers(gpus, count):
         return whole
-    most = max(map(len, by_node.values()), default=0)
+    most = max(Counter(node for node, _, _ in gpus).values(), default=0)
     fits = next(fewer for fewer in range(max(most, 1), 0, -1) if not count % fewer)  # divides the model as `count` does
     raise PlacementError(
         f"{PARALLEL}={count} gives a policy worker {count} GPUs of one machine, and with {request.key} there are {most}"
         f"; try {PARALLEL}={fits}"
     )
+
+
+def whole_workers(devices: Sequence[Device], count: int) -> list[Device]:
+    """The same, [] if no machine has enough."""
+    by_node: dict[str, list[Device]] = {}
+    for device in devices:
+        by_node.setdefault(device[0], []).append(device)
+    return [device for own in by_node.values() for device in own[: len(own) // count * count]]
 
 
 def on_gpus(mode: str, gpus: list[Device], num_envs: int, stages: int, request: DeviceRequest) -> Groups:

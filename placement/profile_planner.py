@@ -69,7 +69,8 @@ class Splits:
         home = next(other.device_class for other in self.layer if asker in other.components)
         parts = np.unique(self.pricer.table(asker, home, self.stages).workers[1:]) * self.stages
         equal = np.concatenate([marks for k in range(1, 17) for marks in (-(-parts // k), parts * k)])
-        return np.union1d(thinned(np.arange(1, count + 1)), equal[equal > 0])
+        each = self.pricer.devices_of_worker(name, zone.device_class)
+        return each * np.union1d(thinned(np.arange(1, count // each + 1)), equal[equal > 0])
 
     def at(self, rows: np.ndarray, known: int) -> Terms:
         """The terms of splits [zones, n]: indices of sizes, or of the largest size that a zone after `known` may have,

@@ -31,8 +31,8 @@ from embodied.learners.config import DEGREES
 from embodied.placement import PlacementPlan, PlannedHost, Topology, roles_of
 from embodied.placement.dataflow import Lengths
 from embodied.placement.forecast import devices_of, join_words
-from embodied.placement.grammar import Slot, extra_roles
-from embodied.placement.placement_plan import hosts_on
+from embodied.placement.grammar import Slot, extra_roles, join_devices
+from embodied.placement.placement_plan import hosts_on, whole_workers
 from embodied.placement.profile import NOTHING, Cost, Profile, constant, fit, write_profile
 from embodied.placement.topology import DeviceClass
 from embodied.profiling import stored_profiles
@@ -92,7 +92,6 @@ def measure(
 ) -> Profile:
     """Measure the parts, then calibrate with short real runs of the program, which also measure other roles.
     `arguments`: of the command that measures this recipe."""
-    stored_profiles.check_policy(config)
     roles = roles_of(roles_of_run(program, config))
     config = stored_profiles.timed_recipe(config).with_values("cluster", memory_gb=None)
     clock = Clock(seconds)
@@ -142,11 +141,12 @@ class Site:
     on: DeviceClass
     parts: tuple[str, ...]
     sims: int = 0  # on other devices, at most
+    each: int = 1  # devices of a process that measures
 
     def sizes(self, config: RunConfig) -> list[int]:
         """Numbers of envs per worker and stage: a device's share first, then sizes around it. If sims run elsewhere,
         numbers of rows of a policy worker's call: at most its share, the rows of a merged call, or a sim's request."""
-        total, workers = config.env.num_envs, self.on.count
+        total, workers = config.env.num_envs, max(self.on.count // self.each, 1)
         if "sim" in self.parts:
             shares = [total // n for n in (workers, 1, 2 * workers, 4 * workers, 8 * workers)]
         else:
@@ -163,12 +163,20 @@ def sites_of(config: RunConfig, topology: Topology) -> list[Site]:
     where = stored_profiles.device_kinds(config, topology)
     kinds = {c.name: c for classes in where.values() for c in classes}
     sims = sum(c.count for c in where["sim"])
-    return [Site(c, tuple(role for role, classes in where.items() if c in classes), sims) for c in kinds.values()]
+    gpus = config.policy.worker_gpus
+    return [
+        Site(c, tuple(role for role, classes in where.items() if c in classes), sims, gpus if c.kind == "gpu" else 1)
+        for c in kinds.values()
+    ]
 
 
 def probe_hosts(site: Site, topology: Topology, draws: bool) -> list[PlannedHost]:
-    """A process on each device of all machines; `draws`: simulators on cores render on GPUs."""
-    chosen = sorted(devices_of(site.on, topology), key=lambda device: device[2])[:MOST_PROBES]
+    """A process on each device of all machines, or on several; `draws`: simulators on cores render on GPUs."""
+    chosen = sorted(devices_of(site.on, topology), key=lambda device: device[2])
+    if site.each > 1:
+        slots = [Slot(kind, (number,), node) for node, kind, number in whole_workers(chosen, site.each)]
+        return hosts_on(("probe",), join_devices(slots, site.each)[:MOST_PROBES], topology)
+    chosen = chosen[:MOST_PROBES]
     cards = min(len(node.gpus) for node in topology.nodes) if draws and site.on.kind == "cpu" else 0
     slots = [
         Slot(kind, (number,), node, render=f"gpu:{i * cards // len(chosen)}" if cards else "")

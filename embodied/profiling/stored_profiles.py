@@ -22,7 +22,7 @@ from embodied.core.errors import ConfigError
 from embodied.placement import PlacedRole, PlacementError, PlacementPlan, Topology, make_plan
 from embodied.placement.dataflow import Dataflow, Lengths, embodied_dataflow, lengths_from_json
 from embodied.placement.forecast import forecast, why_nothing_fits
-from embodied.placement.grammar import EMBODIED, PARALLEL, extra_roles
+from embodied.placement.grammar import EMBODIED, extra_roles
 from embodied.placement.iteration_cost import Choice
 from embodied.placement.profile import NOTHING, Cost, Profile, fit, read_profile
 from embodied.placement.profile_planner import Planner
@@ -74,7 +74,7 @@ def dataflow_of(
     more = {role.name: role.streams for role in extra_roles(roles)}
     schedule = config.pipeline.schedule
     fields: dict[str, Any] = {"schedule": "sync" if schedule == "auto" else schedule, "lengths": lengths}
-    fields |= {"level": config.pipeline.async_level}
+    fields |= {"level": config.pipeline.async_level, "policy_devices": config.policy.worker_gpus}
     if algo.whole_episodes and not algo.why_not_periodic():
         fields |= {"groups": algo.groups, "group_size": algo.group_size}
     return embodied_dataflow(envs, decisions, calls, minibatch, steps, ahead, config.merged_rows, more, **fields)
@@ -173,7 +173,7 @@ def profile_for(
     for path in stored_profiles(config, roles):
         try:
             profile = read_profile(path)
-            other = why_not_this_policy(config) or why_it_does_not_count(profile, machines)
+            other = why_it_does_not_count(profile, machines)
             profile.check_speed(machines.classes())
         except PlacementError as err:
             other = str(err)
@@ -181,18 +181,6 @@ def profile_for(
             return path, ""
         reason = reason or f"{path} does not count: {other}"
     return None, reason
-
-
-def why_not_this_policy(config: RunConfig) -> str:
-    """Why no profile counts for the recipe's policy; "" if one may."""
-    gpus = config.policy.worker_gpus
-    return f"a profile is of policy workers with one GPU each, and {PARALLEL}={gpus}" if gpus > 1 else ""
-
-
-def check_policy(config: RunConfig) -> None:
-    """Raise ConfigError if no profile can count for the recipe's policy."""
-    if why := why_not_this_policy(config):
-        raise ConfigError(f"{why}; try {PARALLEL}=1, or train without a profile")
 
 
 def processor() -> str:
@@ -271,7 +259,8 @@ def plan_from_profile(
     if config.cluster.memory_gb is None:  # with a limit other memory counts than where it was timed without
         chosen, measured_s = fastest_timed(chosen, profile, classes, stages)
     counts = config.env.num_envs, chosen["stages"]
-    plan = make_plan(chosen["placement"], machines, *counts, roles=roles, shared=divides_requests(config))
+    how = {"roles": roles, "shared": divides_requests(config), "policy_gpus": config.policy.worker_gpus}
+    plan = make_plan(chosen["placement"], machines, *counts, **how)
     reason = reason_for_placement(chosen, path, profile.made.get("date"), measured_s)
     pieces = config.pipeline.granularity or chosen["granularity"]
     config = config.with_values("pipeline", stages=counts[1], granularity=pieces, schedule=chosen["schedule"])

@@ -225,7 +225,8 @@ def calibrate(
     classes = [c for c in topology.classes() if c.count and profile.knows(c)]
     roles = roles_of(roles_of_run(program, config))
     where, draws = device_kinds(config, topology, roles), draws_on_gpus(config.env)
-    layouts = timed_layouts(where["sim"][0], where["learner"][0], config.env.num_envs, extra_roles(roles))
+    on = where["sim"][0], where["learner"][0]
+    layouts = timed_layouts(*on, config.env.num_envs, extra_roles(roles), config.policy.worker_gpus)
     expected_s = Pricer(profile.dataflow, profile, classes).price(layouts[0]).seconds
     config, profile = shorten_iterations(config, profile, expected_s, clock, roles)
     resets_s = more_resets(config, profile, reset_s)
@@ -234,7 +235,8 @@ def calibrate(
         say(f"a short real run: {layout}")
         pricer = Pricer(profile.dataflow, profile, classes)
         placement, shared = as_placement(pricer, layout, topology, draws), divides_requests(config)
-        plan = make_plan(placement, topology, config.env.num_envs, roles=roles, shared=shared)
+        how = {"roles": roles, "shared": shared, "policy_gpus": config.policy.worker_gpus}
+        plan = make_plan(placement, topology, config.env.num_envs, **how)
         timed[layout], edges = real_run(config, plan, logs / f"run-{place}", clock, program)
         seen = typical(timed[layout])
         if not place:
@@ -248,25 +250,29 @@ def calibrate(
 
 
 def timed_layouts(
-    sims: DeviceClass, networks: DeviceClass, num_envs: int, more: Sequence[PlacedRole] = ()
+    sims: DeviceClass, networks: DeviceClass, num_envs: int, more: Sequence[PlacedRole] = (), policy_gpus: int = 1
 ) -> list[Layout]:
     """The layouts of the real runs: first learners take turns with policies; then, with enough devices, both share
-    processes on other devices than sims. Other roles are beside the policies, or, without networks, beside the sims."""
+    processes on other devices than sims. Other roles are beside the policies, or, without networks, beside the sims.
+    Policy workers with several GPUs share none."""
     computing = tuple(role.name for role in more if role.network or sims == networks)
     playing = tuple(role.name for role in more if role.name not in computing)
     workers = next(k for k in range(min(sims.count, num_envs), 0, -1) if num_envs % k == 0)
     if sims != networks:
         cards = min(networks.count, workers)
         simulating, acting = Zone(("sim", *playing), sims.name, workers), ("policy", *computing)
-        turns = (simulating, Zone(acting, networks.name, cards)), (Zone(("learner",), networks.name, cards),)
+        learning = (Zone(("learner",), networks.name, cards),)
+        if policy_gpus > 1:
+            return [Layout(((simulating, Zone(acting, networks.name, networks.count)), learning))]
+        turns = (simulating, Zone(acting, networks.name, cards)), learning
         return [Layout(turns), Layout(((simulating, Zone((*acting, "learner"), networks.name, cards)),))]
     turns = (Zone(("sim", "policy", *computing), sims.name, workers),), (Zone(("learner",), sims.name, workers),)
     apart = ((Zone(("sim",), sims.name, 1), Zone(("policy", *computing, "learner"), sims.name, 1)),)
     return [Layout(turns), *([Layout(apart)] if sims.count > 1 else [])]
 
 
-def positions(layout: Layout) -> dict[str, tuple[Zone, int]]:
-    return {name: (zone, zone.devices) for zone in layout.zones for name in zone.components}
+def positions(pricer: Pricer, layout: Layout) -> dict[str, tuple[Zone, int]]:
+    return {name: place for layer in layout.layers for name, place in pricer.places(layer).items()}
 
 
 def longer_s(pricer: Pricer, layout: Layout, seen: Round) -> float:
@@ -318,7 +324,7 @@ def with_costs(profile: Profile, name: str, change: Callable[[Cost], Cost]) -> P
 
 def with_others(profile: Profile, pricer: Pricer, layout: Layout, seen: Round, more: Iterable[PlacedRole]) -> Profile:
     """The profile with the costs of roles without a probe, in proportion to their items."""
-    at = positions(layout)
+    at = positions(pricer, layout)
     for role in more:
         size = -(-profile.dataflow[role.name].items // int(pricer.count(role.name, at, 1)))
         curve = Curve((0.0, float(size)), (0.0, seen.busy[role.name] * seen.seconds))
@@ -328,7 +334,7 @@ def with_others(profile: Profile, pricer: Pricer, layout: Layout, seen: Round, m
 
 def with_turns(profile: Profile, pricer: Pricer, layout: Layout, seen: Round) -> Profile:
     """The profile with the first run's additional seconds assigned to its parts."""
-    at, dataflow = positions(layout), profile.dataflow
+    at, dataflow = positions(pricer, layout), profile.dataflow
     ranks = int(pricer.count("learner", at, 1))
     spent = phases(pricer, layout)
     besides = max(seen.update_s - spent["update"] - spent.get("encoding", 0.0), 0.0)

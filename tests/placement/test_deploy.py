@@ -76,6 +76,29 @@ def test_on_several_nodes_devices_carry_their_names():
     assert make_plan(placement, topology, 8).count("learner") == 8
 
 
+@pytest.mark.parametrize(
+    ("layers", "placement"),
+    [
+        (
+            ((zone(2, "sim"), zone(5, "learner", on="gpu"), zone(10, "policy", on="gpu")),),
+            {"learner": "node0/gpu:0-3", "policy": "node0/gpu:6-7,node1/gpu:0-7"},
+        ),
+        (
+            ((zone(2, "sim"), zone(16, "policy", "learner", on="gpu")),),
+            {"learner": "node0/gpu:0-7", "policy": "node0/gpu:0-7,node1/gpu:0-7"},
+        ),
+    ],
+)
+def test_policy_workers_of_two_gpus_have_gpus_of_one_machine_each(layers, placement):
+    workflow = embodied_dataflow(8, 4, 4, 8, env_steps=32, merges=64, policy_devices=2)
+    topology = read_topology("2x8xGPU")
+    pricer, layout = Pricer(workflow, PROFILE, topology.classes()), Layout(layers)
+    made = as_placement(pricer, layout, topology)
+    assert {role: made[role] for role in placement} == placement
+    plan = make_plan(made, topology, 8, shared=True, policy_gpus=2)
+    assert plan.count("policy") == pricer.count("policy", pricer.places(layers[0]), 1)
+
+
 def test_simulators_on_cores_draw_on_the_gpus_beside_them_where_their_env_does():
     topology = read_topology("2xH100")
     pricer = Pricer(WORKFLOW, PROFILE, topology.classes())

@@ -7,10 +7,18 @@ from embodied.config.recipe import load
 from embodied.core.errors import ConfigError
 from embodied.placement import roles_of
 from embodied.placement.dataflow import traced_edges
+from embodied.placement.profile import Cost, Curve, Profile, constant, write_profile
+from embodied.placement.topology import read_topology
 from embodied.profiling.conversation_probe import ConversationProbe
-from embodied.profiling.measure import lengths_of, share_of_step
+from embodied.profiling.measure import lengths_of, probe_hosts, share_of_step, sites_of
 from embodied.profiling.role_probe import standalone_worker
-from embodied.profiling.stored_profiles import cost_key, dataflow_of, periodic_is_the_same
+from embodied.profiling.stored_profiles import (
+    cost_key,
+    dataflow_of,
+    device_counts,
+    periodic_is_the_same,
+    profile_path,
+)
 from embodied.profiling.timed_run import through_the_driver
 from embodied.run import launch
 from embodied.workflows import roles_of_run
@@ -39,6 +47,25 @@ def test_without_a_profile_engines_and_learners_take_gpus_and_a_few_sims_cores(c
     assert sorted("+".join(host.roles) for host in plan.hosts) == sorted(sims + others)
     on_gpus = {role for host in plan.hosts if host.device for role in host.roles}
     assert on_gpus == ({"policy", "learner"} if "GPU" in cluster else set())
+
+
+def test_engines_on_two_gpus_each_are_measured_and_placed_by_a_profile(tmp_path):
+    more = ("policy.engine=vllm", "policy.tensor_parallel=2", "cluster.machines=8xGPU", f"run.dir={tmp_path}")
+    config = recipe(*more)
+    machines = read_topology("8xGPU")
+    _, site = sites_of(config, machines)
+    hosts = probe_hosts(site, machines, False)
+    assert [host.devices for host in hosts] == [(f"gpu:{n}", f"gpu:{n + 1}") for n in (0, 2, 4, 6)]
+    costs = {"sim": {"cpu": Cost(constant(0.01))}} | {
+        name: {"gpu": Cost(Curve((1, 8), (1.0, 2.0)))} for name in ("policy", "learner")
+    }
+    made = {"key": cost_key(config), "devices": device_counts(machines), "date": "2026-11-29T07:00:00"}
+    write_profile(Profile(dataflow_of(config), costs, made=made), profile_path(config, made))
+    _, plan = launch.planned(config, dry=True)
+    assert "the fastest by the profile measured here" in plan.reason
+    policies = [host for host in plan.hosts if "policy" in host.roles]
+    assert len(policies) == 4 and all(host.roles == ("policy",) and len(host.devices) == 2 for host in policies)
+    assert plan.count("learner") == 8
 
 
 def test_a_conversation_is_an_item_for_all_roles():

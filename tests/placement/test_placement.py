@@ -139,6 +139,7 @@ TWO_NODES = Topology(tuple(machine(tuple(range(8)), 4, name=f"node{i}") for i in
     [
         ("auto", EIGHT, ["gpu:0 gpu:1", "gpu:2 gpu:3", "gpu:4 gpu:5", "gpu:6 gpu:7"], 8),
         ("collocated", EIGHT, ["gpu:0 gpu:1", "gpu:2 gpu:3", "gpu:4 gpu:5", "gpu:6 gpu:7"], 8),
+        ("hybrid", EIGHT, ["gpu:0 gpu:1", "gpu:2 gpu:3", "gpu:4 gpu:5", "gpu:6 gpu:7"], 8),
         ("disaggregated", EIGHT, ["gpu:4 gpu:5", "gpu:6 gpu:7"], 4),
         ("disaggregated", TWO_NODES, ["node0/gpu:2 node0/gpu:3", "node1/gpu:2 node1/gpu:3"], 4),
         ({"sim": "cpu:0-1*2", "policy": "gpu:1-4", "learner": "gpu:0"}, EIGHT, ["gpu:1 gpu:2", "gpu:3 gpu:4"], 1),
@@ -157,7 +158,6 @@ def test_policies_of_several_gpus_have_gpus_of_one_machine_and_no_learner_in_the
 @pytest.mark.parametrize(
     ("placement", "gpus", "answer"),
     [
-        ("hybrid", 2, "with policy.tensor_parallel=2 try placement=collocated"),
         ("disaggregated", 8, "with placement=disaggregated there are 4; try policy.tensor_parallel=4"),
         ("auto", 16, "there are 8; try policy.tensor_parallel=8"),
         ("disaggregated", 6, "there are 4; try policy.tensor_parallel=3"),

@@ -51,6 +51,15 @@ def test_so_it_is_with_roles_that_take_groups_as_they_come(schedule):
         check_against_brute_force(dataflow, replace(profile, dataflow=dataflow), classes)
 
 
+@pytest.mark.parametrize("schedule", ["sync", "periodic", "async"])
+def test_so_it_is_with_policy_workers_of_two_devices(schedule):
+    for seed in range(4):
+        dataflow, profile, classes = case(seed, schedule, devices=4)
+        wide = tuple(replace(c, devices=2) if c.name == "policy" else c for c in dataflow.components)
+        dataflow = replace(dataflow, components=wide)
+        check_against_brute_force(dataflow, replace(profile, dataflow=dataflow), classes)
+
+
 def test_a_first_search_that_finds_little_changes_nothing(monkeypatch):
     monkeypatch.setattr(profile_planner, "BEAM", 1)
     for seed, schedule in product(range(2), ("sync", "periodic", "async")):
