@@ -109,6 +109,12 @@ def test_a_plan_prices_images_from_gpus_and_from_cores(capsys, tmp_path, monkeyp
             assert not prices
 
 
+def test_a_published_plan_says_what_drawing_on_cores_costs(capsys, tmp_path):
+    _, out, _ = run(capsys, "profile=published_libero_openvla_oft", "cluster=8xH100", f"out={tmp_path}")
+    whole, undrawn = map(float, re.findall(r"drawing     ([\d.]+) s/iteration .* cores, ([\d.]+) if", out)[0])
+    assert undrawn == pytest.approx(whole - 64 * 4 * 1.25, rel=0.01)  # of 512 rows on 512 cores' share, four a worker
+
+
 def test_modes_that_do_not_fit_are_told_with_the_arithmetic(capsys, tmp_path):
     profile = "profile=published_maniskill_openvla"
     _, out, _ = run(capsys, profile, "cluster=2xH100", f"out={tmp_path}")

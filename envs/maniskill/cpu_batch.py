@@ -14,7 +14,7 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from functools import cached_property, partial
 from typing import Any
 
@@ -38,6 +38,7 @@ from mani_skill.utils.structs.articulation import Articulation
 from mani_skill.utils.structs.articulation_joint import ArticulationJoint
 from mani_skill.utils.structs.pose import Pose, to_sapien_pose
 from scipy.special import xlogy
+from torch.overrides import TorchFunctionMode
 
 from embodied.envs.maniskill.bridge import PLATES, TWINS
 from embodied.envs.maniskill.cpu_physics import BatchedCpuPhysics, Rows
@@ -301,17 +302,32 @@ def replaced_draws(rand: RowsOfUniforms) -> Iterator[None]:
 
 @contextmanager
 def own_draws(device: torch.device) -> Iterator[Callable[[int], Any]]:
-    """Yields a function that seeds ManiSkill's generators; afterwards torch's generators are restored."""
-    with DRAWING:
-        if device.type == "cpu":  # torch.manual_seed would also write a stack trace for an absent GPU: 0.5 ms
-            before = torch.default_generator.get_state()
-            try:
-                yield torch.default_generator.manual_seed
-            finally:
-                torch.default_generator.set_state(before)
-            return
-        with torch.random.fork_rng():
-            yield torch.manual_seed
+    """Yields a function that seeds torch's generator on the host, from which all draws come inside; afterwards the
+    generator is restored."""
+    before = torch.default_generator.get_state()
+    with DRAWING, nullcontext() if device.type == "cpu" else DrawsOnHost():
+        try:
+            yield torch.default_generator.manual_seed  # torch.manual_seed would look for GPUs: 0.5 ms
+        finally:
+            torch.default_generator.set_state(before)
+
+
+DRAWS = ("rand", "randn", "randint", "randperm", "rand_like", "randn_like", "normal", "multinomial", "bernoulli")
+DRAWS += ("uniform_", "normal_", "random_", "exponential_", "bernoulli_")
+
+
+class DrawsOnHost(TorchFunctionMode):
+    """Random numbers for a GPU are drawn on the host and sent, so that they are those of cores with the same seed."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name, kwargs = getattr(func, "__name__", ""), kwargs or {}
+        given = [each for each in args if isinstance(each, torch.Tensor)]
+        device = kwargs.get("device") or (given[0].device if given else None)
+        if name not in DRAWS or device is None:
+            return func(*args, **kwargs)
+        there = {"device": "cpu"} if "device" in kwargs else {}
+        drawn = func(*(each.cpu() if isinstance(each, torch.Tensor) else each for each in args), **kwargs | there)
+        return given[0].copy_(drawn) if name.endswith("_") else drawn.to(device)
 
 
 def stand_still(env: Any) -> None:

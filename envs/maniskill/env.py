@@ -216,7 +216,11 @@ class ManiSkillEnv(ReplayedEnv):
             finding = f"batched equals single envs ({figures(proof.worst)}), {gain}; env.backend=auto uses it"
             return [finding, *[ALONE] * proof.drawn_alone, f"proof: {path}"]
         why = f"Batched physics is not used for this task: {proof.problem}; {gain}"
-        return [f"single envs only. {why}", f"kept: {path}"]
+        return [
+            f"single envs only. {why}",
+            *[f"On a GPU (env.backend=cuda) {ALONE}"] * proof.drawn_alone,
+            f"kept: {path}",
+        ]
 
     def expert(self, kind: str = "scripted", tick: Callable[[], None] = lambda: None) -> Expert:
         if kind == "planner":

@@ -131,7 +131,7 @@ def numbers(content, path=()):
 def test_every_number_has_a_source(path):
     content = json.loads(path.read_text())
     sources = content.pop("sources")
-    content.pop("made")
+    content["made"] = {name: value for name, value in content["made"].items() if name.endswith("_s")}
     found = list(numbers(content))
     assert len(found) > 30
     bare = [number for number in found if not any(number == s or number.startswith(s + ".") for s in sources)]

@@ -57,6 +57,20 @@ def test_whole_numbers_and_places_are_what_each_row_draws_alone():
             assert torch.equal(all_rows[seed], own[0])
 
 
+def test_numbers_for_another_device_are_drawn_from_the_hosts_generator():
+    def drawn(device):
+        with cpu_batch.own_draws(torch.device(device)) as seed, torch.device(device):
+            seed(7)
+            torch.rand(3), torch.randn((2, 2)), torch.randint(3, 9, (4,)), torch.randperm(5, device=device)
+            torch.rand((2, 1), device=device)
+            assert torch.rand(2).device.type == device
+            return torch.default_generator.get_state()
+
+    before = torch.default_generator.get_state()
+    assert torch.equal(drawn("cpu"), drawn("meta"))
+    assert torch.equal(before, torch.default_generator.get_state())
+
+
 STACK, PLATE = "StackCube-v1", "PutOnPlateInScene25Single-v1"
 SLOW = [pytest.param(task, marks=pytest.mark.slow) for task in ("PullCubeTool-v1", "PegInsertionSide-v1", PLATE)]
 
