@@ -184,6 +184,51 @@ def language(asked: argparse.Namespace) -> Figures:
     return figures
 
 
+def fused_loss(asked: argparse.Namespace) -> Figures:
+    """Log-probs of tokens from hidden states and a vocabulary's weights, and their gradients: all places at once, in
+    parts as learners compute them, and by liger-kernel's fused linear-cross-entropy. Milliseconds, and GB at the peak
+    beside the inputs. Learners also want entropies, which the fused loss lacks."""
+    import torch
+    from torch.nn import functional as F
+
+    from embodied.policies.language.policy import LOGITS_BYTES, InParts
+
+    device, (tokens, width, vocab) = ("cpu", (64, 16, 96)) if asked.tiny else ("cuda", (16_384, 2048, 151_936))
+    half = {"device": device, "dtype": torch.bfloat16, "requires_grad": True}
+    hidden, head = torch.randn(tokens, width, **half), torch.randn(vocab, width, **half)
+    chosen, most = torch.arange(tokens, device=device) % vocab, max(1, LOGITS_BYTES // (4 * vocab))
+
+    def score(hidden: Any, takes: Any, chosen: Any) -> tuple[Any, ...]:
+        return (F.linear(hidden, head).float().log_softmax(-1)[takes, chosen],)
+
+    def in_parts() -> Any:
+        firsts, every = range(0, tokens, most), torch.arange(tokens, device=device)
+        parts = [(first, every[first : first + most] - first, chosen[first : first + most]) for first in firsts]
+        return -InParts.apply(score, most, parts, hidden, head)[0].mean()
+
+    ways = {"at_once": lambda: F.cross_entropy(F.linear(hidden, head).float(), chosen), "in_parts": in_parts}
+    figures: Figures = {}
+    try:
+        from liger_kernel.transformers import LigerFusedLinearCrossEntropyLoss
+
+        fused = LigerFusedLinearCrossEntropyLoss()
+        ways["liger"] = lambda: fused(head, hidden, chosen)
+    except ImportError:
+        figures["liger"] = "liger-kernel is not installed"
+    for name, loss in ways.items():
+        before = 0
+        if device == "cuda":
+            torch.cuda.reset_peak_memory_stats()
+            before = torch.cuda.memory_allocated()
+        try:
+            figures[f"{name}_ms"] = 1000 * best_seconds(lambda: loss().backward(), device)  # noqa: B023
+            figures[f"{name}_GB"] = (torch.cuda.max_memory_allocated() - before) / 1e9 if device == "cuda" else 0.0
+        except RuntimeError as err:  # too little memory
+            figures[name] = str(err)[:200]
+        hidden.grad = head.grad = None
+    return figures
+
+
 def divided(asked: argparse.Namespace) -> Figures:
     """GRPO of a language model that vLLM divides over all GPUs, and over one: tokens/s."""
     import torch
@@ -446,15 +491,15 @@ def profiled(work: Callable[[], Any], device: str) -> Figures:
 
 def lora(asked: argparse.Namespace) -> Figures:
     """LoRA steps of the model, by the items of a pass: items a second beside what the GPU's peak allows, memory beside
-    the planned memory, and the kernels of a step. Steps compiled by torch.compile are measured on a GPU alone: on a CPU
-    its C++ compiler takes minutes."""
+    the planned memory, the kernels of a step, and steps that compute fewer activations again. Steps compiled by
+    torch.compile are measured on a GPU alone: on a CPU its C++ compiler takes minutes."""
     import torch
     from torch.utils.flop_counter import FlopCounterMode
 
     from embodied.algorithms.config import PPOConfig
     from embodied.learners.config import LearnerConfig
     from embodied.learners.memory_estimate import count, made_up
-    from embodied.learners.model import Model, compile_blocks
+    from embodied.learners.model import Model, compile_blocks, recompute
     from embodied.learners.worker import peak_rate
 
     rank, rows = (2, 2) if asked.tiny else (32, 32)
@@ -489,6 +534,14 @@ def lora(asked: argparse.Namespace) -> Figures:
     figures |= profiled(partial(learn, model), device)
     model.config = options(size, "on")
     figures[f"recorded_items_per_s_{size}"] = items_per_s()
+    model.config = options(sizes[1], "off")
+    for which in ("half", "language", not asked.tiny):  # in the end as before
+        for block in policy.blocks():
+            vars(block).pop("forward", None)  # as before `recompute`
+        if which:
+            recompute(policy, which)
+        if which in ("half", "language"):
+            figures[f"{which}_items_per_s_{sizes[1]}"] = items_per_s()
     if not asked.tiny:
         model.config = options(size, "off")
         compile_blocks(policy)
@@ -649,7 +702,8 @@ def libero(asked: argparse.Namespace) -> Figures:
 
 
 def libero_warp(asked: argparse.Namespace) -> Figures:
-    """LIBERO's rows in MuJoCo Warp on the GPU, from states: env steps a second, and GB of GPU memory in use."""
+    """LIBERO's rows in MuJoCo Warp on the GPU: env steps a second from states, and with two cameras' pictures by Warp
+    after every fourth step, beside the GB of GPU memory in use."""
     import numpy as np
     import torch
 
@@ -659,20 +713,22 @@ def libero_warp(asked: argparse.Namespace) -> Figures:
     from embodied.envs.pointmass.config import PointMassConfig
 
     figures: Figures = {}
-    for rows in [4] if asked.tiny else [1, 32, 256, 1024, 4096]:
+    pictures = {"cameras": ("agentview", "wrist"), "renderer": "warp"}
+    cases = [("", rows, {}) for rows in (64, 256, 1024, 4096)] + [("pictures_", rows, pictures) for rows in (64, 256)]
+    for name, rows, more in [("", 4, {})] if asked.tiny else cases:
         try:
             tiny = asked.tiny and make_env(PointMassConfig(name="pointmass"), rows)
-            env = tiny or env_of("warp_cuda", TASKS[0], rows, settling_steps=1, on_success="continue")
+            env = tiny or env_of("warp_cuda", TASKS[0], rows, settling_steps=1, on_success="continue", **more)
             env.reset(seed=0)
             actions = np.zeros((rows, 4, env.env_spec.action.dim), np.float32)
             seconds = best_seconds(lambda: env.step_chunk(actions), "cpu")  # noqa: B023
         except (EmbodiedError, RuntimeError) as err:
-            figures[f"{rows}_rows"] = str(err)[:200]
-            break
-        figures[f"{rows}_rows_env_steps_per_s"] = 4 * rows / seconds
+            figures[f"{name}{rows}_rows"] = str(err)[:200]
+            continue
+        figures[f"{name}{rows}_rows_env_steps_per_s"] = 4 * rows / seconds
         if not asked.tiny:
             free, whole = torch.cuda.mem_get_info()
-            figures[f"{rows}_rows_gb"] = (whole - free) / 1e9
+            figures[f"{name}{rows}_rows_gb"] = (whole - free) / 1e9
         env.close()
     return figures
 
@@ -692,8 +748,8 @@ BLOCKS: dict[str, Callable[[argparse.Namespace], Figures]] = {  # the most valua
     "drawing": drawing,
     "openvla": openvla, "openvla_oft": openvla_oft, "pi0": pi0, "smolvla": smolvla, "lora": lora,
     "points": points, "language": language, "swap": swap, "weights": weights, "libero_warp": libero_warp,
-    "gpu_tests": gpu_tests, "ppo": ppo, "ppo_maniskill": ppo_maniskill, "ppo_fast": ppo_fast, "bridge": bridge,
-    "libero": libero, "plan": plan, "divided": divided,
+    "gpu_tests": gpu_tests, "fused_loss": fused_loss, "ppo": ppo, "ppo_maniskill": ppo_maniskill, "ppo_fast": ppo_fast,
+    "bridge": bridge, "libero": libero, "plan": plan, "divided": divided,
 }  # fmt: skip
 
 

@@ -15,6 +15,7 @@ import tomllib
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
+MORE = ("liger-kernel==0.8.5",)  # of a block alone
 OF_GPU = ("torch", "triton", "nvidia-", "cuda-", "vllm", "ray", "xformers")
 MANYLINUX = [f"manylinux_2_{minor}_x86_64" for minor in (17, 24, 27, 28, 31, 34, 35)] + ["manylinux2014_x86_64", "any"]
 
@@ -36,7 +37,7 @@ def missing(have: set[str]) -> list[str]:
             continue
         needed.add(name)
         waiting += needs_of(name)
-    return sorted(pins[name] for name in needed if name in pins)
+    return sorted([*(pins[name] for name in needed if name in pins), *(p for p in MORE if name_of(p) not in have)])
 
 
 def needs_of(name: str) -> list[str]:
