@@ -123,6 +123,7 @@ class PolicySteps(GradientSteps):
         imitation = [] if config.imitation is None else [IMITATION]  # the last one
         super().__init__(model, optimizer, (*loss_terms(config), *model.policy.own_losses, *MISMATCH, *imitation))
         self.config = config
+        self.by_own_logprobs = False  # True: log-probs of acting are replaced by those of the only step's passes
         # Largest gap and k3 of a decision, and largest error of a conversation
         self.largest = torch.full((3,), -math.inf, dtype=model.dtype, device=model.device)
         self.counts = torch.zeros(3, dtype=torch.float64, device=model.device)  # loss and statistics divisors, units
@@ -146,7 +147,8 @@ class PolicySteps(GradientSteps):
     ) -> tuple[Tensor, Tensor]:
         """The loss of these items, and its statistics. `weight` 0: all are padding."""
         check_scores(scores, items.logprobs)
-        loss, stats = items.loss_sum(scores, weight, self.config)
+        judged = replace(items, logprobs=scores.logprobs.detach()) if self.by_own_logprobs else items
+        loss, stats = judged.loss_sum(scores, weight, self.config)
         numbers = [stats[name] for name in loss_terms(self.config)]
         if scores.own_loss is not None:
             own_loss = scores.own_loss.sum() * own_weight
@@ -162,7 +164,8 @@ class PolicySteps(GradientSteps):
         return loss, torch.stack(numbers)
 
     def add_all(self, batch: RankBatch) -> None:
-        """Add one of several batches; the divisors are summed, too."""
+        """Add one of several batches, for one step; the divisors are summed, too."""
+        self.by_own_logprobs = self.model.rescores
         self.add(batch, batch.own_units)
         self.counts += self.counts.new_tensor([batch.loss_count, batch.weight_sum, batch.num_units])
 
@@ -185,7 +188,9 @@ class PolicySteps(GradientSteps):
         self.imitate(end, counted or 1.0, count or 1.0)
         self.step(self.lr_factor(end), 0, int(units), counted or 1.0, count or 1.0)
         ages = {"train/staleness": 0.0, "train/staleness_max": 0.0, "train/staleness_0": 1.0}  # `check_version`
-        return self.metrics(end, 1) | ages
+        metrics = self.metrics(end, 1) | ages
+        note_gap(self.model, self.config, metrics)
+        return metrics
 
     def metrics(self, end: BatchEnd, epochs: int, batch: RankBatch | None = None) -> dict[str, float]:
         """Means over the steps for the log, and statistics of the batch."""
@@ -393,6 +398,12 @@ def update_policy(
         if config.target_kl is not None and steps.epoch_kl(epoch) / batch.num_units > config.target_kl:
             break
     metrics = steps.metrics(end, epoch + 1, batch)
+    note_gap(model, config, metrics)
+    return metrics
+
+
+def note_gap(model: Model, config: AlgoConfig, metrics: dict[str, float]) -> None:
+    """From the next update on the model computes log-probs of acting again, if they differ too much."""
     limit = model.policy.gap_limits[model.is_half]
     if (gap := metrics.get("train/logprob_gap", 0.0)) > limit and not (model.rescores or config.decoupled):
         model.rescores = True
@@ -401,7 +412,6 @@ def update_policy(
             "again before its steps",
             flush=True,
         )
-    return metrics
 
 
 def check_divisor(model: Model, config: AlgoConfig) -> None:

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from tiny_vla import TEXTS, build, noise, observe
 
-from embodied.algorithms.config import PPOConfig
+from embodied.algorithms.config import GRPOConfig, PPOConfig
 from embodied.core.arrays import text_arrays
 from embodied.core.types import BatchEnd, Trajectory, Unit
 from embodied.learners import update
@@ -97,3 +97,21 @@ def test_a_learner_computes_log_probs_again_once_those_of_acting_are_too_far_fro
     assert learn_from(3 * limit) > 1e-9 and model.rescores
     assert capsys.readouterr().out.count("from now on the learner computes them again") == 1
     assert learn_from(3 * limit) < 1e-12
+
+
+def test_so_does_a_learner_whose_only_step_begins_early():
+    model, optimizer = learner({"name": "openvla", "dtype": "float64"})
+    config = GRPOConfig(name="grpo", groups=2, group_size=ROWS // 2, filter="none", lr=1e-3)
+
+    def learn_from(gap):
+        steps = update.PolicySteps(model, optimizer, config)
+        played = decisions(model.policy)
+        played = replace(played, logprobs=played.logprobs + gap)
+        unit = Unit((), played.ids, np.ones(ROWS), np.ones(ROWS))
+        steps.add_all(build_batch(played, unit, 0, config, Alone(), model))
+        numbers = steps.step_once(BatchEnd(0, 10))
+        assert numbers["train/logprob_gap"] == pytest.approx(gap, rel=1e-6)
+        return numbers["train/approx_kl"]
+
+    assert learn_from(3 * model.policy.gap_limits[0]) > 1e-9 and model.rescores
+    assert learn_from(3 * model.policy.gap_limits[0]) < 1e-12
