@@ -149,7 +149,16 @@ class RankBatch:
         inputs = {"actions": actions, "mask": take(self.mask, items), "lengths": lengths, "groups": groups}
         if "picture" not in self.obs:
             return inputs
-        return inputs | {"pictures": [name for name in take(self.obs["picture"], items) if name]}
+        return inputs | {"pictures": self.pictures(items)}
+
+    def pictures(self, items: Tensor) -> list[str]:
+        """The names of the pictures that these items show, one for each time."""
+        return [name for name in take(self.obs["picture"], items) if name]
+
+    def read_ahead(self, model: Model, following: Pass) -> None:
+        """Let a thread begin to read a pass's pictures."""
+        if len(following.items):
+            model.policy.sight.read_ahead(self.pictures(following.items))
 
     def observed(self, items: Tensor) -> Observation:
         """The observations of these items, in the form for policies."""

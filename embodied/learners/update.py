@@ -69,9 +69,14 @@ class GradientSteps:
         self.broken = torch.zeros((), device=model.device)  # 1 from the first step with non-finite numbers on
         self.steps: list[StepSums] = []
 
-    def add_passes(self, passes: Sequence[Pass], loss_of: LossOf, divisor: float) -> None:
-        """Accumulate the gradient of these passes' loss, divided by `divisor`, and their numbers."""
+    def add_passes(
+        self, passes: Sequence[Pass], loss_of: LossOf, divisor: float, prepare: Callable[[Pass], None] | None = None
+    ) -> None:
+        """Accumulate the gradient of these passes' loss, divided by `divisor`, and their numbers. `prepare` begins to
+        read what a pass needs, during the pass before."""
         for number, micro_batch in enumerate(passes, 1):
+            for following in passes[number : number + 1] if prepare else ():
+                prepare(following)
             loss, numbers = loss_of(micro_batch)
             self.backward(loss / divisor, numbers, last=number == len(passes))
 
@@ -132,7 +137,8 @@ class PolicySteps(GradientSteps):
         """Add the gradient of these units' loss, divided by `divisor`. Before the first step, log-probs are compared
         with the log-probs at act time."""
         passes = batch.passes(self.model, batch.teaching(units))
-        self.add_passes(passes, partial(self.loss_of, batch), divisor)
+        prepare = partial(batch.read_ahead, self.model) if "picture" in batch.obs else None
+        self.add_passes(passes, partial(self.loss_of, batch), divisor, prepare)
 
     def loss_of(self, batch: RankBatch, micro_batch: Pass) -> tuple[Tensor, Tensor]:
         scores = self.model.score(micro_batch.inputs(batch))

@@ -309,13 +309,11 @@ class RankGroup:
     def size(self) -> int:
         return len(self.ranks)
 
-    def exchange(self, parts: Tensor) -> Tensor:
-        """Send part i [N, ...] to member i (all-to-all); returns the parts for this rank, in the order of members."""
+    def begin_exchange(self, parts: Tensor) -> PendingTensor:
+        """Begin to send part i [N, ...] to member i (all-to-all), and to receive parts in the order of members."""
+        came = torch.empty(parts.shape, dtype=parts.dtype, device=parts.device)
         sent = as_bytes(parts)
-        came = torch.empty_like(sent)
-        with self._measure_sync():
-            self.group.alltoall_base(came, sent, [], []).wait()
-        return came.view(parts.dtype).view(parts.shape)
+        return PendingTensor(came, self.group.alltoall_base(as_bytes(came), sent, [], []), self, sent)
 
     def gather(self, tensor: Tensor) -> list[Tensor]:
         """All-gather: the tensors of all members, which have equal shapes."""
@@ -342,12 +340,14 @@ class RankGroup:
 class PendingTensor:
     """A tensor that is being received."""
 
-    def __init__(self, tensor: Tensor, work: Any, group: RankGroup) -> None:
-        self.tensor, self.work, self.group = tensor, work, group
+    def __init__(self, tensor: Tensor, work: Any, group: RankGroup, sent: Tensor | None = None) -> None:
+        """`sent` is kept until it has been sent."""
+        self.tensor, self.work, self.group, self.sent = tensor, work, group, sent
 
     def wait(self) -> Tensor:
         with self.group._measure_sync():
             self.work.wait()
+        self.sent = None
         return self.tensor
 
 

@@ -6,8 +6,10 @@ backward pass.
 
 Divided rows are as in DeepSpeed's Ulysses. Place c of every row belongs to rank c mod N. A rank computes everything but
 attention for its own places. Before attention the ranks exchange queries, keys and values: each then has all places,
-for its own part of the heads. After attention they exchange back. All ranks gather the scores of the sampled tokens.
-One rank, the owner, computes the loss; all ranks use its gradient of the scores.
+for its own part of the heads. After attention they exchange back. On GPUs large exchanges are made in two halves of the
+heads: one half travels while attention of the other is computed (on cores this costs more than it hides). All ranks
+gather the scores of the sampled tokens. One rank, the owner, computes the loss; all ranks use its gradient of the
+scores.
 """
 
 from __future__ import annotations
@@ -24,13 +26,14 @@ from transformers import AttentionInterface
 from transformers.integrations.moe import ExpertsInterface
 
 from embodied.policies.language.packing import Packed
-from embodied.runtime.collective import RankGroup
+from embodied.runtime.collective import PendingTensor, RankGroup
 
 DENSE, SPARSE = "sdpa", "flex_attention"  # by transformers' names
 COUNTED = "embodied_counted"  # for counting memory: computes nothing
 DIVIDED = "embodied_divided"  # for rows that ranks compute together
 SPECIAL = "embodied_special"  # for windows, soft caps and sinks
 TILE = 128  # block size of flex_attention
+HALVED = {"cpu": math.inf, "cuda": 1 << 18}  # numbers of a rank's queries from which exchanges are made in halves
 
 
 def attention_kernel(device: torch.device, dtype: torch.dtype) -> str:
@@ -213,22 +216,31 @@ class DividedPass:
     owner: int
     kernel: str  # transformers' name of the attention kernel
 
-    def to_heads(self, *tensors: Tensor) -> list[Tensor]:
-        """[B, heads, W/N, D] of this rank's places -> [B, heads/N, W, D] of its heads, in one exchange."""
-        count, dtype = self.group.size, tensors[-1].dtype  # autocast leaves queries wider than values
-        parts = [each.to(dtype).unflatten(1, (count, -1)).movedim(1, 0) for each in tensors]  # [N, B, heads/N, W/N, D]
-        came = Exchange.apply(self.group, torch.cat([part.flatten(1) for part in parts], 1))
-        sizes = [part[0].numel() for part in parts]
-        return [
-            each.view(part.shape).movedim(0, 3).flatten(2, 3)
-            for each, part in zip(came.split(sizes, 1), parts, strict=True)
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, of_heads: Callable[..., Tensor]) -> Tensor:
+        """Attention of this rank's places: [B, heads, W/N, D] -> [B, W/N, heads, D]. `of_heads` computes it for all
+        places and some heads, [B, heads, W, D] -> [B, W, heads, D], with their number among the halves."""
+        count, dtype = self.group.size, value.dtype  # autocast leaves queries wider than values
+        parts = [each.to(dtype).unflatten(1, (count, -1)).movedim(1, 0) for each in (query, key, value)]
+        sizes = [part.shape[2] for part in parts]  # heads of a rank; parts are [N, B, heads/N, W/N, D]
+        halves = 2 if query.numel() >= HALVED[query.device.type] and not any(size % 2 for size in sizes) else 1
+        coming = [self._to_heads(half) for half in zip(*(part.chunk(halves, 2) for part in parts), strict=True)]
+        leaving = [self._to_places(of_heads(*each(), at)) for at, each in enumerate(coming)]
+        return torch.cat([each() for each in leaving], 3).flatten(2, 3)
+
+    def _to_heads(self, parts: Sequence[Tensor]) -> Callable[[], list[Tensor]]:
+        """Begin to exchange [N, B, heads/N, W/N, D]; the result waits for [B, heads/N, W, D]."""
+        wait = travel(self.group, torch.cat([part.flatten(1) for part in parts], 1))
+        sizes, shapes = [part[0].numel() for part in parts], [part.shape for part in parts]
+        return lambda: [
+            each.view(shape).movedim(0, 3).flatten(2, 3)
+            for each, shape in zip(wait().split(sizes, 1), shapes, strict=True)
         ]
 
-    def to_places(self, out: Tensor) -> Tensor:
-        """[B, W, heads/N, D] of this rank's heads -> [B, W/N, heads, D] of its places."""
+    def _to_places(self, out: Tensor) -> Callable[[], Tensor]:
+        """Begin to exchange [B, W, heads/N, D]; the result waits for [B, W/N, N, heads/N, D]."""
         parts = out.unflatten(1, (-1, self.group.size)).movedim(2, 0)  # [N, B, W/N, heads/N, D]
-        came = Exchange.apply(self.group, parts.flatten(1)).view(parts.shape)
-        return came.movedim(0, 2).flatten(2, 3)
+        wait = travel(self.group, parts.flatten(1))
+        return lambda: wait().view(parts.shape).movedim(0, 2)
 
     def score(self, scores_of: Callable[..., list[Tensor]], packed: Packed) -> tuple[Sequence[Tensor], np.ndarray]:
         """Returns the scores [M] of all sampled tokens, a tensor for each kind of score, and the tokens' numbers [M].
@@ -240,17 +252,47 @@ class DividedPass:
         return scores.unbind(1), np.concatenate(scored)
 
 
-class Exchange(torch.autograd.Function):
-    """Sends part i [N, k] to member i (all-to-all); gradients go the opposite way."""
+def travel(group: RankGroup, parts: Tensor) -> Callable[[], Tensor]:
+    """Begin to send part i [N, k] to member i (all-to-all); the result waits for the parts that come. Gradients go the
+    opposite way, and travel meanwhile, too."""
+    flight = Flight(group)
+    coming = Depart.apply(flight, parts)
+    return lambda: Arrive.apply(flight, coming)
+
+
+@dataclass
+class Flight:
+    """An exchange under way."""
+
+    group: RankGroup
+    pending: PendingTensor | None = None
+
+
+class Depart(torch.autograd.Function):
+    """Begins an exchange, and waits for that of the gradients."""
 
     @staticmethod
-    def forward(ctx: Any, group: RankGroup, parts: Tensor) -> Tensor:
-        ctx.group = group
-        return group.exchange(parts)
+    def forward(ctx: Any, flight: Flight, parts: Tensor) -> Tensor:
+        ctx.flight, flight.pending = flight, flight.group.begin_exchange(parts)
+        return flight.pending.tensor
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
-        return None, ctx.group.exchange(grad)
+        return None, ctx.flight.pending.wait()
+
+
+class Arrive(torch.autograd.Function):
+    """Waits for an exchange, and begins that of the gradients."""
+
+    @staticmethod
+    def forward(ctx: Any, flight: Flight, coming: Tensor) -> Tensor:
+        ctx.flight = flight
+        return flight.pending.wait().view_as(coming)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        ctx.flight.pending = ctx.flight.group.begin_exchange(grad)
+        return None, ctx.flight.pending.tensor
 
 
 class AllScores(torch.autograd.Function):
@@ -276,11 +318,16 @@ def divided_attention(
     module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Any, *, ranks: DividedPass, **options: Any
 ) -> tuple[Tensor, None]:
     """Attention as transformers calls it: [B, heads, W/N, D] -> [B, W/N, heads, D]."""
-    query, key, value = ranks.to_heads(query, key, value)
-    if (sinks := options.get("s_aux")) is not None:  # of this rank's heads
-        options["s_aux"] = sinks.chunk(ranks.group.size)[ranks.group.place]
-    out, _ = AttentionInterface()[ranks.kernel](module, query, key, value, mask, **options)
-    return ranks.to_places(out), None
+    sinks = options.get("s_aux")
+
+    def of_heads(query: Tensor, key: Tensor, value: Tensor, half: int) -> Tensor:
+        if sinks is not None:  # of these heads
+            own = sinks.chunk(ranks.group.size)[ranks.group.place]
+            options["s_aux"] = own.chunk(len(own) // query.shape[1])[half]
+        out, _ = AttentionInterface()[ranks.kernel](module, query, key, value, mask, **options)
+        return out
+
+    return ranks.attend(query, key, value, of_heads), None
 
 
 AttentionInterface.register(COUNTED, counted_attention)

@@ -10,7 +10,8 @@ from __future__ import annotations
 import importlib
 import threading
 from collections import OrderedDict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,11 +25,12 @@ from embodied.core.arrays import tensor_of
 from embodied.core.conversations import FIRST_PLACE
 from embodied.core.errors import CheckpointError
 from embodied.core.pictures import PictureError, drawing, load_picture, picture_size, short_name
-from embodied.policies.language.attention import COUNTED, DividedPass, Exchange
+from embodied.policies.language.attention import COUNTED, DividedPass, travel
 from embodied.policies.language.config import SEEING
 
 PREPROCESSOR = "preprocessor_config.json"
 KEPT_BYTES = 2**28  # limit for cached pixels of recent pictures
+MOST_AHEAD = 32  # pictures that wait to be read ahead
 BLANK = drawing("count", 0, 16)  # for a rank without a picture of its own that must take part
 
 
@@ -81,6 +83,8 @@ class Sight:
         self.kept: OrderedDict[str, Picture] = OrderedDict()
         self.kept_bytes = 0
         self.reading = threading.Lock()  # a server's threads encode and generate at the same time
+        self.coming: dict[str, Future[Picture]] = {}  # pictures that are being read ahead
+        self.ahead = ThreadPoolExecutor(1, "pictures")
 
     @classmethod
     def patches_of_place(cls, config: Any) -> int:
@@ -115,17 +119,33 @@ class Sight:
     def read(self, name: str) -> Picture:
         """The picture of this name. Several threads may process pictures at the same time."""
         with self.reading:
-            picture = self.kept.get(name)
+            picture, coming = self.kept.get(name), self.coming.get(name)
         if picture is None:
+            picture = coming.result() if coming else self._load(name)
+        return picture
+
+    def read_ahead(self, names: Iterable[str]) -> None:
+        """Begin to read these pictures in a thread; `read` waits for them."""
+        with self.reading:
+            new = [name for name in dict.fromkeys(names) if name not in self.kept and name not in self.coming]
+            for name in new[: max(0, MOST_AHEAD - len(self.coming))]:
+                self.coming[name] = self.ahead.submit(self._load, name)
+
+    def _load(self, name: str) -> Picture:
+        """Process a picture and keep it."""
+        try:
             pixels = load_picture(name)
             with naming(name):
                 picture = self.process(pixels)
+        finally:
             with self.reading:
-                if name not in self.kept:
-                    self.kept[name] = picture
-                    self.kept_bytes += picture.num_bytes
-                while self.kept_bytes > KEPT_BYTES and len(self.kept) > 1:
-                    self.kept_bytes -= self.kept.popitem(last=False)[1].num_bytes
+                self.coming.pop(name, None)
+        with self.reading:
+            if name not in self.kept:
+                self.kept[name] = picture
+                self.kept_bytes += picture.num_bytes
+            while self.kept_bytes > KEPT_BYTES and len(self.kept) > 1:
+                self.kept_bytes -= self.kept.popitem(last=False)[1].num_bytes
         return picture
 
     def _outputs(self, images: list[Any], **options: Any) -> dict[str, Any]:
@@ -203,7 +223,7 @@ class Sight:
         of_rank = [name for name, rank in zip(names, looks.tolist(), strict=True) if rank == group.place]
         seen = self.features(model, of_rank or [BLANK])[: sizes[group.place]]
         room = torch.nn.functional.pad(seen, (0, 0, 0, max(sizes) - len(seen)))
-        came = Exchange.apply(group, room.expand(group.size, -1, -1).flatten(1)).view(group.size, *room.shape)
+        came = travel(group, room.expand(group.size, -1, -1).flatten(1))().view(group.size, *room.shape)
         return torch.cat([rows[:size] for rows, size in zip(came, sizes, strict=True)])
 
     def number_places(self, tokens: np.ndarray, names: Sequence[str]) -> tuple[np.ndarray, list[str]]:

@@ -153,6 +153,8 @@ class LanguageWorker(PolicyWorker):
                 return False
             if item.source in known:
                 waiting += [(item.source, prompt) for prompt in item.prompts]
+                if self.policy.sight:
+                    self.policy.sight.read_ahead(name for each in item.prompts for name in pictures_in(each.said))
         return True
 
     def _begin(self, waiting: deque, version: int) -> list[tuple[str, Completion]]:

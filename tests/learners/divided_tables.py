@@ -42,7 +42,7 @@ def run(passes: list, seed: int) -> None:
         theirs = sequences(seed, group.ranks[each.shared.owner]) if seed >= 0 else [inputs]
         assert any(torch.equal(inputs["actions"], one["actions"]) for one in theirs)
         for _ in range(2):
-            came = group.exchange(torch.full((group.size, 3), each.shared.number))
+            came = group.begin_exchange(torch.full((group.size, 3), each.shared.number)).wait()
             assert (came == each.shared.number).all()
 
 

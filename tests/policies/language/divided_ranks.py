@@ -1,6 +1,7 @@
 """One of several ranks that score conversations together: python divided_ranks.py FILE RANK RANKS FOLDER. Prints what
 differs from scoring them alone, for every model and degree."""
 
+import math
 import os
 import sys
 from contextlib import nullcontext
@@ -15,6 +16,7 @@ from tiny_language import answers, build, inputs_of
 
 from embodied.learners.config import LearnerConfig
 from embodied.learners.model import Model
+from embodied.policies.language import attention
 from embodied.runtime import Timers
 from embodied.runtime.collective import form_groups
 from embodied.runtime.rendezvous import RendezvousFile
@@ -37,6 +39,8 @@ MODELS = {
     "one token": ({"preset": "tiny_gpt2", "dtype": "float64"}, {}, [(0, [(False, [5]), (True, [6])])]),
 }
 
+IN_HALVES = ("sinks", "recomputed", "last layer")  # exchanges
+
 
 def results(model, inputs, owns):
     """Log-probs, entropies, values, and the gradient of a sum of them."""
@@ -53,6 +57,7 @@ def results(model, inputs, owns):
 worker = SimpleNamespace(rank=rank, world_size=ranks, timers=Timers(), waiting=nullcontext)
 groups = form_groups(RendezvousFile(where, 60.0), worker, [degree for degree in (2, 4) if degree <= ranks])
 for name, (options, learner, conversations) in MODELS.items():
+    attention.HALVED["cpu"] = 0 if name in IN_HALVES else math.inf
     model, inputs = Model(build(**options), LearnerConfig(**learner)), inputs_of(*conversations)
     if (head := model.policy.value_head) is not None:
         torch.nn.init.constant_(head.weight, 0.1)

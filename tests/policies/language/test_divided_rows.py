@@ -17,11 +17,13 @@ LAYER_NORMS = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads":
 
 @pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_divided_conversations_have_the_scores_and_gradients_of_one_rank(tmp_path, ranks):
-    """With shared prompts, turns, windows, sinks, layers frozen or computed again, and fewer tokens than ranks."""
+    """With shared prompts, turns, windows, sinks, layers frozen or computed again, exchanges in halves, and
+    fewer tokens than ranks."""
     words = {"vocab_size": 100, "eos_token_id": 1, "bos_token_id": None, "max_position_embeddings": 256}
     folder = write(tmp_path / "model", Starcoder2Config(**words, **LAYER_NORMS, intermediate_size=48, sliding_window=8))
     experts = {"num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": 8, "sliding_window": 8}
-    write(folder / "sinks", GptOssConfig(**words, **LAYER_NORMS, **experts, intermediate_size=48))
+    heads = LAYER_NORMS | {"num_key_value_heads": 4}
+    write(folder / "sinks", GptOssConfig(**words, **heads, **experts, intermediate_size=48))
     rows = run_ranks(PROGRAM, tmp_path / "meet", ranks, folder, cells=5)
     models = {name for name, *_ in rows}
     assert len(models) == 6 and {int(degree) for _, degree, *_ in rows} == {2, ranks}

@@ -2,6 +2,7 @@
 
 import copy
 import struct
+import threading
 from base64 import b64encode
 
 import numpy as np
@@ -212,6 +213,24 @@ def test_few_pictures_stay_in_memory(fresh, monkeypatch):
         fresh.sight.read(drawing("add", seed, 48))
     assert len(fresh.sight.kept) == 3 and fresh.sight.kept_bytes == 3 * one.num_bytes
     assert np.array_equal(fresh.sight.read(ONE).pixels["pixel_values"], one.pixels["pixel_values"])
+
+
+def test_pictures_are_read_ahead_in_a_thread_and_once(fresh, monkeypatch):
+    threads, own = {}, threading.get_ident()
+
+    def load(name):
+        threads[name] = [*threads.get(name, ()), threading.get_ident()]
+        return load_picture(name)
+
+    monkeypatch.setattr(sight, "load_picture", load)
+    names = [drawing("count", seed, 48) for seed in range(600, 604)]
+    monkeypatch.setattr(sight, "MOST_AHEAD", 2)
+    fresh.sight.read_ahead([names[0], "nowhere.png", *names])
+    places = [fresh.sight.read(name).places for name in names]
+    assert len({*places}) == 1 and [len(threads[name]) for name in names] == [1] * 4
+    assert own not in threads[names[0]] and threads[names[3]] == [own]
+    with pytest.raises(PictureError, match=r"there is no picture nowhere.png"):
+        fresh.sight.read("nowhere.png")
 
 
 def test_a_file_and_a_data_url_show_the_same_picture(tmp_path):
