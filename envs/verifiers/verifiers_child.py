@@ -246,6 +246,11 @@ class TasksetEnvironment:
             config[agent] = self.with_chat(name, default) | config.get(agent, {})
         self.env = vf.load_environment(vf.resolve_env_config(config))
         taskset = self.env.taskset
+        here = [agent for agent in agents if getattr(self.env.config, agent).runtime.type == "subprocess"]
+        if here and type(taskset).task_type().NEEDS_CONTAINER:
+            raise Problem(
+                f"its tasks need a container; with Docker try env.kwargs={{{here[0]}: {{runtime: {{type: docker}}}}}}"
+            )
         self.train, self.held_out = split_examples(
             [*map(row, taskset if taskset.bounded else islice(taskset, ENDLESS))], []
         )

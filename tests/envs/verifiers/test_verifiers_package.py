@@ -155,6 +155,14 @@ class Longest(BestOfNEnv):
             trace.record_reward("longest", float(size == max(sizes)))
 
 
+class BoxTask(SumTask):
+    NEEDS_CONTAINER = True
+
+
+class InBoxes(vf.Taskset[BoxTask, SumsConfig]):
+    of, load = BoxTask, Sums.load
+
+
 class Guessing(vf.SingleAgentEnv):
     async def run(self, task, agents):
         async with agents.agent.interaction(task) as talk:
@@ -175,8 +183,9 @@ MODULES = {
     "my_guesses": ["Guessing", "Sums"],
     "my_tools": ["WithTools", "Double"],
     "my_ranks": ["Longest", "Sums"],
+    "my_boxes": ["InBoxes"],
 }
-NAMES = {"single": "my-sums", "multi": "my-guesses", "tools": "my-tools", "ranks": "my-ranks"}
+NAMES = {"single": "my-sums", "multi": "my-guesses", "tools": "my-tools", "ranks": "my-ranks", "boxes": "my-boxes"}
 
 
 @pytest.fixture(autouse=True)
@@ -299,6 +308,12 @@ def test_an_agent_that_is_not_trained_needs_a_model_of_its_own(opened):
     env = opened("single", id="user-sim")
     with pytest.raises(EmbodiedError, match="its agent user is not to be trained, but asks the policy"):
         begun(env)
+
+
+@pytest.mark.skipif(OLD, reason="of tasksets")
+def test_tasks_for_containers_name_the_option_that_gives_them_one():
+    with pytest.raises(ConfigError, match=r"need a container; with Docker try env.kwargs=.agent: .runtime: .type: doc"):
+        Verifiers.check(config("boxes"))
 
 
 ASKS = """
