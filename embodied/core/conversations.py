@@ -139,6 +139,7 @@ class Remark:
     sentence: str
     suspects: tuple[int, ...] = ()  # training's conversations with answers of the server, in this round
     since: int | None = None  # the first version of weights with used answers of the server: the run ends
+    dropped: str = ""  # the name of the server
 
 
 @dataclass(frozen=True)

@@ -66,6 +66,7 @@ class Remarks:
     show: Callable[[str], None]
     suspects: set[int] = field(default_factory=set)  # conversations of this round to leave out
     since: int | None = None  # the first version of weights whose batch used answers of a dropped server
+    dropped: set[str] = field(default_factory=set)  # servers that a policy worker has dropped in this round
 
     def is_due(self) -> bool:
         return bool(self.channel.qsize())
@@ -73,11 +74,14 @@ class Remarks:
     def go_on(self) -> None:
         with suppress(ChannelClosed):  # by a failed worker
             while self.channel.qsize():
-                remark: Remark = self.channel.get()
-                self.show(remark.sentence)
-                self.suspects.update(remark.suspects)
-                if remark.since is not None:
-                    self.since = remark.since if self.since is None else min(self.since, remark.since)
+                self.add(self.channel.get())
+
+    def add(self, remark: Remark) -> None:
+        self.show(remark.sentence)
+        self.suspects.update(remark.suspects)
+        if remark.since is not None:
+            self.since = remark.since if self.since is None else min(self.since, remark.since)
+        self.dropped |= {remark.dropped} - {""}
 
 
 class Training(Protocol):
@@ -218,8 +222,18 @@ class RolloutManager:
         self.read_reports()
         if self.remarks:
             self.remarks.go_on()
+            self._drop_everywhere(self.remarks)
         ended = self._collect_results(calls, jobs.keys())
         return replace(ended, sources={sim: tuple(one.source for one in routes[sim][:stages]) for sim in jobs})
+
+    def _drop_everywhere(self, remarks: Remarks) -> None:
+        """Let all policy workers drop the servers that one of them has dropped."""
+        names = (*sorted(remarks.dropped),)
+        if names and len(self.policies) > 1:
+            for told in self.ask(lambda: self.policies.drop_servers(names)):
+                for remark in told:
+                    remarks.add(remark)
+        remarks.dropped.clear()
 
     def _collect_results(self, calls: dict[int, Handle], training: Collection[int]) -> Round:
         """The results of a round's calls; the evaluation hears of its own."""

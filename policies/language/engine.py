@@ -8,7 +8,7 @@ until nothing is `running`, in any order, and `abort` to stop between two tokens
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -171,6 +171,9 @@ class Engine:
         """The counters since the last call."""
         totals, self.totals = self.totals, dict.fromkeys(self.totals, 0)
         return {name: float(count) for name, count in totals.items()}
+
+    def drop_servers(self, names: Collection[str]) -> None:
+        """Use no more answers of these servers."""
 
     def take_remarks(self) -> list[Remark]:
         """The remarks since the last call."""

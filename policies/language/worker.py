@@ -20,6 +20,7 @@ from embodied.core.conversations import (
     Completion,
     CompletionBatch,
     Prompt,
+    Remark,
     Vacancy,
     WrittenTokens,
     pictures_in,
@@ -232,6 +233,13 @@ class LanguageWorker(PolicyWorker):
             needs_history=tokenizer.rewrites,
             restarts=asked.restarts,
         )
+
+    def drop_servers(self, names: Collection[str]) -> list[Remark]:
+        """Drop the servers that other policy workers have dropped; returns the remarks on their answers."""
+        if not hasattr(self, "engine"):
+            return []
+        self.engine.drop_servers(names)
+        return self.engine.take_remarks()
 
     def engine_numbers(self) -> dict[str, float]:
         """The engine's counters since the last call, for the log; {} for a worker that is not built yet."""

@@ -290,6 +290,32 @@ def test_what_a_server_answered_before_it_lied_is_used_or_left_out_or_ends_the_r
     assert ("Checkpoints up to v000000 are from before" in ends) == (suspects == "stop")
 
 
+def test_all_policy_workers_drop_a_server_that_one_of_them_finds_out(tmp_path, monkeypatch):
+    """The other one compares no log-probs."""
+    before, pools = ServerPool.release, []
+    models = [build(preset="tiny_gpt2", dtype="float64", max_running=4, seed=7) for _ in range(2)]
+    with contextlib.ExitStack() as stack:
+        honest, liar = (stack.enter_context(served(model, tmp_path)) for model in models)
+
+        def release(pool, compared):
+            if not pools:
+                with torch.no_grad():
+                    for weight in liar.policy.parameters():
+                        weight += 1.0
+            if pool not in pools:
+                pools.append(pool)
+                pool.config = pool.config.model_copy(update={"gap_limit": 0.1 if len(pools) == 1 else None})
+            return before(pool, compared)
+
+        monkeypatch.setattr(ServerPool, "release", release)
+        words = [f"policy.url=[{honest.url}, {liar.url}]", "policy.engine=http", f"policy.weights={tmp_path / 'w'}"]
+        two = {"sim": "cpu:0", "policy": "cpu:1-2*2", "learner": "cpu:3"}
+        with Talk(tmp_path / "pool", *words, "policy.suspects=drop", "algo.groups=8", placement=two) as run:
+            _, row = run.iterate(0)
+    assert len(pools) == 2 and row["engine/dropped_servers"] == 2
+    assert row["engine/suspect_answers"] > 0 and row["groups/dropped_incomplete"] > 0
+
+
 class ServerProcess:
     """`python -m embodied.serve`, or a program that does so and lies about its weights."""
 

@@ -14,7 +14,7 @@ import queue
 import secrets
 import threading
 import time
-from collections.abc import Coroutine
+from collections.abc import Collection, Coroutine
 from concurrent.futures import CancelledError
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -64,6 +64,9 @@ class HTTPEngine(Engine):
         except BaseException:
             self.close()
             raise
+
+    def drop_servers(self, names: Collection[str]) -> None:
+        self.call(self.pool.drop_named, names)
 
     def num_open(self) -> int:
         return len(self.asked)

@@ -20,7 +20,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import Coroutine, Mapping, Sequence
+from collections.abc import Collection, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import ceil, inf
 from queue import SimpleQueue
@@ -431,11 +431,17 @@ class ServerPool:
         self.totals["suspect_tokens"] += server.used.tokens
         why = f"{why}: it is dropped with these and {len(server.calls)} more requests; {server.used}"
         used, how, now = server.used, self.config.suspects, version_of(self.wanted)
-        if how != "use" and used.answers:
-            shown = tuple(used.episodes) if used.versions[-1] == now else ()
-            early = how == "stop" and used.since is not None and used.since < now
-            self.remarks.put(Remark("", shown, used.since if early else None))
+        suspect = how != "use" and bool(used.answers)
+        shown = tuple(used.episodes) if suspect and used.versions[-1] == now else ()
+        early = suspect and how == "stop" and used.since is not None and used.since < now
+        self.remarks.put(Remark("", shown, used.since if early else None, server.name))
         self.refuse(server, EmbodiedError(why))
+
+    def drop_named(self, names: Collection[str]) -> None:
+        """Drop the servers that other policy workers have dropped."""
+        for server in self.servers:
+            if server.name in names and not server.is_dropped:
+                self.drop(server, "another policy worker has found answers of other weights")
 
     def take_from(self, server: PooledServer) -> None:
         """Requeue its requests; its later answers to them are ignored."""
