@@ -39,6 +39,8 @@ MODELS = {
     "one token": ({"preset": "tiny_gpt2", "dtype": "float64"}, {}, [(0, [(False, [5]), (True, [6])])]),
 }
 
+if ranks == 8:
+    MODELS = {"eight heads": ({"pretrained": f"{folder}/eight", "dtype": "float64"}, {}, CONVERSATIONS)}
 IN_HALVES = ("sinks", "recomputed", "last layer")  # exchanges
 
 
@@ -55,7 +57,7 @@ def results(model, inputs, owns):
 
 
 worker = SimpleNamespace(rank=rank, world_size=ranks, timers=Timers(), waiting=nullcontext)
-groups = form_groups(RendezvousFile(where, 60.0), worker, [degree for degree in (2, 4) if degree <= ranks])
+groups = form_groups(RendezvousFile(where, 60.0), worker, [degree for degree in (2, 4, 8) if degree <= ranks])
 for name, (options, learner, conversations) in MODELS.items():
     attention.HALVED["cpu"] = 0 if name in IN_HALVES else math.inf
     model, inputs = Model(build(**options), LearnerConfig(**learner)), inputs_of(*conversations)

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from rank_processes import run_ranks
 from tiny_language import answers, inputs_of, write
-from transformers import GptOssConfig, Starcoder2Config
+from transformers import GptOssConfig, Qwen3Config, Starcoder2Config
 
 from embodied.policies.language.attention import parts_of_ranks
 from embodied.policies.language.packing import lay_out
@@ -15,7 +15,7 @@ PROGRAM = Path(__file__).with_name("divided_ranks.py")
 LAYER_NORMS = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
 
 
-@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("ranks", [2, *(pytest.param(ranks, marks=pytest.mark.slow) for ranks in (4, 8))])
 def test_divided_conversations_have_the_scores_and_gradients_of_one_rank(tmp_path, ranks):
     """With shared prompts, turns, windows, sinks, layers frozen or computed again, exchanges in halves, and
     fewer tokens than ranks."""
@@ -24,9 +24,12 @@ def test_divided_conversations_have_the_scores_and_gradients_of_one_rank(tmp_pat
     experts = {"num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": 8, "sliding_window": 8}
     heads = LAYER_NORMS | {"num_key_value_heads": 4}
     write(folder / "sinks", GptOssConfig(**words, **heads, **experts, intermediate_size=48))
+    eight = {"num_attention_heads": 8, "num_key_value_heads": 8, "head_dim": 8}
+    write(folder / "eight", Qwen3Config(**words, **LAYER_NORMS | eight, intermediate_size=48))
     rows = run_ranks(PROGRAM, tmp_path / "meet", ranks, folder, cells=5)
     models = {name for name, *_ in rows}
-    assert len(models) == 6 and {int(degree) for _, degree, *_ in rows} == {2, ranks}
+    assert len(models) == (1 if ranks == 8 else 6)
+    assert {int(degree) for _, degree, *_ in rows} == {degree for degree in (2, 4, 8) if degree <= ranks}
     for name, degree, scores, gradient, others in rows:
         bar = {"recomputed": 1e-6, "sinks": 1e-4}.get(name, 1e-12)  # these compute norms, or all, in float32
         assert float(scores) < bar and float(gradient) < bar, (name, degree)
