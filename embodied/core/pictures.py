@@ -13,6 +13,7 @@ import io
 import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -95,6 +96,17 @@ def data_url(picture: np.ndarray) -> str:
     file = io.BytesIO()
     Image.fromarray(picture).save(file, "PNG")
     return f"data:image/png;base64,{base64.b64encode(file.getvalue()).decode()}"
+
+
+@lru_cache(64)
+def as_data_url(name: str) -> str:
+    """A name that contains the picture of this name."""
+    if DATA.match(name):
+        return name
+    if DRAWN.fullmatch(name):
+        return data_url(load_picture(name))
+    with opened_picture(name):  # or says what is wrong
+        return f"data:image/png;base64,{base64.b64encode(Path(name).read_bytes()).decode()}"
 
 
 # Drawings

@@ -487,7 +487,7 @@ def number(num_bytes: float) -> str:
 
 LARGE_MODEL = 3e9  # weights of a language model for which these are usually too large:
 HIGHEST_LR, HIGHEST_EPS = 1e-5, 1e-7
-PICTURES = (never_with({"policy.engine": "http"}, {}, "it passes no pictures on; try policy.engine=transformers"),)
+PICTURES = (never_with("policy.verify", {}, "proofs of answers to pictures are not checked; leave it out"),)
 LEARNING = (
     never_with(
         {"policy.weights": None},

@@ -194,7 +194,7 @@ class LanguageServer:
     async def answer(self, request: web.Request, ask: Ask) -> web.StreamResponse:
         number = next(self.numbers)
         with self.admitted(ask):
-            await self.pictures.process(ask.prompts)
+            await self.pictures.process(ask)
             conversations = await asyncio.to_thread(self.conversations, ask, number)
             if ask.stream:
                 return await self.stream(request, ask, conversations, number)
@@ -230,15 +230,32 @@ class LanguageServer:
         asked: list[ServedConversation] = []
         for prompt in ask.prompts:
             tokens = self.encoded(prompt, ask.tools)
-            pictures = () if isinstance(prompt, list) else pictures_in(prompt)
-            if pictures and (ask.tools or scores is not None):
-                raise BadRequest("tools and prompt_logprobs are not done with pictures; leave them out", "messages")
+            pictures = tuple(ask.pictures) if isinstance(prompt, list) else pictures_in(prompt)
+            if pictures and (ask.tools or ask.echo or scores is not None):
+                why = "tools, echo, proof and prompt_logprobs are not done with pictures; leave them out"
+                raise BadRequest(why, "messages")
+            if ask.pictures:
+                self.check_places(tokens, pictures)
             for copy in range(ask.n):
                 episode, scored = ask.noise.episode if ask.noise else len(asked), None if copy else scores
                 asked.append(
                     ServedConversation(tokens, most, episode, sampling, names, ask.stop, pictures, scores=scored)
                 )
         return asked
+
+    def check_places(self, tokens: Sequence[int], pictures: Sequence[str]) -> None:
+        """Refuse tokens that show other pictures than these."""
+        if self.policy.sight is None:
+            raise BadRequest("pictures: this model reads only text", "pictures")
+        rest = [*tokens]
+        for name in pictures:
+            shown = [*self.policy.sight.read(name).tokens]
+            first, begin = (next((at for at, each in enumerate(one) if each < 0), 0) for one in (shown, rest))
+            if rest[max(0, begin - first) :][: len(shown)] != shown:
+                raise BadRequest("prompt: its places are not those of the pictures", "prompt")
+            rest = rest[begin - first + len(shown) :]
+        if min(rest, default=0) < 0:
+            raise BadRequest("prompt: it shows more pictures than there are", "prompt")
 
     def encoded(self, prompt: openai.Asked, tools: Sequence[dict[str, Any]] = ()) -> list[int]:
         """A prompt as tokens; refuses prompts that leave no room for an answer."""
@@ -315,6 +332,7 @@ class LanguageServer:
         most = self.longest + MOST_TOGETHER * self.policy.max_length * TOKEN_BYTES
         asks = openai.read_many(await body_of(request, most))
         with self.admitted(*asks):
+            await self.pictures.process(*asks)
             numbered = [(ask, next(self.numbers)) for ask in asks]
             conversations = await asyncio.to_thread(lambda: [self.conversations(*each)[0] for each in numbered])
             return await self.send(request, "application/x-ndjson", conversations, line)
@@ -382,7 +400,7 @@ class LanguageServer:
     async def tokenize(self, request: web.Request) -> web.Response:
         """{"prompt": TEXT} or {"messages": [...]}: their tokens."""
         ask = openai.read_tokenize(await body_of(request))
-        await self.pictures.process(ask.prompts)
+        await self.pictures.process(ask)
         tokens = self.policy.shown_tokens(await asyncio.to_thread(self.encoded, ask.prompts[0], ask.tools))
         return web.json_response({"count": len(tokens), "max_model_len": self.policy.max_length, "tokens": tokens})
 

@@ -29,6 +29,8 @@ if TYPE_CHECKING:
     from embodied.policies.language.trust import ProofBlock
 
 MOST_CHOICES = 1024  # answers to one request
+MOST_PICTURES = 64  # of a prompt of token numbers
+MOST_PLACES = 2**20  # of a picture
 MOST_STOPS = 16
 LARGEST_SEED = 2**63 - 1
 MOST_LIKELY = 20  # limit of reported tokens at every place
@@ -93,6 +95,7 @@ class Ask(Options):
     logprobs: bool = False
     top_logprobs: int = Field(0, ge=0, le=MOST_LIKELY)  # likeliest tokens reported at every place, with log-probs
     echo: bool = False  # the prompt is returned before the answer
+    pictures: list[str] = Field([], max_length=MOST_PICTURES)  # data URLs, of the places in a prompt of token numbers
     proof: bool = False  # each answer comes with a proof of its computation (policies/language/trust.py)
     prompt_logprobs: int | None = Field(None, ge=0, le=MOST_LIKELY)  # like `top_logprobs`, for the prompt
     tools: tuple[dict[str, Any], ...] = ()
@@ -189,12 +192,18 @@ def read_completion(body: Any) -> Ask:
         raise BadRequest("tools and top_logprobs are options of /v1/chat/completions; logprobs=5 returns five tokens")
     if "logprobs" in fields:
         fields |= {"logprobs": True, "top_logprobs": fields["logprobs"]}
-    return ask_of(fields, prompts_of(fields["prompt"]), chat=False)
+    shown = fields.get("pictures") or []
+    if shown and not (isinstance(shown, list) and all(isinstance(url, str) and DATA.match(url) for url in shown)):
+        raise BadRequest("pictures should be a list of data URLs, data:image/png;base64,...", "pictures")
+    prompts = prompts_of(fields["prompt"], least=-MOST_PLACES if shown else 0)
+    if shown and not (len(prompts) == 1 and isinstance(prompts[0], list)):
+        raise BadRequest("pictures belong to one prompt of token numbers; texts show pictures in a chat", "pictures")
+    return ask_of(fields, prompts, chat=False)
 
 
 def read_chat(body: Any) -> Ask:
     """Parses a body of /v1/chat/completions."""
-    fields = known_fields(body, "messages", ("prompt",))
+    fields = known_fields(body, "messages", ("prompt", "pictures"))
     said = fields["messages"]
     if not isinstance(said, list) or not said:
         raise BadRequest("messages should be a list of messages", "messages")
@@ -283,19 +292,20 @@ def tools_of(tools: Any) -> tuple[dict[str, Any], ...]:
     return tuple(tools)
 
 
-def prompts_of(prompt: Any) -> tuple[Asked, ...]:
-    if isinstance(prompt, str) or (is_ids(prompt) and prompt):
+def prompts_of(prompt: Any, least: int = 0) -> tuple[Asked, ...]:
+    """`least`: the lowest number of a token; places of pictures are below 0."""
+    if isinstance(prompt, str) or (is_ids(prompt, least) and prompt):
         return (prompt,)
     several = isinstance(prompt, list) and 0 < len(prompt) <= MOST_CHOICES
-    if not several or not all(isinstance(item, str) or (is_ids(item) and item) for item in prompt):
+    if not several or not all(isinstance(item, str) or (is_ids(item, least) and item) for item in prompt):
         raise BadRequest(
             f"prompt should be text or a list of token numbers, or a list of at most {MOST_CHOICES} of these", "prompt"
         )
     return tuple(prompt)
 
 
-def is_ids(value: Any) -> bool:
-    return isinstance(value, list) and all(type(item) is int and item >= 0 for item in value)
+def is_ids(value: Any, least: int = 0) -> bool:
+    return isinstance(value, list) and all(type(item) is int and item >= least for item in value)
 
 
 def calls_in(text: str) -> tuple[str, list[dict[str, Any]]]:
@@ -513,10 +523,12 @@ class PictureReader:
         self.sight, self.max_length = sight, max_length
         self.threads = ThreadPoolExecutor(PICTURE_THREADS, "pictures")
 
-    async def process(self, prompts: Sequence[Any]) -> None:
+    async def process(self, *asks: Ask) -> None:
         """Process a request's pictures one after the other, so that clients take turns, and the pictures of a client
         that leaves are forgotten. Pictures with more tokens than a conversation are refused unseen."""
-        names = [name for prompt in prompts if not isinstance(prompt, list) for name in pictures_in(prompt)]
+        prompts = [prompt for ask in asks for prompt in ask.prompts if not isinstance(prompt, list)]
+        names = [name for prompt in prompts for name in pictures_in(prompt)]
+        names += [name for ask in asks for name in ask.pictures]
         if self.sight is None or not names:
             return
         run = asyncio.get_running_loop().run_in_executor

@@ -26,6 +26,7 @@ from torch import Tensor
 
 from embodied.core.errors import ConfigError, EmbodiedError, in_a_line
 from embodied.core.files import locked_folder
+from embodied.core.pictures import as_data_url
 from embodied.policies.language.engine import Request, seed_of
 from embodied.policies.policy_folder import WEIGHTS, write_tensors
 from embodied.runtime.published_weights import ITEM_BYTES, Blob, Bucket, Spec, TensorsFromBuckets, checksum
@@ -58,6 +59,7 @@ def body_of(request: Request, model: str, proves: bool = False) -> dict[str, Any
     how, rule = request.sampling, request.sampling.rule
     stream = how.stream.removeprefix("act/")
     ours = {"proof": True} if proves else {}  # vLLM's server has an option for all of its log-probs
+    ours |= {"pictures": [*map(as_data_url, request.pictures)]} if request.pictures else {}
     ours |= {"logprob_temperature": rule.logprob_temperature} if rule.logprob_temperature != 1 else {}
     return ours | {
         "model": model,

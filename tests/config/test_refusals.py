@@ -187,7 +187,7 @@ PPO eval.samples=2 -> eval.samples=2 has no effect with policy.name=mlp: every e
 PPO env.name=uneven_env:Uneven env.side_by_side=4 -> env.side_by_side=4: only text envs hold conversations
 PPO env.name=sums -> answers with actions; try policy.name=language
 PICTURES policy.preset=tiny -> policy.preset=tiny reads only text
-PICTURES SERVER policy.weights=. -> policy.engine=http: it passes no pictures on
+PICTURES SERVER policy.weights=. policy.verify=0.1 -> proofs of answers to pictures are not checked; leave it out
 SUMS policy.lora_rank=2 policy.lora_config.use_dorra=1 -> unknown key, did you mean 'use_dora'? known: use_dora, use_r
 PPO learner.shard=true placement={"sim,policy":"cpu:0","learner":"cpu:1"} -> try learner.shard=false, or placement=
 """

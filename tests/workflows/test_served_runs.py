@@ -10,6 +10,8 @@ import signal
 import subprocess
 import sys
 import threading
+import urllib.error
+import urllib.request
 from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 
@@ -17,9 +19,10 @@ import pytest
 import torch
 from served_language import SECRET, served, until
 from talking_runs import ONE_OF_EACH, Talk, far, told
-from tiny_language import build
+from tiny_language import SEES, build
 
 from embodied import evaluate, train
+from embodied.core.pictures import data_url, drawing, load_picture
 from embodied.policies import load_policy
 from embodied.policies.language.servers.server_pool import ServerPool
 from embodied.policies.policy_folder import read_weights
@@ -288,6 +291,25 @@ def test_what_a_server_answered_before_it_lied_is_used_or_left_out_or_ends_the_r
     assert (second["groups/dropped_incomplete"] > 0) == (suspects != "use")
     assert second["groups/used"] == 8 - second["groups/dropped_incomplete"]
     assert ("Checkpoints up to v000000 are from before" in ends) == (suspects == "stop")
+
+
+def test_servers_answer_to_pictures_as_the_policys_own_engine(tmp_path):
+    played = []
+    words = ["env.name=talking_env:Shown", "policy.preset=tiny_vl", "policy.max_tokens=4"]
+    with served(build(SEES, preset="tiny_vl", dtype="float64", max_running=4, seed=7), tmp_path) as server:
+        at_server = ["policy.engine=http", f"policy.url={server.url}", f"policy.weights={tmp_path / 'w'}"]
+        for name, more in ("own", []), ("server", at_server):
+            with Talk(tmp_path / name, *words, *more, placement=ONE_OF_EACH) as run:
+                played.append((told(run.some(1)), run.weights()))
+        shown = [data_url(load_picture(drawing("count", 1, 64)))]
+        body = {"prompt": [3, -1, -2, 4], "max_tokens": 1, "pictures": shown}
+        headers = {"Authorization": f"Bearer {SECRET}", "Content-Type": "application/json"}
+        asked = urllib.request.Request(f"{server.url}/v1/completions", json.dumps(body).encode(), headers)
+        with pytest.raises(urllib.error.HTTPError) as caught:
+            urllib.request.urlopen(asked, timeout=60)
+        with caught.value as refused:
+            assert refused.code == 400 and b"its places are not those of the pictures" in refused.read()
+    assert played[0][0] == played[1][0] and far(played[0][1], played[1][1]) < 1e-10
 
 
 def test_all_policy_workers_drop_a_server_that_one_of_them_finds_out(tmp_path, monkeypatch):

@@ -183,6 +183,8 @@ class HTTPEngine(Engine):
         tokens = np.concatenate([np.array([*said, *written], np.int32) for said, written in parts])
         inputs = {"actions": tokens[:, None, None], "mask": mask[:, None]}
         inputs["lengths"] = np.array([len(said) + len(written) for said, written in parts])
+        if shown := [name for place in whole for name in came[place][0].pictures]:
+            inputs["pictures"] = shown
         inputs["groups"] = np.array([came[place][0].episode for place in whole])
         with torch.no_grad():
             own = self.policy(inputs).logprobs.reshape(-1).double().cpu().numpy()[mask]

@@ -183,8 +183,12 @@ class RemoteServer:
             return {}
         return await self.call("GET", path, missing={}, limit_s=limit_s)
 
-    def check_settings(self, own: dict[str, Any], max_length: int, proves: bool) -> None:
-        """Refuse a server with another model or precision, with shorter conversations, or without proofs."""
+    def check_settings(self, own: dict[str, Any], max_length: int, proves: bool, shows: bool) -> None:
+        """Refuse a server with another model or precision, with shorter conversations, without proofs, or, if the env
+        `shows` pictures, without pictures in prompts of token ids."""
+        if shows and not self.is_ours:
+            who = f"{self.name} is a server of {self.owner or 'another kind'}"
+            raise ConfigError(f"{who}, which takes no pictures in prompts of token ids; ours does (embodied.serve)")
         if proves and not self.is_ours:
             who = f"{self.name} is a server of {self.owner or 'another kind'}"
             raise ConfigError(f"{who}, which makes no proofs of its answers; leave out policy.verify")

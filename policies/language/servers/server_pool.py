@@ -173,6 +173,7 @@ class ServerPool:
         self.config, self.folder, self.tied, self.max_length = config, folder, policy.tied, policy.max_length
         self.away_s, self.settings = config.away_s, settings_of(policy)
         self.servers = [PooledServer(remote) for remote in servers_of(config)]
+        self.shows = policy.spec.pictures  # True: prompts show pictures
         self.queue = RequestQueue()
         self.done: SimpleQueue[tuple[PooledServer, int, ParsedAnswer] | Exception] = SimpleQueue()  # answers to compare
         self.failing: dict[int, FailingRequest] = {}
@@ -196,7 +197,7 @@ class ServerPool:
             self.start(server, self.keep(server))
 
     def check_settings(self, remote: RemoteServer) -> None:
-        remote.check_settings(self.settings, self.max_length, self.config.verify is not None)
+        remote.check_settings(self.settings, self.max_length, self.config.verify is not None, self.shows)
         config = self.config
         drawn = SamplingRule(top_p=config.top_p, top_k=config.top_k, min_p=config.min_p)
         if config.temperature != 1 and not (remote.is_ours or drawn.draws_from_all):
@@ -475,7 +476,7 @@ class ServerPool:
         self.queue.workers(request_limits(most, {server.name: server.speed.rate for server in taking}), others)
         by_name = {server.name: server for server in taking}
         for name, requests in self.queue.take().items():
-            server, size = by_name[name], MOST_TOGETHER if by_name[name].remote.is_ours else 1
+            server, size = by_name[name], MOST_TOGETHER if by_name[name].remote.is_ours and not self.shows else 1
             for first in range(0, len(requests), size):
                 some = {int(request.key): request.request for request in requests[first : first + size]}  # type: ignore[call-overload]
                 began = time.monotonic()
