@@ -378,14 +378,23 @@ def cores() -> tuple[int, ...]:
     return tuple(sorted(usable))
 
 
-def check_memory(config: RunConfig, plan: PlacementPlan, machines: Topology, learn: bool) -> list[memory_check.Need]:
-    """Raise ConfigError if a memory cannot hold the plan's workers; else return every memory."""
+Replan = Callable[[RunConfig], PlacementPlan]  # the plan of another config; raises ConfigError if there is none
+
+
+def check_memory(
+    config: RunConfig, plan: PlacementPlan, machines: Topology, learn: bool, replan: Replan | None = None
+) -> list[memory_check.Need]:
+    """Raise ConfigError if a memory cannot hold the plan's workers; else return every memory. Advice has only options
+    of the same plan without `replan`."""
     memories = memory_check.needs(config, plan, machines, learn)
     if over := [need for need in memories if need.least > need.has]:
         fewer = "policy.max_length" if config.policy.speaks else "env.num_envs"
         wanted = (config, plan, machines)
-        saving = (
-            (saving_options(*wanted, exact=True) or own_processes(*wanted) or saving_options(*wanted)) if learn else ""
+        saving = learn and (
+            saving_options(*wanted, exact=True)
+            or own_processes(*wanted)
+            or divided_engines(config, machines, replan)
+            or saving_options(*wanted)
         )
         works = saving or f"a smaller policy, fewer {fewer} or larger machines"
         lines = [f"memory: {line}" for line in memory_check.describe_memory(over)]
@@ -394,6 +403,7 @@ def check_memory(config: RunConfig, plan: PlacementPlan, machines: Topology, lea
 
 
 LORA_RANK = 32  # of the adapters in advice
+ENGINE_PARTS = (2, 4, 8)  # GPUs of an engine in advice
 
 
 def own_processes(config: RunConfig, plan: PlacementPlan, machines: Topology) -> str:
@@ -416,6 +426,20 @@ def own_processes(config: RunConfig, plan: PlacementPlan, machines: Topology) ->
     }
     places = {roles: text_of([(slot.node, slot.kind, slot.devices[0]) for slot in its]) for roles, its in slots.items()}
     return f"placement='{json.dumps(places)}' {options}".strip() if fits or options else ""
+
+
+def divided_engines(config: RunConfig, machines: Topology, replan: Replan | None) -> str:
+    """The options with which vLLM divides every layer over several GPUs and the plan fits; "" if there are none."""
+    if replan is None or not config.policy.speaks or config.policy.engine != "vllm" or config.policy.worker_gpus > 1:
+        return ""
+    for parts in ENGINE_PARTS:
+        changed = config.with_values("policy", tensor_parallel=parts).model_copy(update={"placement": "collocated"})
+        with suppress(ConfigError, PlacementError):
+            plan = replan(changed)
+            fits = not any(need.excess for need in needs(changed, plan, machines))
+            if (rest := "" if fits else saving_options(changed, plan, machines, exact=True)) or fits:
+                return f"policy.tensor_parallel={parts} placement=collocated {rest}".strip()
+    return ""
 
 
 def saving_options(config: RunConfig, plan: PlacementPlan, machines: Topology, exact: bool = False) -> str:

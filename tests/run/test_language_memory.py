@@ -178,6 +178,21 @@ def test_the_map_in_which_a_critic_has_processes_of_its_own_is_advised_and_fits(
     assert re.search(r"critic [1-6]\d\.", plan(*advised).memory[0])
 
 
+def test_an_engine_on_several_gpus_is_advised_for_30_billion_weights_of_experts_and_fits(tmp_path):
+    """Qwen3-30B-A3B's shape."""
+    shape = {"vocab_size": 151936, "hidden_size": 2048, "num_hidden_layers": 48, "num_attention_heads": 32}
+    shape |= {"num_key_value_heads": 4, "head_dim": 128, "num_experts": 128, "num_experts_per_tok": 8}
+    shape |= {"moe_intermediate_size": 768, "max_position_embeddings": 40960, "tie_word_embeddings": False}
+    about = {"model_type": "qwen3_moe", "architectures": ["Qwen3MoeForCausalLM"], **shape}
+    (tmp_path / "config.json").write_text(json.dumps(about))
+    given = ["policy.engine=vllm", "policy.dtype=bfloat16", "policy.cache_gb=16", "learner.shard=true"]
+    with pytest.raises(ConfigError, match="that is more than the machines have") as refused:
+        planned(tmp_path, "2x8xGPU", *given)
+    advised = str(refused.value).rpartition("try ")[2].split()
+    assert advised[0].startswith("policy.tensor_parallel=") and "learner.reduce_each_pass=true" in advised
+    assert "of 80 GB" in planned(tmp_path, "2x8xGPU", *given, *advised).memory[0]
+
+
 @pytest.mark.slow
 def test_what_is_advised_for_32_billion_weights_works(shape_of):
     folder = shape_of("Qwen2.5-32B")
