@@ -42,7 +42,7 @@ if TYPE_CHECKING:
     from embodied.policies.base import Policy
 
 FORMATS = ("onnx", "torch")
-ROWS, DECISIONS = 2, 6  # that are played in each env
+ROWS, DECISIONS, LATER = 2, 6, 1  # env rows, and what they play of the first tasks and of later ones
 
 
 class Options(Strict):
@@ -141,23 +141,24 @@ def one_policy(loaded: Loaded) -> PolicySource:
 
 
 def play(config: RunConfig, source: PolicySource, file_format: str) -> tuple[Policy, list[Decision]]:
-    """The policy, and its first decisions in the first evaluation episodes of its tasks."""
+    """The policy, and its first decisions in the first evaluation episodes of its tasks, `ROWS` of them at a time."""
     policy, played = None, []
     for part in one_env_each(config):
         part, _ = launch.planned(part.model_copy(update={"policy": source.config}), learn=False)
         kind = env_class(part.env)
         protocol = choose_protocol(kind, part.env, part.eval.protocol)
         options, tasks = protocol.apply(part.env), kind.tasks(part.env)
-        episodes = EpisodeList(part.eval.seed, "eval", tasks, protocol.stored_states).first(max(ROWS, len(tasks)))
+        episodes = EpisodeList(part.eval.seed, "eval", tasks, protocol.stored_states)
         with kind.explain_errors(options):
-            env = make_env(options, len(episodes))
+            env = make_env(options, ROWS)
         try:
             check_fits(source, options, env.env_spec)
             policy = policy or build(source, env.env_spec, file_format)
-            obs, _ = env.reset(options={"episodes": episodes})
-            for _ in range(DECISIONS):
-                played.append(decide(policy, obs))
-                obs = env.step_chunk(played[-1].actions).obs
+            for first in range(0, len(tasks), ROWS):
+                obs, _ = env.reset(options={"episodes": episodes.at(np.arange(first, first + ROWS))})
+                for decision in range(LATER if first else DECISIONS):
+                    obs = env.step_chunk(played[-1].actions).obs if decision else obs
+                    played.append(decide(policy, obs))
         finally:
             env.close()
     assert policy is not None, "an env has tasks"
