@@ -28,6 +28,7 @@ from embodied.envs import env_class
 from embodied.placement import PlacementError, PlacementPlan, PlannedHost
 from embodied.placement.grammar import parse_devices, parse_map, text_of
 from embodied.placement.topology import Gpu, Node, Topology, read_topology
+from embodied.policies import policy_class
 from embodied.policies.config import PolicyOptions
 from embodied.run import memory_check
 from embodied.run.memory_check import NETWORKS, measured_memory, needs, vllm_cache
@@ -378,14 +379,14 @@ def cores() -> tuple[int, ...]:
     return tuple(sorted(usable))
 
 
-Replan = Callable[[RunConfig], PlacementPlan]  # the plan of another config; raises ConfigError if there is none
+Replan = Callable[[RunConfig], tuple[RunConfig, PlacementPlan]]  # raises ConfigError if there is no plan
 
 
 def check_memory(
     config: RunConfig, plan: PlacementPlan, machines: Topology, learn: bool, replan: Replan | None = None
-) -> list[memory_check.Need]:
-    """Raise ConfigError if a memory cannot hold the plan's workers; else return every memory. Advice has only options
-    of the same plan without `replan`."""
+) -> tuple[str, ...]:
+    """Raise ConfigError if a memory cannot hold the plan's workers; else return a line for every memory. Without
+    `replan` the advice has only options of the same plan."""
     memories = memory_check.needs(config, plan, machines, learn)
     if over := [need for need in memories if need.least > need.has]:
         fewer = "policy.max_length" if config.policy.speaks else "env.num_envs"
@@ -399,7 +400,7 @@ def check_memory(
         works = saving or f"a smaller policy, fewer {fewer} or larger machines"
         lines = [f"memory: {line}" for line in memory_check.describe_memory(over)]
         raise ConfigError("\n".join([*lines, f"that is more than the machines have; try {works}"]))
-    return memories
+    return tuple(memory_check.describe_memory(memories))
 
 
 LORA_RANK = 32  # of the adapters in advice
@@ -435,7 +436,8 @@ def divided_engines(config: RunConfig, machines: Topology, replan: Replan | None
     for parts in ENGINE_PARTS:
         changed = config.with_values("policy", tensor_parallel=parts).model_copy(update={"placement": "collocated"})
         with suppress(ConfigError, PlacementError):
-            plan = replan(changed)
+            policy_class(changed.policy.name).check_division(changed.policy)
+            _, plan = replan(changed)
             fits = not any(need.excess for need in needs(changed, plan, machines))
             if (rest := "" if fits else saving_options(changed, plan, machines, exact=True)) or fits:
                 return f"policy.tensor_parallel={parts} placement=collocated {rest}".strip()

@@ -155,13 +155,8 @@ def planned(
     if learn:
         check_learners(config, plan, topology, roles)
         config = memory_check.with_checkpointing(config, plan, topology)
-
-    def replan(changed: RunConfig) -> PlacementPlan:
-        check_policy(changed, kind)
-        return with_placement(changed, topology, learn, roles)[1]
-
-    memories = check_memory(config, plan, topology, learn, replan)
-    return config, replace(plan, memory=tuple(memory_check.describe_memory(memories)))
+    told = check_memory(config, plan, topology, learn, lambda other: with_placement(other, topology, learn, roles))
+    return config, replace(plan, memory=told)
 
 
 def check_where(config: RunConfig, dry: bool) -> None:

@@ -232,30 +232,15 @@ class LanguageServer:
             tokens = self.encoded(prompt, ask.tools)
             pictures = tuple(ask.pictures) if isinstance(prompt, list) else pictures_in(prompt)
             if pictures and (ask.tools or ask.echo or scores is not None):
-                why = "tools, echo, proof and prompt_logprobs are not done with pictures; leave them out"
-                raise BadRequest(why, "messages")
+                raise BadRequest("tools, echo and prompt_logprobs are not done with pictures", "messages")
             if ask.pictures:
-                self.check_places(tokens, pictures)
+                openai.check_places(tokens, pictures, self.policy.sight)
             for copy in range(ask.n):
                 episode, scored = ask.noise.episode if ask.noise else len(asked), None if copy else scores
                 asked.append(
                     ServedConversation(tokens, most, episode, sampling, names, ask.stop, pictures, scores=scored)
                 )
         return asked
-
-    def check_places(self, tokens: Sequence[int], pictures: Sequence[str]) -> None:
-        """Refuse tokens that show other pictures than these."""
-        if self.policy.sight is None:
-            raise BadRequest("pictures: this model reads only text", "pictures")
-        rest = [*tokens]
-        for name in pictures:
-            shown = [*self.policy.sight.read(name).tokens]
-            first, begin = (next((at for at, each in enumerate(one) if each < 0), 0) for one in (shown, rest))
-            if rest[max(0, begin - first) :][: len(shown)] != shown:
-                raise BadRequest("prompt: its places are not those of the pictures", "prompt")
-            rest = rest[begin - first + len(shown) :]
-        if min(rest, default=0) < 0:
-            raise BadRequest("prompt: it shows more pictures than there are", "prompt")
 
     def encoded(self, prompt: openai.Asked, tools: Sequence[dict[str, Any]] = ()) -> list[int]:
         """A prompt as tokens; refuses prompts that leave no room for an answer."""

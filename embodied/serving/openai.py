@@ -516,6 +516,21 @@ def with_tools(tokenizer: Any, messages: Any, tools: Sequence[dict[str, Any]]) -
     return tokenizer.render([messages[0] | {"tools": tools}, *messages[1:]])
 
 
+def check_places(tokens: Sequence[int], pictures: Sequence[str], sight: Any) -> None:
+    """Refuse tokens that show other pictures than these."""
+    if sight is None:
+        raise BadRequest("pictures: this model reads only text", "pictures")
+    rest = [*tokens]
+    for name in pictures:
+        shown = [*sight.read(name).tokens]
+        first, begin = (next((at for at, each in enumerate(one) if each < 0), 0) for one in (shown, rest))
+        if rest[max(0, begin - first) :][: len(shown)] != shown:
+            raise BadRequest("prompt: its places are not those of the pictures", "prompt")
+        rest = rest[begin - first + len(shown) :]
+    if min(rest, default=0) < 0:
+        raise BadRequest("prompt: it shows more pictures than there are", "prompt")
+
+
 class PictureReader:
     """Processes the pictures of requests, which the model's `sight` keeps, before their text is encoded."""
 

@@ -10,7 +10,6 @@ Scores of cut-off answers, and whether they are learned from, are decided elsewh
 
 from __future__ import annotations
 
-import inspect
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
@@ -24,13 +23,12 @@ from typing import Any
 import numpy as np
 
 from embodied.core.conversations import FIRST_PLACE, Completion, Prompt, PromptBatch, Said, in_words, pictures_in
-from embodied.core.errors import ConfigError, DeadlineExceeded, EmbodiedError
+from embodied.core.errors import DeadlineExceeded, EmbodiedError
 from embodied.core.request_queue import RequestClient, Waiting
 from embodied.core.types import RESTART, EnvSpec, EpisodeResult, EpisodeSpec, Route, Trajectory
 from embodied.envs import env_class
-from embodied.envs.config import OWN_SCORE, WeightedReward
-from embodied.envs.own_modules import explain_errors, import_class
 from embodied.envs.player import PlayerWorker, Tally
+from embodied.envs.text.rewards import RewardSum
 from embodied.envs.text.text_env import TextEnv, Turn, checked_said
 from embodied.runtime import Timers
 
@@ -581,55 +579,9 @@ class SideBySide:
             self.seconds.append(perf_counter() - began)
 
 
-OPTIONAL = "solution"  # a function with a parameter of this name gets a right answer, or None
-
-
 def is_same_prompt(one: EpisodeSpec, other: EpisodeSpec) -> bool:
     held_out = one.init_state_id >= 0  # then the seed does not choose it
     return one[: 2 if held_out else 3] == other[: 2 if held_out else 3]
-
-
-class RewardSum:
-    """Scores conversations by `env.rewards`. A function is called once for each, with the conversation before the last
-    answer and with this answer."""
-
-    def __init__(self, rewards: Sequence[WeightedReward]) -> None:
-        self.weights = {reward.label: reward.weight for reward in rewards}
-        self.functions = {
-            reward.label: (reward.name, reward_function(reward.name)) for reward in rewards if reward.name != OWN_SCORE
-        }
-        self.read_solution = {
-            label
-            for label, (_, function) in self.functions.items()
-            if OPTIONAL in inspect.signature(function).parameters
-        }
-
-    def of_env(self, reward: float) -> dict[str, float]:
-        """The env's own reward of a turn, if it counts."""
-        return {OWN_SCORE: reward} if OWN_SCORE in self.weights else {}
-
-    def of_conversation(self, asked: str, answer: str, solution: Callable[[], str | None]) -> dict[str, float]:
-        """The rewards of the functions, by their names."""
-        scores = {}
-        for label, (name, function) in self.functions.items():
-            with explain_errors(f"env.rewards: {name}", "score an answer"):
-                known = {OPTIONAL: solution()} if label in self.read_solution else {}
-                scores[label] = float(function(asked, answer, **known))
-            if not np.isfinite(scores[label]):
-                raise ConfigError(f"env.rewards: {name} gave the reward {scores[label]} for {answer[:80]!r}")
-        return scores
-
-    def total(self, scores: dict[str, float]) -> float:
-        """The weighted sum."""
-        return sum(self.weights[label] * score for label, score in scores.items())
-
-
-def reward_function(name: str) -> Callable[..., Any]:
-    """The function of this name."""
-    function = import_class(name, "env.rewards")
-    if not callable(function):
-        raise ConfigError(f"env.rewards: {name} is of type {type(function).__name__}, not a function")
-    return function
 
 
 def as_text(said: Said) -> str:

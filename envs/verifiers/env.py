@@ -25,7 +25,6 @@ import secrets
 import signal
 import subprocess
 import threading
-from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -34,12 +33,12 @@ from pathlib import Path
 from queue import Empty, SimpleQueue
 from typing import Any
 
-from embodied.core.conversations import TOOL_CALL, Message, Said
+from embodied.core.conversations import Said
 from embodied.core.errors import ConfigError, EmbodiedError
 from embodied.core.pictures import DATA, short_name
 from embodied.core.types import EpisodeSpec
 from embodied.envs.text.text_env import TextEnv, Turn
-from embodied.envs.text.tools import call_of, json_in
+from embodied.envs.verifiers.tool_messages import assistant_message, in_words
 
 CHILD = Path(__file__).with_name("verifiers_child.py")
 # Makes the working directory the first place in which Python finds modules; a script's own folder would be this one.
@@ -51,19 +50,6 @@ ROUTE = re.compile(r"/v1/(.+)")
 MODEL = re.compile(r"policy-(\d+)")  # the model's name in a request tells its conversation
 RUN = "X-Session-ID"  # the header of verifiers 0.4 that tells runs of agents apart
 FULL = {"message": "the context length of the policy is reached", "code": "context_length_exceeded"}
-FUNCTIONS = """# Tools
-
-You may call one or more functions to assist with the user query.
-
-You are provided with function signatures within <tools></tools> XML tags:
-<tools>
-{functions}
-</tools>
-
-For each function call, return a json object with function name and arguments within <tool_call></tool_call> XML tags:
-<tool_call>
-{{"name": <function-name>, "arguments": <args-json-object>}}
-</tool_call>"""
 
 
 class Lost(Exception):
@@ -412,62 +398,6 @@ class RequestHandler(BaseHTTPRequestHandler):
 
     def log_message(self, *args: Any) -> None:
         """Nothing is logged."""
-
-
-# Tools in the format of Qwen and Hermes, which most models with tools have learned: functions in the system message,
-# calls as `<tool_call>{...}</tool_call>` and results between `<tool_response>` tags. Chat templates differ here, so
-# none is used.
-
-
-def in_words(messages: Iterable[dict[str, Any]], tools: Sequence[dict[str, Any]] = ()) -> tuple[Message, ...]:
-    """Messages for a policy; `tools` are described in the system message."""
-    said: list[Message] = []
-    for message in messages:
-        role, content = message["role"], message["content"]
-        if role == "tool":
-            role, content = "user", between_tags(content)
-        for call in message.get("tool_calls", ()):
-            content += f"\n<tool_call>\n{written(call)}\n</tool_call>"
-        texts = said and isinstance(said[-1]["content"], str) and isinstance(content, str)
-        if texts and said[-1]["role"] == role == "user" and message["role"] == "tool":
-            said[-1]["content"] += f"\n{content}"
-        else:
-            said.append({"role": role, "content": content})
-    if tools:
-        functions = FUNCTIONS.format(functions="\n".join(json.dumps(tool) for tool in tools))
-        system = said.pop(0)["content"] + "\n\n" if said[0]["role"] == "system" else ""
-        said.insert(0, {"role": "system", "content": system + functions})
-    return tuple(said)
-
-
-def between_tags(content: Any) -> Any:
-    """A tool's result, which may have pictures."""
-    begin, end = "<tool_response>\n", "\n</tool_response>"
-    if isinstance(content, str):
-        return begin + content + end
-    return [{"type": "text", "text": begin}, *content, {"type": "text", "text": end}]
-
-
-def written(call: dict[str, Any]) -> str:
-    """A call in an environment's message, as JSON."""
-    function = call["function"]
-    return f'{{"name": {json.dumps(function["name"])}, "arguments": {function["arguments"]}}}'
-
-
-def assistant_message(answer: str, tools: Sequence[dict[str, Any]], turn: int) -> dict[str, Any]:
-    """An answer as a message of OpenAI's protocol. Calls that are not well-formed, all or one, stay text."""
-    calls = [call_of(json_in(text)) for text in TOOL_CALL.findall(answer)] if tools else []
-    if not calls or None in calls:
-        return {"role": "assistant", "content": answer}
-    named = [
-        {
-            "id": f"call_{turn}_{at}",
-            "type": "function",
-            "function": {"name": c.name, "arguments": json.dumps(c.arguments)},
-        }
-        for at, c in enumerate(calls)
-    ]
-    return {"role": "assistant", "content": answer[: answer.index("<tool_call>")], "tool_calls": named}
 
 
 MOST_TURNS = 10  # answers in a conversation, if the environment has no limit

@@ -66,7 +66,9 @@ class HTTPEngine(Engine):
             raise
 
     def drop_servers(self, names: Collection[str]) -> None:
-        self.call(self.pool.drop_named, names)
+        for server in self.pool.servers:
+            if server.name in names and not server.is_dropped:
+                self.call(self.pool.drop, server, "another policy worker has found answers of other weights")
 
     def num_open(self) -> int:
         return len(self.asked)

@@ -20,7 +20,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import Collection, Coroutine, Mapping, Sequence
+from collections.abc import Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import ceil, inf
 from queue import SimpleQueue
@@ -437,12 +437,6 @@ class ServerPool:
         early = suspect and how == "stop" and used.since is not None and used.since < now
         self.remarks.put(Remark("", shown, used.since if early else None, server.name))
         self.refuse(server, EmbodiedError(why))
-
-    def drop_named(self, names: Collection[str]) -> None:
-        """Drop the servers that other policy workers have dropped."""
-        for server in self.servers:
-            if server.name in names and not server.is_dropped:
-                self.drop(server, "another policy worker has found answers of other weights")
 
     def take_from(self, server: PooledServer) -> None:
         """Requeue its requests; its later answers to them are ignored."""
