@@ -17,6 +17,7 @@ from pydantic import (
 )
 from typing_extensions import TypedDict
 
+from embodied.core.errors import ConfigError
 from embodied.core.options import Requirement
 from embodied.policies.config import CHUNKS, Chunks, PolicyOptions
 
@@ -172,3 +173,11 @@ class FlowConfig(VLAConfig):
     @property
     def mixed_precision(self) -> bool:
         return self.dtype == "bfloat16"
+
+    def check_chunk(self, horizon: int) -> None:
+        """Refuse decisions of more actions than a model predicts."""
+        if self.chunk > horizon:
+            raise ConfigError(
+                f"policy.chunk={self.chunk} is more than the {horizon} actions that the model predicts at once; "
+                f"try policy.chunk={horizon}"
+            )

@@ -234,7 +234,7 @@ class FlowPolicy(VLAPolicy):
 
     @classmethod
     def check_statistics(cls, folder: FlowFolder, config: FlowConfig) -> None:
-        check_chunk(config, folder.settings)
+        config.check_chunk(folder.settings.horizon)
         statistics.figures_of(folder.figures, config.pretrained, config.statistics)
 
     @classmethod
@@ -287,7 +287,7 @@ class FlowPolicy(VLAPolicy):
             raise ConfigError(
                 f"this model has room for {settings.action_dim} action numbers, the env takes {spec.action.dim}"
             )
-        check_chunk(config, settings)
+        config.check_chunk(settings.horizon)
         if self.reads_state(config, settings) and not spec.state_dim:
             raise ConfigError(
                 f"policy.name={config.name} needs the robot's state, but this env gives none; set env.state=proprio"
@@ -565,15 +565,6 @@ class FlowPolicy(VLAPolicy):
 # - flow_sde:   the same marginals with noise: sigma = level sqrt(t / (1 - t)), mean x - d v - sigma^2 d / (2 t) x1,
 #               deviation sqrt(d) sigma. The first step, t = 1, takes the second's time in the denominator.
 # - flow_noise: the plain mean, and a deviation that a small network has learned.
-
-
-def check_chunk(config: FlowConfig, settings: FlowSettings) -> None:
-    """Refuse decisions of more actions than the model predicts."""
-    if config.chunk > settings.horizon:
-        raise ConfigError(
-            f"policy.chunk={config.chunk} is more than the {settings.horizon} actions that the model predicts at once; "
-            f"try policy.chunk={settings.horizon}"
-        )
 
 
 def time_of(step: Tensor, steps: int) -> Tensor:
