@@ -101,7 +101,7 @@ def test_seven_billion_weights_learn_in_shards_on_eight_gpus_and_are_refused_whe
 def test_smolvla_learns_on_one_gpu_of_24_gb_as_its_page_says(recipe):
     _, plan = planned(recipe, "1xL4")
     assert places(plan) == {"sim": ({"cpu"}, 8, 1), "policy": ({"gpu"}, 1, 1), "learner": ({"gpu"}, 1, 1)}
-    assert "weights of both 0.8" in plan.memory[0] and plan.memory[0].endswith(" + policy 2.58 = 14 of 24 GB")
+    assert "weights of both 0.8" in plan.memory[0] and plan.memory[0].endswith(" + policy 1.98 = 13.4 of 24 GB")
 
 
 def test_published_models_act_on_gpus_where_there_are_any(tmp_path):
