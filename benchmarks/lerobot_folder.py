@@ -4,9 +4,9 @@
     python -m benchmarks.lerobot_folder LEROBOT/bin/python
 
 lerobot saves a small SmolVLA of random weights, with its processors; `embodied.train` improves it on a point mass for
-two iterations; `embodied.push` shows the folder that it would upload; lerobot loads that, too. Both act on the same
-observations and noise, and lerobot decodes with its own normalisation. Words are numbers (a model this small has no
-tokenizer), and image patches have the places of transformers 5, see docs/published.md.
+two iterations; `embodied.push` shows the folder that it would upload; lerobot loads that folder, too. Both act on the
+same observations and noise, and lerobot decodes with its own normalisation. Words are numbers (a model this small has
+no tokenizer), and image patches have the places of transformers 5, see docs/published.md.
 """
 
 from __future__ import annotations
@@ -134,7 +134,7 @@ def write(folder: Path) -> None:
 
 
 def act_as_lerobot(folder: Path, seen: Path) -> None:
-    """Load the folder with lerobot, act as it does, and print the largest difference from what is kept in `seen`."""
+    """Load the folder with lerobot, act as it does, and print the largest difference from the actions in `seen`."""
     import torch
     from lerobot.processor import PolicyProcessorPipeline, TokenizerProcessorStep
     from lerobot.processor.converters import policy_action_to_transition, transition_to_policy_action

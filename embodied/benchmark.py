@@ -41,7 +41,7 @@ from embodied.config.recipe import RunConfig, load
 from embodied.core.errors import ConfigError
 from embodied.core.files import aligned, check_place
 from embodied.core.options import LocalPath, Strict
-from embodied.placement import PlacedRole, PlacementPlan, Topology, make_plan, roles_of
+from embodied.placement import PlacedRole, PlacementPlan, Topology, roles_of
 from embodied.placement.forecast import equal_to_the_fastest, join_words, why_not
 from embodied.placement.profile import read_profile, write_profile
 from embodied.plan import plan
@@ -66,7 +66,7 @@ from embodied.reporting.page import (
 )
 from embodied.reporting.sections import is_move, pieces_of, worker_rows
 from embodied.run import launch
-from embodied.run.devices import divides_requests, draws_on_gpus, host_plans, machines
+from embodied.run.devices import draws_on_gpus, host_plans, machines, plan_of_map
 from embodied.run.launch import program_of
 from embodied.run.run_folder import provenance
 from embodied.runtime.backend import reserve_devices
@@ -262,9 +262,7 @@ def runnable(
     keys = ("stages", "granularity", "schedule", "async_level")
     changed = config.with_values("pipeline", **{key: expected[key] for key in keys})
     changed = changed.model_copy(update={"placement": expected["placement"]})
-    shares = (config.env.num_envs, expected["stages"])
-    how = {"roles": roles, "shared": divides_requests(config), "policy_gpus": config.policy.worker_gpus}
-    return changed, make_plan(expected["placement"], topology, *shares, **how)
+    return changed, plan_of_map(config, expected["placement"], topology, roles, expected["stages"])
 
 
 def profile_of(

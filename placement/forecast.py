@@ -250,7 +250,7 @@ def devices_of(on: DeviceClass, topology: Topology | None) -> list[tuple[str, st
 def hosts_of(
     zone: Zone, counts: dict[str, int], dataflow: Dataflow, alone: Set[str] = frozenset()
 ) -> list[tuple[str, ...]]:
-    """The roles of a zone, grouped by the processes they share; those of `alone` share none."""
+    """The roles of a zone, grouped by the processes they share; roles of `alone` share no process."""
     hosts: list[tuple[str, ...]] = []
     for name in zone.components:
         same = (host for host in hosts if counts[host[0]] == counts[name] and alone.isdisjoint({name, *host}))

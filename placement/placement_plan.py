@@ -42,10 +42,11 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise, zip_longest
-from typing import Any, NamedTuple
+from operator import itemgetter
+from typing import Any, NamedTuple, TypeVar
 
 from embodied.placement.grammar import (
     EMBODIED,
@@ -75,6 +76,7 @@ from embodied.placement.topology import (
 )
 
 Device = tuple[str, str, int]  # node, kind, number
+T = TypeVar("T")
 Groups = list[tuple[str, list[Device]]]
 
 ENVS_PER_SIM = 4  # a batched simulator is hardly faster with fewer rows
@@ -310,11 +312,11 @@ def whole_parts(gpus: list[Device], count: int, request: DeviceRequest) -> list[
     )
 
 
-def whole_workers(devices: Sequence[Device], count: int) -> list[Device]:
-    """The same, [] if no machine has enough."""
-    by_node: dict[str, list[Device]] = {}
+def whole_workers(devices: Sequence[T], count: int, node_of: Callable[[Any], Any] = itemgetter(0)) -> list[T]:
+    """As many of these devices as give workers `count` devices of one machine each; [] if no machine has enough."""
+    by_node: dict[Any, list[T]] = {}
     for device in devices:
-        by_node.setdefault(device[0], []).append(device)
+        by_node.setdefault(node_of(device), []).append(device)
     return [device for own in by_node.values() for device in own[: len(own) // count * count]]
 
 

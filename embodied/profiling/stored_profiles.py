@@ -19,7 +19,7 @@ from typing import Any
 
 from embodied.config.recipe import RunConfig
 from embodied.core.errors import ConfigError
-from embodied.placement import PlacedRole, PlacementError, PlacementPlan, Topology, make_plan
+from embodied.placement import PlacedRole, PlacementError, PlacementPlan, Topology
 from embodied.placement.dataflow import Dataflow, Lengths, embodied_dataflow, lengths_from_json
 from embodied.placement.forecast import forecast, why_nothing_fits
 from embodied.placement.grammar import EMBODIED, extra_roles
@@ -27,7 +27,7 @@ from embodied.placement.iteration_cost import Choice
 from embodied.placement.profile import NOTHING, Cost, Profile, fit, read_profile
 from embodied.placement.profile_planner import Planner
 from embodied.placement.topology import GB, DeviceClass, number
-from embodied.run.devices import divides_requests, draws_on_gpus, networks_on
+from embodied.run.devices import draws_on_gpus, networks_on, plan_of_map
 
 AMOUNTS = {
     "env": ("num_envs", "stagger", "retries"),
@@ -258,12 +258,10 @@ def plan_from_profile(
     chosen, measured_s = forecast(best, machines, draws_on_gpus(config.env)), None
     if config.cluster.memory_gb is None:  # with a limit other memory counts than where it was timed without
         chosen, measured_s = fastest_timed(chosen, profile, classes, stages)
-    counts = config.env.num_envs, chosen["stages"]
-    how = {"roles": roles, "shared": divides_requests(config), "policy_gpus": config.policy.worker_gpus}
-    plan = make_plan(chosen["placement"], machines, *counts, **how)
+    plan = plan_of_map(config, chosen["placement"], machines, roles, chosen["stages"])
     reason = reason_for_placement(chosen, path, profile.made.get("date"), measured_s)
     pieces = config.pipeline.granularity or chosen["granularity"]
-    config = config.with_values("pipeline", stages=counts[1], granularity=pieces, schedule=chosen["schedule"])
+    config = config.with_values("pipeline", stages=chosen["stages"], granularity=pieces, schedule=chosen["schedule"])
     return config, replace(plan, mode="auto", reason=reason)
 
 

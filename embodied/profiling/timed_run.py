@@ -16,7 +16,7 @@ from statistics import median
 from typing import Any
 
 from embodied.config.recipe import RunConfig
-from embodied.placement import PlacedRole, PlacementPlan, Topology, make_plan, roles_of
+from embodied.placement import PlacedRole, PlacementPlan, Topology, roles_of
 from embodied.placement.dataflow import Edge, traced_edges
 from embodied.placement.forecast import as_placement, forecast, phases
 from embodied.placement.grammar import EMBODIED, extra_roles
@@ -27,7 +27,7 @@ from embodied.placement.topology import DeviceClass
 from embodied.profiling.stored_profiles import dataflow_of, device_kinds
 from embodied.records.timeline import Timeline
 from embodied.run import launch
-from embodied.run.devices import divides_requests, draws_on_gpus
+from embodied.run.devices import draws_on_gpus, plan_of_map
 from embodied.runtime.channel import hosts_of_runs
 from embodied.runtime.worker import Total, seconds_between
 from embodied.workflows import roles_of_run
@@ -234,9 +234,7 @@ def calibrate(
     for place, layout in enumerate(layouts):
         say(f"a short real run: {layout}")
         pricer = Pricer(profile.dataflow, profile, classes)
-        placement, shared = as_placement(pricer, layout, topology, draws), divides_requests(config)
-        how = {"roles": roles, "shared": shared, "policy_gpus": config.policy.worker_gpus}
-        plan = make_plan(placement, topology, config.env.num_envs, **how)
+        plan = plan_of_map(config, as_placement(pricer, layout, topology, draws), topology, roles)
         timed[layout], edges = real_run(config, plan, logs / f"run-{place}", clock, program)
         seen = typical(timed[layout])
         if not place:

@@ -25,7 +25,7 @@ from embodied.config.recipe import RunConfig
 from embodied.core.errors import ConfigError
 from embodied.core.options import written
 from embodied.envs import env_class
-from embodied.placement import PlacementError, PlacementPlan, PlannedHost
+from embodied.placement import PlacedRole, PlacementError, PlacementPlan, PlannedHost, make_plan
 from embodied.placement.grammar import parse_devices, parse_map, text_of
 from embodied.placement.topology import Gpu, Node, Topology, read_topology
 from embodied.policies import policy_class
@@ -253,6 +253,14 @@ def check_devices(config: RunConfig, plan: PlacementPlan) -> None:
 def divides_requests(config: RunConfig) -> bool:
     """True if several policy workers may share a request: by prompts, or by rows if requests are merged."""
     return env_class(config.env).speaks or config.merged_rows > 1
+
+
+def plan_of_map(
+    config: RunConfig, placement: Any, topology: Topology, roles: Sequence[PlacedRole], stages: int = 1
+) -> PlacementPlan:
+    """The plan of a map that a planner has made for this recipe."""
+    how = {"shared": divides_requests(config), "policy_gpus": config.policy.worker_gpus}
+    return make_plan(placement, topology, config.env.num_envs, stages, roles=roles, **how)
 
 
 def discover() -> Topology:

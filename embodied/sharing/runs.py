@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import chain, combinations, groupby, islice
+from itertools import chain, combinations, islice
 from pathlib import Path
 from shlex import join
 from typing import Any
@@ -22,6 +22,7 @@ from embodied.config.recipe import Loaded, RunConfig, load
 from embodied.core.errors import ConfigError, EmbodiedError
 from embodied.core.files import reading
 from embodied.placement import PlacementError, PlacementPlan, Topology, roles_of
+from embodied.placement.placement_plan import whole_workers
 from embodied.placement.topology import Node
 from embodied.run import launch
 from embodied.run.devices import divides_requests, machines
@@ -123,18 +124,12 @@ def placement_for(
         renders.setdefault(key, []).extend([host.render] if host.render else [])
     lent = [device for device in devices if device not in owned[place]]
     if divides_requests(config):
-        lent = for_whole_workers(lent, config.policy.worker_gpus)
+        lent = whole_workers(lent, config.policy.worker_gpus, lambda device: device.rpartition("/")[0])
         slots, renders = with_borrowed(slots, lent, topology), {"sim": [r for each in renders.values() for r in each]}
     return {
         roles: {"devices": ",".join(on), "render": ",".join(renders[roles])} if renders.get(roles) else ",".join(on)
         for roles, on in slots.items()
     }
-
-
-def for_whole_workers(lent: Sequence[str], size: int) -> list[str]:
-    """The devices on which policy workers of `size` devices fit, next to each other on the same machine."""
-    nodes = [[*of_node] for _, of_node in groupby(lent, lambda device: device.rpartition("/")[0])]
-    return [device for of_node in nodes for device in of_node[: len(of_node) // size * size]]
 
 
 def with_borrowed(slots: Mapping[str, list[str]], lent: Sequence[str], topology: Topology) -> dict[str, list[str]]:

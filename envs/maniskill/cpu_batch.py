@@ -304,8 +304,8 @@ def replaced_draws(rand: RowsOfUniforms) -> Iterator[None]:
 def own_draws(device: torch.device) -> Iterator[Callable[[int], Any]]:
     """Yields a function that seeds torch's generator on the host, from which all draws come inside; afterwards the
     generator is restored."""
-    before = torch.default_generator.get_state()
     with DRAWING, nullcontext() if device.type == "cpu" else DrawsOnHost():
+        before = torch.default_generator.get_state()
         try:
             yield torch.default_generator.manual_seed  # torch.manual_seed would look for GPUs: 0.5 ms
         finally:
@@ -317,7 +317,7 @@ DRAWS += ("uniform_", "normal_", "random_", "exponential_", "bernoulli_")
 
 
 class DrawsOnHost(TorchFunctionMode):
-    """Random numbers for a GPU are drawn on the host and sent, so that they are those of cores with the same seed."""
+    """Random numbers for a GPU are drawn on the host and sent, so that a seed gives the same numbers as on cores."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name, kwargs = getattr(func, "__name__", ""), kwargs or {}

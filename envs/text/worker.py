@@ -173,8 +173,8 @@ class Part:
         return begun
 
     def end(self, conversation: Conversation) -> list[Conversation]:
-        """Make room for the next conversation; returns all that have ended. Conversations of the group that the env has
-        not played wait for another one."""
+        """Make room for the next conversation; returns all conversations that have ended. Conversations of the group
+        that the env has not played wait for another env."""
         self.open -= 1
         self.free.append(conversation.env)
         self.waiting.extendleft(reversed(conversation.others))

@@ -137,15 +137,15 @@ class Sight:
             pixels = load_picture(name)
             with naming(name):
                 picture = self.process(pixels)
+            with self.reading:
+                if name not in self.kept:
+                    self.kept[name] = picture
+                    self.kept_bytes += picture.num_bytes
+                while self.kept_bytes > KEPT_BYTES and len(self.kept) > 1:
+                    self.kept_bytes -= self.kept.popitem(last=False)[1].num_bytes
         finally:
             with self.reading:
                 self.coming.pop(name, None)
-        with self.reading:
-            if name not in self.kept:
-                self.kept[name] = picture
-                self.kept_bytes += picture.num_bytes
-            while self.kept_bytes > KEPT_BYTES and len(self.kept) > 1:
-                self.kept_bytes -= self.kept.popitem(last=False)[1].num_bytes
         return picture
 
     def _outputs(self, images: list[Any], **options: Any) -> dict[str, Any]:
