@@ -82,8 +82,9 @@ class LanguageConfig(LoraOptions):
         None,
         gt=0,
         le=1,
-        description="Share of our servers' answers whose proofs are checked: the computed hidden states and the drawn "
-        "tokens. 0.1: a random tenth, unknown to the server. null: no proofs.",
+        description="Share of servers' answers that are checked, each and together: the computed hidden states and "
+        "the drawn tokens of our servers, the log-probs of vLLM's. 0.1: a random tenth, unknown to the server. null: "
+        "none.",
     )
     suspects: Literal["use", "drop", "stop"] = Field(
         "use",

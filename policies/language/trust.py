@@ -6,7 +6,11 @@ largest numbers of the network's last hidden states. The policy worker recompute
 compares the numbers. Since the noise of a token is known, it also checks whether the server drew the right tokens.
 
     server   writer.add(state) for every token; writer.proof() is sent with the answer
-    worker   find_mismatch(policy, request.tokens, answer, rule, noise)   # "" if the answer is this policy's
+    worker   checked = check_proof(policy, request.tokens, answer, rule, noise)
+             checked.mismatch or trial.add(checked)   # "" if the server's answers are this policy's so far
+
+Differences below rounding's size are found over several answers (`trials.py`). Servers without proofs, such as vLLM's,
+are checked by their log-probs (`check_logprobs`): over several answers only, and by less.
 
 Other kernels round differently. How far rounding moves an answer's numbers depends on the answer, so a suspicious
 answer is computed again with noise of rounding's size in every layer: `rounding_limits`. No server has a part in this,
@@ -34,8 +38,9 @@ from torch import Tensor
 from embodied.core.arrays import tensor_of
 from embodied.core.types import SamplingRule
 from embodied.policies.language import attention
-from embodied.policies.language.engine import draw_errors, probabilities
+from embodied.policies.language.engine import choose, draw_errors, probabilities
 from embodied.policies.language.packing import lay_out
+from embodied.policies.language.trials import CheckedAnswer
 
 if TYPE_CHECKING:
     from embodied.policies.language.http_messages import ParsedAnswer
@@ -44,7 +49,7 @@ if TYPE_CHECKING:
 JUDGED_TOKENS = 32  # the fewest tokens for a server's mean gap
 RATIO = 10.0  # a mean gap is too large if it is above SMALL and RATIO times that of the other servers
 SMALL = {"float64": 1e-3, "float32": 1e-3, "bfloat16": 0.05}  # by dtype: servers may have the learner's kernels or not
-BLOCK, KEPT = 32, 128  # tokens of a proof's block, and numbers sent per block
+BLOCK, KEPT, MEANS = 32, 128, 128  # tokens of a proof's block, and largest numbers and means sent per block
 PLACE, NUMBER = np.dtype("<u4"), np.dtype("<f4")
 
 
@@ -89,28 +94,31 @@ class GapRecord:
 
 @dataclass(frozen=True)
 class ProofBlock:
-    """The K largest numbers of the hidden states [T, D] of T tokens, and their places."""
+    """The K largest numbers of the hidden states [T, D] of T tokens, their places, and means over the tokens."""
 
     places: np.ndarray  # uint32 [K], rising; token * D + dimension
     numbers: np.ndarray  # float32 [K]
+    means: np.ndarray  # float32 [M], of `dimensions`
 
     @classmethod
     def of(cls, states: Tensor) -> ProofBlock:
-        flat = states.detach().float().flatten()
+        states = states.detach().float()
+        flat, means = states.flatten(), states.mean(0)[dimensions(states)]
         places = flat.abs().topk(min(KEPT, len(flat))).indices.sort().values
-        return cls(places.cpu().numpy().astype(PLACE), flat[places].cpu().numpy().astype(NUMBER))
+        numbers = (each.cpu().numpy().astype(NUMBER) for each in (flat[places], means))
+        return cls(places.cpu().numpy().astype(PLACE), *numbers)
 
     def to_text(self) -> str:
-        return base64.b64encode(self.places.tobytes() + self.numbers.tobytes()).decode()
+        """The three lists in base64, with commas."""
+        return ",".join(base64.b64encode(each).decode() for each in (self.places, self.numbers, self.means))
 
     @classmethod
     def from_text(cls, text: Any) -> ProofBlock:
         """Raises ValueError if the text is invalid."""
         try:
-            data = base64.b64decode(text, validate=True)
-            half = len(data) // 2
-            return cls(np.frombuffer(data[:half], PLACE), np.frombuffer(data[half:], NUMBER))
-        except (TypeError, ValueError) as err:  # also of base64
+            places, numbers, means = (base64.b64decode(each, validate=True) for each in text.split(","))
+            return cls(np.frombuffer(places, PLACE), np.frombuffer(numbers, NUMBER), np.frombuffer(means, NUMBER))
+        except (AttributeError, TypeError, ValueError) as err:  # also of base64
             raise ValueError(f"a block of the proof cannot be read: {err}") from None
 
     def error(self, states: Tensor) -> float:
@@ -118,12 +126,27 @@ class ProofBlock:
         omitted larger numbers count, too. 1 or more if the block does not match the states at all."""
         flat = states.detach().double().flatten().cpu()
         count, places = min(KEPT, len(flat)), self.places.astype(np.int64)
-        if len(places) != count or places[-1] >= len(flat) or (np.diff(places) <= 0).any():
+        if not len(self.numbers) == len(places) == count or places[-1] >= len(flat) or (np.diff(places) <= 0).any():
             return 1.0
         own = flat[torch.from_numpy(places)]
         far = (torch.from_numpy(self.numbers.astype(np.float64)) - own).norm() / own.norm().clamp(min=1e-30)
         left_out = 1 - own.abs().sum() / flat.abs().topk(count).values.sum()
         return float(torch.nan_to_num(far, nan=1.0).clamp(max=1) + left_out)
+
+    def shift(self, states: Tensor) -> np.ndarray:
+        """The differences of the means [M] from those of these states, relative to the states' sizes; zeros if the
+        means are not as many, or not finite."""
+        states = states.detach().float()[:, dimensions(states)]
+        sizes = states.square().mean(0).sqrt()
+        own, sizes = (each.cpu().numpy() for each in (states.mean(0), sizes + 0.1 * sizes.mean()))
+        is_valid = len(self.means) == len(own) and np.isfinite(self.means).all()
+        return (self.means - own) / np.maximum(sizes, 1e-30) if is_valid else np.zeros_like(own)
+
+
+def dimensions(states: Tensor) -> Tensor:
+    """The dimensions of states [T, D] whose means are in a proof, evenly spread."""
+    dim = states.shape[-1]
+    return torch.linspace(0, dim - 1, min(dim, MEANS), device=states.device).round().long()
 
 
 class ProofWriter:
@@ -151,47 +174,57 @@ class Limits:
     drawn: float  # the mean error of an answer's draws
     # Or the change of a suspicious answer by noise, times this: sums in float32 round more than their end.
     spread: float
+    pooled: float  # the same for most answers of a server
 
 
-EXACT, NOISES = Limits(1e-4, 1e-5, 5.0), 8
-LIMITS = {torch.float64: EXACT, torch.float32: EXACT, torch.bfloat16: Limits(0.03, 0.01, 2.0)}  # docs/results.md
-
-
-def find_mismatch(
-    policy: LanguagePolicy, said: Sequence[int], answer: ParsedAnswer, rule: SamplingRule, uniform: np.ndarray
-) -> str:
-    """Why an answer to the tokens `said` is not this policy's; "" if it is. `uniform` as for `check_answer`."""
-    try:
-        proof = [ProofBlock.from_text(text) for text in answer.proof]
-    except ValueError as err:
-        return str(err)
-    limits = LIMITS[policy.dtype]
-    far, drawn = check_answer(policy, said, answer.tokens, proof, rule, uniform)
-    if far > limits.proof or drawn > limits.drawn:
-        limits = rounding_limits(policy, said, answer.tokens, rule)
-    count = len(answer.tokens)
-    if far > limits.proof:
-        what = f"the proof of an answer of {count} tokens is of other hidden states than those of the learner's weights"
-        return f"{what}: {far:.2g} apart, and rounding is below {limits.proof:.2g}"
-    if drawn > limits.drawn:
-        what = f"the {count} tokens of an answer were not drawn as they were asked for: the noise misses them by"
-        return f"{what} {drawn:.2g}, and rounding is below {limits.drawn:.2g}"
-    return ""
+EXACT, NOISES = Limits(1e-4, 1e-5, 5.0, 5.0), 8
+LIMITS = {torch.float64: EXACT, torch.float32: EXACT, torch.bfloat16: Limits(0.03, 0.01, 2.0, 1.0)}  # docs/results.md
+LIKELIER = 0.05  # tolerated excess of likely tokens, among those a server draws by a noise of its own
 
 
 @torch.no_grad()
-def check_answer(
+def check_proof(
+    policy: LanguagePolicy, said: Sequence[int], answer: ParsedAnswer, rule: SamplingRule, uniform: np.ndarray
+) -> CheckedAnswer:
+    """Compare an answer to the tokens `said`, which has a proof, with the learner's numbers; `uniform` [A] is the noise
+    of its tokens."""
+    try:
+        proof = [ProofBlock.from_text(text) for text in answer.proof]
+    except ValueError as err:
+        return CheckedAnswer(str(err))
+    own, limits = states_behind(policy, said, answer.tokens), LIMITS[policy.dtype]
+    far, drawn = errors = answer_errors(policy, own, answer.tokens, proof, rule, uniform)
+    if far > limits.proof or drawn > limits.drawn:
+        limits = rounding_limits(policy, own, said, answer.tokens, rule)
+    count = len(answer.tokens)
+    if far > limits.proof:
+        what = f"the proof of an answer of {count} tokens is of other hidden states than those of the learner's weights"
+        return CheckedAnswer(f"{what}: {far:.2g} apart, and rounding is below {limits.proof:.2g}")
+    if drawn > limits.drawn:
+        what = f"the {count} tokens of an answer were not drawn as they were asked for: the noise misses them by"
+        return CheckedAnswer(f"{what} {drawn:.2g}, and rounding is below {limits.drawn:.2g}")
+    with rounding_noise(policy, noise_seed(uniform)):
+        other = states_behind(policy, said, answer.tokens).split(BLOCK)
+    numbers = tensor_of(np.asarray(uniform), policy.device).split(BLOCK)
+    redrawn = [choose(policy.head(part).to(policy.exact), rule, each)[0] for part, each in zip(other, numbers)]
+    rounded = answer_errors(policy, own, torch.cat(redrawn).tolist(), [*map(ProofBlock.of, other)], rule, uniform)
+    size, draws = (float(np.sign(error - limits.pooled * usual)) for error, usual in zip(errors, rounded))
+    shifts = np.stack([block.shift(states) for block, states in zip(proof, own.split(BLOCK))])
+    return CheckedAnswer(shifts=shifts, size=size, draws=np.array([draws]))
+
+
+@torch.no_grad()
+def answer_errors(
     policy: LanguagePolicy,
-    said: Sequence[int],
+    own: Tensor,
     written: Sequence[int],
     proof: Sequence[ProofBlock],
     rule: SamplingRule,
     uniform: np.ndarray,
 ) -> tuple[float, float]:
-    """Returns the largest error of a block and the mean error of the draws for an answer to the tokens `said`;
-    `uniform` [A] is the noise of its tokens."""
-    states = states_behind(policy, said, written)
-    blocks = states.split(BLOCK)
+    """Returns the largest error of a block and the mean error of the draws, by the learner's states [A, D] before the
+    `written` tokens."""
+    blocks = own.split(BLOCK)
     far = max(block.error(each) for block, each in zip(proof, blocks)) if len(proof) == len(blocks) else 1.0
     tokens, numbers = (tensor_of(np.asarray(each), policy.device) for each in (written, uniform))
     drawn = [
@@ -201,12 +234,67 @@ def check_answer(
     return far, float(torch.cat(drawn).mean())
 
 
+def noise_seed(uniform: np.ndarray) -> int:
+    """A seed of an answer's own."""
+    return int(uniform[0] * 2**31)
+
+
+def check_logprobs(
+    policy: LanguagePolicy, said: Sequence[int], answer: ParsedAnswer, rule: SamplingRule, uniform: np.ndarray
+) -> CheckedAnswer:
+    """Compare an answer's log-probs with the learner's; `uniform` [A] is noise that the server does not know. A block's
+    shift is the change of its states that explains the differences of its log-probs with the least change per token."""
+    tokens = tensor_of(np.asarray(answer.tokens), policy.device)
+    own = states_behind(policy, said, answer.tokens)
+    with rounding_noise(policy, noise_seed(uniform)):
+        other = states_behind(policy, said, answer.tokens)
+    shifts, outcomes, gaps, usual = [], [], [], []
+    for at in range(0, len(tokens), BLOCK):
+        some, part = tokens[at : at + BLOCK], own[at : at + BLOCK].requires_grad_()
+        with torch.enable_grad():
+            logits = policy.head(part).to(policy.exact)
+            logprobs = token_logprobs(logits, some, rule)
+            (slopes,) = torch.autograd.grad(logprobs.sum(), part)
+        with torch.no_grad():
+            rounded = token_logprobs(policy.head(other[at : at + BLOCK]).to(policy.exact), some, rule)
+            told = torch.tensor(answer.logprobs[at : at + BLOCK], dtype=logprobs.dtype, device=policy.device)
+            gap, steep = told - logprobs, slopes.float().norm(dim=-1) + 1e-9
+            moved = gap / steep
+            moved = moved.clamp(-(most := moved.abs().float().quantile(0.9)), most)
+            shifts.append(((moved / steep)[:, None] * slopes.float()).sum(0).cpu().numpy())
+            gaps.append(gap.abs())
+            usual.append((rounded - logprobs).abs())
+            if rule.temperature:
+                outcomes.append(likelier(logits, some, rule, tensor_of(uniform[at : at + BLOCK], policy.device)))
+    size = float(torch.cat(gaps).mean() - LIMITS[policy.dtype].pooled * torch.cat(usual).mean())
+    return CheckedAnswer("", np.stack(shifts), float(np.sign(size)), np.concatenate(outcomes or [np.zeros(0)]))
+
+
+def token_logprobs(logits: Tensor, tokens: Tensor, rule: SamplingRule) -> Tensor:
+    return (logits / rule.logprob_temperature).log_softmax(-1).gather(-1, tokens[:, None])[:, 0]
+
+
+def likelier(logits: Tensor, tokens: Tensor, rule: SamplingRule, uniform: Tensor) -> np.ndarray:
+    """Outcomes [N] of -1 to 1 of bets that tokens are likelier than they should be. Of tokens drawn by the rule, the
+    probability of likelier tokens, plus a uniform part of the token's own, is uniform.
+
+    Probabilities .2 .5 .3 and the number .6: token 2 has .5 + .6 * .3 = .68, so its outcome is 1 - 2 * .68 = -.36, less
+    what is tolerated.
+    """
+    likely = probabilities(logits, rule)
+    own = likely.gather(-1, tokens[:, None])
+    place = (likely * (likely > own)).sum(-1) + uniform * (likely * (likely == own)).sum(-1)
+    return (1 - 2 * place - LIKELIER).clamp(min=-1).cpu().numpy()
+
+
 @torch.no_grad()
-def rounding_limits(policy: LanguagePolicy, said: Sequence[int], written: Sequence[int], rule: SamplingRule) -> Limits:
-    """The limits for an answer to the tokens `said`, by what noise of rounding's size changes in its states and in the
-    probabilities of its tokens; at least those of `LIMITS`. Rounding decides few draws of an answer: no more
-    than `spread` of its tokens may miss by as much as probabilities move."""
-    own, limits = states_behind(policy, said, written).split(BLOCK), LIMITS[policy.dtype]
+def rounding_limits(
+    policy: LanguagePolicy, states: Tensor, said: Sequence[int], written: Sequence[int], rule: SamplingRule
+) -> Limits:
+    """The limits for an answer to the tokens `said` with these `states` [A, D]: at least those of `LIMITS`, and what
+    noise of rounding's size changes in its states and in the probabilities of its tokens. Rounding decides few draws of
+    an answer: no more than `spread` of its tokens may miss by as much as probabilities move."""
+    own, limits = states.split(BLOCK), LIMITS[policy.dtype]
     for seed in range(NOISES):
         with rounding_noise(policy, seed):
             other = states_behind(policy, said, written).split(BLOCK)
@@ -240,6 +328,7 @@ def rounding_noise(policy: LanguagePolicy, seed: int) -> Iterator[None]:
             hook.remove()
 
 
+@torch.no_grad()
 def states_behind(policy: LanguagePolicy, said: Sequence[int], written: Sequence[int]) -> Tensor:
     """The last hidden states [A, D] before each of the `written` tokens, by the learner's forward pass."""
     tokens = np.array([*said, *written], np.int64)

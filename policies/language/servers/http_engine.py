@@ -32,7 +32,7 @@ from embodied.policies.language.engine import Answer, Engine, Request, empty_ans
 from embodied.policies.language.folder import as_published
 from embodied.policies.language.http_messages import ParsedAnswer, WeightFolder, fingerprint
 from embodied.policies.language.servers.server_pool import LONGEST_S, PooledServer, ServerPool
-from embodied.policies.language.trust import find_mismatch
+from embodied.policies.language.trust import check_logprobs, check_proof
 from embodied.policies.vla.lora import merged_weights, scaling_of
 from embodied.runtime.published_weights import blob_of
 
@@ -91,7 +91,7 @@ class HTTPEngine(Engine):
         differences = self.differences(pairs)
         self.gather_s = max(GATHER_S, time.monotonic() - began)
         compared = [
-            (server, number, self.answer(*pair), gaps, self.mismatch(*pair))
+            (server, number, self.answer(*pair), gaps, self.mismatch(server, *pair))
             for (server, number, _), pair, gaps in zip(came, pairs, differences)
         ]
         released = self.call(self.pool.release, compared)
@@ -150,23 +150,30 @@ class HTTPEngine(Engine):
 
     def as_served(self, weights: dict[str, Tensor]) -> dict[str, Tensor]:
         """The weights for the servers: with separate adapters, or merged if the servers have none."""
-        if not self.config.lora_rank or self.pool.lora_rank == self.config.lora_rank:
-            return dict(weights)
-        return dict(merged_weights(weights.items(), scaling_of(self.config)))
+        return dict(merged_weights(weights.items(), scaling_of(self.config))) if self.merges else dict(weights)
+
+    @property
+    def merges(self) -> bool:
+        """True if servers get merged weights, whose rounding moves all answers the same way."""
+        return bool(self.config.lora_rank) and self.pool.lora_rank != self.config.lora_rank
 
     def answer(self, request: Request, parsed: ParsedAnswer) -> Answer:
         tokens, logprobs = np.array(parsed.tokens, np.int32), np.array(parsed.logprobs, self.exact)
         return Answer(request.key, tokens, logprobs, parsed.finish != "stop", parsed.dropped)
 
-    def mismatch(self, request: Request, parsed: ParsedAnswer) -> str:
-        """Why an answer is not of this policy's weights; "" if it is, or if it is not verified. A server cannot know
-        which answers are verified."""
+    def mismatch(self, server: PooledServer, request: Request, parsed: ParsedAnswer) -> str:
+        """Why a server's answers are not of this policy's weights; "" if they are, or if this one is not verified. A
+        server cannot know which answers are verified."""
         if not parsed.tokens or parsed.dropped or secrets.SystemRandom().random() >= (self.config.verify or 0.0):
             return ""
         how, count, begin = request.sampling, len(parsed.tokens), len(request.tokens)
+        if not (server.remote.is_ours or how.rule.logprob_temperature == self.config.temperature):
+            return ""
         episodes, places = np.full(count, request.episode, np.uint64), begin + np.arange(count)
         noise = rng.uniform(how.seed, how.stream, episodes, places, 1)[:, 0]
-        return find_mismatch(self.policy, request.tokens, parsed, how.rule, noise)
+        check = check_proof if server.remote.is_ours else check_logprobs
+        checked = check(self.policy, request.tokens, parsed, how.rule, noise)
+        return checked.mismatch or ("" if self.merges else server.trial.add(checked))
 
     def differences(self, came: list[tuple[Request, ParsedAnswer]]) -> list[np.ndarray]:
         """For each answer, the differences by token between its log-probs and the learner's; empty for dropped answers,

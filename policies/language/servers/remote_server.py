@@ -183,15 +183,12 @@ class RemoteServer:
             return {}
         return await self.call("GET", path, missing={}, limit_s=limit_s)
 
-    def check_settings(self, own: dict[str, Any], max_length: int, proves: bool, shows: bool) -> None:
-        """Refuse a server with another model or precision, with shorter conversations, without proofs, or, if the env
-        `shows` pictures, without pictures in prompts of token ids."""
+    def check_settings(self, own: dict[str, Any], max_length: int, shows: bool) -> None:
+        """Refuse a server with another model or precision, with shorter conversations, or, if the env `shows` pictures,
+        without pictures in prompts of token ids."""
         if shows and not self.is_ours:
             who = f"{self.name} is a server of {self.owner or 'another kind'}"
             raise ConfigError(f"{who}, which takes no pictures in prompts of token ids; ours does (embodied.serve)")
-        if proves and not self.is_ours:
-            who = f"{self.name} is a server of {self.owner or 'another kind'}"
-            raise ConfigError(f"{who}, which makes no proofs of its answers; leave out policy.verify")
         differing = [key for key in own if self.settings.get(key, own[key]) != own[key]]
         if odd := [f"{key}={str(self.settings[key])[:80]} there, {own[key]} here" for key in differing]:
             raise ConfigError(f"{self.name} is of other settings than this policy: {'; '.join(odd)}")

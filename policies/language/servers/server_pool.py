@@ -51,6 +51,7 @@ from embodied.policies.language.servers.remote_server import (
     first_look,
     servers_of,
 )
+from embodied.policies.language.trials import Trial
 from embodied.policies.language.trust import JUDGED_TOKENS, SMALL, GapRecord
 
 if TYPE_CHECKING:
@@ -160,6 +161,7 @@ class PooledServer:
     unreleased: dict[int, Any] = field(default_factory=dict)  # unreleased answers, by request
     gap: GapRecord = field(default_factory=GapRecord)
     used: UsedAnswers = field(default_factory=UsedAnswers)
+    trial: Trial = field(default_factory=Trial)  # of its verified answers; only the engine's thread uses it
     evidence: str = ""  # why its answers are of other weights; "": no evidence
     speed: WritingSpeed = field(default_factory=lambda: WritingSpeed(1))
 
@@ -197,7 +199,7 @@ class ServerPool:
             self.start(server, self.keep(server))
 
     def check_settings(self, remote: RemoteServer) -> None:
-        remote.check_settings(self.settings, self.max_length, self.config.verify is not None, self.shows)
+        remote.check_settings(self.settings, self.max_length, self.shows)
         config = self.config
         drawn = SamplingRule(top_p=config.top_p, top_k=config.top_k, min_p=config.min_p)
         if config.temperature != 1 and not (remote.is_ours or drawn.draws_from_all):
@@ -478,7 +480,8 @@ class ServerPool:
 
     async def ask(self, server: PooledServer, requests: dict[int, Request], began: float) -> None:
         """Send these requests to a server, in one call."""
-        remote, left, proves = server.remote, dict(requests), self.config.verify is not None
+        remote, left = server.remote, dict(requests)
+        proves = remote.is_ours and self.config.verify is not None
         bodies = {number: body_of(request, remote.model, proves) for number, request in requests.items()}
         try:
             async with contextlib.aclosing(remote.answers(bodies)) as answers:

@@ -11,17 +11,18 @@ import numpy as np
 import pytest
 import torch
 from language_models import answers
-from served_language import SECRET, engine_at, scripted, served, until
+from served_language import SECRET, engine_at, served, until
 from tiny_language import build
 
-from embodied.core.errors import ConfigError, EmbodiedError
+from embodied.core.errors import EmbodiedError
 from embodied.core.types import SamplingRule
-from embodied.policies.language.config import LanguageConfig
 from embodied.policies.language.engine import Request, make_engine
 from embodied.policies.language.http_messages import WeightFolder, fingerprint
 from embodied.policies.language.servers import http_engine, server_pool
+from embodied.policies.language.servers.remote_server import RemoteServer
 from embodied.policies.language.servers.server_pool import WritingSpeed, request_limits
-from embodied.policies.language.trust import GapRecord
+from embodied.policies.language.trials import CheckedAnswer
+from embodied.policies.language.trust import LIMITS, GapRecord
 from embodied.runtime import published_weights
 from embodied.runtime.published_weights import blob_of
 from embodied.serving import language_server
@@ -268,9 +269,9 @@ def test_a_server_whose_answers_are_not_what_it_says_is_named_and_honest_ones_an
         assert f"policy.url={liar.url}: " in said and reason in said and f"{honest.url}:" not in said
 
 
-def test_only_the_share_that_is_asked_for_is_verified_and_servers_without_proofs_are_refused(tmp_path, monkeypatch):
+def test_only_the_share_that_is_asked_for_is_verified(tmp_path, monkeypatch):
     policy, verified = of_other_weights(0), []
-    monkeypatch.setattr(http_engine, "find_mismatch", lambda *told: verified.append(told) or "")
+    monkeypatch.setattr(http_engine, "check_proof", lambda *told: verified.append(told) or CheckedAnswer())
     draws = itertools.cycle([0.0, 0.25, 0.5, 0.99])
     secret = SimpleNamespace(SystemRandom=lambda: SimpleNamespace(random=lambda: next(draws)))
     monkeypatch.setattr(http_engine, "secrets", secret)
@@ -278,6 +279,20 @@ def test_only_the_share_that_is_asked_for_is_verified_and_servers_without_proofs
         engine.load(policy.state_dict(), 1)
         check_same(answers(engine, ASKED), policy)
     assert len(verified) == len(ASKED) // 4
-    with scripted(lambda request, body: {"data": [{"id": "m", "owned_by": "vllm"}]}) as url:
-        with pytest.raises(ConfigError, match=f"policy.url={url} is a server of vllm, which makes no proofs"):
-            make_engine(LanguageConfig(name="language", engine="http", url=url, verify=1.0), policy)
+
+
+@pytest.mark.parametrize("is_ours", [True, False])
+def test_a_server_is_dropped_for_what_its_answers_show_together_with_proofs_and_without(is_ours, tmp_path, monkeypatch):
+    """Each proof alone is within its limits, and gaps are not compared."""
+    monkeypatch.setitem(LIMITS, torch.float64, replace(LIMITS[torch.float64], proof=1.0, drawn=1.0))
+    monkeypatch.setattr(RemoteServer, "is_ours", is_ours)
+    policy = of_other_weights()
+    with served(of_other_weights(), tmp_path) as server:
+        with engine_of(policy, [server], None, gap_limit=None, verify=1.0) as engine:
+            engine.load(policy.state_dict(), 1)
+            check_same(answers(engine, ASKED), policy)
+            falsify(server, 1e-6)
+            with pytest.raises(
+                EmbodiedError, match=f"{server.url}: its last answers, of .* that were checked together"
+            ):
+                answers(engine, ASKED)
