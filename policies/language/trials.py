@@ -8,22 +8,31 @@ own way, and other weights move all answers the same way. So a trial makes three
     draws      its tokens miss the noise by more than with simulated rounding; or, of a server with a noise of its own,
                likely tokens come more often than their probabilities
 
-An honest server's answers lose a bet at least as often as they win it, whatever the size of its rounding. A bet
-multiplies a capital by 1 + stake * outcome, with outcomes of -1 to 1, and begins anew when the capital is below 1. So
-the capital of an honest server reaches `LIMIT` less than once in `LIMIT` answers, however long the run is
-(e-detectors: arXiv 2203.03532).
+Answers to one prompt share the rounding of its keys and values, so only its first answer is bet on (`is_new`). An
+honest server's answers lose a bet at least as often as they win it, whatever the size of its rounding. A bet multiplies
+a capital by 1 + stake * outcome, with outcomes of -1 to 1, and begins anew when the capital is below 1. So the capital
+of an honest server reaches `LIMIT` less than once in `LIMIT` answers, however long the run is (e-detectors: arXiv
+2203.03532).
 
-    trial.add(check_proof(...))    # "" until the capital of a bet reaches the limit, then why
+    if trial.is_new(request):
+        evidence = trial.add(check_proof(...))    # "" until the capital of a bet reaches the limit, then why
 """
 
 from __future__ import annotations
 
+from collections import deque
+from collections.abc import Hashable
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import numpy as np
 
+if TYPE_CHECKING:
+    from embodied.policies.language.engine import Request
+
 LIMIT = 1e7
 STAKES = np.array([0.25, 0.5, 0.9])  # of three capitals, whose mean counts
+REMEMBERED = 1024  # prompts whose further answers are not bet on
 MEMORY = 0.9  # weight of the earlier answers' direction at each new answer
 # Kernels have a small common direction, too: cosines up to the first number lose; beyond it a win grows to 1 over
 # the second.
@@ -52,6 +61,14 @@ class Trial:
         self.capital = np.ones((len(REASONS), len(STAKES)))
         self.direction: np.ndarray | None = None  # the sum of earlier answers' directions
         self.answers = 0
+        self.prompts: deque[Hashable] = deque(maxlen=REMEMBERED)
+
+    def is_new(self, request: Request) -> bool:
+        """True for the first answer of a prompt, and of a conversation's turns."""
+        keys = ("episode", int(request.episode)), hash(tuple(request.tokens))
+        is_new = not any(key in self.prompts for key in keys)
+        self.prompts.extend(keys)
+        return is_new
 
     def add(self, checked: CheckedAnswer) -> str:
         """Why the server's answers together are not of the learner's weights; "" if that is not certain."""

@@ -173,7 +173,9 @@ class HTTPEngine(Engine):
         noise = rng.uniform(how.seed, how.stream, episodes, places, 1)[:, 0]
         check = check_proof if server.remote.is_ours else check_logprobs
         checked = check(self.policy, request.tokens, parsed, how.rule, noise)
-        return checked.mismatch or ("" if self.merges else server.trial.add(checked))
+        if checked.mismatch or self.merges or not server.trial.is_new(request):
+            return checked.mismatch
+        return server.trial.add(checked)
 
     def differences(self, came: list[tuple[Request, ParsedAnswer]]) -> list[np.ndarray]:
         """For each answer, the differences by token between its log-probs and the learner's; empty for dropped answers,

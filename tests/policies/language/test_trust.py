@@ -162,6 +162,12 @@ def test_a_trial_multiplies_its_capital_by_what_it_wins_and_begins_anew_when_it_
     assert answers == 26 and "of 28 that were checked together, differ from the learner's numbers by more" in found
 
 
+def test_only_the_first_answer_of_a_prompt_or_a_conversation_is_bet_on():
+    trial = Trial()
+    asked = [Request(0, [1, 2], 4, 7), Request(1, [1, 2], 4, 8), Request(2, [1, 2, 3], 4, 7), Request(3, [1, 3], 4, 9)]
+    assert [trial.is_new(request) for request in asked] == [True, False, False, True]
+
+
 def test_an_honest_servers_rounding_has_no_direction_and_a_small_common_part_has():
     draw = np.random.default_rng(0)
     rounding, common = draw.normal(size=(3000, 2, 64)), draw.normal(size=64)

@@ -292,7 +292,8 @@ def test_a_server_is_dropped_for_what_its_answers_show_together_with_proofs_and_
             engine.load(policy.state_dict(), 1)
             check_same(answers(engine, ASKED), policy)
             falsify(server, 1e-6)
+            others = [Request(n, [5 + n // 40, 9, 7 + n % 40], 12, episode=100 + n) for n in range(80)]
             with pytest.raises(
                 EmbodiedError, match=f"{server.url}: its last answers, of .* that were checked together"
             ):
-                answers(engine, ASKED)
+                answers(engine, others)
