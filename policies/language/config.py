@@ -30,10 +30,10 @@ class LanguageConfig(LoraOptions):
     of_engine: ClassVar = OF_SERVER
 
     name: Literal["language"] = Field(description="A causal language model, for text envs.")
-    preset: Literal["tiny", "tiny_gpt2", "tiny_vl"] = Field(
+    preset: Literal["tiny", "tiny_gpt2", "tiny_vl", "tiny_moe"] = Field(
         "tiny",
         description="A model with random weights and a tokenizer of characters, of the architecture of Qwen3, GPT-2, "
-        "or Qwen2.5-VL, which reads pictures; policy.pretrained has its own.",
+        "Qwen2.5-VL, which reads pictures, or Qwen3-MoE, with eight experts; policy.pretrained has its own.",
     )
     pretrained: str | None = Field(
         None, description="Published model (folder or hub id), or policy folder of ours, with whose weights it begins."

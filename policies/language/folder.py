@@ -35,6 +35,7 @@ from transformers import (
     PreTrainedConfig,
     Qwen2_5_VLConfig,
     Qwen3Config,
+    Qwen3MoeConfig,
 )
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key, revert_weight_conversion
@@ -316,7 +317,7 @@ def write_companions(folder: Path, origin: Path | None, tokenizer: ConversationT
     GenerationConfig(eos_token_id=ends, pad_token_id=tokenizer.base.pad_token_id).save_pretrained(folder)
 
 
-DIM, LAYERS, HEADS, MLP, POSITIONS = 128, 3, 4, 384, 1024
+DIM, LAYERS, HEADS, MLP, POSITIONS, EXPERTS = 128, 3, 4, 384, 1024, 8
 SPREAD = 0.05  # deviation of fresh weights; with 0.02, as in large models, such a narrow model learns more slowly
 KINDS = {"full_attention", "sliding_attention"}  # supported kinds of layers
 SCALED = {"logit_scale": "cohere", "logits_scaling": "granite", "final_logit_softcapping": "gemma"}
@@ -339,8 +340,11 @@ def fresh_config(preset: str, vocabulary: int, end: int) -> PreTrainedConfig:
     }
     if preset == "tiny_vl":
         return fresh_vl_config(common | sizes)
-    plain = {"head_dim": DIM // HEADS, "tie_word_embeddings": False, "architectures": ["Qwen3ForCausalLM"]}
-    return Qwen3Config(**common, **sizes, **plain)
+    plain = {"head_dim": DIM // HEADS, "tie_word_embeddings": False}
+    if preset == "tiny_moe":
+        experts = {"num_experts": EXPERTS, "num_experts_per_tok": 2, "moe_intermediate_size": MLP // 4}
+        return Qwen3MoeConfig(**common, **sizes, **plain, **experts, architectures=["Qwen3MoeForCausalLM"])
+    return Qwen3Config(**common, **sizes, **plain, architectures=["Qwen3ForCausalLM"])
 
 
 def fresh_vl_config(text: dict[str, Any]) -> PreTrainedConfig:
