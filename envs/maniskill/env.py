@@ -231,13 +231,17 @@ class ManiSkillEnv(ReplayedEnv):
             from embodied.envs.maniskill.bridge.bridge_expert import BridgeExpert
 
             return BridgeExpert(self)
-        from embodied.envs.maniskill.experts import SMALL_ARM, ManiSkillExpert
+        from embodied.envs.maniskill import experts
 
-        if self.config.task in SMALL_ARM:
+        if self.config.task in experts.SMALL_ARM:
             from embodied.envs.maniskill.small_arm import SmallArmExpert
 
             return SmallArmExpert(self)
-        return ManiSkillExpert(self)
+        if self.config.task == experts.ROLLING:
+            from embodied.envs.maniskill.rolling import RollBallExpert
+
+            return RollBallExpert(self)
+        return experts.ManiSkillExpert(self)
 
     @classmethod
     def check_expert(cls, config: ManiSkillConfig, kind: str) -> None:

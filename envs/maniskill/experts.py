@@ -70,11 +70,11 @@ class ManiSkillExpert:
 
     @staticmethod
     def check(config: ManiSkillConfig) -> None:
-        played = "pd_joint_delta_pos" if config.task in RULES else SMALL_ARM.get(config.task)
+        played = "pd_joint_delta_pos" if config.task in (*RULES, ROLLING) else SMALL_ARM.get(config.task)
         if played is None or config.control_mode != played:
             raise ConfigError(
                 f"there is no expert for env.task={config.task} with env.control_mode={config.control_mode}; "
-                f"ManiSkill's experts play {', '.join(RULES)} with pd_joint_delta_pos, and "
+                f"ManiSkill's experts play {', '.join((*RULES, ROLLING))} with pd_joint_delta_pos, and "
                 f"{', '.join(f'{task} with {mode}' for task, mode in SMALL_ARM.items())}. A policy can demonstrate, "
                 "too: python -m embodied.collect checkpoint=RUN out=DEMOS, then sft.data=DEMOS"
             )
@@ -379,6 +379,7 @@ RULES: dict[str, tuple[Callable[[World], HandTarget], ...]] = {
 
 
 SMALL_ARM = {"PickCubeSO100-v1": "pd_joint_target_delta_pos"}  # played by small_arm.py
+ROLLING = "RollBall-v1"  # played by rolling.py
 
 # For each joint: length and twist of the previous link, and the offset along the joint's axis.
 LINKS = (

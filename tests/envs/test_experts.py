@@ -13,6 +13,7 @@ from embodied.envs.libero.config import LiberoConfig
 from embodied.envs.libero.expert import grasps_at_rim
 from embodied.envs.maniskill import experts
 from embodied.envs.maniskill.config import ManiSkillConfig
+from embodied.envs.maniskill.rolling import share_among_joints
 from embodied.envs.pointmass.config import PointMassConfig
 from embodied.envs.pointmass.env import PointMassEnv
 
@@ -91,6 +92,24 @@ def test_maniskills_expert_places_uses_tools_raises_inserts_and_hands_over(task)
     env = ManiSkillEnv(ManiSkillConfig(task=task), 4)
     assert sum(result.success_once for result in play(env, 4)) >= 3
     env.close()
+
+
+def test_maniskills_expert_rolls_the_ball_into_the_goal():
+    pytest.importorskip("mani_skill")
+    from embodied.envs.maniskill.env import ManiSkillEnv
+
+    env = ManiSkillEnv(ManiSkillConfig(task="RollBall-v1"), 16)
+    assert sum(result.success_once for result in play(env, 16)) >= 11
+    env.close()
+
+
+def test_a_movement_shared_among_joints_is_nearly_as_wanted_and_no_joint_does_most_of_it():
+    _, _, jacobian = experts.hand_pose(REST + np.random.default_rng(0).uniform(-0.3, 0.3, (8, 7)))
+    twist = np.tile([0.02, 0.0, 0.0, 0.0, 0.0, 0.0], (8, 1))
+    shared = share_among_joints(jacobian[:, :3], twist[:, :3])
+    assert np.allclose((jacobian[:, :3] @ shared[:, :, None])[:, :, 0], twist[:, :3], atol=2.5e-3)
+    least_squares = np.linalg.pinv(jacobian[:, :3]) @ twist[:, :3, None]
+    assert (np.abs(shared).max(axis=1) < 0.95 * np.abs(least_squares[:, :, 0]).max(axis=1)).all()
 
 
 def test_an_arm_sees_things_ahead_of_it_wherever_it_looks():
