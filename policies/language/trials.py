@@ -33,10 +33,10 @@ if TYPE_CHECKING:
 LIMIT = 1e7
 STAKES = np.array([0.25, 0.5, 0.9])  # of three capitals, whose mean counts
 REMEMBERED = 1024  # prompts whose further answers are not bet on
-MEMORY = 0.9  # weight of the earlier answers' direction at each new answer
+MEMORY = 0.95  # weight of the earlier answers' direction at each new answer
 # Kernels have a small common direction, too: cosines up to the first number lose; beyond it a win grows to 1 over
 # the second.
-TOLERATED, WIDTH = 0.2, 0.2
+TOLERATED, WIDTH = 0.15, 0.2
 REASONS = (
     "differ from the learner's numbers in a common direction, as those of other weights do",
     "differ from the learner's numbers by more than rounding does",

@@ -50,6 +50,7 @@ JUDGED_TOKENS = 32  # the fewest tokens for a server's mean gap
 RATIO = 10.0  # a mean gap is too large if it is above SMALL and RATIO times that of the other servers
 SMALL = {"float64": 1e-3, "float32": 1e-3, "bfloat16": 0.05}  # by dtype: servers may have the learner's kernels or not
 BLOCK, KEPT, MEANS = 32, 128, 128  # tokens of a proof's block, and largest numbers and means sent per block
+TOGETHER = 64  # tokens whose log-probs make a shift
 PLACE, NUMBER = np.dtype("<u4"), np.dtype("<f4")
 
 
@@ -249,15 +250,15 @@ def check_logprobs(
     with rounding_noise(policy, noise_seed(uniform)):
         other = states_behind(policy, said, answer.tokens)
     shifts, outcomes, gaps, usual = [], [], [], []
-    for at in range(0, len(tokens), BLOCK):
-        some, part = tokens[at : at + BLOCK], own[at : at + BLOCK].requires_grad_()
+    for at in range(0, len(tokens), TOGETHER):
+        some, part = tokens[at : at + TOGETHER], own[at : at + TOGETHER].requires_grad_()
         with torch.enable_grad():
             logits = policy.head(part).to(policy.exact)
             logprobs = token_logprobs(logits, some, rule)
             (slopes,) = torch.autograd.grad(logprobs.sum(), part)
         with torch.no_grad():
-            rounded = token_logprobs(policy.head(other[at : at + BLOCK]).to(policy.exact), some, rule)
-            told = torch.tensor(answer.logprobs[at : at + BLOCK], dtype=logprobs.dtype, device=policy.device)
+            rounded = token_logprobs(policy.head(other[at : at + TOGETHER]).to(policy.exact), some, rule)
+            told = torch.tensor(answer.logprobs[at : at + TOGETHER], dtype=logprobs.dtype, device=policy.device)
             gap, steep = told - logprobs, slopes.float().norm(dim=-1) + 1e-9
             moved = gap / steep
             moved = moved.clamp(-(most := moved.abs().float().quantile(0.9)), most)
@@ -265,7 +266,7 @@ def check_logprobs(
             gaps.append(gap.abs())
             usual.append((rounded - logprobs).abs())
             if rule.temperature:
-                outcomes.append(likelier(logits, some, rule, tensor_of(uniform[at : at + BLOCK], policy.device)))
+                outcomes.append(likelier(logits, some, rule, tensor_of(uniform[at : at + TOGETHER], policy.device)))
     size = float(torch.cat(gaps).mean() - LIMITS[policy.dtype].pooled * torch.cat(usual).mean())
     return CheckedAnswer("", np.stack(shifts), float(np.sign(size)), np.concatenate(outcomes or [np.zeros(0)]))
 
