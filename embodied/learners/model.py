@@ -348,10 +348,9 @@ class PolicyOptimizer:
             p.grad = None
 
     def broken(self) -> Tensor:
-        """True if some of this rank's weights are not finite."""
+        """True if some of this rank's weights are not finite, or above 1e19: their norm is not."""
         none = self.masters[0].new_zeros(1)  # a rank may hold no rows of some weights
-        largest = torch._foreach_norm([none, *filter(Tensor.numel, self.masters)], math.inf)
-        return ~torch.stack(largest).isfinite().all()
+        return ~torch.stack(torch._foreach_norm([none, *filter(Tensor.numel, self.masters)])).isfinite().all()
 
     def save(self, folder: Path, rank: int = 0) -> None:
         """Write the state into a folder of a checkpoint. Each rank with shards writes a file with its rows, if all

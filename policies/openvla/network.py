@@ -14,13 +14,13 @@ from torch.nn import functional as F
 
 from embodied.policies.openvla.folder import LlamaSettings, TowerSettings
 from embodied.policies.vla import layers
-from embodied.policies.vla.layers import MLP, GatedMLP, GroupedAttention, RotaryTables, product, turns
+from embodied.policies.vla.layers import ALL, MLP, GatedMLP, GroupedAttention, RotaryTables, layer_norm, linear, turns
 from embodied.policies.vla.policy import compiled
 
 BOS, STOP = 1, 2
 SPACE = 29871  # Llama's "▁", which precedes the first action token in training
 Memory = list[tuple[Tensor, Tensor]]  # keys and values of every layer [N, kv_heads, width, head_dim]
-ALL, LAST = slice(None), slice(-1, None)
+LAST = slice(-1, None)
 
 
 class Cache:
@@ -73,7 +73,7 @@ class RMSNorm(nn.Module):
         self.eps = eps
 
     def forward(self, x: Tensor) -> Tensor:
-        return layers.rms_norm(x, self.weight, self.eps)
+        return layers.rms_norm(x, self._parameters["weight"], self.eps)
 
 
 class LlamaAttention(GroupedAttention):
@@ -91,10 +91,10 @@ class LlamaAttention(GroupedAttention):
         read: slice,
         add_to: Tensor,
     ) -> Tensor:
-        q, k, v = self.project(x, turn)
+        q, k, v = self.project(x, turn, read)
         if cache is not None:
             k, v = cache.add(self.layer, k, v)
-        return self.attend(q[:, :, read], k, v, mask, causal, add_to)
+        return self.attend(q, k, v, mask, causal, add_to)
 
 
 class LlamaLayer(nn.Module):
@@ -114,8 +114,10 @@ class LlamaLayer(nn.Module):
         cache: Cache | None = None,
         read: slice = ALL,
     ) -> Tensor:
-        x = self.self_attn(self.input_layernorm(x), turn, mask, causal, cache, read, x[:, read])
-        return self.mlp(self.post_attention_layernorm(x), x)
+        attention, mlp, norm_1, norm_2 = self._modules.values()
+        kept = x if read is ALL else x[:, read]
+        x = attention.forward(norm_1.forward(x), turn, mask, causal, cache, read, kept)
+        return mlp.forward(norm_2.forward(x), x)
 
 
 class LlamaStack(nn.Module):
@@ -144,6 +146,7 @@ class LlamaStack(nn.Module):
         `bidirectional`: every token attends to every other one. `turn` are the rotary tables, if known.
         """
         new, total = x.shape[1], present.shape[1]
+        read = ALL if new == 1 else read
         turn = turn or self.turn(present, slice(total - new, None))
         plain = not padded and (bidirectional or new in (1, total))
         mask = None if plain else attention_mask(present, new, bidirectional)
@@ -151,7 +154,7 @@ class LlamaStack(nn.Module):
         *first, last = self.layers
         for layer in first:
             x = layer(x, turn, mask, causal, cache)
-        if causal and read != ALL:  # the last token attends to all
+        if causal and read is not ALL:  # the last token attends to all
             causal, mask = False, None if read == LAST else attention_mask(present, new, False)
         x = last(x, turn, mask if mask is None else mask[:, :, read], causal, cache, read)
         if cache is not None:
@@ -190,10 +193,9 @@ class Attention(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         rows, tokens, dim = x.shape
-        qkv = product(x, (self.qkv,)).view(rows, tokens, 3, self.heads, dim // self.heads)
-        q, k, v = qkv.permute(2, 0, 3, 1, 4)
-        out = F.scaled_dot_product_attention(q, k, v).transpose(1, 2).reshape(rows, tokens, dim)
-        return product(out, (self.proj,))
+        inputs, proj = self._modules.values()
+        q, k, v = linear(x, inputs).view(rows, tokens, 3, self.heads, dim // self.heads).permute(2, 0, 3, 1, 4)
+        return linear(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).reshape(rows, tokens, dim), proj)
 
 
 class LayerScale(nn.Module):
@@ -202,7 +204,7 @@ class LayerScale(nn.Module):
         self.scale_factor = nn.Parameter(torch.ones(dim))
 
     def forward(self, x: Tensor, change: Tensor) -> Tensor:
-        return torch.addcmul(x, change, self.scale_factor)
+        return torch.addcmul(x, change, self._parameters["scale_factor"])
 
 
 class Sum(nn.Module):
@@ -222,10 +224,12 @@ class VisionBlock(nn.Module):
         self.ls2 = scale(tower.dim)
 
     def attend(self, x: Tensor) -> Tensor:
-        return self.ls1(x, self.attn(self.norm1(x)))
+        norm, attention, scale, *_ = self._modules.values()
+        return scale.forward(x, attention.forward(layer_norm(x, norm)))
 
     def think(self, x: Tensor) -> Tensor:
-        return self.ls2(x, self.mlp(self.norm2(x)))
+        *_, norm, mlp, scale = self._modules.values()
+        return scale.forward(x, mlp.forward(layer_norm(x, norm)))
 
     def forward(self, x: Tensor) -> Tensor:
         return self.think(self.attend(x))

@@ -25,7 +25,6 @@ from embodied.policies.openvla import network
 from embodied.policies.openvla.config import OpenVLAOFTConfig
 from embodied.policies.openvla.prismatic import FELT, PATCHES, PrismaticPolicy
 from embodied.policies.vla import layers, statistics
-from embodied.policies.vla.policy import for_acting
 from embodied.runtime.published_weights import Blob
 
 
@@ -308,7 +307,7 @@ class OpenVLAOFTPolicy(PrismaticPolicy):
         x, mask = self._sequence(words, present, seen, numbers, after)
         begin, both = x.shape[1] - numbers - after - 1, self.config.bidirectional
         read = slice(begin, begin + numbers + more)
-        stack = for_acting(self.config, network.LlamaStack.forward, self.device)
+        stack = self.for_acting(network.LlamaStack.forward)
         return stack(self.language_model.model, x, mask, bidirectional=both, padded=padded, read=read)
 
     def _image_features(self, obs: Observation, words: Tensor, present: Tensor) -> Tensor:

@@ -24,7 +24,7 @@ from embodied.policies.openvla.config import PrismaticConfig
 from embodied.policies.vla import layers, statistics
 from embodied.policies.vla.image_processor import processor_of
 from embodied.policies.vla.lora import add_lora
-from embodied.policies.vla.policy import KEYFRAMES, VLAPolicy, for_acting, hashed_words, pad_rows
+from embodied.policies.vla.policy import KEYFRAMES, VLAPolicy, hashed_words, pad_rows
 from embodied.runtime.published_weights import Blob
 
 VALUE = "value_head."
@@ -215,12 +215,13 @@ class PrismaticPolicy(VLAPolicy):
 
     def _pixels(self, obs: Observation) -> list[Tensor]:
         """Processed pixels of each camera [N, 3 * towers, size, size]."""
-        frames = [tensor_of(obs["images"][camera], self.device) for camera in self.cameras]
         ready = isinstance(obs.get("instruction"), dict)  # made by `as_tensors`
+        frames = [obs["images"][camera] for camera in self.cameras]
+        frames = frames if ready else [tensor_of(part, self.device) for part in frames]
         return [self.images(part, ready).to(self.dtype) for part in frames]
 
     def _patch_features(self, *seen: Tensor) -> Tensor:
-        return for_acting(self.config, network.VisionBackbone.forward, self.device)(self.vision_backbone, *seen)
+        return self.for_acting(network.VisionBackbone.forward)(self.vision_backbone, *seen)
 
     def frozen_features(self, obs: Observation) -> dict[str, Tensor]:
         """Features of frozen towers [B, cameras, patches, dim]."""

@@ -28,7 +28,7 @@ from embodied.policies.policy_folder import TOKENIZER
 from embodied.policies.vla import flow_network as networks
 from embodied.policies.vla.flow import MODEL, FlowPolicy, FlowSettings, normalization_of
 from embodied.policies.vla.layers import NamedParts
-from embodied.policies.vla.policy import for_acting, hashed_words, pad_rows
+from embodied.policies.vla.policy import hashed_words, pad_rows
 from embodied.policies.vla.statistics import MEAN_STD, QUANTILES
 
 # Sizes of the networks, read from config.json files of openpi and lerobot
@@ -229,14 +229,16 @@ class Pi0Network(networks.FlowNetwork):
     language = property(lambda self: self.vlm.language_model)
     expert = property(lambda self: self.paligemma_with_expert.gemma_expert.model)
 
-    def prefix(self, pixels: Tensor, ids: Tensor, is_word: Tensor) -> networks.Prefix:
+    def prefix(self, pixels: Tensor, ids: Tensor, is_word: Tensor, padded: bool = True) -> networks.Prefix:
         """`pixels` [N, cameras, 3, S, S], word ids [N, L] and their mask [N, L]."""
-        patches = self.read_patches(pixels)
+        patches, is_word = self.read_patches(pixels), is_word if padded else is_word[:1]
         words = self.language.embed_tokens(ids) * math.sqrt(self.settings.language.dim)
-        present = torch.cat([is_word.new_ones(patches.shape[:2]), is_word], dim=1)
+        present = F.pad(is_word, (patches.shape[1], 0), value=True)
         x = torch.cat([patches, words.to(patches.dtype)], dim=1).to(precision_of(self.language))
-        hidden, seen = self.language(x, [networks.places_in(present)], [networks.with_itself(present[:, None])])
-        return networks.Prefix(seen, present, self.language.norm(hidden)[0] if self.settings.adaptive else None)
+        mask = networks.with_itself(present[:, None]) if padded else None
+        hidden, seen = self.language(x, [networks.places_in(present)], [mask])
+        hidden = self.language.norm(hidden)[0] if self.settings.adaptive else None
+        return networks.Prefix(seen, present, hidden, padded=padded)
 
     def suffix(self, prefix: networks.Prefix, x: Tensor | None, time: Tensor) -> Tensor:
         """The first token is the state's (Pi0 only); without actions it is the only one."""
@@ -252,7 +254,7 @@ class Pi0Network(networks.FlowNetwork):
         joined = torch.cat(tokens, dim=1).to(precision_of(self.expert))
         length = joined.shape[1]
         position = prefix.present.sum(1, keepdim=True) + torch.arange(length, device=joined.device)
-        mask = self._mask(prefix.present, length)
+        mask = self._mask(prefix.present, length) if prefix.padded or not self.settings.adaptive else None
         hidden, _ = self.expert(joined, [position], [mask], prefix.seen, condition)
         return self.expert.norm(hidden, condition)[0].to(wide.dtype)
 
@@ -357,7 +359,7 @@ class Pi0Policy(FlowPolicy):
         """Keys and values of a frozen PaliGemma for images and words, with prompts of one length."""
         if self.config.train == "all":
             return {}
-        prefix = self._prefix(obs, self.settings.max_tokens)
+        prefix = self._prefix(obs, self.settings.max_tokens, padded=True)
         hidden = {HIDDEN: prefix.hidden} if self.settings.adaptive else {}
         return {SEEN: prefix.stacked(), PRESENT: prefix.present} | hidden
 
@@ -407,12 +409,14 @@ class Pi0Policy(FlowPolicy):
             states = np.zeros(state.shape) if state.is_meta else host(state)  # memory is counted by shapes
         return self._padded_words(texts, states, multiple, width)
 
-    def _prefix(self, obs: Observation, width: int = 0, draws: Tensor | None = None) -> networks.Prefix:
+    def _prefix(
+        self, obs: Observation, width: int = 0, draws: Tensor | None = None, padded: bool = False
+    ) -> networks.Prefix:
         """The prefix of images and prompts, padded to at least `width` tokens. In half precision all prompts have one
         width, as in openpi: other padding changes rounding, by 0.1 nats of a log-prob."""
         pixels = self._pixels(obs)
-        words = self.word_ids(obs, pixels.shape[0], width=width)[:2]
+        *words, may_pad = self.word_ids(obs, pixels.shape[0], width=width)
         if draws is not None:
             pixels = augmented(pixels, draws.view(len(draws), -1, DRAWS))
         with torch.set_grad_enabled(torch.is_grad_enabled() and self.config.train == "all"):
-            return for_acting(self.config, Pi0Network.prefix, self.device)(self.model, pixels, *words)
+            return self.for_acting(Pi0Network.prefix)(self.model, pixels, *words, padded or may_pad)

@@ -24,7 +24,7 @@ from embodied.core.types import Observation
 from embodied.policies.vla import flow_network as networks
 from embodied.policies.vla.flow import FlowPolicy, FlowSettings, normalization_of
 from embodied.policies.vla.layers import NamedParts
-from embodied.policies.vla.policy import for_acting, hashed_words, pad_rows
+from embodied.policies.vla.policy import hashed_words, pad_rows
 from embodied.policies.vla.statistics import MEAN_STD
 
 
@@ -145,27 +145,27 @@ class SmolVLANetwork(networks.FlowNetwork):
         squares = patches.view(-1, line, side, line, side, dim).transpose(2, 3)
         return squares.reshape(patches.shape[0], line * line, side * side * dim)
 
-    def prefix(self, pixels: Tensor, ids: Tensor, is_word: Tensor, state: Tensor) -> networks.Prefix:
+    def prefix(self, pixels: Tensor, ids: Tensor, is_word: Tensor, padded: bool, state: Tensor) -> networks.Prefix:
         """`pixels` [N, cameras, 3, S, S], word ids [N, L] and their mask [N, L], and states [N, state_dim]."""
-        rows, scale = pixels.shape[0], math.sqrt(self.settings.language.dim)
+        is_word, scale = is_word if padded else is_word[:1], math.sqrt(self.settings.language.dim)
         images = self.read_patches(pixels) * scale
         words = self.language.embed_tokens(ids) * scale
         felt = self.state_proj(state.to(self.state_proj.weight.dtype))[:, None]
         x = torch.cat([images, words.to(images.dtype), felt.to(images.dtype)], dim=1)
-        present = torch.cat([is_word.new_ones(rows, images.shape[1]), is_word, is_word.new_ones(rows, 1)], dim=1)
+        present = F.pad(is_word, (images.shape[1], 1), value=True)
         blocks = torch.ones(x.shape[1], x.shape[1], dtype=torch.bool, device=x.device)
         blocks[:-1, -1] = False  # images and words do not attend to the state
         x, seen = self.language(x, [networks.places_in(present)], [networks.with_itself(blocks & present[:, None])])
-        return networks.Prefix(seen, present, self.language.norm(x[:, -1])[0])
+        return networks.Prefix(seen, present, self.language.norm(x[:, -1])[0], padded=padded)
 
     def suffix(self, prefix: networks.Prefix, x: Tensor, time: Tensor) -> Tensor:
-        rows, length = x.shape[:2]
+        length, rows = x.shape[1], prefix.present.shape[0]
         actions = self.action_in_proj(x.to(self.action_in_proj.weight.dtype))
         tokens = self.mixed_with_time(actions, self.waves(time))
         here = torch.arange(length, device=x.device)
         before = prefix.present[:, None].expand(-1, length, -1)
         causal = (here <= here[:, None]).expand(rows, -1, -1)
-        masks = [torch.cat([before, causal], dim=2)[:, None], before[:, None]]
+        masks = [torch.cat([before, causal], dim=2)[:, None], before[:, None] if prefix.padded else None]
         positions = [prefix.present.sum(1, keepdim=True) + here, here.expand(rows, -1)]
         return self.expert.norm(self.expert(tokens, positions, masks, prefix.seen)[0])[0]
 
@@ -192,8 +192,8 @@ class SmolVLAPolicy(FlowPolicy):
         self, obs: Observation, known: dict[str, Any] | None = None, draws: Tensor | None = None
     ) -> networks.Prefix:
         state = self._unit_state(obs)
-        prefix = for_acting(self.config, SmolVLANetwork.prefix, self.device)
-        return prefix(self.model, self._pixels(obs), *self.word_ids(obs, state.shape[0])[:2], self._padded_state(state))
+        prefix = self.for_acting(SmolVLANetwork.prefix)
+        return prefix(self.model, self._pixels(obs), *self.word_ids(obs, state.shape[0]), self._padded_state(state))
 
     def prompt_tokens(self, texts: list[str], multiple: int = 1) -> tuple[np.ndarray, np.ndarray]:
         return pad_rows([self.encode(text) for text in texts], most=self.settings.max_tokens, multiple=multiple)

@@ -35,7 +35,7 @@ from embodied.policies.vla.flow_network import Prefix
 from embodied.policies.vla.image_processor import with_bars
 from embodied.policies.vla.layers import allocate
 from embodied.policies.vla.lora import add_lora
-from embodied.policies.vla.policy import VLAPolicy, check_sizes, for_acting
+from embodied.policies.vla.policy import VLAPolicy, check_sizes
 from embodied.runtime.published_weights import Blob, read_safetensors, write_safetensors
 from embodied.runtime.published_weights import tensor_of as tensor_of_blob
 
@@ -330,7 +330,7 @@ class FlowPolicy(VLAPolicy):
     def denoise(self, seen: Prefix, x: Tensor, time: Tensor) -> tuple[Tensor, Tensor]:
         """Returns the expert's hidden states, with the H actions last, and the velocity [N, H, D] of points x at times
         [N]."""
-        hidden = for_acting(self.config, self.network.suffix, self.device)(self.model, seen, x, time)
+        hidden = self.for_acting(self.network.suffix)(self.model, seen, x, time)
         return hidden, self.model.velocity(hidden).to(self.exact)
 
     def act(self, obs: Observation, noise: np.ndarray, temperature: float = 1.0) -> PolicyOutput:

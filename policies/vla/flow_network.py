@@ -23,6 +23,9 @@ from embodied.policies.vla.layers import (
     NamedParts,
     RotaryTables,
     SideBySide,
+    are_faster_apart,
+    layer_norm,
+    linear,
     patch_tokens,
     product,
     rms_norm,
@@ -64,9 +67,13 @@ class VisionAttention(SideBySide):
         self.out_proj = nn.Linear(dim, dim)
 
     def forward(self, x: Tensor) -> Tensor:
-        both = product(x, (self.q_proj, self.k_proj, self.v_proj))
-        q, k, v = both.unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
-        return product(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2), (self.out_proj,))
+        k_proj, v_proj, q_proj, out_proj = self._modules.values()
+        inputs = q_proj, k_proj, v_proj
+        if are_faster_apart(x, inputs):
+            q, k, v = (linear(x, layer).unflatten(-1, (self.heads, -1)).transpose(1, 2) for layer in inputs)
+        else:
+            q, k, v = product(x, inputs).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
+        return linear(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2), out_proj)
 
 
 class SiglipBlock(nn.Module):
@@ -78,8 +85,9 @@ class SiglipBlock(nn.Module):
         self.mlp = MLP(settings.dim, settings.mlp, "tanh")
 
     def forward(self, x: Tensor) -> Tensor:
-        x = x + self.self_attn(self.layer_norm1(x))
-        return x + self.mlp(self.layer_norm2(x))
+        norm_1, attention, norm_2, mlp = self._modules.values()
+        x = x + attention.forward(layer_norm(x, norm_1))
+        return x + mlp.forward(layer_norm(x, norm_2))
 
 
 class VisionModel(nn.Module):
@@ -131,9 +139,11 @@ class Norm(nn.Module):
         """Returns the normed tokens and the gate of the residual, if any."""
         exact = torch.promote_types(x.dtype, torch.float32)
         if condition is None:
-            weight = self.offset + self.weight.to(exact) if self.offset else self.weight
+            weight = self._parameters["weight"]
+            weight = self.offset + weight.to(exact) if self.offset else weight
             return rms_norm(x, weight, self.eps), None
-        scale, shift, gate = self.dense(condition.to(self.dense.weight.dtype))[:, None].chunk(3, dim=-1)
+        dense = self._modules["dense"]
+        scale, shift, gate = dense(condition.to(dense.weight.dtype))[:, None].chunk(3, dim=-1)
         normed = rms_norm(x.to(exact), None, self.eps)
         return torch.addcmul(shift.to(exact), normed, 1 + scale.to(exact)).to(x.dtype), gate.to(x.dtype)
 
@@ -152,22 +162,24 @@ class StackLayer(nn.Module):
         self.input_layernorm, self.post_attention_layernorm = norm(), norm()
 
     def forward(
-        self, x: Tensor, turn: RotaryTables, mask: Tensor, past: KeysValues | None, condition: Tensor | None
+        self, x: Tensor, turn: RotaryTables, mask: Tensor | None, past: KeysValues | None, condition: Tensor | None
     ) -> tuple[Tensor, KeysValues]:
-        attention, (ready, gate) = self.self_attn, self.input_layernorm(x, condition)
+        attention, mlp, norm_1, norm_2 = self._modules.values()
+        ready, gate = norm_1.forward(x, condition)
         if self.across:
-            q = rotate(attention.split(product(ready, (attention.q_proj,))), *turn).transpose(1, 2)
+            q_proj, *others, _ = attention._modules.values()
+            q = rotate(attention.split(linear(ready, q_proj)), *turn).transpose(1, 2)
             k, v = (
-                attention.split(product(seen.transpose(1, 2).flatten(2), (layer,))).transpose(1, 2)
-                for seen, layer in zip(past, (attention.k_proj, attention.v_proj), strict=True)
+                attention.split(linear(seen.transpose(1, 2).flatten(2), layer)).transpose(1, 2)
+                for seen, layer in zip(past, others, strict=True)
             )
         else:
             q, k, v = attention.project(ready, turn)
             if past is not None:
                 k, v = (torch.cat([before, new], dim=2) for before, new in zip(past, (k, v), strict=True))
         x = with_residual(x, gate, lambda add_to: attention.attend(q, k, v, mask, add_to=add_to))
-        ready, gate = self.post_attention_layernorm(x, condition)
-        return with_residual(x, gate, lambda add_to: self.mlp(ready, add_to)), (k, v)
+        ready, gate = norm_2.forward(x, condition)
+        return with_residual(x, gate, lambda add_to: mlp.forward(ready, add_to)), (k, v)
 
 
 def with_residual(x: Tensor, gate: Tensor | None, change: Callable[[Tensor | None], Tensor]) -> Tensor:
@@ -198,13 +210,14 @@ class Stack(nn.Module):
         self,
         x: Tensor,
         positions: list[Tensor],
-        masks: list[Tensor],
+        masks: list[Tensor | None],
         past: list[KeysValues] | None = None,
         condition: Tensor | None = None,
     ) -> tuple[Tensor, list[KeysValues]]:
         """Returns hidden states before the last norm, and each layer's keys and values, for embeddings [N, L, D].
-        `positions` [N, L] and attention masks [N, 1, L, all tokens, `past` first] are those of layers that attend to
-        their own tokens, then, if there are some, those of layers that attend to the prefix alone."""
+        `positions` [N, L] and attention masks [N, 1, L, all tokens, `past` first] (None: all attend to all) are those
+        of layers that attend to their own tokens, then, if there are some, those of layers that attend to the prefix
+        alone. Without padding one row stands for all."""
         tables = [turns(position, self.sizes.head_dim, THETA, x.dtype) for position in positions]
         seen = []
         for number, layer in enumerate(self.layers):
@@ -216,9 +229,10 @@ class Stack(nn.Module):
 @dataclass(frozen=True)
 class Prefix:
     seen: list[KeysValues]  # of each layer
-    present: Tensor  # bool [N, L]
+    present: Tensor  # bool [N, L], without padding [1, L]
     hidden: Tensor | None = None  # hidden states [N, L, dim] or of the last token [N, dim]
     state: Tensor | None = None  # the robot's state [N, state_dim], where the expert reads it
+    padded: bool = True  # True: there may be padding
 
     def stacked(self) -> Tensor:
         """Keys and values of all layers [N, depth, 2, kv_heads, L, head_dim]."""

@@ -1,4 +1,8 @@
-"""Layers shared by the transformers of several families; weights keep the names that each family publishes."""
+"""Layers shared by the transformers of several families; weights keep the names that each family publishes.
+
+A module's own attribute takes Python a microsecond and a call of a module two, which small models on cores feel. So
+blocks read children and weights from `_modules` and `_parameters`, in the order of the constructor, and call `forward`.
+"""
 
 from __future__ import annotations
 
@@ -15,6 +19,7 @@ from torch.nn import functional as F
 
 ADAPTER = "default"  # peft's name of a layer's adapter
 EXACT = (torch.float32, torch.float64)
+ALL = slice(None)
 RotaryTables = tuple[Tensor, Tensor]  # of the rotary embedding [N, L, 1, head_dim]: cosines, and sines with signs
 
 
@@ -71,11 +76,18 @@ class GroupedAttention(SideBySide):
         """[N, L, heads * head_dim] -> [N, L, heads, head_dim]."""
         return x.view(*x.shape[:-1], -1, self.head_dim)
 
-    def project(self, x: Tensor, turn: RotaryTables) -> tuple[Tensor, Tensor, Tensor]:
-        """Rotated queries and keys, and values [N, heads, L, head_dim]."""
-        both = self.split(product(x, (self.q_proj, self.k_proj, self.v_proj)))
-        turned, v = both.split_with_sizes([self.heads + self.kv_heads, self.kv_heads], dim=2)
-        q, k = rotate(turned, *turn).split_with_sizes([self.heads, self.kv_heads], dim=2)
+    def project(self, x: Tensor, turn: RotaryTables, read: slice = ALL) -> tuple[Tensor, Tensor, Tensor]:
+        """Rotated queries and keys, and values [N, heads, L, head_dim]; queries only of the places `read`."""
+        *inputs, _ = self._modules.values()
+        if read is not ALL or are_faster_apart(x, inputs):
+            q_proj, k_proj, v_proj = inputs
+            k, v = self.split(linear(x, k_proj)), self.split(linear(x, v_proj))
+            q, q_turn = (x, turn) if read is ALL else (x[:, read].contiguous(), [each[:, read] for each in turn])
+            q, k = rotate(self.split(linear(q, q_proj)), *q_turn), rotate(k, *turn)
+        else:
+            both = self.split(product(x, inputs))
+            turned, v = both.split_with_sizes([self.heads + self.kv_heads, self.kv_heads], dim=2)
+            q, k = rotate(turned, *turn).split_with_sizes([self.heads, self.kv_heads], dim=2)
         return q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
 
     def attend(
@@ -83,7 +95,7 @@ class GroupedAttention(SideBySide):
     ) -> Tensor:
         grouped = self.heads != self.kv_heads
         out = F.scaled_dot_product_attention(q, k, v, mask, is_causal=causal, enable_gqa=grouped)
-        return product(out.transpose(1, 2).flatten(2), (self.o_proj,), add_to)
+        return linear(out.transpose(1, 2).flatten(2), self._modules["o_proj"], add_to)
 
 
 class MLP(nn.Module):
@@ -96,7 +108,8 @@ class MLP(nn.Module):
         self.approximate = approximate
 
     def forward(self, x: Tensor) -> Tensor:
-        return product(gelu(product(x, (self.fc1,)), self.approximate), (self.fc2,))
+        fc1, fc2 = self._modules.values()
+        return linear(gelu(linear(x, fc1), self.approximate), fc2)
 
 
 class GatedMLP(SideBySide):
@@ -112,16 +125,24 @@ class GatedMLP(SideBySide):
 
     def forward(self, x: Tensor, add_to: Tensor | None = None) -> Tensor:
         """Overwrites `add_to` where nothing is noted down for gradients."""
-        gate, up = product(x, (self.gate_proj, self.up_proj)).split_with_sizes(self.halves, dim=-1)
+        *inputs, down_proj = self._modules.values()
+        if are_faster_apart(x, inputs):
+            gate, up = (linear(x, layer) for layer in inputs)
+        else:
+            gate, up = product(x, inputs).split_with_sizes(self.halves, dim=-1)
         if needs_a_graph():
-            return product(self.activation(gate) * up, (self.down_proj,), add_to)
+            return linear(self.activation(gate) * up, down_proj, add_to)
         active = F.silu(gate, inplace=True) if self.activation is F.silu else self.activation(gate)
-        return product(active.mul_(up), (self.down_proj,), add_to, overwrite=True)
+        return linear(active.mul_(up), down_proj, add_to, overwrite=True)
 
 
 def gelu(x: Tensor, approximate: str) -> Tensor:
     """F.gelu of new numbers, which are overwritten where nothing is noted down for gradients."""
     return (F.gelu if needs_a_graph() else torch.ops.aten.gelu_)(x, approximate=approximate)
+
+
+def layer_norm(x: Tensor, norm: nn.Module) -> Tensor:
+    return F.layer_norm(x, norm.normalized_shape, *norm._parameters.values(), norm.eps)
 
 
 def rms_norm(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
@@ -177,17 +198,35 @@ def patch_tokens(pixels: Tensor, convolution: nn.Module) -> Tensor:
 # Products. LoRA's are y = x W^T + bias + scale (x A^T) B^T: `down` are the matrices A, `up` the matrices B.
 
 
-def product(x: Tensor, linears: Sequence[nn.Module], add_to: Tensor | None = None, overwrite: bool = False) -> Tensor:
-    """The outputs of linear layers that read `x`, one behind the other, added to `add_to`, which may be overwritten.
-    Weights that lie side by side make one product, with adapters two and one for each adapter."""
-    if len(linears) == 1 and "lora_A" not in linears[0]._modules:
-        return single_product(x, linears[0], add_to, overwrite)
+def linear(x: Tensor, layer: nn.Module, add_to: Tensor | None = None, overwrite: bool = False) -> Tensor:
+    """The output of a linear layer, added to `add_to`, which may be overwritten."""
+    if type(layer) is not nn.Linear:  # it has an adapter
+        return product(x, (layer,), add_to)
+    weight, bias = layer._parameters.values()
+    if add_to is None:
+        return F.linear(x, weight, bias)
+    if bias is not None or autocast_dtype(x):
+        return add_to + F.linear(x, weight, bias)
+    flat, columns = x.flatten(0, -2), weight.t()
+    if overwrite and add_to.is_contiguous():
+        return add_to.view(flat.shape[0], -1).addmm_(flat, columns).view_as(add_to)
+    return torch.addmm(add_to.flatten(0, -2), flat, columns).view_as(add_to)
+
+
+def are_faster_apart(x: Tensor, linears: Sequence[nn.Module]) -> bool:
+    """True for passes with gradients on a CPU: gradients of a joint product's parts would be copied side by side."""
+    plain = torch.is_grad_enabled() and x.is_cpu and x.dtype in EXACT
+    return plain and not any("lora_A" in layer._modules for layer in linears)
+
+
+def product(x: Tensor, linears: Sequence[nn.Module], add_to: Tensor | None = None) -> Tensor:
+    """The outputs of linear layers that read `x`, one behind the other, added to `add_to`. Weights that lie side by
+    side make one product, with adapters two and one for each adapter."""
     adapted = [number for number, layer in enumerate(linears) if "lora_A" in layer._modules]
-    if not adapted:
-        held = [layer._parameters for layer in linears]  # a module's own attributes take Python a microsecond each
-        alone = held[0]["bias"] is None and not needs_a_graph()
-        if alone and (whole := side_by_side([each["weight"] for each in held])) is not None:
-            return added(torch.mm(x.flatten(0, -2), whole.t()).view(*x.shape[:-1], -1), add_to)
+    if not adapted and linears[0]._parameters["bias"] is None and not needs_a_graph():
+        whole = side_by_side([layer._parameters["weight"] for layer in linears])
+        if whole is not None:
+            return added(F.linear(x, whole), add_to)
     weights, biases = [layer.weight for layer in linears], [layer.bias for layer in linears]
     biases = [] if biases[0] is None else biases
     downs = [linears[number].lora_A[ADAPTER].weight for number in adapted]
@@ -203,19 +242,6 @@ def product(x: Tensor, linears: Sequence[nn.Module], add_to: Tensor | None = Non
     if torch.is_grad_enabled() and any(each is not None and each.requires_grad for each in inputs):
         return JointProduct.apply(joint, *inputs)
     return joint.product(x, add_to, ups)[0]
-
-
-def single_product(x: Tensor, linear: nn.Module, add_to: Tensor | None, overwrite: bool) -> Tensor:
-    """`product` of a layer without an adapter."""
-    if add_to is None:
-        return linear(x)
-    held = linear._parameters
-    if held["bias"] is not None or autocast_dtype(x):
-        return add_to + linear(x)
-    flat, columns = x.flatten(0, -2), held["weight"].t()
-    if overwrite and add_to.is_contiguous():
-        return add_to.view(flat.shape[0], -1).addmm_(flat, columns).view_as(add_to)
-    return torch.addmm(add_to.flatten(0, -2), flat, columns).view_as(add_to)
 
 
 def autocast_dtype(x: Tensor) -> torch.dtype | None:
@@ -337,7 +363,7 @@ class JointProduct(torch.autograd.Function):
 def with_adapter(y: Tensor, layer: nn.Module, x: Tensor, rows: slice = slice(None)) -> Tensor:
     """Adds a layer's plain LoRA adapter, if any, to its output `y` for `x`; `rows` are the outputs that `y`
     contains."""
-    if not hasattr(layer, "lora_A"):
+    if "lora_A" not in layer._modules:
         return y
     down, up = (getattr(layer, part)[ADAPTER].weight.flatten(1) for part in ("lora_A", "lora_B"))
     return y + F.linear(F.linear(x.to(down.dtype), down), up[rows]) * layer.scaling[ADAPTER]
@@ -345,7 +371,7 @@ def with_adapter(y: Tensor, layer: nn.Module, x: Tensor, rows: slice = slice(Non
 
 def is_scaled(layer: nn.Module) -> bool:
     """True if an adapter does more than add to the layer's output (DoRA), so the whole layer must be called."""
-    return bool(getattr(layer, "lora_variant", None))
+    return "lora_A" in layer._modules and bool(getattr(layer, "lora_variant", None))
 
 
 def smooth_filters(shape: torch.Size, draw: torch.Generator) -> Tensor:

@@ -259,11 +259,17 @@ class VLAPolicy(PublishedPolicy):
             if len(self.lengths) > 1:
                 ids, is_word = self.prompts(obs, count, PROMPT_STEP)
         words = {IDS: ids} if is_word.all() else {IDS: ids, IS_WORD: is_word}
-        return map_obs(lambda array: tensor_of(array, device or self.device), seen | {"instruction": words})
+        device = device or self.device
+        return map_obs(lambda array: tensor_of(array, device), seen | {"instruction": words})
 
     def judge(self, obs: Observation) -> dict[str, Tensor]:
         """The values [N] of observations as `as_tensors` returns them."""
         raise NotImplementedError
+
+    def for_acting(self, function: Callable) -> Callable:
+        """The function, compiled on a CPU with `policy.compile=true`."""
+        acts = self.config.compile and torch.is_inference_mode_enabled() and self.device.type == "cpu"
+        return compiled(function) if acts else function
 
     def compute(self, name: Hashable, work: Callable[..., Observation], inputs: Observation) -> Observation:
         """The results of `work(**inputs)` on tensors; a policy worker on a GPU records it."""
@@ -296,12 +302,6 @@ class VLAPolicy(PublishedPolicy):
 # Acting with functions compiled by torch.compile, on CPUs: GPUs record whole decisions (`compute`). Learning is not
 # compiled. Fused operations round like separate ones, so log-probs still equal the learner's. For a second number of
 # rows or length of prompts a function is compiled again, then for all sizes.
-
-
-def for_acting(config: Any, function: Callable, device: torch.device) -> Callable:
-    """The function, compiled on a CPU with `policy.compile=true`."""
-    chosen = config.compile and device.type == "cpu" and torch.is_inference_mode_enabled()
-    return compiled(function) if chosen else function
 
 
 @cache

@@ -2,12 +2,13 @@
 
 import pytest
 import torch
-from tiny_vla import build
+from tiny_vla import TEXTS, build, noise, observe, scored
 from torch import nn
 from torch.nn import functional as F
 
 from benchmarks.operations import count
 from embodied.policies.vla.layers import MLP, GatedMLP, SideBySide, lay_side_by_side, product, rms_norm, side_by_side
+from embodied.policies.vla.policy import IDS, IS_WORD
 
 SIZES, SCALES = (6, 2, 4), (0.5, 2.0, 1.0)
 
@@ -111,3 +112,17 @@ def test_weights_lie_side_by_side_in_all_copies_and_a_learners_stay_where_they_a
 
 def test_a_decision_of_openvla_is_at_most_4000_kernels():
     assert count("openvla")["decision"].total() <= 4000
+
+
+@pytest.mark.parametrize("name", ["openvla", "openvla_oft", "pi0", "pi05", "smolvla"])
+def test_acting_decides_like_a_learners_pass_whose_products_are_apart_and_whose_attention_has_a_mask(name):
+    """Without padding acting needs no mask, multiplies by joint weights and overwrites its own numbers."""
+    policy, obs = build(name, dtype="float64"), observe(3, texts=TEXTS[:1])
+    acted, seen = policy.act(obs, noise(policy, 3)), policy.as_tensors(obs)
+    assert IS_WORD not in seen["instruction"]
+    seen["instruction"][IS_WORD] = torch.ones_like(seen["instruction"][IDS], dtype=torch.bool)
+    learned = scored(policy, seen, acted)
+    for part in ("logprobs", "values"):
+        torch.testing.assert_close(
+            getattr(learned, part).detach(), torch.from_numpy(getattr(acted, part)), atol=1e-9, rtol=0
+        )
