@@ -190,12 +190,14 @@ def peer(
 
     torch.set_num_threads(1)
     algo, policy = config["algo"], config["policy"]
-    assert policy["activation"] == "tanh", "the network that stable-baselines3 makes by itself"
     norm = {"norm_reward": False, "epsilon": policy["normalize_floor"] ** 2}
     make_envs = make_envs or (lambda config, count: SubprocVecEnv([lambda: make_env(config["env"])] * count))
     envs, evaluated = (VecNormalize(make_envs(config, processes), **norm) for _ in range(2))
     evaluated.training, evaluated.obs_rms = False, envs.obs_rms
     network = {"net_arch": dict.fromkeys(("pi", "vf"), policy["hidden"]), "log_std_init": policy["initial_log_std"]}
+    network["activation_fn"] = {"tanh": torch.nn.Tanh, "relu": torch.nn.ReLU, "silu": torch.nn.SiLU}[
+        policy["activation"]
+    ]
     # It asks for the rate of what is left after an iteration's steps, ours before them.
     options["learning_rate"] = lambda left: algo["lr"] * min(1.0, left + 1 / iterations)
     model = TwoRates("MlpPolicy", envs, policy_kwargs=network, seed=config["seed"], device="cpu", **options)

@@ -162,7 +162,7 @@ class PolicyGradientConfig(Strict):
 
     section = "algo."
     rules = (
-        only_with("final_lr", {"lr_schedule": ("linear", "cosine")}),
+        only_with("final_lr", {"lr_schedule": ("linear", "cosine")}, "set algo.final_lr=0, or algo.lr_schedule=linear"),
         never_with("target_kl", {"epochs": 1}, "it skips the epochs after the first; try algo.target_kl=null"),
         never_with("pools", {"prompts": "epochs"}, "it repeats some prompts; leave one of them out"),
         only_with("ratio_cap", {"clip": ("aipo", "tis")}),
@@ -201,7 +201,7 @@ class PolicyGradientConfig(Strict):
 
     def conflicts(self) -> Iterator[str]:
         if self.final_lr > self.lr:
-            yield f"algo.final_lr={self.final_lr:g} is above algo.lr={self.lr:g}; swap them"
+            yield f"algo.final_lr={self.final_lr:g} is above algo.lr={self.lr:g}; set algo.final_lr=0 or another value below it"
         most = 1 + self.clip_high
         if self.dual_clip is not None and self.dual_clip <= most:
             yield (
