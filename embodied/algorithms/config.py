@@ -201,7 +201,7 @@ class PolicyGradientConfig(Strict):
 
     def conflicts(self) -> Iterator[str]:
         if self.final_lr > self.lr:
-            yield f"algo.final_lr={self.final_lr:g} is above algo.lr={self.lr:g}; set algo.final_lr=0 or another value below it"
+            yield f"algo.final_lr={self.final_lr:g} is above algo.lr={self.lr:g}; try algo.final_lr=0"
         most = 1 + self.clip_high
         if self.dual_clip is not None and self.dual_clip <= most:
             yield (

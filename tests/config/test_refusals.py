@@ -179,7 +179,7 @@ SUMS eval.overlay=true eval.mosaic=true -> eval.overlay=true and eval.mosaic=tru
 SUMS eval.sets={"a":{"file":"a.jsonl","temperature":0,"top_k":5}} -> top_k=5 does not go with temperature=0
 SUMS policy.chat=false policy.system=Brief -> there is no template
 PPO algo.final_lr=1e-5 -> algo.final_lr=1e-05 has no effect with algo.lr_schedule=constant; set algo.final_lr=0, or
-PPO algo.lr_schedule=cosine algo.final_lr=1 -> set algo.final_lr=0 or another value below it
+PPO algo.lr_schedule=cosine algo.final_lr=1 -> try algo.final_lr=0
 GRPO run.iterations=20 run.env_steps=null algo.warmup_iterations=20 -> try algo.warmup_iterations=2
 SUMS eval.samples=3 -> try eval.episodes=198
 PPO eval.top_k=5 -> eval.top_k=5 has no effect with policy.name=mlp: actions are no tokens; leave it out
