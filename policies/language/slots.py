@@ -237,9 +237,10 @@ class SlotEngine(Engine):
     def masks(self, places: Tensor, seen: int) -> dict[str, Tensor]:
         """The masks, as arguments of transformers' model, for new tokens that are the `places`-th [N, new] of their
         conversations: of the first `seen` tokens in their rows they see the earlier ones."""
-        behind, window = places[:, None, :, None] - torch.arange(seen, device=self.device), window_of(self.shape)
-        masks = {"attention_mask": behind >= 0}
-        return masks if window is None else masks | {"window_mask": (behind >= 0) & (behind < window)}
+        here, now, window = torch.arange(seen, device=self.device), places[:, None, :, None], window_of(self.shape)
+        earlier = here <= now
+        masks = {"attention_mask": earlier}
+        return masks if window is None else masks | {"window_mask": earlier & (here > now - window)}
 
     def read(self, rows: list[int], before: np.ndarray, width: int, masks: dict[str, Tensor]) -> None:
         """Compute the keys and values of these rows' prefixes after their first `before` tokens."""

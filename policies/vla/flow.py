@@ -149,7 +149,7 @@ class FlowPolicy(VLAPolicy):
     """Families implement `read`, `suffix` and `value_features`, and describe their folders and networks."""
 
     own_scales = statistics.SCALES
-    gap_limits = (0.01, 0.4)  # of a sum of densities, which differ more
+    gap_limits = (0.001, 0.4)  # of densities, whose rounding makes 5e-6 and 0.2
     companions = (*files.TOKENIZER_FILES, "policy_*.json", "policy_*.safetensors", *statistics.STATS_FILES)
     settings: Any
     settings_of: ClassVar[Callable[..., FlowSettings]]  # arguments: config.json, the weights' names, policy.name
