@@ -8,6 +8,7 @@
 
 `benchmarks.turns` compares `Together` and `OneByOne`, which have a scoring role that sleeps for each episode
 (benchmarks/delays_roles.yaml): the groups of a round pass through it together, or each as soon as it has ended.
+`ThreeTogether` and `ThreeOneByOne` have three such roles (benchmarks/delays_many_roles.yaml).
 
 Every step sleeps `fixed_s`, and `row_s` for each of its rows, so that other programs hardly matter. The policy sleeps
 in the same way: `load_s` to load weights of another process, like a large policy, and `look_row_s` for its frozen
@@ -85,10 +86,16 @@ class DelayedPolicy(MLPPolicy):
 class Scorer(RelayWorker):
     """Changes nothing."""
 
+    episode_s = EPISODE_S
+
     def add(self, parts):
         for part in parts:
-            time.sleep(EPISODE_S * len(part.ids))
+            time.sleep(self.episode_s * len(part.ids))
         return parts
+
+
+class QuickScorer(Scorer):
+    episode_s = EPISODE_S / 3
 
 
 class OneByOne(EmbodiedLoop):
@@ -97,3 +104,17 @@ class OneByOne(EmbodiedLoop):
 
 class Together(EmbodiedLoop):
     roles = (*EmbodiedLoop.roles, Role("scorer", "benchmarks.delays:Scorer", relays=True))
+
+
+THREE = ("reference", "critic", "judge")
+
+
+class ThreeOneByOne(EmbodiedLoop):
+    roles = (
+        *EmbodiedLoop.roles,
+        *(Role(name, "benchmarks.delays:QuickScorer", relays=True, streams=True) for name in THREE),
+    )
+
+
+class ThreeTogether(EmbodiedLoop):
+    roles = (*EmbodiedLoop.roles, *(Role(name, "benchmarks.delays:QuickScorer", relays=True) for name in THREE))
