@@ -21,7 +21,7 @@ of an honest server reaches `LIMIT` less than once in `LIMIT` answers, however l
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Hashable
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -49,7 +49,7 @@ class CheckedAnswer:
     """What the learner's recomputation of an answer shows."""
 
     mismatch: str = ""  # why this answer alone is not of the learner's weights
-    shifts: np.ndarray = field(default_factory=lambda: np.zeros((0, 1)))  # by block [B, D]: how its numbers are moved
+    shifts: Sequence[np.ndarray] = ()  # by block [D]: how its numbers are moved
     size: float = 0.0  # outcome of the bet on the size
     draws: np.ndarray = field(default_factory=lambda: np.zeros(0))  # outcomes of the bets on the drawn tokens
 
@@ -82,8 +82,11 @@ class Trial:
         of = f"its last answers, of {self.answers} that were checked together, {REASONS[int(most.argmax())]}"
         return f"{of}; an honest server's would once in {LIMIT:,.0f} answers"
 
-    def follow(self, shifts: np.ndarray) -> float:
+    def follow(self, blocks: Sequence[np.ndarray]) -> float:
         """The outcome of the bet that these shifts point where earlier ones did, which they join."""
+        if not len(blocks):
+            return 0.0
+        shifts = np.stack(blocks)
         lengths = np.linalg.norm(shifts, axis=1, keepdims=True)
         if not lengths.any():
             return 0.0
