@@ -200,12 +200,11 @@ class ServerPool:
 
     def check_settings(self, remote: RemoteServer) -> None:
         remote.check_settings(self.settings, self.max_length, self.shows)
-        config = self.config
-        drawn = SamplingRule(top_p=config.top_p, top_k=config.top_k, min_p=config.min_p)
-        if config.temperature != 1 and not (remote.is_ours or drawn.draws_from_all):
+        drawn = SamplingRule(top_p=self.config.top_p, top_k=self.config.top_k, min_p=self.config.min_p)
+        if self.config.temperature != 1 and not (remote.is_ours or drawn.draws_from_all):
             raise ConfigError(
                 f"{remote.name} is no server of ours, and policy.top_p, policy.top_k or policy.min_p is set: it tells "
-                f"log-probs of all tokens at temperature 1 alone; try policy.temperature=1, not {config.temperature:g}"
+                f"log-probs of all tokens at temperature 1 alone; try policy.temperature=1"
             )
 
     @property
@@ -480,8 +479,7 @@ class ServerPool:
 
     async def ask(self, server: PooledServer, requests: dict[int, Request], began: float) -> None:
         """Send these requests to a server, in one call."""
-        remote, left = server.remote, dict(requests)
-        proves = remote.is_ours and self.config.verify is not None
+        remote, left, proves = server.remote, dict(requests), server.remote.is_ours and self.config.verify is not None
         bodies = {number: body_of(request, remote.model, proves) for number, request in requests.items()}
         try:
             async with contextlib.aclosing(remote.answers(bodies)) as answers:
