@@ -161,6 +161,8 @@ def peer(
     from stable_baselines3.common.callbacks import BaseCallback
     from stable_baselines3.common.vec_env import SubprocVecEnv, VecNormalize
 
+    from embodied.policies.networks import ACTIVATIONS
+
     ends: list[float] = []  # seconds of training at the end of each iteration
     evaluations: list[tuple[float, float]] = []  # seconds of training, success
     steps: list[int] = []
@@ -195,9 +197,7 @@ def peer(
     envs, evaluated = (VecNormalize(make_envs(config, processes), **norm) for _ in range(2))
     evaluated.training, evaluated.obs_rms = False, envs.obs_rms
     network = {"net_arch": dict.fromkeys(("pi", "vf"), policy["hidden"]), "log_std_init": policy["initial_log_std"]}
-    network["activation_fn"] = {"tanh": torch.nn.Tanh, "relu": torch.nn.ReLU, "silu": torch.nn.SiLU}[
-        policy["activation"]
-    ]
+    network["activation_fn"] = ACTIVATIONS[policy["activation"]]
     # It asks for the rate of what is left after an iteration's steps, ours before them.
     options["learning_rate"] = lambda left: algo["lr"] * min(1.0, left + 1 / iterations)
     model = TwoRates("MlpPolicy", envs, policy_kwargs=network, seed=config["seed"], device="cpu", **options)
