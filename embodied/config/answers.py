@@ -1,7 +1,7 @@
 """The answers to a user: `--help`, `--cfg`, and a line for every mistake, with key, value, reason and source.
 
 For an unknown key the nearest key by its last part is suggested. Names of our keys in Stable-Baselines3, CleanRL,
-rsl_rl, ManiSkill's scripts, RLinf and TRL count: `learning_rat` is algo.lr. A run without mistakes imports none of it.
+rsl_rl, ManiSkill's scripts, RLinf and TRL count: learning_rat is algo.lr. A run without mistakes imports none of it.
 """
 
 from __future__ import annotations

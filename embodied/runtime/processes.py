@@ -197,7 +197,7 @@ def find_main_lazily(module: str | None, file: str | None) -> None:
 
 
 def show_title(host: str) -> None:
-    """Shows `embodied a+b-0` for this process in `ps` and `top`, and `a+b-0` where only a short name is shown.
+    """Shows `embodied a+b-0` for this process in ps and top, and `a+b-0` where only a short name is shown.
 
     The system shows the bytes of the command line where the process got them, so they are written over. A last byte
     that is not zero marks them as a title for Linux, which ends at the first zero.

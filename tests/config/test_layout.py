@@ -3,6 +3,7 @@
 import ast
 import re
 from functools import cache
+from keyword import kwlist
 from pathlib import Path
 
 import pytest
@@ -241,9 +242,34 @@ def is_upstairs(name):
     return is_command or allowed(name, UPSTAIRS)
 
 
-def test_nothing_below_imports_commands_pages_the_planner_or_programs_of_several_runs():
-    """The loop, simulators and policies do not know who starts them, plans for them, or reads their files."""
+def test_imports_go_down_the_floors_as_the_architecture_page_draws_them():
+    drawing = re.search(r"^## Floors$.*?^```text$(.*?)^```$", (ROOT / "docs/architecture.md").read_text(), re.M | re.S)
+    floors = [line.partition(":")[0].split() for line in drawing[1].splitlines() if line.strip(" |")]
     assert {*UPSTAIRS} <= {*MODULES} and is_upstairs("embodied.train") and not is_upstairs("embodied.envs")
+    height = {room: -number for number, floor in enumerate(floors) for room in floor[1:]}
+
+    def floor_of(module):
+        return 0 if is_upstairs(module) else height[module.split(".")[1]]
+
     for module, path in MODULES.items():
-        if not is_upstairs(module):
-            assert not [name for name, _ in imports(path) if is_upstairs(name)], module
+        if module != "embodied":
+            used = [name for name, _ in imports(path) if name in MODULES and name != "embodied"]
+            assert not [name for name in used if floor_of(name) > floor_of(module)], module
+
+
+def test_what_docstrings_name_is_a_name_in_the_code():
+    """`name` in a docstring: a parameter, function, class, module, option or word that the sources still have."""
+    named, code = [], {*kwlist, *(module.rpartition(".")[2] for module in MODULES)}
+    for path in SOURCES:
+        documented = ast.Module | ast.ClassDef | ast.FunctionDef
+        holders = [node for node in nodes_of(path) if isinstance(node, documented) and ast.get_docstring(node, False)]
+        named += [
+            (path, name) for holder in holders for name in re.findall(r"`(\w+)`", ast.get_docstring(holder, False))
+        ]
+        docstrings = {id(holder.body[0].value) for holder in holders}
+        for node in nodes_of(path):
+            code |= {getattr(node, field) for field in ("id", "attr", "arg", "name") if hasattr(node, field)}
+            if isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in docstrings:
+                code |= {*re.findall(r"\w+", node.value)}
+    assert len(named) > 500
+    assert not [(str(path.relative_to(ROOT)), name) for path, name in named if name not in code and not name.isdigit()]
