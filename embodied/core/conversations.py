@@ -24,6 +24,7 @@ from typing import Any, Union
 
 import numpy as np
 
+from embodied.core.pictures import is_video, video
 from embodied.core.types import SamplingRule
 
 Message = dict[str, Any]
@@ -49,6 +50,19 @@ def pictures_in(said: Said) -> tuple[str, ...]:
     """The names of the shown pictures, in order."""
     messages = () if isinstance(said, str) else said
     return tuple(part["image"] for each in messages for part in parts_of(each) if part["type"] == "image")
+
+
+def with_frames(said: Said, frames: int, every_s: float | None) -> Said:
+    """The messages with this rule in the names of videos that have none."""
+
+    def ruled(part: dict[str, str]) -> dict[str, str]:
+        name = part.get("image", "")
+        is_open = is_video(name) and "?frames=" not in name
+        return part | {"image": video(name.removeprefix("video:"), frames, every_s)} if is_open else part
+
+    if isinstance(said, str) or not any(map(is_video, pictures_in(said))):
+        return said
+    return tuple(message | {"content": [*map(ruled, parts_of(message))]} for message in said)
 
 
 def in_words(message: Message, picture: str = "[picture]") -> str:

@@ -1,8 +1,9 @@
 """Pictures in conversations. An episode names a picture; policy workers, learners and reports load it by its name. So
 conversations are sent without pixels.
 
-A name is the path of a file, `data:image/png;base64,...` for a small picture within its name, or a drawing of this
-module with its random seed: `drawn:count?seed=7&pixels=48`.
+A name is the path of a file, `data:image/png;base64,...` for a small picture within its name, a drawing of this
+module with its random seed, `drawn:count?seed=7&pixels=48`, or frames of a video: `video:/data/a.mp4?frames=16&every=2`
+has a frame for every two seconds, 16 at most, spread evenly.
 """
 
 from __future__ import annotations
@@ -11,8 +12,10 @@ import base64
 import binascii
 import io
 import re
+import subprocess
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -30,6 +33,14 @@ FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP")  # others may start programs
 MOST_PIXELS = 2**25  # largest size of a decoded picture
 DRAWN = re.compile(r"drawn:(\w+)\?seed=(\d+)&pixels=(\d+)")
 DATA = re.compile(r"data:image/[\w.+-]+;base64,")
+VIDEO = re.compile(r"video:(.+?)(?:\?frames=(\d+)(?:&every=([\d.e-]+))?)?", re.DOTALL)
+FRAMES = 8  # of a video whose name says nothing else
+MOST_VIDEO_PIXELS = 2**28  # of all frames of a video that are read
+VIDEO_S = 300  # seconds in which all frames of a video can be decoded
+SIZE_AND_COUNT = re.compile(  # at the end of what ffmpeg says
+    rb"Output #0.*Video:.*? (?P<width>\d+)x(?P<height>\d+)[ ,].*frame=\s*(?P<frames>\d+) .*time=(?P<time>[\d:.]+)",
+    re.DOTALL,
+)
 COLOURS = {"red": (220, 40, 40), "green": (40, 180, 60), "blue": (50, 80, 230), "yellow": (240, 220, 60)}
 MOST_DOTS = 6
 
@@ -39,7 +50,9 @@ class PictureError(EmbodiedError):
 
 
 def load_picture(name: str | bytes) -> np.ndarray:
-    """The picture of this name, or of a file with these bytes, uint8 [H, W, 3]."""
+    """The picture of this name, or of a file with these bytes, uint8 [H, W, 3]; a video's frames side by side."""
+    if isinstance(name, str) and is_video(name):
+        return np.concatenate(load_video(name).frames, axis=1)
     if isinstance(name, str) and (drawing := DRAWN.fullmatch(name)):
         kind, seed, pixels = drawing[1], int(drawing[2]), int(drawing[3])
         return np.asarray(draw(kind, seed, pixels)[0])
@@ -101,12 +114,70 @@ def data_url(picture: np.ndarray) -> str:
 @lru_cache(64)
 def as_data_url(name: str) -> str:
     """A name that contains the picture of this name."""
+    if is_video(name):
+        raise PictureError(f"{short_name(name)}: servers read no videos; policy.engine=transformers does")
     if DATA.match(name):
         return name
     if DRAWN.fullmatch(name):
         return data_url(load_picture(name))
     with opened_picture(name):  # or says what is wrong
         return f"data:image/png;base64,{base64.b64encode(Path(name).read_bytes()).decode()}"
+
+
+# Videos
+
+
+@dataclass(frozen=True)
+class Video:
+    """Frames of a video, at these seconds of its `total_s`."""
+
+    frames: np.ndarray  # uint8 [T, H, W, 3]
+    seconds: tuple[float, ...]  # [T]
+    total_s: float
+
+
+def video(path: str | Path, frames: int = FRAMES, every_s: float | None = None) -> str:
+    """The name of frames of a video, spread evenly: one for every `every_s` seconds, but at most so many."""
+    return f"video:{Path(path).absolute()}?frames={frames}" + (f"&every={every_s:g}" if every_s else "")
+
+
+def is_video(name: str) -> bool:
+    return name.startswith("video:")
+
+
+def load_video(name: str) -> Video:
+    """The frames that this name says. Of 10 frames in two seconds, four are frames 0, 2, 5 and 7."""
+    path, most, every = VIDEO.fullmatch(name).groups()  # type: ignore[union-attr]
+    if not Path(path).is_file():
+        raise PictureError(f"there is no video {path}")
+    counted = SIZE_AND_COUNT.search(ffmpeg(path, "-f", "null").stderr)
+    if counted is None or not (total := int(counted["frames"])):
+        raise PictureError(f"the video {path} has no frames that ffmpeg reads; leave it out, or convert it")
+    width, height = int(counted["width"]), int(counted["height"])
+    total_s = sum(60**place * float(part) for place, part in enumerate(counted["time"].split(b":")[::-1]))
+    wanted = max(1, round(total_s / float(every))) if every else total
+    count = min(wanted, int(most or FRAMES), total)
+    if width * height * count > MOST_VIDEO_PIXELS:
+        size = f"{count} frames of {width} x {height} pixels"
+        raise PictureError(f"the video {path}: {size} are too many; ask for fewer frames, or shrink the file")
+    chosen = [at * total // count for at in range(count)]
+    select = ["-vf", f"select='{'+'.join(f'eq(n,{at})' for at in chosen)}'", "-fps_mode", "passthrough"]
+    pixels = ffmpeg(path, *select, "-pix_fmt", "rgb24", "-f", "rawvideo").stdout
+    if len(pixels) != count * height * width * 3:
+        raise PictureError(f"the video {path} is damaged: not all of its {total} frames can be read")
+    frames = np.frombuffer(pixels, np.uint8).reshape(count, height, width, 3)
+    return Video(frames, tuple(at * total_s / total for at in chosen), total_s)
+
+
+def ffmpeg(path: str, *options: str) -> subprocess.CompletedProcess[bytes]:
+    """Runs ffmpeg on the first video in a file."""
+    from imageio_ffmpeg import get_ffmpeg_exe
+
+    command = [get_ffmpeg_exe(), "-nostdin", "-hide_banner", "-i", path, "-map", "0:v:0", *options, "-"]
+    try:
+        return subprocess.run(command, capture_output=True, timeout=VIDEO_S)
+    except subprocess.TimeoutExpired:
+        raise PictureError(f"the video {path} is not read within {VIDEO_S} s; shorten it") from None
 
 
 # Drawings

@@ -28,8 +28,9 @@ from embodied.algorithms.config import SFTConfig
 from embodied.algorithms.imitation import KeptImitation
 from embodied.core import rng
 from embodied.core.arrays import map_obs
-from embodied.core.conversations import FIRST_PLACE, pictures_in
+from embodied.core.conversations import FIRST_PLACE, pictures_in, with_frames
 from embodied.core.errors import ConfigError
+from embodied.core.pictures import FRAMES
 from embodied.core.types import EnvSpec, Observation, env_blocks
 from embodied.datasets import RecordedEpisode, read_dataset
 from embodied.learners.examples import Example, beginning_of, read_examples, solved_examples
@@ -305,7 +306,9 @@ class TextImitationLearner(ImitationLearner):
         if given is None:
             examples = solved_examples(self.env, self.seed, block, self.tick)
         else:
-            examples = given[block.start : block.stop]
+            rule = getattr(self.env, "frames", FRAMES), getattr(self.env, "frame_s", None)
+            turns = given[block.start : block.stop]
+            examples = [tuple((with_frames(said, *rule), answer) for said, answer in each) for each in turns]
         self.demos = ExampleTokens(self.policy, examples, block.start, total)
         self.sizes = np.concatenate(self.collective.gather(self.demos.sizes))  # sizes of all ranks' conversations
         return total

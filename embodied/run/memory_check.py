@@ -534,6 +534,11 @@ def check_pictures(config: RunConfig, kind: Any) -> None:
             f"{given}, and {model} reads only text; take a model that reads pictures (policy.preset=tiny_vl, or a "
             "folder of Qwen2.5-VL, Idefics3 or SmolVLM)"
         )
+    if policy.engine != "transformers" and kind.shows_videos(config.env):
+        raise ConfigError(
+            f"env.name={config.env.name} shows videos, which policy.engine={policy.engine} does not read; try "
+            "policy.engine=transformers"
+        )
     refuse(f"{given}: {problem}" for problem in broken_rules(PICTURES, config))
 
 

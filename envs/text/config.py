@@ -138,7 +138,7 @@ class MathConfig(TextConfig):
         description="Questions: JSONL, parquet, a folder of the package datasets, or hf:ORG/NAME:CONFIG:SPLIT of the "
         "hub, with rows as they are published (docs/text_envs.md).",
     )
-    columns: dict[Literal["question", "prompt", "messages", "answer", "images", "solve_rate"], str] = Field(
+    columns: dict[Literal["question", "prompt", "messages", "answer", "images", "videos", "solve_rate"], str] = Field(
         {}, description="The data set's own names for these, such as {question: query, answer: extra_info.result}."
     )
     solve_rate: tuple[float, float] | None = Field(
@@ -148,6 +148,10 @@ class MathConfig(TextConfig):
     )
     held_out: LocalPath | None = Field(
         None, description="A file like env.file for evaluations; unset: the first 5% of the questions, at most 500."
+    )
+    frames: int = Field(8, ge=1, le=512, description="Most frames of a video that are shown, spread evenly over it.")
+    frame_s: float | None = Field(
+        None, gt=0, description="Seconds from a shown frame of a video to the next; unset: env.frames frames."
     )
     score_s: float = Field(5.0, gt=0, description="Seconds for comparing an answer; after them it counts as wrong.")
 

@@ -5,7 +5,8 @@ model's share of right answers. A row of a published data set has
 
 - a question: `question` or `problem` (asked as a message, with the request to box the result); `prompt`, as text that
   is continued as it is, or as messages; or `messages`. With `images` it shows pictures, each at an <image> in the text,
-  or all before a text without one: files beside the data set, or bytes in its rows, as in geometry3k;
+  or all before a text without one: files beside the data set, or bytes in its rows, as in geometry3k. With `videos` it
+  shows frames of video files, each video at a <video> (`env.frames`, `env.frame_s`);
 - its answer: `answer`, `solutions` with several accepted answers, `reward_model.ground_truth` as in verl's data sets,
   or `solution`, a worked one. Of a text the last box counts, or what follows `####` as in GSM8K.
 
@@ -16,7 +17,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import closing
 from dataclasses import dataclass
 from functools import lru_cache
@@ -26,9 +27,10 @@ from pathlib import Path
 from tempfile import NamedTemporaryFile
 from typing import Any
 
-from embodied.core.conversations import Said, in_words, is_content, pictures_in
+from embodied.core.conversations import Said, in_words, is_content, pictures_in, with_frames
 from embodied.core.errors import ConfigError, MissingAsset
 from embodied.core.files import files_of, is_data_set, read_rows
+from embodied.core.pictures import FRAMES, is_video
 from embodied.core.types import EpisodeSpec
 from embodied.envs.capabilities import EvaluationProtocol
 from embodied.envs.config import ExternalEnvConfig
@@ -36,13 +38,12 @@ from embodied.envs.text.scoring_process import MATHEMATICS, Scorers
 from embodied.envs.text.text_env import TextEnv, Turn
 
 INSTRUCTION = "Reason step by step, and put the final answer into \\boxed{}."
-PLACE = "<image>"  # marks the place of a picture in a text
+SHOWN = {"images": "<image>", "videos": "<video>"}  # columns, and the marks of their places in a text
 BOX = "\\boxed{"
 MARKS = "####", "Answer:"  # a question that asks for one of these, not for a box, is answered after it
 RATE = "solve_rate"
 TEXTS = ("question", "problem")
 ASKED, SOLVED = (*TEXTS, "prompt", "messages"), ("answer", "solutions", "reward_model.ground_truth", "solution")
-COLUMNS = ("question", "prompt", "messages", "answer", "images", RATE)  # keys of env.columns
 THOUSANDS = re.compile(r"(?<=\d),(?=\d{3}\b)")
 SHORT = 100  # characters of a solution that may be the bare answer
 ROLES = ("system", "user", "assistant")
@@ -86,7 +87,8 @@ def question_in(row: dict[str, Any], where: str, data: Path) -> Said:
         said = value
     else:
         said = ({"role": "user", "content": f"{value}\n{INSTRUCTION}"},)
-    return with_pictures(said, images, data, where) if (images := row.get("images")) else said
+    shown = {column: row[column] for column in SHOWN if row.get(column)}
+    return with_pictures(said, shown, data, where) if shown else said
 
 
 def messages_in(value: Any, where: str) -> Said:
@@ -189,28 +191,41 @@ def boxed_answer(text: str) -> str | None:
     return None
 
 
-def with_pictures(asks: Said, images: Any, data: Path, where: str) -> Said:
-    """The messages with these pictures of a data set, each in place of an <image>, or all before the text of the first
-    message."""
-    texts_alone = not isinstance(asks, str) and all(isinstance(message["content"], str) for message in asks)
-    names = [picture_file(each, data.absolute()) for each in images] if isinstance(images, list) else [None]
-    if not texts_alone or None in names:
-        raise ConfigError(f"{where}: images must be a list of files or their bytes, shown with a question or messages")
+def with_pictures(asks: Said, shown: Mapping[str, Any], data: Path, where: str) -> Said:
+    """The messages with these pictures and videos of a data set, by column, each in place of its mark, or all before
+    the text of the first message."""
+    if isinstance(asks, str) or not all(isinstance(message["content"], str) for message in asks):
+        raise ConfigError(f"{where}: {' and '.join(shown)} are shown with a question, or with messages of text alone")
+    marked: dict[str, Iterator[str]] = {}  # names by their mark
+    parts: list[dict[str, str]] = []  # of the next message; it begins with what has no mark
+    for column, given in shown.items():
+        names, mark = names_of(column, given, data, where), SHOWN[column]
+        marks = sum(message["content"].count(mark) for message in asks)
+        if marks not in (0, len(names)):
+            raise ConfigError(f"{where}: {mark} stands {marks} times, and {column} are {len(names)}")
+        if marks:
+            marked[mark] = iter(names)
+        else:
+            parts += [{"type": "image", "image": name} for name in names]
+    messages = []
+    for message in asks:
+        for piece in re.split(f"({'|'.join(marked)})", message["content"]) if marked else [message["content"]]:
+            name = next(marked[piece]) if piece in marked else None
+            parts.append({"type": "image", "image": name} if name else {"type": "text", "text": piece})
+        messages.append(message | {"content": [part for part in parts if part.get("text") != ""]})
+        parts = []
+    return tuple(messages)
+
+
+def names_of(column: str, given: Any, data: Path, where: str) -> list[str]:
+    """The names of a row's pictures or videos."""
+    file_of = picture_file if column == "images" else video_file
+    names = [file_of(each, data.absolute()) for each in given] if isinstance(given, list) else [None]
+    if None in names:
+        raise ConfigError(f"{where}: {column} must be a list of files{' or their bytes' * (column == 'images')}")
     if lost := next((name for name in names if not Path(name).is_file()), None):
-        raise ConfigError(f"{where}: there is no picture {lost}")
-    marks = [message["content"].count(PLACE) for message in asks]
-    if sum(marks) not in (0, len(names)):
-        raise ConfigError(f"{where}: {PLACE} stands {sum(marks)} times, and images are {len(names)}")
-    texts = [message["content"].split(PLACE) for message in asks]
-    if not sum(marks):
-        texts[0] = [""] * len(names) + texts[0]
-    left, shown = iter(names), []
-    for message, pieces in zip(asks, texts, strict=True):
-        parts = [{"type": "text", "text": pieces[0]}]
-        for piece in pieces[1:]:
-            parts += [{"type": "image", "image": next(left)}, {"type": "text", "text": piece}]
-        shown.append(message | {"content": [part for part in parts if part.get("text") != ""]})
-    return tuple(shown)
+        raise ConfigError(f"{where}: there is no {column.removesuffix('s').replace('image', 'picture')} {lost}")
+    return names if column == "images" else [f"video:{name}" for name in names]
 
 
 def picture_file(image: Any, data: Path) -> str | None:
@@ -231,6 +246,12 @@ def picture_file(image: Any, data: Path) -> str | None:
             f"{folder}, where pictures of {data} are written: {err.strerror}; copy the data set"
         ) from None
     return str(file)
+
+
+def video_file(video: Any, data: Path) -> str | None:
+    """The file of a video beside the data set; rows name it as text, or as {"video": FILE} or {"path": FILE}."""
+    name = (video.get("video") or video.get("path")) if isinstance(video, dict) else video
+    return str((data if data.is_dir() else data.parent) / name) if isinstance(name, str) else None
 
 
 SHARE, MOST = 0.05, 500  # held out if no file of held-out questions is given
@@ -285,10 +306,17 @@ class Math(TextEnv):
         return notes
 
     @classmethod
+    def asked(cls, config: Any) -> list[Question]:
+        """All questions."""
+        return [question for part in questions(config) for question in part] if config.file else []
+
+    @classmethod
     def shows_pictures(cls, config: Any) -> bool:
-        return config.file is not None and any(
-            pictures_in(question.said) for part in questions(config) for question in part
-        )
+        return any(pictures_in(question.said) for question in cls.asked(config))
+
+    @classmethod
+    def shows_videos(cls, config: Any) -> bool:
+        return any(is_video(name) for question in cls.asked(config) for name in pictures_in(question.said))
 
     @classmethod
     def num_questions(cls, config: Any, task: str) -> int:
@@ -312,7 +340,7 @@ class Math(TextEnv):
             self.question = self.shared.held_out[spec.init_state_id % len(self.shared.held_out)]
         else:
             self.question = self.shared.train[self.choose(spec, len(self.shared.train))]
-        return self.question.said
+        return with_frames(self.question.said, self.config.frames, self.config.frame_s)
 
     def step(self, answer: str) -> Turn:
         solutions = self.question.solutions
@@ -430,8 +458,8 @@ class QuestionSets(Math):
         return []  # `notes_on_sets` of the run's own env says more
 
     @classmethod
-    def shows_pictures(cls, config: Any) -> bool:
-        return any(pictures_in(question.said) for each in sets_of(config).values() for question in each)
+    def asked(cls, config: Any) -> list[Question]:
+        return [question for each in sets_of(config).values() for question in each]
 
     @classmethod
     def num_questions(cls, config: Any, task: str) -> int | None:
@@ -448,7 +476,7 @@ class QuestionSets(Math):
     def reset(self, spec: EpisodeSpec) -> Said:
         asked = self.shared.questions[spec.task]
         self.question = asked[spec.init_state_id % len(asked)]
-        return self.question.said
+        return with_frames(self.question.said, *self.config.kwargs["frames"])
 
 
 def env_of_sets(sets: Mapping[str, Any], env: Any) -> ExternalEnvConfig:
@@ -457,7 +485,8 @@ def env_of_sets(sets: Mapping[str, Any], env: Any) -> ExternalEnvConfig:
     named = {
         each: {"file": str(one.file), "columns": one.columns, "questions": one.questions} for each, one in sets.items()
     }
-    kwargs = {"sets": named, "score_s": getattr(env, "score_s", 5.0)}
+    frames = [getattr(env, "frames", FRAMES), getattr(env, "frame_s", None)]
+    kwargs = {"sets": named, "score_s": getattr(env, "score_s", 5.0), "frames": frames}
     rows = {"num_envs": env.num_envs, "side_by_side": env.side_by_side, "modules": env.modules}
     return ExternalEnvConfig(name=name, task=tuple(sets), kwargs=kwargs, **rows)
 

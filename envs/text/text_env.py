@@ -122,6 +122,11 @@ class TextEnv(EnvCapabilities):
         return False
 
     @classmethod
+    def shows_videos(cls, config: Any) -> bool:
+        """True if its pictures may be frames of videos, which only policy.engine=transformers reads."""
+        return False
+
+    @classmethod
     def rewrites(cls, config: Any) -> bool:
         """True if its turns may rewrite earlier messages (`Turn.restarts`)."""
         return False

@@ -14,6 +14,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
+from datetime import timedelta
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +26,16 @@ from torch import Tensor
 from embodied.core.arrays import tensor_of
 from embodied.core.conversations import FIRST_PLACE
 from embodied.core.errors import CheckpointError
-from embodied.core.pictures import PictureError, drawing, load_picture, picture_size, short_name
+from embodied.core.pictures import (
+    PictureError,
+    Video,
+    drawing,
+    is_video,
+    load_picture,
+    load_video,
+    picture_size,
+    short_name,
+)
 from embodied.policies.language.attention import COUNTED, DividedPass, travel
 from embodied.policies.language.config import SEEING
 
@@ -36,11 +47,12 @@ BLANK = drawing("count", 0, 16)  # for a rank without a picture of its own that 
 
 @dataclass(frozen=True)
 class Picture:
-    """A picture in its model's format."""
+    """A picture, or frames of a video, in its model's format."""
 
     pixels: dict[str, np.ndarray]  # the image processor's output
     tokens: tuple[int, ...]  # its tokens in a conversation; places are below 0
-    grid: tuple[int, int] = (0, 0)  # rows and columns of its places, if positions depend on them
+    grid: tuple[int, int, int] = (0, 0, 0)  # moments, rows and columns of its places, if positions depend on them
+    step: float = 0.0  # positions from a moment to the next one
 
     @property
     def places(self) -> int:
@@ -79,6 +91,9 @@ class Sight:
         """The image processor's options come from `folder`, or are `options`."""
         self.config, self.tokenizer = config, tokenizer
         self.placeholder = tokenizer.convert_ids_to_tokens(config.image_token_id)
+        video = getattr(config, "video_token_id", None)
+        word = None if video is None else tokenizer.convert_ids_to_tokens(video)
+        self.video_placeholder = word or self.placeholder
         self.processor = self._processor(folder, options)
         self.kept: OrderedDict[str, Picture] = OrderedDict()
         self.kept_bytes = 0
@@ -134,9 +149,9 @@ class Sight:
     def _load(self, name: str) -> Picture:
         """Process a picture and keep it."""
         try:
-            pixels = load_picture(name)
+            shown = load_video(name) if is_video(name) else load_picture(name)
             with naming(name):
-                picture = self.process(pixels)
+                picture = self.process_video(shown) if isinstance(shown, Video) else self.process(shown)
             with self.reading:
                 if name not in self.kept:
                     self.kept[name] = picture
@@ -154,6 +169,10 @@ class Sight:
 
     def process(self, pixels: np.ndarray) -> Picture:
         """Converts pixels, uint8 [H, W, 3], to the model's format."""
+        raise NotImplementedError
+
+    def process_video(self, video: Video) -> Picture:
+        """Converts frames of a video to the model's format."""
         raise NotImplementedError
 
     def check_room(self, names: Sequence[str], most: int) -> None:
@@ -175,7 +194,7 @@ class Sight:
 
     def encode(self, text: str, names: Sequence[str]) -> list[int]:
         """The tokens of a text with a placeholder for each of these pictures."""
-        first, *parts = text.split(self.placeholder)
+        first, *parts = text.replace(self.video_placeholder, self.placeholder).split(self.placeholder)
         if len(parts) != len(names):
             counts = f"{len(names)} pictures, and {self.placeholder} {len(parts)} times"
             raise PictureError(f"a conversation has {counts}: only a chat template writes that, where a picture is")
@@ -273,15 +292,30 @@ class QwenSight(Sight):
         outputs = self._outputs([pixels])
         side = self.config.vision_config.spatial_merge_size
         _, height, width = outputs["image_grid_thw"][0].tolist()
-        grid = height // side, width // side
-        return Picture(outputs, tuple(range(-1, -1 - grid[0] * grid[1], -1)), grid)
+        grid = 1, height // side, width // side
+        return Picture(outputs, places_of(prod(grid)), grid)
+
+    def process_video(self, video: Video) -> Picture:
+        """A moment is a patch of two frames; a picture fills both. The last frame of an odd number counts twice."""
+        vision, count = self.config.vision_config, len(video.frames)
+        size, side = vision.temporal_patch_size, vision.spatial_merge_size
+        outputs = self._outputs([*video.frames, *[video.frames[-1]] * (-count % size)])
+        _, height, width = outputs["image_grid_thw"][0].tolist()
+        patches = outputs["pixel_values"].reshape(
+            -1, size, height * width, vision.in_channels, size, vision.patch_size**2
+        )
+        moments = len(patches)
+        patches = patches[:, :, :, :, 0].transpose(0, 2, 3, 1, 4).reshape(moments * height * width, -1)
+        pixels = {"pixel_values": patches, "image_grid_thw": np.array([[moments, height, width]])}
+        grid = moments, height // side, width // side
+        return Picture(pixels, places_of(prod(grid)), grid, vision.tokens_per_second * size * video.total_s / count)
 
     def tokens_of_size(self, height: int, width: int) -> int:
         return self.processor.get_number_of_image_patches(height, width) // self.patches_of_place(self.config)
 
     def positions(self, tokens: np.ndarray, names: Sequence[str]) -> np.ndarray:
         """A picture's positions begin after the text before it; the following text begins after the picture's longer
-        side.
+        side, or after a video's last moment if that is later (as published; transformers 5 counts sides alone).
 
         "5 6", a picture of one row and two columns, "7": time and row 0 1 2 2 4, column 0 1 2 3 4.
         """
@@ -289,11 +323,12 @@ class QwenSight(Sight):
         for start, name in zip(np.flatnonzero(np.asarray(tokens) == FIRST_PLACE), names, strict=True):
             places[begin:start] += place - begin
             place += start - begin
-            rows, columns = self.read(name).grid
-            begin = start + rows * columns
-            at = np.arange(rows * columns)
-            places[start:begin] = place + np.stack([0 * at, at // columns, at % columns], 1)
-            place += max(rows, columns)
+            moments, rows, columns = self.read(name).grid
+            begin = start + moments * rows * columns
+            time, row, column = np.indices((moments, rows, columns)).reshape(3, -1)
+            time = (time.astype(np.float32) * np.float32(self.read(name).step)).astype(int)
+            places[start:begin] = place + np.stack([time, row, column], 1)
+            place += max(rows, columns, time[-1] + 1)
         places[begin:] += place - begin
         return places
 
@@ -339,14 +374,33 @@ class IdeficsSight(Sight):
 
     def tokens_of(self, rows: int, columns: int) -> tuple[int, ...]:
         """The tokens of a picture that is cut into so many tiles."""
-        vision = self.config.vision_config
-        count = (vision.image_size // vision.patch_size) ** 2 // self.config.scale_factor**2
-        fake, whole = "<fake_token_around_image>", "<global-img>"
         text = "".join(
-            "".join(f"{fake}<row_{row}_col_{column}>{self.placeholder}" for column in range(1, columns + 1)) + "\n"
+            "".join(
+                f"<fake_token_around_image><row_{row}_col_{column}>{self.placeholder}"
+                for column in range(1, columns + 1)
+            )
+            + "\n"
             for row in range(1, rows + 1)
         )
-        text += f"{bool(rows) * chr(10)}{fake}{whole}{self.placeholder}{fake}"
+        return self.tokens_with_places(text + f"{bool(rows) * chr(10)}{self.one_tile}")
+
+    @property
+    def one_tile(self) -> str:
+        """The text of a picture that is not cut."""
+        return f"<fake_token_around_image><global-img>{self.placeholder}<fake_token_around_image>"
+
+    def process_video(self, video: Video) -> Picture:
+        """Each frame is one tile, one after the other."""
+        outputs = self._outputs([[*video.frames]], do_image_splitting=False)
+        return Picture(outputs, self.tokens_with_places(self.video_text(video)))
+
+    def video_text(self, video: Video) -> str:
+        return self.one_tile * len(video.frames)
+
+    def tokens_with_places(self, text: str) -> tuple[int, ...]:
+        """The tokens of a text in which a placeholder stands for a tile."""
+        vision = self.config.vision_config
+        count = (vision.image_size // vision.patch_size) ** 2 // self.config.scale_factor**2
         tokens, place = [], 0
         for number, part in enumerate(text.split(self.placeholder)):
             if number:
@@ -369,6 +423,32 @@ class IdeficsSight(Sight):
 
 class SmolSight(IdeficsSight):
     processor_class = "transformers.models.smolvlm.image_processing_pil_smolvlm:SmolVLMImageProcessorPil"
+
+    def video_text(self, video: Video) -> str:
+        """The model's own words for a video, and the time before each frame."""
+        count, total = len(video.frames), timedelta(seconds=int(video.total_s))
+        text = f"You are provided the following series of {in_english(count)} frames from a {total} [H:MM:SS] video.\n"
+        times = [divmod(int(second), 60) for second in video.seconds]
+        return text + "".join(f"\nFrame from {m:02d}:{s:02d}:{self.one_tile}" for m, s in times) + "\n\n"
+
+
+SMALL = (
+    "zero one two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen sixteen seventeen"
+)
+NUMBERS = [*SMALL.split(), "eighteen", "nineteen"]
+TENS = "twenty thirty forty fifty sixty seventy eighty ninety".split()
+
+
+def in_english(number: int) -> str:
+    """A number below 100 in words."""
+    if number < len(NUMBERS) or number > 99:
+        return NUMBERS[number] if number < len(NUMBERS) else str(number)
+    return TENS[number // 10 - 2] + (f"-{NUMBERS[number % 10]}" if number % 10 else "")
+
+
+def places_of(count: int) -> tuple[int, ...]:
+    """The tokens of so many places."""
+    return tuple(range(-1, -1 - count, -1))
 
 
 SIGHTS: dict[str, type[Sight]] = dict(zip(SEEING, (QwenSight, IdeficsSight, SmolSight), strict=True))

@@ -19,6 +19,7 @@ from transformers import AutoTokenizer, PreTrainedConfig
 from embodied.core.conversations import WRITES, Message, Said, in_words, pictures_in
 from embodied.core.errors import CheckpointError, ConfigError, in_a_line, nearest
 from embodied.core.files import as_path
+from embodied.core.pictures import is_video
 from embodied.policies.language.config import LanguageConfig
 from embodied.policies.language.folder import GENERATION, read_config
 from embodied.policies.language.sight import Sight
@@ -198,10 +199,17 @@ class ConversationTokenizer:
         ends = map(self.base.decode, sorted(self.stops))
         return text.removeprefix(next((end for end in ends if end and text.startswith(end)), ""))
 
+    def as_template_reads(self, message: Message) -> Message:
+        """A copy of a message, in which videos are called so if the chat template has a place for them."""
+        if isinstance(message["content"], str) or "video" not in str(self.base.chat_template):
+            return dict(message)
+        parts = [{"type": "video"} if is_video(part.get("image", "")) else part for part in message["content"]]
+        return message | {"content": parts}
+
     def render(self, messages: Iterable[Message]) -> str:
         """Renders messages by the chat template, as a prompt for an answer. A message may have the `tools` that can be
         called."""
-        plain = [dict(message) for message in messages]
+        plain = [self.as_template_reads(message) for message in messages]
         tools = [tool for message in plain for tool in message.pop("tools", ())]
         try:
             fixed = {"tools": tools or None, "tokenize": False, "add_generation_prompt": True}

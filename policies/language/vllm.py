@@ -44,6 +44,7 @@ from torch import Tensor
 
 from embodied.core.conversations import FIRST_PLACE
 from embodied.core.errors import ConfigError
+from embodied.core.pictures import PictureError, is_video, short_name
 from embodied.core.types import SamplingRule
 from embodied.policies.language.config import LanguageConfig
 from embodied.policies.language.engine import Answer, Engine, Request, cache_bytes, seed_of
@@ -139,6 +140,10 @@ class VLLMEngine(Engine):
         begins = np.flatnonzero(np.array(tokens) == FIRST_PLACE).tolist()
         items, places = [], []
         for begin, name in zip(begins, request.pictures, strict=True):
+            if is_video(name):
+                raise PictureError(
+                    f"{short_name(name)}: vLLM is given no videos; policy.engine=transformers reads them"
+                )
             picture = sight.read(name)
             pixels = {key: torch.from_numpy(array) for key, array in sight.for_vllm(picture).items()}
             items += MultiModalKwargsItems.from_hf_inputs(pixels, fields_of(pixels, {}))["image"]

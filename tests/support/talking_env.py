@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from faulty_env import Fault
 
-from embodied.core.pictures import data_url, drawing, load_picture
+from embodied.core.pictures import data_url, drawing, load_picture, video
 from embodied.envs.text.scoring_process import Scorer
 from embodied.envs.text.text_env import TextEnv, Turn
 
@@ -52,6 +52,19 @@ class Shown(Digits):
         text, options = super().reset(spec), self.config.kwargs
         name = drawing("count", 1000 + sum(map(ord, text)), options.get("pixels", 64))
         name = data_url(load_picture(name)) if options.get("inline") else name
+        return ({"role": "user", "content": [{"type": "image", "image": name}, {"type": "text", "text": text}]},)
+
+
+class Moving(Digits):
+    """Shows frames of a video (env.kwargs={video: FILE}) beside its question: 2 to 5."""
+
+    @classmethod
+    def shows_pictures(cls, config):
+        return True
+
+    def reset(self, spec):
+        text = super().reset(spec)
+        name = video(self.config.kwargs["video"], 2 + len(text) % 4)
         return ({"role": "user", "content": [{"type": "image", "image": name}, {"type": "text", "text": text}]},)
 
 

@@ -1,17 +1,29 @@
 """Small models that see, in folders as others publish them."""
 
 import json
+import subprocess
 
+from imageio_ffmpeg import get_ffmpeg_exe
 from tiny_language import SIZES, write
 from transformers import AutoModelForImageTextToText, Idefics3Config, Qwen2_5_VLConfig, SmolVLMConfig
 
 TEMPLATE = (
     "{% for m in messages %}[{{ m['role'] }}]{% if m['content'] is string %}{{ m['content'] }}{% else %}"
-    "{% for p in m['content'] %}{% if p['type'] == 'image' %}IMAGE{% else %}{{ p['text'] }}{% endif %}{% endfor %}"
+    "{% for p in m['content'] %}{% if p['type'] == 'image' %}IMAGE"
+    "{% elif p['type'] == 'video' %}VIDEO{% else %}{{ p['text'] }}{% endif %}{% endfor %}"
     "{% endif %}<end>\n{% endfor %}{% if add_generation_prompt %}[assistant]{% endif %}"
 )
 WORDS = ["<picture>", "<place>", "</picture>", "<fake_token_around_image>", "<image>", "<global-img>"]
-WORDS += [f"<row_{row}_col_{column}>" for row in (1, 2) for column in (1, 2)]
+WORDS += [f"<row_{row}_col_{column}>" for row in (1, 2) for column in (1, 2)] + ["<video>"]
+
+
+def write_video(path, frames, fps):
+    """A video with exactly these frames, uint8 [T, H, W, 3]."""
+    _, height, width, _ = frames.shape
+    raw = ["-f", "rawvideo", "-pix_fmt", "rgb24", "-s", f"{width}x{height}", "-r", str(fps), "-i", "-"]
+    exact = ["-c:v", "libx264rgb", "-crf", "0", str(path)]
+    subprocess.run([get_ffmpeg_exe(), "-y", "-v", "error", *raw, *exact], input=frames.tobytes(), check=True)
+    return path
 
 
 def publish(folder, kind, dim=8, thought=""):
@@ -24,7 +36,7 @@ def publish(folder, kind, dim=8, thought=""):
         vision = {"depth": 2, "hidden_size": 32, "num_heads": 2, "intermediate_size": 48, "patch_size": 8}
         vision |= {"window_size": 32, "fullatt_block_indexes": [1], "out_hidden_size": width}
         rope = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [dim // 8, dim // 8, dim // 4]}
-        ids = {"vision_start_token_id": 100, "image_token_id": 101, "vision_end_token_id": 102, "video_token_id": 119}
+        ids = {"vision_start_token_id": 100, "image_token_id": 101, "vision_end_token_id": 102, "video_token_id": 110}
         shape = Qwen2_5_VLConfig(text_config=text | {"rope_parameters": rope}, vision_config=vision, **ids)
         pictures, place = {"patch_size": 8, "size": {"shortest_edge": 1024, "longest_edge": 16384}}, WORDS[:3]
     else:
@@ -36,6 +48,7 @@ def publish(folder, kind, dim=8, thought=""):
         sizes = {"size": {"longest_edge": 64}, "max_image_size": {"longest_edge": 32}}
         pictures, place = {**sizes, "do_image_splitting": True}, ["<image>"]
     template = TEMPLATE.replace("IMAGE", "".join(place)).replace("[assistant]", f"[assistant]{thought}")
+    template = template.replace("VIDEO", "".join(place).replace("<place>", "<video>"))
     write(folder, shape, template, AutoModelForImageTextToText, WORDS)
     (folder / "preprocessor_config.json").write_text(json.dumps(pictures))
     return folder

@@ -4,6 +4,7 @@ the driver."""
 import numpy as np
 import pytest
 from talking_runs import ONE_OF_EACH, Talk
+from tiny_sight import write_video
 
 from embodied.runtime.payload import MessageSocket
 
@@ -25,6 +26,15 @@ def test_a_policy_learns_from_pictures_as_it_saw_them(env, tmp_path):
         tower = [name for name in before if "visual" in name]
         after = run.weights()
         assert any(np.abs(after[name] - before[name]).max() > 1e-6 for name in tower)
+
+
+def test_a_policy_learns_from_videos_as_it_saw_them(tmp_path):
+    frames = np.random.default_rng(0).integers(0, 256, (12, 48, 64, 3), np.uint8)
+    shown = [f"env.kwargs={{video: {write_video(tmp_path / 'a.mp4', frames, 2)}}}", "env.name=talking_env:Moving"]
+    with Talk(tmp_path / "run", *PICTURES, *shown, "policy.max_tokens=40", placement=ONE_OF_EACH) as run:
+        ((episodes, row),) = run.some(1)
+        assert {episode.places for episode in episodes} <= {12, 24, 36}  # one to three moments of three by four places
+        assert row["train/grad_norm"] > 1e-3 and row["train/logprob_gap"] < 1e-4
 
 
 @pytest.fixture

@@ -3,6 +3,7 @@
 import json
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from pydantic import TypeAdapter
@@ -14,6 +15,7 @@ from embodied.envs.config import EnvConfig
 from embodied.envs.text.math import INSTRUCTION, Math, MathQuestions, boxed_answer, final_answer_in, questions
 from embodied.envs.text.scoring_process import TIMED_OUT
 from embodied.learners.examples import read_examples
+from embodied.run.memory_check import check_pictures
 
 
 def written(path, *entries):
@@ -69,6 +71,28 @@ def test_pictures_stand_where_the_text_says_or_before_it(tmp_path):
     assert second == [b, {"type": "text", "text": "Which?"}] and isinstance(third, str)
     assert Math.shows_pictures(chosen) and Math.env_spec(chosen).pictures
     assert not Math.shows_pictures(config(written(tmp_path / "b.jsonl", SUM, SUM), held_out=str(tmp_path / "b.jsonl")))
+
+
+def test_videos_stand_where_the_text_says_with_the_rule_that_chooses_their_frames(tmp_path):
+    for name in ("a.mp4", "b.png"):
+        (tmp_path / name).write_bytes(b"")
+    told = {"question": "<video>then<image>?", "videos": [{"video": "a.mp4"}], "images": ["b.png"], "answer": 2}
+    lines = written(tmp_path / "a.jsonl", told, SUM)
+    chosen = config(lines, held_out=str(lines), frames=4, frame_s=0.5)
+    shown = env_of(chosen).reset(EpisodeSpec("math", 0, 0, 0))[0]["content"]
+    names = [part.get("image", part.get("text")) for part in shown]
+    assert names[:3] == [f"video:{tmp_path / 'a.mp4'}?frames=4&every=0.5", "then", str(tmp_path / "b.png")]
+    assert Math.shows_videos(chosen) and Math.shows_pictures(chosen)
+    assert not Math.shows_videos(config(written(tmp_path / "b.jsonl", SUM, SUM)))
+    asks_vllm = SimpleNamespace(env=chosen, policy=SimpleNamespace(reads_pictures=True, engine="vllm"))
+    with pytest.raises(ConfigError, match=r"shows videos, .*engine=vllm does not .*try policy.engine=transformers"):
+        check_pictures(asks_vllm, Math)
+    for row, words in (
+        (told | {"videos": ["c.mp4"]}, "there is no video .*c.mp4"),
+        (told | {"videos": [3]}, "of files$"),
+    ):
+        with pytest.raises(ConfigError, match=words):
+            questions(config(written(tmp_path / "c.jsonl", row, SUM)))
 
 
 def test_pictures_lie_in_parquet_as_bytes_as_geometry3k_has_them(tmp_path):

@@ -10,10 +10,10 @@ import pytest
 import torch
 from PIL import Image
 from tiny_language import SEES, apart, build
-from tiny_sight import publish
+from tiny_sight import publish, write_video
 
 from embodied.core.errors import CheckpointError, ConfigError
-from embodied.core.pictures import PictureError, data_url, drawing, load_picture
+from embodied.core.pictures import PictureError, as_data_url, data_url, drawing, load_picture, load_video, video
 from embodied.core.types import SamplingRule
 from embodied.learners.model import recompute
 from embodied.policies import load_policy
@@ -78,10 +78,10 @@ def by_transformers(policy, inputs):
     lengths = np.cumsum(inputs["lengths"])[:-1]
     for stream, mask in zip(np.split(inputs["actions"].ravel(), lengths), np.split(inputs["mask"].ravel(), lengths)):
         ids = torch.from_numpy(np.where(stream < 0, place, stream).astype(np.int64))[None]
-        pixels = [load_picture(next(names)) for _ in range((stream == -1).sum())]
-        given = dict(policy.sight.processor(images=[pixels], return_tensors="pt")) if pixels else {}
+        shown = [next(names) for _ in range((stream == -1).sum())]
+        given = dict(policy.sight.processor(images=[[*map(load_picture, shown)]], return_tensors="pt")) if shown else {}
         if policy.sight.two_axes:
-            given |= {"mm_token_type_ids": (ids == place).int()} if pixels else {}
+            given |= {"mm_token_type_ids": (ids == place).int()} if shown else {}
         with torch.no_grad():
             likely = policy.model(input_ids=ids, use_cache=False, **given).logits[0].log_softmax(-1)
         at = np.flatnonzero(mask)
@@ -100,6 +100,66 @@ def test_engine_and_learner_score_pictures_as_transformers_does_and_groups_share
     exchanged = inputs | {"pictures": [ONE, OTHER, *inputs["pictures"][2:]]}  # within a group: not one prompt any more
     assert np.abs(scores(policy, exchanged) - by_transformers(policy, exchanged)).max() < 1e-5
     assert np.abs(scores(policy, exchanged) - theirs).max() > 1e-3
+
+
+def patches_of_two_frames(frames, size, processor):
+    """Qwen's format, written down once more: [moments, two frames, colours, rows, columns] as rows of patches."""
+    mean, std = (np.array(each, np.float32) for each in (processor.image_mean, processor.image_std))
+    numbers = ((np.concatenate([frames, frames[-1:]]) / np.float32(255) - mean) / std).transpose(0, 3, 1, 2)
+    _, _, height, width = numbers.shape
+    grid = len(numbers) // 2, height // size, width // size
+    cut = numbers.reshape(grid[0], 2, 3, grid[1] // 2, 2, size, grid[2] // 2, 2, size)
+    return torch.from_numpy(cut.transpose(0, 3, 6, 4, 7, 2, 1, 5, 8).reshape(np.prod(grid), -1).copy()), grid
+
+
+@pytest.mark.parametrize("policy", ["qwen2_5_vl", "idefics3", "smolvlm"], indirect=True)
+def test_frames_of_a_video_are_scored_as_transformers_scores_them(policy, tmp_path):
+    """Between the moments of this one are less than two positions, so both rules for the text after it agree."""
+    frames = np.random.default_rng(0).integers(0, 256, (10, 32, 48, 3), np.uint8)
+    clip = video(write_video(tmp_path / "a.mp4", frames, 20), 5)
+    inputs, written, _ = conversations(policy, ((clip,), (video(tmp_path / "a.mp4", 9),)))
+    assert np.abs(scores(policy, inputs) - written).max() < 1e-5
+    count = int(inputs["lengths"][0])
+    stream, mask = inputs["actions"].ravel()[:count], inputs["mask"].ravel()[:count]
+    chosen = frames[[0, 2, 4, 6, 8]]
+    kind = policy.model.config
+    if policy.sight.two_axes:
+        ids = torch.from_numpy(np.where(stream < 0, kind.video_token_id, stream).astype(np.int64))[None]
+        pixels, grid = patches_of_two_frames(chosen, 8, policy.sight.processor)
+        given = {"pixel_values_videos": pixels, "video_grid_thw": torch.tensor([grid])}
+        given |= {"second_per_grid_ts": [2 / 10], "mm_token_type_ids": 2 * (stream < 0).astype(np.int32)[None]}
+        given["mm_token_type_ids"] = torch.from_numpy(given["mm_token_type_ids"])
+    else:
+        ids = torch.from_numpy(np.where(stream < 0, kind.image_token_id, stream).astype(np.int64))[None]
+        given = policy.sight.processor(images=[[*chosen]], do_image_splitting=False, return_tensors="pt")
+    with torch.no_grad():
+        likely = policy.model(input_ids=ids, use_cache=False, **given).logits[0].log_softmax(-1)
+    at = np.flatnonzero(mask)
+    theirs = likely[at - 1, ids[0, at]].numpy()
+    assert np.abs(written[: len(at)] - theirs).max() < 1e-5
+    told = policy.tokenizer.decode([token for token in stream if token >= 0])
+    assert ("series of five frames from a 0:00:00 [H:MM:SS] video.\n\nFrame from 00:00:" in told) == (
+        kind.model_type == "smolvlm"
+    )
+
+
+def test_later_moments_of_a_video_have_later_positions_and_so_has_the_text_behind_it(fresh, tmp_path):
+    clip = video(write_video(tmp_path / "a.mp4", np.zeros((5, 32, 32, 3), np.uint8), 4))
+    assert np.array_equal(load_video(clip).seconds, [0, 0.25, 0.5, 0.75, 1.0])
+    tokens = np.array([5, *fresh.sight.read(clip).tokens, 7, 8])
+    # two by two places a moment; four positions a second, two frames a moment: half a second is two positions
+    time, row, column = fresh.sight.positions(tokens, [clip]).T
+    assert time.tolist() == [0, *4 * [1], *4 * [3], *4 * [5], 6, 7]
+    assert row.tolist() == [0, *3 * [1, 1, 2, 2], 6, 7] and column.tolist() == [0, *3 * [1, 2, 1, 2], 6, 7]
+
+
+def test_the_rule_in_a_videos_name_chooses_its_frames(tmp_path):
+    frames = np.arange(10, dtype=np.uint8)[:, None, None, None] * np.full((1, 16, 32, 3), 20, np.uint8)
+    path = write_video(tmp_path / "a?b.mp4", frames, 5)
+    rules = {(4, None): [0, 2, 5, 7], (4, 0.2): [0, 2, 5, 7], (9, 1): [0, 5], (99, None): [*range(10)], (3, 9.0): [0]}
+    for rule, chosen in rules.items():
+        assert np.array_equal(load_video(video(path, *rule)).frames, frames[chosen]), rule
+    assert load_picture(video(path, 4)).shape == (16, 4 * 32, 3)
 
 
 def test_the_vision_tower_looks_once_at_a_picture_of_a_group(policy, monkeypatch):
@@ -194,6 +254,9 @@ REFUSED = {
     "room": (lambda p, t: p.sight.check_room([ONE, WIDE], 18), "the pictures have 25 tokens, .*conversation has 18"),
     "thin": (lambda p, t: p.sight.check_room([data_url(np.zeros((1, 300, 3), np.uint8))], 99), "cannot be processed"),
     "not base64": (lambda p, t: p.sight.read("data:image/png;base64,!"), "not base64"),
+    "no video": (lambda p, t: p.sight.read("video:nowhere.mp4"), "there is no video nowhere.mp4"),
+    "no frames": (lambda p, t: p.sight.read(video(__file__)), "test_sight.py has no frames that ffmpeg reads"),
+    "frames for servers": (lambda p, t: as_data_url(video("a.mp4")), "no videos; policy.engine=transformers does"),
     "drawing": (lambda p, t: p.sight.read("drawn:house?seed=1&pixels=48"), "no drawing 'house'"),
     "processor": (lambda p, t: Sight._processor(p.sight, t, {}), "preprocessor_config.json cannot be read"),
 }
