@@ -544,6 +544,7 @@ class PlayerWorker(EpisodeKeeper):
         playing = deque(self.turns(tallies, route))
         while playing:
             turn = playing.popleft()
+            self.tick()  # an expert's turns wait for no answer, which would be a sign of life
             if next(turn, OVER) is not OVER:
                 playing.append(turn)
         spent = self.timers.seconds_since(before, "step", "reset", "wait")

@@ -6,12 +6,12 @@ import numpy as np
 import pytest
 
 from embodied.core.errors import ConfigError
-from embodied.core.types import ActReply, EpisodeList, Job, PolicyOutput, head_start
+from embodied.core.types import ActReply, EpisodeList, Job, PolicyOutput, Servers, head_start
 from embodied.envs import make_env
 from embodied.envs.gym.config import GymConfig
 from embodied.envs.player import Record, Stage, Tally, play_horizon
 from embodied.envs.pointmass.config import PointMassConfig
-from embodied.envs.sim_worker import restore_stage, stage_state
+from embodied.envs.sim_worker import SimWorker, restore_stage, stage_state
 from embodied.runtime.worker import Timers
 
 SPECS = EpisodeList(0, "train", ("reach",))
@@ -156,3 +156,14 @@ def test_a_cut_off_episode_ends_with_its_final_value_and_the_next_ones_noise_beg
     assert cut.tolist() == [[False, False, True, False, False, True, False, False]] * 2
     assert (following[cut] == values[cut]).all()
     assert (following[:, :-1] == values[:, 1:])[~cut[:, :-1]].all() and (values[:, 2] != values[:, 3]).all()
+
+
+def test_an_expert_that_plays_slowly_is_not_taken_for_hung():
+    """Its decisions wait for no answer, and its episodes may last longer than faults.hang_s."""
+    signs, config = [], PointMassConfig(name="pointmass", max_episode_steps=8)
+    worker = SimWorker(config, 0, None, eval_config=config, eval_rows=2)
+    worker.timers, worker.tick = Timers(), lambda: signs.append(1)
+    (played,) = worker.play(
+        [Job(SPECS.first(2), evaluation="demonstrations", expert="scripted")], (Servers("sim-0", {}),)
+    )
+    assert len(played.finished) == 2 and len(signs) >= max(result.length for result in played.finished)
