@@ -1,6 +1,7 @@
 """What a user types first, on every backend, in a process of its own: hosts start and end as they do for users."""
 
 import json
+import re
 import subprocess
 import sys
 
@@ -11,6 +12,13 @@ from embodied.runtime.processes import Forked
 
 FEW = ["env.num_envs=8", "algo.rollout_decisions=16", "algo.minibatch_size=32", "run.iterations=2", "eval.episodes=4"]
 FEW_GROUPS = ["env.num_envs=8", "algo.groups=4", "algo.group_size=2", "algo.filter=none", "run.iterations=2"]
+
+
+FRIGHTENING = re.compile(
+    r"warn|error|traceback|exception|fail(?!ure_reach_seed)|fatal|critical|"
+    r"kill|crash|\bdie[sd]\b|abort|leak|deprecat|refus|cannot",
+    re.I,
+)
 
 
 @pytest.mark.parametrize("backend", [pytest.param("inline", marks=pytest.mark.slow), "local", "ray"])
@@ -27,6 +35,8 @@ def test_a_run_in_the_default_placement_starts_trains_evaluates_and_ends(tmp_pat
     command = [sys.executable, "-m", "embodied.train", f"recipe={recipe}", *options, *place]
     done = subprocess.run(command, capture_output=True, text=True, timeout=800, check=False)
     assert done.returncode == 0 and "started again" not in done.stdout, done.stdout + done.stderr
+    if backend != "ray":  # which has a voice of its own
+        assert done.stderr == "" and not [line for line in done.stdout.splitlines() if FRIGHTENING.search(line)]
     (run,) = tmp_path.glob(f"{recipe}-*")
     info = json.loads((run / "run.json").read_text())
     assert info["state"] == "finished" and f"{backend}: " in done.stdout

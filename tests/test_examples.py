@@ -1,12 +1,10 @@
 """Examples run as they are: each file in a folder of its own, each notebook by a kernel of its own."""
 
 import re
-import subprocess
-import sys
 from importlib.util import find_spec
 
 import pytest
-from pages import ROOT
+from pages import ROOT, runner
 
 EXAMPLES = ROOT / "examples"
 PRINTS = {
@@ -34,12 +32,11 @@ def examples_folder(tmp_path):
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=[pytest.mark.slow] * (name not in QUICK)) for name in PRINTS]
 )
-def test_an_example_runs_and_prints_what_it_is_about(name, examples_folder):
-    done = subprocess.run(
-        [sys.executable, f"{name}.py"], cwd=examples_folder, capture_output=True, text=True, timeout=800
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert re.search(PRINTS[name], done.stdout), done.stdout
+@pytest.mark.filterwarnings("ignore")  # simulators' own
+def test_an_example_runs_and_prints_what_it_is_about(name, examples_folder, monkeypatch, capsys):
+    """In this process, which has imported already what takes an example seconds to import."""
+    printed = runner(examples_folder, monkeypatch, capsys).program((examples_folder / f"{name}.py").read_text())
+    assert re.search(PRINTS[name], printed), printed
 
 
 def test_every_example_is_short_and_in_the_list_of_examples():

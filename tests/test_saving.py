@@ -4,8 +4,6 @@ import json
 import os
 import shutil
 import signal
-import subprocess
-import sys
 from itertools import count
 from pathlib import Path
 
@@ -106,25 +104,25 @@ def test_old_checkpoints_that_cannot_be_removed_are_worth_a_line_not_the_run(tmp
     assert "old checkpoints could not be removed: [Errno 13]" in capsys.readouterr().out
 
 
-def test_a_learner_that_dies_before_the_first_save_is_told_how_to_begin_again_and_that_works(tmp_path):
+def test_a_learner_that_dies_before_the_first_save_is_told_how_to_begin_again_and_that_works(
+    tmp_path, monkeypatch, capsys
+):
     """Where it may not start again by itself: what the message says is true, and the run is the one that would have
     been."""
-    ours = [f"run.dir={tmp_path / 'ours'}", *PPO]
-    process = subprocess.Popen(
-        [sys.executable, "-m", "embodied.train", *ours, "run.iterations=100000", "faults.max_restarts=0"],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-    )
-    try:
-        assert any("iteration 2/" in line for line in process.stdout)
-        (run,) = (tmp_path / "ours").iterdir()
-        os.kill(json.loads((run / "run.json").read_text())["processes"]["learner-0"], signal.SIGKILL)
-        output, _ = process.communicate(timeout=100)
-    finally:
-        process.kill()
-    assert process.returncode == 1 and "SIGKILL" in output
+    iterate = EmbodiedLoop.iterate
+
+    def killing(loop, number, total):
+        if number == 2:
+            (about,) = tmp_path.glob("ours/*/run.json")
+            os.kill(json.loads(about.read_text())["processes"]["learner-0"], signal.SIGKILL)
+        return iterate(loop, number, total)
+
+    monkeypatch.setattr(EmbodiedLoop, "iterate", killing)
+    local = ["cluster.backend=local", "run.iterations=9", "faults.max_restarts=0"]
+    assert main([f"run.dir={tmp_path / 'ours'}", *PPO, *local]) == 1
+    monkeypatch.undo()
+    (run,), output = (tmp_path / "ours").iterdir(), capsys.readouterr().err
+    assert "SIGKILL" in output
     assert f"nothing was saved yet; begin it again: python -m embodied.train resume={run}" in output
     here = ["cluster.backend=inline", "run.iterations=3"]
     assert main([f"resume={run}", *here]) == 0

@@ -5,7 +5,6 @@ import importlib
 import io
 import json
 import os
-import re
 import signal
 import subprocess
 import sys
@@ -144,21 +143,6 @@ def test_a_run_says_what_it_does_and_leaves_a_whole_folder(finished):
     assert (path / "eval" / "v000006" / "report.html").is_file()
     (video,) = (path / "eval" / "v000006" / "videos").glob("episode-000_*_reach_seed*.mp4")
     assert video.stat().st_size > 500
-
-
-FRIGHTENING = re.compile(
-    r"warn|error|traceback|exception|fail(?!ure_reach_seed)|fatal|critical|"
-    r"kill|crash|\bdie[sd]\b|abort|leak|deprecat|refus|cannot",
-    re.I,
-)
-
-
-def test_a_run_that_ends_well_says_nothing_that_sounds_as_if_it_did_not(tmp_path):
-    process = start("train", "recipe=pointmass_ppo", "run.env_steps=1024", cwd=tmp_path, stderr=subprocess.PIPE)
-    output, errors = process.communicate(timeout=120)
-    assert process.returncode == 0 and "finished after 1,024 env steps" in output
-    assert errors == ""
-    assert not [line for line in output.splitlines() if FRIGHTENING.search(line)]
 
 
 @pytest.mark.parametrize("change", ["env.num_envs=3", "env.num_envs=1", "cluster.backend=local"])

@@ -1,10 +1,9 @@
 """Every fault in every mode, on every backend, in every phase: a run recovers, or ends in a message; it never hangs."""
 
+import importlib
 import json
-import os
 import platform
 import re
-import subprocess
 import sys
 from itertools import groupby, product
 from pathlib import Path
@@ -14,7 +13,6 @@ from chaos.fault_cases import BACKENDS, MODES, PHASES, RECOVERED, SCHEDULES, Cas
 from chaos.struck_runs import PATIENCE_S, play
 
 ROOT = Path(__file__).parents[2]
-DEADLINE_S = 400.0
 ARGUMENTS = {
     "recipe": "pointmass_ppo",
     "env.num_envs": 8,
@@ -73,40 +71,42 @@ def faulty(folder: Path, backend: str, fault: str, place: str, **plan: object) -
     return {**ARGUMENTS, **env, "cluster.backend": backend}
 
 
-def run(command: str, arguments: dict[str, object], folder: Path) -> subprocess.CompletedProcess:
-    return subprocess.run(
-        [sys.executable, "-m", f"embodied.{command}", *(f"{key}={value}" for key, value in arguments.items())],
-        cwd=folder,
-        env={**os.environ, "PYTHONPATH": f"{ROOT}:{ROOT / 'tests' / 'support'}"},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        timeout=DEADLINE_S,
-    )
+@pytest.fixture
+def run(tmp_path, monkeypatch, capsys):
+    """Runs a command in this process; returns its exit code and what it said."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PYTHONPATH", f"{ROOT}:{ROOT / 'tests' / 'support'}")
+
+    def run(command: str, arguments: dict[str, object]) -> tuple[int, str]:
+        main = importlib.import_module(f"embodied.{command}").main
+        code = main([f"{key}={value}" for key, value in arguments.items()])
+        return code, "".join(capsys.readouterr())
+
+    return run
 
 
 @chaos
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("place", ["first_step", "rollout", "reset", "evaluation"])
 @pytest.mark.parametrize("fault", ["exception", "sigsegv", "hang"])
-def test_a_fault_that_always_comes_back_ends_the_run_within_its_budget(fault, place, backend, tmp_path):
-    done = run("train", faulty(tmp_path, backend, fault, place) | {"run.iterations": 12}, tmp_path)
-    assert done.returncode == 1 and "Traceback" not in done.stdout, done.stdout
+def test_a_fault_that_always_comes_back_ends_the_run_within_its_budget(fault, place, backend, run, tmp_path):
+    code, said = run("train", faulty(tmp_path, backend, fault, place) | {"run.iterations": 12})
+    assert code == 1 and "Traceback" not in said, said
     (info,) = tmp_path.glob("runs/*/run.json")
     repeats = fault == "exception" and place in ("first_step", "rollout")  # the first, before anything has worked
     assert json.loads(info.read_text())["restarts"] == (1 if repeats else 2)
     reason = "so it is not tried a third time" if repeats else "after 2 restarts within 1800 s (faults.max_restarts=2)"
-    assert reason in done.stdout
+    assert reason in said
 
 
 @chaos
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_an_evaluation_of_its_own_survives_a_fault(backend, tmp_path):
+def test_an_evaluation_of_its_own_survives_a_fault(backend, run, tmp_path):
     given = faulty(tmp_path, backend, "sigsegv", "evaluation", once=tmp_path / "struck")
     of_evaluate = {key: value for key, value in given.items() if key.split(".")[0] not in ("algo", "run")}
-    done = run("evaluate", {"checkpoint": "zero", **of_evaluate}, tmp_path)
-    assert done.returncode == 0, done.stdout
-    assert re.search(r"(sim|policy)-0 is started again \(restart 1,", done.stdout)  # both were in the process
+    code, said = run("evaluate", {"checkpoint": "zero", **of_evaluate})
+    assert code == 0, said
+    assert re.search(r"(sim|policy)-0 is started again \(restart 1,", said)  # both were in the process
     (results,) = tmp_path.glob("runs/*/results.json")
     overall = json.loads(results.read_text())["overall"]
     assert (overall["episodes"], overall["errors"]) == (6, 0)
@@ -132,10 +132,10 @@ OFTEN = ("local", "rollout", "sigkill")
     ("backend", "place", "fault"),
     [OFTEN, *(pytest.param(*case, marks=chaos) for case in CASES if case != OFTEN)],
 )
-def test_a_run_survives_what_happens_to_the_process_of_its_simulator(backend, place, fault, tmp_path):
+def test_a_run_survives_what_happens_to_the_process_of_its_simulator(backend, place, fault, run, tmp_path):
     films = {"eval.videos": 2} if place == "frames" else {}
-    done = run("train", faulty_apart(tmp_path, backend, fault, place) | films, tmp_path)
-    assert done.returncode == 0, done.stdout
+    code, said = run("train", faulty_apart(tmp_path, backend, fault, place) | films)
+    assert code == 0, said
     assert (tmp_path / "struck").exists()
     (info,) = tmp_path.glob("runs/*/run.json")
     record = json.loads(info.read_text())
@@ -148,18 +148,18 @@ def test_a_run_survives_what_happens_to_the_process_of_its_simulator(backend, pl
 @chaos
 @pytest.mark.parametrize("fault", ["sigkill", "sigstop"])
 @pytest.mark.parametrize("command", ["evaluate", "collect"])
-def test_commands_survive_the_death_of_the_process_of_their_simulator(command, fault, tmp_path):
+def test_commands_survive_the_death_of_the_process_of_their_simulator(command, fault, run, tmp_path):
     given = faulty_apart(tmp_path, "local", fault, "evaluation" if command == "evaluate" else "rollout")
     theirs, more = {
         "evaluate": (("algo", "run"), {"checkpoint": "zero"}),
         "collect": (("algo", "run", "eval"), {"out": tmp_path / "demos", "collect.episodes": 6}),  # by the expert
     }[command]
     options = {key: value for key, value in given.items() if key.split(".")[0] not in theirs}
-    done = run(command, {**options, **more}, tmp_path)
-    assert done.returncode == 0 and (tmp_path / "struck").exists(), done.stdout
-    assert "is started again (restart 1," in done.stdout
+    code, said = run(command, {**options, **more})
+    assert code == 0 and (tmp_path / "struck").exists(), said
+    assert "is started again (restart 1," in said
 
 
-def test_a_simulator_whose_process_dies_at_the_start_ends_the_run_with_its_last_lines(tmp_path):
-    done = run("train", faulty_apart(tmp_path, "local", "sigabrt", "constructor"), tmp_path)
-    assert done.returncode == 1 and "its process died with signal 6" in done.stdout, done.stdout
+def test_a_simulator_whose_process_dies_at_the_start_ends_the_run_with_its_last_lines(run, tmp_path):
+    code, said = run("train", faulty_apart(tmp_path, "local", "sigabrt", "constructor"))
+    assert code == 1 and "its process died with signal 6" in said, said

@@ -141,27 +141,34 @@ def test_ours_are_registered_as_those_of_other_packages_are():
         assert {*plugins.names} >= {*OURS[group]} and all(isinstance(plugins[name], type) for name in OURS[group])
 
 
-def test_another_packages_env_family_and_logger_train(installed, tmp_path):
-    options = ["env.name=dial", "env.reach=0.5", "env.num_envs=4", "policy.name=linear", "policy.hidden=[8]"]
-    options += ["run.log=[tensorboard,lines]", "run.iterations=2", "run.name=r", f"run.dir={tmp_path}"]
-    options += ["algo.rollout_decisions=8", "algo.minibatch_size=16", "eval.episodes=4", "eval.videos=0"]
-    done = run(installed, "-m", "embodied.train", "recipe=pointmass_ppo", *options, cwd=tmp_path)
-    assert done.returncode == 0, done.stderr
+TRAINED = """
+import json, sys
+from embodied.train import main
+for words in json.loads(sys.argv[1]):
+    print(words[0], "ends with", main(words), file=sys.stderr)
+"""
+
+
+def test_another_packages_env_family_logger_and_engine_train(installed, tmp_path):
+    """A dry run imports an engine that is missing."""
+    robot = ["recipe=pointmass_ppo", "env.name=dial", "env.reach=0.5", "env.num_envs=4", "policy.name=linear"]
+    robot += ["policy.hidden=[8]", "run.log=[tensorboard,lines]", "run.iterations=2", "run.name=robot"]
+    robot += ["algo.rollout_decisions=8", "algo.minibatch_size=16", "eval.videos=0"]
+    talker = ["recipe=sums_grpo", "policy.engine=counting", "run.start_from=null", "run.iterations=1"]
+    talker += ["run.name=talker", "algo.groups=4", "algo.group_size=2", "env.num_envs=8", "cluster.backend=inline"]
+    talker.append("placement={'sim,policy': cpu:0, learner: cpu:0}")
+    missing = ["recipe=sums_grpo", "policy.engine=nowhere", "--dry-run"]
+    told = json.dumps([*([*words, "eval.episodes=4", f"run.dir={tmp_path}"] for words in (robot, talker)), missing])
+    done = run(installed, "-c", TRAINED, told, cwd=tmp_path)
+    codes = [line.split()[-1] for line in done.stderr.splitlines() if " ends with " in line]
+    assert codes == ["0", "0", "2"], done.stderr
     assert "one line an iteration" in done.stdout
-    (folder,) = tmp_path.glob("r-*")
-    assert len((folder / "lines.txt").read_text().split()) >= 2
-    assert [*folder.glob("eval/*/results.json")]
-
-
-def test_another_packages_engine_answers(installed, tmp_path):
-    options = ["policy.engine=counting", "run.start_from=null", "run.iterations=1", "run.name=r", f"run.dir={tmp_path}"]
-    options += ["algo.groups=4", "algo.group_size=2", "env.num_envs=8", "eval.episodes=4", "cluster.backend=inline"]
-    options.append("placement={'sim,policy': cpu:0, learner: cpu:0}")
-    done = run(installed, "-m", "embodied.train", "recipe=sums_grpo", *options, cwd=tmp_path)
-    assert done.returncode == 0, done.stderr
-    (folder,) = tmp_path.glob("r-*")
-    (row,) = map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
+    (robots,), (talkers,) = tmp_path.glob("robot-*"), tmp_path.glob("talker-*")
+    assert len((robots / "lines.txt").read_text().split()) >= 2
+    assert [*robots.glob("eval/*/results.json")]
+    (row,) = map(json.loads, (talkers / "metrics.jsonl").read_text().splitlines())
     assert row["engine/arm_kit_requests"] >= 8
+    assert "policy.engine=nowhere: importing arm_kit.nowhere:Nothing of the package arm-kit failed: " in done.stderr
 
 
 LISTED = """
@@ -214,12 +221,6 @@ def test_mistakes_with_the_names_of_other_packages_are_explained(installed):
     for option, answer in MISTAKES.items():
         error, end, told = told.partition(f"{option} ends with 2\n")
         assert end and answer in error and "Traceback" not in error
-
-
-def test_a_dry_run_imports_the_engine_of_another_package(installed):
-    done = run(installed, "-m", "embodied.train", "recipe=sums_grpo", "policy.engine=nowhere", "--dry-run")
-    assert done.returncode == 2
-    assert "policy.engine=nowhere: importing arm_kit.nowhere:Nothing of the package arm-kit failed: " in done.stderr
 
 
 @pytest.mark.parametrize("content", [b"\xff", b"[embodied.families]\n\xff = a:b"])

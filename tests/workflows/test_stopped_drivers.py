@@ -37,6 +37,7 @@ class Command:
             text=True,
             cwd=folder,
         )
+        self.said = ""
 
     def __enter__(self):
         return self
@@ -46,7 +47,11 @@ class Command:
         self.process.wait()
 
     def reach(self, iteration):
-        next(line for line in self.process.stdout if f"iteration {iteration}/" in line)
+        for line in self.process.stdout:
+            self.said += line
+            if f"iteration {iteration}/" in line:
+                return
+        raise AssertionError(self.said)
 
     def everybody(self):
         pid = self.process.pid
@@ -55,7 +60,7 @@ class Command:
 
     def end(self):
         output, _ = self.process.communicate(timeout=120)
-        return self.process.returncode, output
+        return self.process.returncode, self.said + output
 
 
 def arguments(schedule, *more):
@@ -78,16 +83,25 @@ def weights(run):
         ("async", signal.SIGKILL),
     ],
 )
-def test_a_run_whose_driver_was_stopped_or_killed_goes_on_from_its_newest_checkpoint(
+def test_a_run_whose_driver_was_paused_and_stopped_or_killed_goes_on_from_its_newest_checkpoint(
     schedule, number, tmp_path, monkeypatch
 ):
+    """First all of it is paused, as a container is: whoever looks at the clock then finds everybody silent for as long,
+    and calls nobody hung."""
     monkeypatch.chdir(tmp_path)
-    with Command(tmp_path, *arguments(schedule, "run.name=struck")) as run:
-        run.reach(STRUCK)
+    impatient = ["faults.hang_s=8", "faults.max_restarts=0"]  # more than a busy machine needs between two signs
+    with Command(tmp_path, *arguments(schedule, *impatient, "run.name=struck")) as run:
+        run.reach(1)
         everybody = run.everybody()
+        for paused in (signal.SIGSTOP, signal.SIGCONT):
+            for pid in everybody:
+                os.kill(pid, paused)
+            time.sleep(10 if paused is signal.SIGSTOP else 0)
+        run.reach(STRUCK)
         os.kill(everybody[0], number)
         code, output = run.end()
-    assert "Traceback" not in output and code == (143 if number == signal.SIGTERM else -number), output
+    assert "Traceback" not in output and "started again" not in output, output
+    assert code == (143 if number == signal.SIGTERM else -number), output
     await_the_end_of(everybody[1:])
     (folder,) = tmp_path.glob("runs/struck-*")
     assert train.main([f"resume={folder}"]) == 0
@@ -183,20 +197,3 @@ def await_the_end_of(pids):
     while left := [pid for pid in pids if Path(f"/proc/{pid}").exists()]:
         assert time.monotonic() < until, f"{left} outlived their driver"
         time.sleep(0.1)
-
-
-@pytest.mark.parametrize(
-    "schedule", ["sync", *(pytest.param(one, marks=pytest.mark.slow) for one in ("periodic", "async"))]
-)
-def test_a_run_that_was_paused_with_its_driver_calls_nobody_hung(schedule, tmp_path):
-    """As a container is paused: nobody runs, then all do. Who looks at the clock finds everybody silent for as long."""
-    impatient = ["faults.hang_s=8", "faults.max_restarts=0"]  # more than a busy machine needs between two signs
-    with Command(tmp_path, *arguments(schedule, *impatient)) as run:
-        run.reach(STRUCK)
-        everybody = run.everybody()
-        for number in (signal.SIGSTOP, signal.SIGCONT):
-            for pid in everybody:
-                os.kill(pid, number)
-            time.sleep(10 if number is signal.SIGSTOP else 0)
-        code, output = run.end()
-    assert code == 0 and "started again" not in output, output

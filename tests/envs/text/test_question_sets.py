@@ -3,8 +3,7 @@
 import json
 
 import pytest
-
-pytest.importorskip("math_verify")
+from needed import requires
 
 import embodied
 from embodied.core.errors import ConfigError
@@ -12,6 +11,8 @@ from embodied.core.files import data_files
 from embodied.records.results import read_results
 from tests.support.loopback_hub import commit_of, serve
 from tests.support.tiny_language import PLAIN, publish
+
+requires("math_verify")
 
 
 def rows(path, key, *numbers):
