@@ -19,6 +19,8 @@ SHORT |= {
     "PICTURES": "pictures_grpo run.start_from=null policy.pretrained=null",
 }
 SHORT |= {"PERIODIC": "pipeline.schedule=periodic", "ONCE": "algo.epochs=1 algo.minibatch_size=null"}
+SHORT |= {"ASYNC": "pipeline.schedule=async", "COREMAP": 'placement={"sim,policy":"cpu:0","learner":"cpu:1"}'}
+SHORT |= {"FEW": f"{SHORT['SUMS']} env.num_envs=8 algo.groups=4 algo.group_size=4"}
 SHORT |= {"SERVER": "policy.engine=http policy.url=http://127.0.0.1:1", "SFT": "sums_sft"}
 # What is asked -> part of what is answered
 TABLE = """
@@ -189,6 +191,46 @@ PPO env.name=sums -> answers with actions; try policy.name=language
 PICTURES policy.preset=tiny -> policy.preset=tiny reads only text
 PICTURES SERVER policy.weights=. policy.verify=0.1 -> proofs of answers to pictures are not checked; leave it out
 SUMS policy.lora_rank=2 policy.lora_config.use_dorra=1 -> unknown key, did you mean 'use_dora'? known: use_dora, use_r
+PPO env.name=pointmas -> did you mean 'pointmass'
+PPO env.name=CartPole-v1 -> verifiers:<environment>, gym:<id>, envpool:<id>, metaworld:<task>, my_pkg.my_module:MyEnv
+PPO env.num_envs=0 -> env.num_envs=0: should be greater than 0
+PPO env.name=gym -> did you mean 'gym:'
+SUMS env.name=sort algo.prompts=epochs -> env.name=sort has an unlimited number
+SUMS env.name=talking_env:NothingToAsk algo.prompts=epochs -> num_questions says that no questions
+SUMS env.reward=difference -> there are own, success
+SUMS env.name=mixture env.mixture={} -> env.mixture is empty
+SUMS env.name=mixture env.mixture={"a":{"task":"add2"}} -> takes the options of a text env, its name among
+SUMS env.name=mixture env.mixture={"a":{"name":"sums","weight":0}} -> should be a number above 0
+SUMS env.name=mixture env.mixture={"a":{"name":"pointmass"}} -> env.name=pointmass is no text env
+SUMS env.name=mixture env.mixture={"a":{"name":"sums","tusk":1}} -> env.mixture.a.tusk
+libero_ppo env.task=libero_spacial -> did you mean 'libero_spatial'
+libero_ppo env.task=libero_goal_swop/1 -> did you mean 'libero_goal_swap'
+libero_ppo env.task=libero_spatial/10 -> has the tasks libero_spatial/0 to libero_spatial/9
+libero_ppo env.task=libero_spatial/x -> has the tasks
+libero_ppo env.task=[] -> should be the name of a task, or a list of names
+libero_ppo env.task=[libero_goal,libero_goal/2] -> names libero_goal/2 twice
+maniskill_ppo env.task=[PushCube-v1,PickCube-v1] -> trains one task at a time
+SFT sft.adam_betas=[0.9,1.0] -> less than 1
+SFT sft.weight_decay=-1 -> greater than or equal to 0
+PPO cluster.machines=2x8xGPU cluster.backend=local -> try cluster.backend=auto
+PPO cluster.machines=2x8xGPU cluster.backend=inline -> try cluster.backend=auto
+PPO cluster.machines=1xGPU learner.device=cpu placement={"sim":"gpu:0","policy,learner":"cpu:0"} -> to draw on the
+PPO cluster.machines=1xGPU learner.device=cpu placement={"sim,policy":"cpu:0","learner":"gpu:0"} -> try learner.device=
+PPO cluster.machines=1xGPU placement={"sim":"cpu:0","policy":"gpu:0","learner":"gpu:0*2"} -> 2 learners on gpu:0, but
+maniskill_ppo cluster.machines=1xGPU learner.device=cuda COREMAP -> sim and policy on cpu:0, but learner.device=cuda
+maniskill_ppo cluster.machines=1xGPU env.backend=cuda COREMAP -> sim on cpu:0, but env.backend=cuda simulates on a GPU
+PPO ASYNC cluster.machines=1xCPU -> try pipeline.schedule=sync
+PPO ASYNC cluster.machines=1xCPU placement=disaggregated -> try pipeline.schedule=sync
+PPO ASYNC cluster.machines=1xCPU placement={"sim,policy":"cpu:0","learner":"cpu:0"} -> try pipeline.schedule=sync
+PPO ASYNC cluster.machines=2xCPU placement=collocated -> try placement=auto
+PPO ASYNC cluster.machines=2xCPU placement=hybrid -> try placement=auto
+PPO ASYNC cluster.machines=2xCPU placement=disaggregated -> try placement=auto
+PPO ASYNC cluster.machines=2xCPU placement={"sim":"cpu:0","policy,learner":"cpu:1"} -> try placement=auto
+PPO ASYNC cluster.machines=2xCPU placement={"sim,policy":"cpu:0","learner":"cpu:0-1"} -> try placement=auto
+FEW cluster.machines=2xCPU learner.sequence_degree=4 -> the 2 learners of this placement; try learner.sequence_degree=2
+FEW cluster.machines=3xGPU learner.sequence_degree=4 -> the 3 learners of this placement; try learner.sequence_degree=1
+FEW cluster.machines=2xCPU cluster.backend=inline learner.sequence_degree=2 -> try cluster.backend=local
+FEW cluster.machines=2xCPU learner.compile=true learner.sequence_degree=auto -> try learner.compile=false
 PPO learner.shard=true placement={"sim,policy":"cpu:0","learner":"cpu:1"} -> try learner.shard=false, or placement=
 """
 ROWS = [row.split(" -> ") for row in TABLE.strip().splitlines()]

@@ -2,7 +2,6 @@
 
 import pytest
 
-from embodied.config.recipe import load
 from embodied.core.errors import ConfigError
 from embodied.core.types import EpisodeList
 from embodied.envs import env_class
@@ -11,7 +10,6 @@ from embodied.envs.config import ExternalEnvConfig
 from embodied.envs.gym.config import GymConfig
 from embodied.envs.maniskill.config import ManiSkillConfig
 from embodied.envs.pointmass.config import PointMassConfig
-from embodied.run import launch
 
 
 def chosen(config, name=None):
@@ -60,10 +58,3 @@ def test_stored_initial_states_are_taken_in_order():
         ("a", 0), ("b", 0), ("a", 1), ("b", 1), ("a", 0), ("b", 0)
     ]  # fmt: skip
     assert {spec.init_state_id for spec in EpisodeList(5, "eval", ("a",)).first(3)} == {-1}
-
-
-def test_training_refuses_several_tasks_where_rows_cannot_differ():
-    pytest.importorskip("mani_skill")
-    config = load(["recipe=maniskill_ppo", "env.task=[PushCube-v1,PickCube-v1]"]).config
-    with pytest.raises(ConfigError, match="trains one task at a time"):
-        launch.planned(config)

@@ -106,15 +106,3 @@ def test_learning_rates_by_hand():
         [1 / 4, 2 / 4, 0.5, 2 / 3, 1 / 3, 1 / 3]
     )
     assert sft_factor(SFTConfig(lr_schedule="constant"), 3, 2, 6) == 1.0
-
-
-@pytest.mark.parametrize(
-    ("options", "reason"),
-    [
-        ({"adam_betas": (0.9, 1.0)}, "less than 1"),
-        ({"weight_decay": -1.0}, "greater than or equal to 0"),
-    ],
-)
-def test_options_that_cannot_hold_are_refused(options, reason):
-    with pytest.raises(ValueError, match=reason):
-        SFTConfig(**options)

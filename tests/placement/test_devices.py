@@ -5,11 +5,10 @@ from dataclasses import replace
 import pytest
 
 from embodied.config.recipe import load
-from embodied.core.errors import ConfigError
 from embodied.placement import PlacementError, PlannedHost, make_plan
 from embodied.placement.topology import GB, Gpu, Node, Topology, read_topology
 from embodied.run import devices
-from embodied.run.devices import check_devices, environment, machines, networks_on
+from embodied.run.devices import environment, machines, networks_on
 
 CARDS = [Gpu(i, "H100", 80 * GB, i // 4, f"renderD{128 + i}", i, f"GPU-{i}a") for i in range(8)]
 
@@ -95,33 +94,6 @@ def test_networks_compute_on_gpus_where_there_are_any_and_it_pays(name, argument
     assert networks_on(config, read_topology("8xGPU")) == where
     if "learner.device=cuda" not in arguments:
         assert networks_on(config, read_topology("2xCPU")) == "cpu"
-
-
-@pytest.mark.parametrize(
-    ("placement", "answer"),
-    [
-        ('{sim: gpu:0, "policy,learner": cpu:0}', 'try sim: {devices: "cpu:0", render: "gpu:0"} to draw on the GPU'),
-        ('{"sim,policy": cpu:0, learner: gpu:0}', "learner on gpu:0, but learner.device=cpu; try learner.device=auto"),
-        ("{sim: cpu:0, policy: gpu:0, learner: gpu:0*2}", "2 learners on gpu:0, but NCCL"),
-    ],
-)
-def test_placements_that_contradict_the_recipe_are_refused(placement, answer):
-    config = recipe(f"placement={placement}", f"learner.device={'auto' if '*2' in placement else 'cpu'}")
-    plan = make_plan(config.placement, read_topology("1xGPU"), 8)
-    with pytest.raises(ConfigError) as caught:
-        check_devices(config, plan)
-    assert answer in str(caught.value)
-
-
-def test_a_map_of_cores_is_refused_where_networks_or_simulators_shall_be_on_gpus():
-    placement = 'placement={"sim,policy": "cpu:0", learner: "cpu:1"}'
-    for more, answer in {
-        "learner.device=cuda": "sim and policy on cpu:0, but learner.device=cuda; try learner.device=auto",
-        "env.backend=cuda": "sim on cpu:0, but env.backend=cuda simulates on a GPU; try gpu:0",
-    }.items():
-        config = recipe(placement, more, name="maniskill_ppo")
-        with pytest.raises(ConfigError, match=answer):
-            check_devices(config, make_plan(config.placement, read_topology("1xGPU"), 64))
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,5 @@
 """Learners that learn while sims and policies collect have devices of their own, by default, or the run is refused."""
 
-import json
 import re
 
 import pytest
@@ -57,27 +56,6 @@ def test_wherever_auto_places_it_learners_are_alone_on_their_devices(recipe, clu
     assert plan.has_own_devices("learner")
     assert (plan.count("learner"), plan.count("policy")) == (learners, others)
     assert not make_plan("auto", machines, 1920, 1, networks, gpu_sims).has_own_devices("learner")
-
-
-@pytest.mark.parametrize(
-    ("cluster", "placement", "works"),
-    [
-        ("1xCPU", "auto", "pipeline.schedule=sync"),
-        ("1xCPU", "disaggregated", "pipeline.schedule=sync"),
-        ("1xCPU", {"sim,policy": "cpu:0", "learner": "cpu:0"}, "pipeline.schedule=sync"),
-        ("2xCPU", "collocated", "placement=auto"),
-        ("2xCPU", "hybrid", "placement=auto"),
-        ("2xCPU", "disaggregated", "placement=auto"),
-        ("2xCPU", {"sim": "cpu:0", "policy,learner": "cpu:1"}, "placement=auto"),
-        ("2xCPU", {"sim,policy": "cpu:0", "learner": "cpu:0-1"}, "placement=auto"),
-    ],
-)
-def test_where_they_cannot_be_alone_it_is_refused_with_what_works(tmp_path, cluster, placement, works):
-    asked = placement if isinstance(placement, str) else json.dumps(placement)
-    with pytest.raises(ConfigError, match=f"try {works}") as caught:
-        planned(tmp_path, *PPO, f"cluster.machines={cluster}", f"placement={asked}")
-    assert ASYNC in str(caught.value) or "of their own: that needs" in str(caught.value)
-    planned(tmp_path, PPO[0], works, f"cluster.machines={cluster}")
 
 
 def test_roles_of_the_rollout_are_beside_policies_and_those_of_the_update_beside_learners():

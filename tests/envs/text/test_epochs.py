@@ -6,13 +6,10 @@ import pytest
 from pydantic import TypeAdapter
 from talking_runs import Talk
 
-from embodied.config.recipe import load
-from embodied.core.errors import ConfigError
 from embodied.core.types import EpisodeList
 from embodied.envs import env_class
 from embodied.envs.config import EnvConfig
 from embodied.envs.text.math import Math, MathQuestions, questions
-from embodied.run import launch
 
 GROUP = 2
 
@@ -73,19 +70,6 @@ def test_tasks_of_different_size_have_epochs_of_their_own():
     of = [episodes[number * GROUP] for number in range(2 * counts[1])]
     assert len({spec.question for spec in of if spec.task == "fewshot_sums"}) == counts[1]
     assert len({spec.question for spec in of if spec.task == "add2"}) == counts[1]
-
-
-@pytest.mark.parametrize(
-    ("given", "message"),
-    [
-        (["env.name=sort", "algo.prompts=epochs"], "env.name=sort has an unlimited number.*num_questions"),
-        (["env.name=talking_env:NothingToAsk", "algo.prompts=epochs"], "num_questions says that no questions"),
-        (["algo.prompts=epochs", "algo.pools=[1,1,1]"], "leave one of them out"),
-    ],
-)
-def test_epochs_are_refused_where_there_are_none(given, message):
-    with pytest.raises(ConfigError, match=message):
-        launch.planned(load(["recipe=sums_grpo", "run.start_from=null", *given]).config, dry=True)
 
 
 def test_a_resumed_run_goes_on_in_the_middle_of_its_epoch(tmp_path):

@@ -3,10 +3,9 @@
 from collections import Counter
 
 import pytest
-from pydantic import TypeAdapter, ValidationError
+from pydantic import TypeAdapter
 from talking_runs import Talk
 
-from embodied.core.errors import ConfigError
 from embodied.core.types import EpisodeSpec
 from embodied.envs import env_class
 from embodied.envs.config import EnvConfig
@@ -42,21 +41,6 @@ def test_training_asks_by_weight_and_evaluations_each_by_itself():
 def test_mixtures_keep_the_rules_of_text_envs():
     config = mixture(sums={"name": "sums"}, sort={"name": "sort"})
     check_text_env(env_class(config), config)
-
-
-@pytest.mark.parametrize(
-    ("envs", "reason"),
-    [
-        ({}, "env.mixture is empty"),
-        ({"a": {"task": "add2"}}, r"env\.mixture\.a: takes the options of a text env, its name among them"),
-        ({"a": {"name": "sums", "weight": 0}}, "should be a number above 0"),
-        ({"a": {"name": "pointmass"}}, r"env\.mixture\.a: env\.name=pointmass is no text env"),
-        ({"a": {"name": "sums", "tusk": 1}}, r"env\.mixture\.a\.tusk: Extra inputs are not permitted"),
-    ],
-)
-def test_what_is_no_mixture_is_refused(envs, reason):
-    with pytest.raises((ValidationError, ConfigError), match=reason):
-        env_class(found := mixture(**envs)).check(found)
 
 
 def test_a_run_logs_its_envs_apart(tmp_path):

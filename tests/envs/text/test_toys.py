@@ -116,12 +116,6 @@ def test_tasks_of_a_list_take_turns():
     check_text_env(kind, chosen)
 
 
-def test_rewards_that_only_robots_have_are_refused():
-    chosen = config("sums", reward="difference")
-    with pytest.raises(ConfigError, match="there are own, success"):
-        env_class(chosen).check(chosen)
-
-
 def test_too_few_questions_are_refused_with_what_to_change():
     class Few(TextEnv):
         def reset(self, spec):
