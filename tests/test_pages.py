@@ -91,7 +91,6 @@ PAGES = {
             slow=True,
         ),
         Step("train .*run.name=fist", "success_once", ROBOT, slow=True),
-        Step("train .*run.name=fist", "did you mean 'arm_only'?", "env.control_mode=arm_onl --dry-run", code=2),
         Step("train .*run.name=effort", "success_once", ROBOT),
         Step(
             "train .*run.name=effort",

@@ -31,17 +31,6 @@ def test_a_recipe_is_loaded_by_name_with_words_and_values():
         embodied.load_recipe("pointmass_ppo", {"algo.learning": 1})
 
 
-def test_three_lines_train_evaluate_and_say_what_the_commands_wrote(tmp_path, monkeypatch, capsys):
-    monkeypatch.chdir(tmp_path)
-    run = embodied.train("pointmass_ppo", *FAST)
-    results = embodied.evaluate(run, "eval.episodes=6", "eval.videos=0", "cluster.backend=inline")
-    assert run.folder.is_dir() and len(run.metrics) == 2 and run.info["state"] == "finished"
-    assert results["policy_version"] == 2 and results["overall"]["episodes"] == 6
-    again = embodied.read_run(str(run.folder))
-    assert again.last.results["overall"] == run.last.results["overall"]
-    assert repr(again).startswith(f"Run('{run.folder}': finished, 2 iterations, success_once ")
-
-
 def test_a_trained_policy_drives_an_env_by_hand_as_the_evaluation_did(tmp_path, monkeypatch, capsys):
     """The program of docs/own_policy.md; greedy episodes with the same seeds have the same returns."""
     monkeypatch.chdir(tmp_path)
@@ -83,23 +72,6 @@ def test_a_check_from_python_returns_its_findings():
     assert found["observed"].startswith("state of 6 numbers") and found["contract"].startswith("kept")
     with pytest.raises(ConfigError, match="nmae"):
         embodied.check("env.nmae=pointmass")
-
-
-@pytest.mark.slow  # tests/sharing and test_pages.py start such runs, too
-def test_runs_of_a_share_and_rates_of_a_sweep_from_python(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    few = ["run.iterations=1", "env.num_envs=4", "eval.episodes=4", "eval.videos=0", "algo.minibatch_size=64"]
-    two = {"algo.rollout_decisions": 16}
-    runs = embodied.share("devices=cpu:0", "pointmass_ppo", *few, two, "pointmass_ppo", *few, two)
-    assert [run.info["state"] for run in runs.values()] == ["finished"] * 2
-    assert [*runs] == ["pointmass_ppo", "pointmass_ppo-2"]
-    group = embodied.sweep("pointmass_ppo", *few, two, "algo.lr=1e-4,1e-3")
-    for member, figures in zip(group.members, group.rates.values(), strict=True):
-        overall = embodied.read_run(group.path(member)).last.results["overall"]
-        for name in ("success_once", "success_at_end"):
-            assert (
-                figures[name]["iqm"] == overall[name]["rate"] and figures[name]["interval"] == overall[name]["interval"]
-            )
 
 
 def test_a_plan_from_python_is_what_the_command_writes(tmp_path):

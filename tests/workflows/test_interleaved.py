@@ -127,11 +127,10 @@ def test_with_every_schedule_it_equals_one_of_its_checkpoint(schedule, alone, tm
     ("options", "by_themselves"),
     [
         (("recipe=pointmass_ppo", "algo.minibatch_size=128"), [3]),
-        (("recipe=pointmass_ppo", "algo.minibatch_size=128", "pipeline.stages=2", TWO_ENGINES), [3]),
         (("recipe=pointmass_ppo", "algo.minibatch_size=128", "pipeline.schedule=async"), [2, 3]),
         (("recipe=pointmass_grpo", "algo.groups=2"), [3]),
     ],
-    ids=["slices", "two stages", "async", "groups"],
+    ids=["slices", "async", "groups"],
 )
 def test_robots_play_it_with_the_same_results_and_train_the_same(options, by_themselves, alone, tmp_path):
     """Evaluations take the likeliest actions; rollouts, beside which they are played, draw theirs."""

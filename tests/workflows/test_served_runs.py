@@ -216,33 +216,6 @@ def test_an_honest_server_of_another_processor_is_believed(begun, tmp_path):
     assert json.loads((run / "metrics.jsonl").read_text().splitlines()[-1])["engine/dropped_servers"] == 0
 
 
-@pytest.mark.slow
-def test_a_server_that_is_killed_in_a_rollout_ends_the_run_with_its_name(begun, tmp_path):
-    policy = max(begun.glob("checkpoints/v*/policy"))
-    command = [sys.executable, "-m", "embodied.serve", f"checkpoint={policy}", "port=0"]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as server:
-        try:
-            url = next(line.split()[1] for line in server.stdout if line.startswith("listening"))
-            words = ["recipe=sums_grpo", *FEW[1:-2], "run.iterations=1000", f"run.start_from={begun}"]
-            words += [f"run.dir={tmp_path}", "policy.engine=http", f"policy.url={url}", "policy.away_s=2"]
-            words += [f"policy.weights={tmp_path / 'weights'}", "run.eval_every=null"]
-            run = subprocess.Popen(
-                [sys.executable, "-m", "embodied.train", *words],
-                stdout=subprocess.PIPE,
-                stderr=subprocess.STDOUT,
-                text=True,
-            )
-            for line in run.stdout:
-                if re.match(r"\s*(iteration )?2\b", line):
-                    break
-            server.send_signal(signal.SIGKILL)
-            rest = run.communicate(timeout=200)[0]
-        finally:
-            server.kill()
-    assert run.returncode == 1
-    assert f"policy.url={url} has not answered for 2 s" in rest and "Traceback" not in rest
-
-
 LIAR = """
 import sys, torch
 from embodied import serve

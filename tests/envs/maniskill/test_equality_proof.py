@@ -62,24 +62,6 @@ def test_differences_are_relative_for_large_numbers():
     assert np.isnan(larger(worst, np.array([np.nan]), np.zeros(1)))
 
 
-@pytest.mark.slow  # docs/own_task.md is tested to do the same
-def test_a_task_found_equal_is_simulated_in_a_batch_from_then_on(folder, capsys):
-    module = write(folder, 1)
-    task = f"env.task={module}:Plain1-v1"
-    before = dry(capsys, task)
-    assert "physics cpu note" in before
-    assert f"python -m embodied.check {task} env.control_mode=pd_joint_delta_pos finds out" in before
-    assert check.main([task]) == 0
-    told = " ".join(capsys.readouterr().out.split())
-    assert "contract kept" in told and "batched equals single envs" in told and "6 an episode" in told
-    after = dry(capsys, f"env.task={module}:Plain1")  # the same task, by its class
-    assert "physics cpu_batched" in after and "single envs" not in after
-    assert "physics cpu note" in dry(capsys, task, "env.control_mode=pd_ee_delta_pos")
-    assert "physics cpu note" in dry(capsys, task, f"run.dir={folder / 'elsewhere'}")
-    (folder / f"{module}.py").write_text((folder / f"{module}.py").read_text() + "\n# changed since\n")
-    assert "physics cpu note" in dry(capsys, task)
-
-
 @pytest.mark.slow
 def test_a_task_found_different_stays_with_single_envs_and_it_is_said_why(folder, capsys):
     module = write(folder, 2)
