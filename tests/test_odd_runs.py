@@ -2,7 +2,6 @@
 
 import importlib
 import json
-import os
 import shlex
 import shutil
 
@@ -78,20 +77,12 @@ STATE, MANIFEST, SIMS, POLICY = "state.json", "manifest.json", "sims.npz", "poli
 ACTION, IMAGES = ("env_spec", "action"), ("env_spec", "images")
 ODD = {  # what is odd: the file of a checkpoint, its change, the command that reads it, words of its answer
     "a state that is too deep": (STATE, holds("[" * 100_000), "train", STATE),
-    "an iteration in words": (STATE, says("iteration", value="x"), "train", STATE),
     "episodes in words": (STATE, says("recent_episodes", value=["a"]), "train", STATE),
-    "no version": (MANIFEST, says("version", value=None), "train", "manifest.json says that it is version"),
     "another version": (MANIFEST, says("version", value=7), "evaluate", "manifest.json says that it is version"),
     "other rows": (SIMS, arrays(env_ids=np.arange(7)), "train", "v000001"),
-    "no episodes": (SIMS, arrays(**{"rows.episode": None}), "train", "v000001"),
-    "a number of rows": (SIMS, arrays(**{"rows.length": np.array(3)}), "train", "v000001"),
     "an odd simulator": (SIMS, arrays(**{"env.": np.zeros((4, 99))}), "train", "v000001"),
     "no archive": (SIMS, holds("PK\x03\x04" + "x" * 40), "train", "sims.npz cannot be read"),
-    "half an archive": (SIMS, lambda file: os.truncate(file, file.stat().st_size - 30), "train", "sims.npz cannot be"),
     "a policy that is a list": (POLICY, holds("[]"), "evaluate", "config.json"),
-    "an unknown family": (POLICY, says("policy", "name", value="nets"), "evaluate", "config.json"),
-    "a network of maps": (POLICY, says("policy", "hidden", value={"a": {"b": [1]}}), "evaluate", "config.json"),
-    "no action": (POLICY, says(*ACTION, value=None), "evaluate", "config.json"),
     "four colours": (POLICY, says(*IMAGES, value={"top": [8, 8, 4]}), "evaluate", "config.json"),
     "another state": (POLICY, says("env_spec", "state_dim", value=99), "evaluate", "another env"),
     "other actions": (POLICY, says(*ACTION, value={"dim": 2, "num_choices": 4}), "train", "another env"),
@@ -111,7 +102,7 @@ def test_a_checkpoint_that_says_something_odd_is_named_and_not_used(copy, capfd,
     assert code in (1, 2) and "Traceback" not in said and words in said, said
 
 
-@pytest.mark.parametrize(("kept", "missing"), [((), "1 to 4"), ((1, 4), "2 to 3"), ((2, 3), "1, 4")])
+@pytest.mark.parametrize(("kept", "missing"), [((), "1 to 4"), ((2, 3), "1, 4")])
 def test_a_resumed_run_says_which_rows_of_its_metrics_are_lost(copy, capsys, kept, missing):
     assert run("train", f"resume={copy}", "run.iterations=4") == 0
     metrics = copy / "metrics.jsonl"
@@ -124,7 +115,7 @@ def test_a_resumed_run_says_which_rows_of_its_metrics_are_lost(copy, capsys, kep
     assert f"rows {missing} of metrics.jsonl are missing" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("name", ["a*b", "two words", "-dash"])
+@pytest.mark.parametrize("name", ["two *", "-dash"])
 def test_any_name_can_be_resumed_and_evaluated_by_the_commands_that_are_printed(tmp_path, capsys, name):
     told = ["recipe=pointmass_ppo", f"run.dir={tmp_path}", f"run.name={json.dumps(name)}", *QUICK, *SMALL]
     assert run("train", *told) == 0
