@@ -41,7 +41,8 @@ class Delayed(VectorEnv):
     """The reward is the action; episodes end after eight steps."""
 
     def __init__(self, config, num_envs: int) -> None:
-        super().__init__(config, num_envs, EnvSpec(ActionSpec(1), state_dim=1, max_episode_steps=STEPS))
+        steps = config.max_episode_steps or STEPS
+        super().__init__(config, num_envs, EnvSpec(ActionSpec(1), state_dim=1, max_episode_steps=steps))
         self.steps = np.zeros((num_envs, 1), np.float32)
         self.delay_s = config.kwargs["fixed_s"] + config.kwargs["row_s"] * num_envs
 

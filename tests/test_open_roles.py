@@ -138,6 +138,9 @@ def test_profile_plan_auto_and_benchmark_know_a_fourth_role(tmp_path, capsys):
     profile = read_profile(path)
     assert profile.costs["reward"]["cpu"].seconds.at(profile.dataflow["reward"].items) > 0
     assert {("sim", "reward"), ("reward", "learner")} <= {(edge.source, edge.target) for edge in profile.dataflow.edges}
+    run = profile.runs[0]  # its cost is that of as many workers as the plan prices
+    workers = next(place for roles, place in run["placement"].items() if "reward" in roles).partition("*")[2] or 1
+    assert profile.costs["reward"]["cpu"].seconds.sizes[-1] == -(-run["rounds"][0]["env_steps"] // int(workers))
 
     assert plan.main([PROGRAM, *arguments, "cluster=8xCPU", f"out={tmp_path}/plan"]) == 0
     found = json.loads((tmp_path / "plan/plan.json").read_text())

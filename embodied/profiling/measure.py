@@ -33,7 +33,7 @@ from embodied.placement.dataflow import Lengths
 from embodied.placement.forecast import devices_of, join_words
 from embodied.placement.grammar import Slot, extra_roles, join_devices
 from embodied.placement.placement_plan import hosts_on, whole_workers
-from embodied.placement.profile import NOTHING, Cost, Profile, constant, fit, write_profile
+from embodied.placement.profile import NOTHING, Cost, Curve, Profile, constant, fit, write_profile
 from embodied.placement.topology import DeviceClass
 from embodied.profiling import stored_profiles
 from embodied.profiling.timed_run import FEWEST_DECISIONS, Clock, calibrate
@@ -54,6 +54,7 @@ QUANTILES = 33  # number of quantiles of the lengths of answers
 PROBING = 0.4  # share of the time for the parts; the rest is for short real runs
 MOST_PROBES = 8  # processes that measure at the same time
 MOST_SIZES = 4
+UNMEASURED = Curve((0.0, 1.0), (0.0, 1e-9))  # of a role without a probe: more workers are faster, as when it is known
 LEAST_ALONE = 0.5  # two threads of a core slow each other down by at most this factor; less is noise
 PROBERS = {  # the measuring worker, for language policies and for robot policies
     True: "embodied.profiling.conversation_probe:ConversationProbe",
@@ -118,7 +119,9 @@ def measure(
             # Episodes of an untrained policy last until their step limit.
             made["episode_decisions"] = probed.horizon
         costs = probed.costs | {
-            role.name: {str(c): Cost(NOTHING) for c in stored_profiles.device_kinds(config, topology, roles)[role.name]}
+            role.name: {
+                str(c): Cost(UNMEASURED) for c in stored_profiles.device_kinds(config, topology, roles)[role.name]
+            }
             for role in extra_roles(roles)
         }
         if probed.lengths:
