@@ -208,8 +208,8 @@ def place(at: Geometry, what: str, where: str, inside: bool, closing: np.ndarray
     over = max(at.top_between(at.hand, target, 0.12, what), high[2]) + hanging + 0.03
     yield from move(at, [*at.hand[:2], over], closing, CLOSE, steps=40)
     yield from carry(at, what, target[:2], over, closing)
-    if not inside:
-        yield from carry(at, what, target[:2], low[2] + 0.02 + hanging, closing)
+    lowest = low[2] + 0.02 + hanging
+    yield from carry(at, what, target[:2], max(lowest, high[2] + 0.03) if inside else lowest, closing)
     for _ in range(6):
         yield step_toward(at, at.hand, closing, OPEN)
     yield from move(at, [*at.hand[:2], over + 0.05], closing, OPEN)
