@@ -124,7 +124,10 @@ def placement_for(
         renders.setdefault(key, []).extend([host.render] if host.render else [])
     lent = [device for device in devices if device not in owned[place]]
     if divides_requests(config):
-        lent = whole_workers(lent, config.policy.worker_gpus, lambda device: device.rpartition("/")[0])
+        owners = {device: tuple(i for i, own in enumerate(owned) if device in own) for device in lent}
+        # A worker on GPUs of two owners would begin only while both have no work.
+        of_one_owner = lambda device: (device.rpartition("/")[0], owners[device])  # noqa: E731
+        lent = whole_workers(lent, config.policy.worker_gpus, of_one_owner)
         slots, renders = with_borrowed(slots, lent, topology), {"sim": [r for each in renders.values() for r in each]}
     return {
         roles: {"devices": ",".join(on), "render": ",".join(renders[roles])} if renders.get(roles) else ",".join(on)

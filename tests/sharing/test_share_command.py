@@ -110,3 +110,15 @@ def test_engines_that_several_gpus_hold_borrow_whole_sets_of_gpus_of_a_machine()
     config = config.model_copy(update={"placement": told})
     _, plan = launch.with_placement(config, machines, True, roles_of(roles_of_run(EmbodiedLoop, config)))
     assert [len(host.devices) for host in plan.hosts if "policy" in host.roles] == [2, 2, 2]
+
+
+def test_an_engine_borrows_gpus_of_one_owner():
+    machines = read_topology("2x8xGPU")
+    words = ["run.start_from=null", "learner.device=cuda", "policy.engine=vllm", "policy.tensor_parallel=2"]
+    config = load_recipe("sums_grpo", *words)
+    owned = [[f"node0/gpu:{gpu}" for gpu in gpus] for gpus in ((0, 1), (2, 4, 6), (3, 5), (7,))]
+    told = placement_for(config, machines, [gpu for own in owned for gpu in own], owned, 0)
+    config = config.model_copy(update={"placement": told})
+    _, plan = launch.with_placement(config, machines, True, roles_of(roles_of_run(EmbodiedLoop, config)))
+    engines = [host.devices for host in plan.hosts if "policy" in host.roles]
+    assert engines == [("gpu:0", "gpu:1"), ("gpu:2", "gpu:4"), ("gpu:3", "gpu:5")]
