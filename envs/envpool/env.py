@@ -18,11 +18,11 @@ import numpy as np
 from gymnasium import spaces
 
 from embodied.core.errors import ConfigError, EmbodiedError, in_a_line, nearest
-from embodied.core.types import EnvSpec, EpisodeSpec, Observation
+from embodied.core.types import EpisodeSpec
 from embodied.envs.capabilities import AS_TRAINED, EvaluationProtocol, of_version
 from embodied.envs.envpool.config import EnvPoolConfig
-from embodied.envs.gym.env import ObservationParts, action_spec, numbers_of, several_choices, stack_of
-from embodied.envs.vector_env import StepResult, VectorEnv
+from embodied.envs.gym.env import ObservationParts, SpacesEnv, numbers_of, several_choices, stack_of
+from embodied.envs.vector_env import StepResult
 
 VERSION = "1.2.5"  # the one that the protocol was measured with; it contains MuJoCo 3.6.0
 EGL = "libEGL.so.1"
@@ -47,25 +47,20 @@ class Batch:
         return np.flatnonzero((self.rows >= 0) & chosen[self.rows]).astype(np.int32)
 
 
-class EnvPoolEnv(VectorEnv):
+class EnvPoolEnv(SpacesEnv):
     def __init__(self, config: EnvPoolConfig, num_envs: int) -> None:
         its = spec_of(config)
-        self._parts = ObservationParts(config.name, its.gymnasium_observation_space)
-        self._actions = its.gymnasium_action_space
         self._action_type = np.dtype(its.action_array_spec["action"].dtype)
-        spec = EnvSpec(
-            action=action_spec(config.name, self._actions),
-            state_dim=self._parts.state_dim,
-            images=self._parts.cameras,
+        super().__init__(
+            config,
+            num_envs,
+            ObservationParts(config.name, its.gymnasium_observation_space),
+            its.gymnasium_action_space,
             max_episode_steps=config.max_episode_steps or its.config.max_episode_steps,
             has_success="info:success" in its.state_array_spec,
             backend=f"envpool {version('envpool')}",
         )
-        super().__init__(config, num_envs, spec)
         self._batches: list[Batch] = []
-        self._state = np.zeros((num_envs, spec.state_dim or 0), self.dtype)
-        self._images = {camera: np.zeros((num_envs, *size), np.uint8) for camera, size in spec.images.items()}
-        self._video_problem: str | None = None
 
     @classmethod
     def check(cls, config: EnvPoolConfig) -> None:
@@ -103,14 +98,6 @@ class EnvPoolEnv(VectorEnv):
             rewards[rows], terminated[rows], truncated[rows] = reward, ended, cut
             success[rows] = succeeded(info, len(rows))
         return StepResult(rewards, terminated, success if self.env_spec.has_success else None, truncated)
-
-    def _observe(self) -> Observation:
-        obs = Observation()
-        if self.env_spec.state_dim:
-            obs["state"] = self._state.copy()
-        if self.env_spec.images:
-            obs["images"] = {camera: images.copy() for camera, images in self._images.items()}
-        return obs
 
     def render_rows(self, rows: np.ndarray) -> np.ndarray:
         check_graphics()

@@ -216,29 +216,46 @@ PROTOCOL = EvaluationProtocol(
 )
 
 
-class GymEnv(VectorEnv):
+class SpacesEnv(VectorEnv):
+    """An env with Gymnasium's spaces, which keeps the newest observation of every row."""
+
+    def __init__(self, config: Any, num_envs: int, seen: ObservationParts, actions: spaces.Space, **spec: Any) -> None:
+        """`spec`: what the spaces do not say."""
+        of_spaces = {"state_dim": seen.state_dim, "images": seen.cameras, "instruction": bool(seen.texts)}
+        super().__init__(config, num_envs, EnvSpec(action=action_spec(config.name, actions), **of_spaces, **spec))
+        self._parts, self._actions = seen, actions
+        self._state = np.zeros((num_envs, seen.state_dim or 0), self.dtype)
+        self._images = {camera: np.zeros((num_envs, *size), np.uint8) for camera, size in seen.cameras.items()}
+        self._instructions = [""] * num_envs
+        self._video_problem: str | None = None
+
+    def _observe(self) -> Observation:
+        spec, obs = self.env_spec, Observation()
+        if spec.state_dim:
+            obs["state"] = self._state.copy()
+        if spec.images:
+            obs["images"] = {camera: images.copy() for camera, images in self._images.items()}
+        if spec.instruction:
+            obs["instruction"] = list(self._instructions)
+        return obs
+
+
+class GymEnv(SpacesEnv):
     def __init__(self, config: GymConfig | ExternalEnvConfig, num_envs: int) -> None:
         self._envs = [make_single(config) for _ in range(num_envs)]
         first = self._envs[0]
-        self._parts = ObservationParts(config.name, first.observation_space)
-        action = action_spec(config.name, first.action_space)
+        seen = ObservationParts(config.name, first.observation_space)
         self._success_key = success_key(config.name, first)
-        spec = EnvSpec(
-            action=action,
-            state_dim=self._parts.state_dim,
-            images=self._parts.cameras,
-            instruction=bool(self._parts.texts),
+        super().__init__(
+            config,
+            num_envs,
+            seen,
+            first.action_space,
             max_episode_steps=config.max_episode_steps or own_limit(config, first),
             has_success=self._success_key is not None,
             control_hz=float((first.metadata or {}).get("render_fps", 20)),
             backend="gymnasium",
         )
-        super().__init__(config, num_envs, spec)
-        self._actions = first.action_space
-        self._state = np.zeros((num_envs, spec.state_dim or 0), self.dtype)
-        self._images = {camera: np.zeros((num_envs, *size), np.uint8) for camera, size in spec.images.items()}
-        self._instructions = [""] * num_envs
-        self._video_problem: str | None = None
 
     @classmethod
     def check(cls, config: Any) -> None:
@@ -252,9 +269,9 @@ class GymEnv(VectorEnv):
         return PROTOCOL, AS_TRAINED
 
     def _reset_rows(self, rows: np.ndarray, episodes: list[EpisodeSpec]) -> np.ndarray:
-        success = np.zeros(len(rows), bool)
+        success, name = np.zeros(len(rows), bool), self.config.name
         for at, (row, episode) in enumerate(zip(rows, episodes, strict=True)):
-            seen, info = self._returned("reset", self._envs[row].reset(seed=episode.seed))
+            seen, info = unpack_returned(name, "reset", self._envs[row].reset(seed=episode.seed))
             self._keep_row(row, seen)
             success[at] = self._succeeded(info)
         return success
@@ -264,22 +281,12 @@ class GymEnv(VectorEnv):
         terminated, truncated, success = np.zeros((3, self.num_envs), bool)
         for row in np.flatnonzero(active):
             played = self._envs[row].step(self._native(actions[row]))
-            seen, reward, ended, cut, info = self._returned("step", played)
+            seen, reward, ended, cut, info = unpack_returned(self.config.name, "step", played)
             rewards[row] = self._reward_of(reward)
             terminated[row], truncated[row] = self._flag("terminated", ended), self._flag("truncated", cut)
             self._keep_row(row, seen)
             success[row] = self._succeeded(info)
         return StepResult(rewards, terminated, success if self.env_spec.has_success else None, truncated)
-
-    def _observe(self) -> Observation:
-        spec, obs = self.env_spec, Observation()
-        if spec.state_dim:
-            obs["state"] = self._state.copy()
-        if spec.images:
-            obs["images"] = {camera: images.copy() for camera, images in self._images.items()}
-        if spec.instruction:
-            obs["instruction"] = list(self._instructions)
-        return obs
 
     def render_rows(self, rows: np.ndarray) -> np.ndarray:
         try:
@@ -322,9 +329,6 @@ class GymEnv(VectorEnv):
         low, high = self._actions.low, self._actions.high
         unit = (np.asarray(action, np.float64).reshape(low.shape) + 1) / 2
         return np.clip(low + unit * (high - low), low, high).astype(self._actions.dtype)
-
-    def _returned(self, method: str, values: Any) -> tuple[Any, ...]:
-        return unpack_returned(self.config.name, method, values)
 
     def _reward_of(self, value: Any) -> float:
         if np.size(value) != 1 or np.asarray(value).dtype.kind not in "biuf":
@@ -373,13 +377,9 @@ def explained_names(config: GymConfig) -> Iterator[None]:
         namesakes = [known for known in gymnasium.registry if known.endswith(f"/{name}")]  # with their package's name
         hint = nearest(name, namesakes, cutoff=0) or nearest(name, gymnasium.registry)
         raise ConfigError(f"env.name={config.name!r}: Gymnasium knows no env {name!r}{hint}") from None
-    except ModuleNotFoundError as err:
-        raise ConfigError(f"env.name={config.name!r} cannot be made: {err}") from err
-    except gymnasium.error.DependencyNotInstalled as err:
-        raise ConfigError(f"env.name={config.name!r} needs a package that is not installed: {err}") from err
-    except Exception as err:  # the constructor may raise anything
-        fails = f"does not take env.kwargs={config.kwargs}" if config.kwargs else "cannot be made"
-        raise ConfigError(f"env.name={config.name!r} {fails}: {in_a_line(err)}") from err
+    except Exception as err:  # a package is missing, or the constructor raises anything
+        given = f" with env.kwargs={config.kwargs}" if config.kwargs else ""
+        raise ConfigError(f"env.name={config.name!r} cannot be made{given}: {in_a_line(err)}") from err
 
 
 def creator(spec: Any) -> Any:

