@@ -49,21 +49,7 @@ from embodied.profiling import stored_profiles
 from embodied.profiling.measure import measure as measure_profile
 from embodied.profiling.timed_run import Round, TimedRun, timed_forecast, typical
 from embodied.records.progress import timestamp
-from embodied.reporting.page import (
-    Block,
-    Columns,
-    Row,
-    Rows,
-    bullets,
-    facts_table,
-    grid,
-    page,
-    rows_chart,
-    section,
-    table,
-    text,
-    write_page,
-)
+from embodied.reporting import page
 from embodied.reporting.sections import is_move, pieces_of, worker_rows
 from embodied.run import launch
 from embodied.run.devices import draws_on_gpus, host_plans, machines, plan_of_map
@@ -138,11 +124,7 @@ class Result:
 
 
 def main(argv: list[str] | None = None) -> int:
-    return launch.run(start, argv, USAGE)
-
-
-def start(argv: list[str]) -> None:
-    compare_placements(argv)
+    return launch.run(compare_placements, argv, USAGE)
 
 
 def call(*words: str | Mapping[str, Any]) -> dict[str, Any]:
@@ -310,7 +292,7 @@ def new_folder(out: Path | None, config: RunConfig) -> Path:
     return folder
 
 
-COLUMNS: Columns = (  # titles and keys name the kind of device
+COLUMNS: page.Columns = (  # titles and keys name the kind of device
     ("steps/s", "env_steps_per_s", "{:.0f}".format),
     ("per {device}", "env_steps_per_s_and_{device}", "{:.0f}".format),
     ("rollout s", "rollout_s", "{:.3f}".format),
@@ -355,7 +337,7 @@ def shown_table(result: Any) -> tuple[list[str], list[list[str]]]:
     """The head and the rows of the table."""
     device = unit(result)[0]
     columns = [(title.format(device=device), key.format(device=device.lower()), text) for title, key, text in COLUMNS]
-    return grid("mode", columns, rows_of(result))
+    return page.grid("mode", columns, rows_of(result))
 
 
 def rows_of(result: Any) -> dict[str, dict[str, float | None]]:
@@ -452,26 +434,26 @@ def num_rounds(result: Any) -> int:
 def write_report(results: Sequence[Any], header: dict[str, Any], folder: Path) -> None:
     tables = [{**asdict(result), "table": rows_of(result), "verdict": conclusions(result)} for result in results]
     (folder / "bench.json").write_text(json.dumps({"about": header, "results": tables}, indent=1, default=str) + "\n")
-    write_page(folder / "bench.html", benchmark_page(results, header))
+    page.write_page(folder / "bench.html", benchmark_page(results, header))
 
 
-def benchmark_page(results: Sequence[Any], header: dict[str, Any]) -> Block:
-    parts = [section("Measured", measurement(results, header), chart(results))]
+def benchmark_page(results: Sequence[Any], header: dict[str, Any]) -> page.Block:
+    parts = [page.section("Measured", measurement(results, header), chart(results))]
     for result in results:
         plans = [f"{mode}: {layout_of(result, mode)}" for mode in result.expected]
         refused = [f"{mode} was not run: {reason}" for mode, reason in result.refused.items()]
         traced = [part for mode, path in result.traces.items() for part in timeline(mode, Path(path))]
         blocks = [
-            table(*shown_table(result)),
-            *[text(line, note=False) for line in conclusions(result)],
-            bullets([*plans, *refused]),
+            page.table(*shown_table(result)),
+            *[page.text(line, note=False) for line in conclusions(result)],
+            page.bullets([*plans, *refused]),
             *traced,
         ]
-        parts.append(section(f"{result.task}, {result.num_envs} envs, {result.where}", *blocks))
-    return page(f"Placements of {header['recipe']}", parts, problems=warnings(results, header))
+        parts.append(page.section(f"{result.task}, {result.num_envs} envs, {result.where}", *blocks))
+    return page.page(f"Placements of {header['recipe']}", parts, problems=warnings(results, header))
 
 
-def measurement(results: Sequence[Any], header: dict[str, Any]) -> Block:
+def measurement(results: Sequence[Any], header: dict[str, Any]) -> page.Block:
     """Date, machine, code, load and profiles of this measurement."""
     machine = [header.get("host"), header.get("processor"), results[0].where if results else "", header.get("platform")]
     facts = {
@@ -485,7 +467,7 @@ def measurement(results: Sequence[Any], header: dict[str, Any]) -> Block:
     for result in results:
         name = f"profile of {result.task}, {result.num_envs} envs" if len(results) > 1 else "profile"
         facts[name] = profile_in_words(result.profile)
-    return facts_table(facts)
+    return page.facts_table(facts)
 
 
 def load_in_words(load: dict[str, Any]) -> str:
@@ -527,7 +509,7 @@ def warnings(results: Sequence[Any], header: dict[str, Any]) -> list[str]:
     return lines
 
 
-def timeline(mode: str, path: Path) -> list[Block]:
+def timeline(mode: str, path: Path) -> list[page.Block]:
     """The timeline of one iteration of a mode, and its memory moves."""
     spans, note = pieces_of(path)
     if not spans:
@@ -538,12 +520,12 @@ def timeline(mode: str, path: Path) -> list[Block]:
         for span in sorted(spans, key=lambda span: span.start_s)
         if is_move(span.name)
     ]
-    moved = table(["at", "worker", "memory", "took"], moves, numeric=False)
+    moved = page.table(["at", "worker", "memory", "took"], moves, numeric=False)
     drawn = worker_rows(spans, f"{mode}: one iteration, piece by piece")
-    return [drawn, moved if moves else text(f"{mode}: no memory moved.", note=False)]
+    return [drawn, moved if moves else page.text(f"{mode}: no memory moved.", note=False)]
 
 
-def chart(results: Sequence[Any]) -> Block:
+def chart(results: Sequence[Any]) -> page.Block:
     """Bars of env steps per second, predicted above measured, whiskers over the middle half of the rounds."""
     charts = []
     for result in results:
@@ -551,11 +533,11 @@ def chart(results: Sequence[Any]) -> Block:
         for mode in rows_of(result):
             expected = result.expected[mode]["env_steps_per_s"]
             low, middle, high = np.percentile([r.env_steps / r.seconds for r in result.rounds[mode]], [25, 50, 75])
-            measured = Row("", {"measured": [(0, middle)]}, whisker=(low, high))
-            rows += [Row(mode, {"predicted": [(0, expected)]}), measured, Row("", {})]
+            measured = page.Row("", {"measured": [(0, middle)]}, whisker=(low, high))
+            rows += [page.Row(mode, {"predicted": [(0, expected)]}), measured, page.Row("", {})]
             speeds += [expected, high]
-        charts.append(Rows(f"{result.task}, {result.num_envs} envs", rows[:-1], max(speeds)))
-    return rows_chart("predicted and measured throughput", charts, "env steps/s")
+        charts.append(page.Rows(f"{result.task}, {result.num_envs} envs", rows[:-1], max(speeds)))
+    return page.rows_chart("predicted and measured throughput", charts, "env steps/s")
 
 
 let_call(__name__)

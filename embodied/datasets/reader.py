@@ -22,26 +22,6 @@ from embodied.core.files import as_path, read_object, reading
 from embodied.core.options import DATASETS
 from embodied.core.types import Observation
 from embodied.datasets import layout
-from embodied.datasets.layout import (
-    ACTION,
-    AGAIN,
-    CAMERA,
-    DONE,
-    PLACES,
-    REWARD,
-    STATE,
-    SUCCESS,
-    Stats,
-    cameras,
-    check_entries,
-    check_info,
-    check_table,
-    fill_template,
-    is_count,
-    is_older,
-    path_inside,
-    place_fields,
-)
 from embodied.datasets.writer import as_arrays, read_frames
 
 OLDER_EPISODES, OLDER_TASKS = "meta/episodes.jsonl", "meta/tasks.jsonl"  # layouts 2.0 and 2.1
@@ -65,11 +45,11 @@ class RecordedEpisode:
 
     @property
     def rewards(self) -> np.ndarray | None:
-        return self.columns.get(REWARD)
+        return self.columns.get(layout.REWARD)
 
     @property
     def done(self) -> np.ndarray | None:
-        return self.columns.get(DONE)
+        return self.columns.get(layout.DONE)
 
 
 class Dataset:
@@ -83,12 +63,12 @@ class Dataset:
             name: {**feature, "shape": layout.image_shape(feature)}
             for name, feature in layout.renamed(info["features"], theirs).items()
         }
-        older, stats = is_older(info), path_inside(path, layout.STATS)
+        older, stats = layout.is_older(info), layout.path_inside(path, layout.STATS)
         self.stats = {} if older and not stats.exists() else read_stats(stats)
-        self.tasks_file = path_inside(path, OLDER_TASKS if older else layout.TASKS)
+        self.tasks_file = layout.path_inside(path, OLDER_TASKS if older else layout.TASKS)
         self.tasks = read_older_tasks(path) if older else read_tasks(self.tasks_file)
         self.entries = read_older_entries(path, info) if older else read_entries(path)
-        check_entries(path, self.entries, info)
+        layout.check_entries(path, self.entries, info)
         self._begins: dict[tuple[int, int], int] = {}  # the first frame of every data file
         for entry in self.entries:
             file, first = data_file(entry), entry["dataset_from_index"]
@@ -105,27 +85,29 @@ class Dataset:
         columns = self._columns(entry)
         number = int(columns["task_index"][0])
         if number not in self.tasks:
-            raise EmbodiedError(f"{self.tasks_file} has no task {number}, although episodes have it; {AGAIN}")
+            raise EmbodiedError(f"{self.tasks_file} has no task {number}, although episodes have it; {layout.AGAIN}")
         task = self.tasks[number]
         obs: Observation = {"instruction": [task] * entry["length"]}
-        if STATE in columns:
-            obs["state"] = as_vectors(columns.pop(STATE))
+        if layout.STATE in columns:
+            obs["state"] = as_vectors(columns.pop(layout.STATE))
         if self.images and (images := self._images(entry, columns)):
             obs["images"] = images
         success = entry.get("success")
-        if success is None and SUCCESS in columns:
-            success = bool(columns[SUCCESS].any())
+        if success is None and layout.SUCCESS in columns:
+            success = bool(columns[layout.SUCCESS].any())
         numbers = {name: array for name, array in columns.items() if array.dtype != object}
-        return RecordedEpisode(entry["episode_index"], task, success, obs, as_vectors(numbers.pop(ACTION)), numbers)
+        return RecordedEpisode(
+            entry["episode_index"], task, success, obs, as_vectors(numbers.pop(layout.ACTION)), numbers
+        )
 
     def check_whole(self, count: int | None = None) -> None:
         """Raise ConfigError if a file of the first `count` episodes is missing or cut short."""
         for entry in self.entries[:count] if self.images else ():
             for path in self._video_paths(entry).values():
-                with reading(path, ConfigError, AGAIN):
+                with reading(path, ConfigError, layout.AGAIN):
                     path.stat()
         for file in dict.fromkeys(map(data_file, self.entries[:count])):
-            check_table(self._file("data_path", file))
+            layout.check_table(self._file("data_path", file))
 
     def _columns(self, entry: dict[str, Any]) -> dict[str, np.ndarray]:
         """The rows of an episode, by feature."""
@@ -134,7 +116,7 @@ class Dataset:
         file = data_file(entry)
         path = self._file("data_path", file)
         first = entry["dataset_from_index"] - self._begins[file]
-        with reading(path, advice=AGAIN):
+        with reading(path, advice=layout.AGAIN):
             table = rows_of(pq.ParquetFile(path), first, entry["length"])
             columns = layout.renamed({name: as_array(table[name]) for name in table.column_names}, self.theirs)
             if len(table) != entry["length"] or not (columns["episode_index"] == entry["episode_index"]).all():
@@ -145,14 +127,14 @@ class Dataset:
 
     def _file(self, key: str, place: tuple[int, int], **more: str) -> Path:
         """The file of this template of info.json, for a chunk and file number."""
-        fields = place_fields(self.info, *place) | more
-        return path_inside(self.path, fill_template(self.path, key, self.info[key], fields))
+        fields = layout.place_fields(self.info, *place) | more
+        return layout.path_inside(self.path, layout.fill_template(self.path, key, self.info[key], fields))
 
     def _check(self, columns: dict[str, np.ndarray], length: int) -> None:
         """Raise ValueError for invalid rows."""
         if columns["task_index"].dtype.kind not in "iu":
             raise ValueError("task_index is not a number")
-        for name in (ACTION, *([STATE] if STATE in self.features else [])):
+        for name in (layout.ACTION, *([layout.STATE] if layout.STATE in self.features else [])):
             values, shape = as_vectors(columns[name]), self.features[name]["shape"]
             if values.dtype.kind not in "fiub" or values.shape[1:] != shape:
                 actual = f"{values.dtype} {list(values.shape[1:])}"
@@ -167,7 +149,7 @@ class Dataset:
         images = {}
         for name, feature in self.features.items():
             if feature["dtype"] == "image":
-                with reading(self.path / layout.INFO, advice=f"the images of {name} are others; {AGAIN}"):
+                with reading(self.path / layout.INFO, advice=f"the images of {name} are others; {layout.AGAIN}"):
                     images[camera_of(name)] = decoded(columns[name], feature["shape"])
         for name, path in self._video_paths(entry).items():
             begins_s = entry[f"videos/{self.theirs.get(name, name)}/from_timestamp"]
@@ -180,7 +162,7 @@ class Dataset:
         paths = {}
         for name in (name for name, feature in self.features.items() if feature["dtype"] == "video"):
             key = self.theirs.get(name, name)
-            chunk, file = (entry[f"videos/{key}/{number}"] for number in PLACES["v3."])
+            chunk, file = (entry[f"videos/{key}/{number}"] for number in layout.PLACES["v3."])
             paths[name] = self._file("video_path", (chunk, file), video_key=key)
         return paths
 
@@ -192,17 +174,17 @@ def read_dataset(path: Path | str, images: bool = True, names: Mapping[str, str]
     path = as_path(path)
     if not (path / layout.INFO).is_file():
         raise ConfigError(f"{path} is no LeRobot dataset: there is no {layout.INFO} in it")
-    info = read_object(path_inside(path, layout.INFO), ConfigError, AGAIN)
-    ours = {"action": ACTION, "state": STATE}
-    theirs = {ours.get(name, CAMERA + name): other for name, other in (names or {}).items()}
-    check_info(path, info, theirs)
+    info = read_object(layout.path_inside(path, layout.INFO), ConfigError, layout.AGAIN)
+    ours = {"action": layout.ACTION, "state": layout.STATE}
+    theirs = {ours.get(name, layout.CAMERA + name): other for name, other in (names or {}).items()}
+    layout.check_info(path, info, theirs)
     return Dataset(path, info, images, theirs)
 
 
-def read_stats(path: Path) -> dict[str, Stats]:
+def read_stats(path: Path) -> dict[str, layout.Stats]:
     """The statistics of every feature, from stats.json."""
-    stats = read_object(path, ConfigError, AGAIN)
-    with reading(path, ConfigError, AGAIN):
+    stats = read_object(path, ConfigError, layout.AGAIN)
+    with reading(path, ConfigError, layout.AGAIN):
         arrays = as_arrays(stats)
         for name, values in ((name, values) for name, figures in arrays.items() for values in figures.values()):
             if values.dtype.kind not in "fiub" or not np.isfinite(values).all():
@@ -214,7 +196,7 @@ def read_tasks(path: Path) -> dict[int, str]:
     """The instructions by task_index."""
     import pyarrow.parquet as pq
 
-    with reading(path, ConfigError, AGAIN):
+    with reading(path, ConfigError, layout.AGAIN):
         table = pq.read_table(path).to_pydict()
         (texts,) = [column for name, column in table.items() if name != "task_index"]
         tasks = dict(zip(table["task_index"], texts, strict=True))
@@ -229,7 +211,7 @@ def read_entries(path: Path) -> list[dict[str, Any]]:
 
     entries = []
     for file in sorted((path / "meta" / "episodes").glob("*/*.parquet")):
-        with reading(path_inside(path, file.relative_to(path)), ConfigError, AGAIN):
+        with reading(layout.path_inside(path, file.relative_to(path)), ConfigError, layout.AGAIN):
             names = [name for name in pq.read_schema(file).names if not name.startswith("stats/")]
             entries += sorted(pq.read_table(file, columns=names).to_pylist(), key=lambda entry: entry["episode_index"])
     return sorted(entries, key=lambda entry: entry["episode_index"])
@@ -270,7 +252,7 @@ def as_vectors(column: np.ndarray) -> np.ndarray:
 
 
 def camera_of(feature: str) -> str:
-    return feature.removeprefix(CAMERA).removeprefix("observation.")
+    return feature.removeprefix(layout.CAMERA).removeprefix("observation.")
 
 
 def decoded(cells: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
@@ -291,8 +273,10 @@ def read_older_tasks(path: Path) -> dict[int, str]:
     tasks: dict[int, str] = {}
     for number, line in lines(path, OLDER_TASKS):
         index, text = line.get("task_index"), line.get("task")
-        if not is_count(index) or not isinstance(text, str) or index in tasks:
-            raise ConfigError(f"{path / OLDER_TASKS}: line {number} gives no text to a task_index of its own; {AGAIN}")
+        if not layout.is_count(index) or not isinstance(text, str) or index in tasks:
+            raise ConfigError(
+                f"{path / OLDER_TASKS}: line {number} gives no text to a task_index of its own; {layout.AGAIN}"
+            )
         tasks[index] = text
     return tasks
 
@@ -300,16 +284,16 @@ def read_older_tasks(path: Path) -> dict[int, str]:
 def read_older_entries(path: Path, info: dict[str, Any]) -> list[dict[str, Any]]:
     """The entries of all episodes, in order. `path` is the dataset's folder."""
     entries = [entry_of(line, info) for _, line in lines(path, OLDER_EPISODES)]
-    return sorted(entries, key=lambda entry: entry["episode_index"] if is_count(entry["episode_index"]) else -1)
+    return sorted(entries, key=lambda entry: entry["episode_index"] if layout.is_count(entry["episode_index"]) else -1)
 
 
 def entry_of(line: dict[str, Any], info: dict[str, Any]) -> dict[str, Any]:
     """A line as an entry of layout 3.0: the episode fills its file, whose number is the episode's."""
     episode, length = line.get("episode_index"), line.get("length")
-    chunk = episode // info["chunks_size"] if is_count(episode) else None
+    chunk = episode // info["chunks_size"] if layout.is_count(episode) else None
     entry = {"episode_index": episode, "length": length, "tasks": line.get("tasks")}
     entry |= {"dataset_from_index": 0, "dataset_to_index": length, "success": None}
-    videos = [f"videos/{name}" for name in cameras(info["features"])]
+    videos = [f"videos/{name}" for name in layout.cameras(info["features"])]
     for part in ("data", *videos):
         entry |= {f"{part}/chunk_index": chunk, f"{part}/file_index": episode}
     return entry | {f"{video}/from_timestamp": 0.0 for video in videos}
@@ -317,8 +301,8 @@ def entry_of(line: dict[str, Any], info: dict[str, Any]) -> dict[str, Any]:
 
 def lines(path: Path, name: str) -> Iterator[tuple[int, dict[str, Any]]]:
     """Yields (line number from 1, mapping) of a file with a JSON object per line."""
-    file = path_inside(path, name)
-    with reading(file, ConfigError, AGAIN), file.open(encoding="utf-8") as content:
+    file = layout.path_inside(path, name)
+    with reading(file, ConfigError, layout.AGAIN), file.open(encoding="utf-8") as content:
         for number, line in enumerate(content, 1):
             if not line.strip():
                 continue

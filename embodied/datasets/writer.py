@@ -26,24 +26,6 @@ from embodied.core.files import encode
 from embodied.core.options import DATASETS
 from embodied.core.types import ChunkResult, EpisodeResult, EpisodeSpec, Recording
 from embodied.datasets import layout
-from embodied.datasets.layout import (
-    AGAIN,
-    FILES_PER_CHUNK,
-    INDICES,
-    QUANTILES,
-    Features,
-    Frame,
-    PixelCounts,
-    Stats,
-    cameras,
-    complete_features,
-    features_of,
-    fps_of,
-    frame_of,
-    merge,
-    of_values,
-    place,
-)
 from embodied.records.videos import FOR_DATASETS, VideoWriter, ffmpeg
 
 if TYPE_CHECKING:
@@ -59,27 +41,29 @@ class DatasetWriter:
         writer.add_episode(frames, task="push the cube", success=True)
     """
 
-    def __init__(self, path: Path | str, fps: int, features: Features, data_mb=DATA_MB, video_mb=VIDEO_MB) -> None:
+    def __init__(
+        self, path: Path | str, fps: int, features: layout.Features, data_mb=DATA_MB, video_mb=VIDEO_MB
+    ) -> None:
         DATASETS.check("a LeRobot dataset, parquet files,")
         if int(fps) != fps or fps < 1:
             raise ValueError(f"fps={fps}: LeRobot datasets have a whole number of frames per second")
-        self.path, self.fps, self.features = Path(path), int(fps), complete_features(features)
+        self.path, self.fps, self.features = Path(path), int(fps), layout.complete_features(features)
         if self.path.exists():
             raise EmbodiedError(f"{self.path} exists already; name another folder for the dataset")
         self.num_episodes = self.num_frames = 0
         self._sizes = {"data_files_size_in_mb": data_mb, "video_files_size_in_mb": video_mb}
         self._tasks: dict[str, int] = {}
-        self._stats: dict[str, Stats] = {}
+        self._stats: dict[str, layout.Stats] = {}
         self._entries: list[dict[str, Any]] = []  # unwritten entries of the last episodes
         self._root = self.path.with_name(f".{self.path.name}-{uuid.uuid4().hex}")
         self._root.mkdir(parents=True)
-        every, data_bytes, video_bytes = self.features | INDICES, data_mb * 2**20, video_mb * 2**20
+        every, data_bytes, video_bytes = self.features | layout.INDICES, data_mb * 2**20, video_mb * 2**20
         self._data = TableFiles(self._files(layout.DATA), data_schema(every), data_bytes)
         self._episodes = TableFiles(self._files(layout.EPISODES), episodes_schema(every), data_bytes)
-        videos = {name: self._files(layout.VIDEOS, video_key=name) for name in cameras(self.features)}
+        videos = {name: self._files(layout.VIDEOS, video_key=name) for name in layout.cameras(self.features)}
         self._videos = {name: JoinedVideo(path, self.fps, video_bytes) for name, path in videos.items()}
 
-    def add_episode(self, frames: Iterable[Frame], task: str, success: bool | None = None) -> None:
+    def add_episode(self, frames: Iterable[layout.Frame], task: str, success: bool | None = None) -> None:
         """Append an episode: a frame (`frame_of`) per env step."""
         with EpisodeBuffer(self._root / "draft", self.fps, self.features) as buffer:
             for frame in frames:
@@ -105,13 +89,15 @@ class DatasetWriter:
             row[f"videos/{name}/from_timestamp"] = begins_s
             row[f"videos/{name}/to_timestamp"] = begins_s + length / self.fps
         stats = as_arrays(metadata["stats"])
-        stats |= {name: of_values(array[:, None]) for name, array in indices.items()}
+        stats |= {name: layout.of_values(array[:, None]) for name, array in indices.items()}
         row |= {f"stats/{name}/{key}": array for name, figures in stats.items() for key, array in figures.items()}
         row["success"] = metadata["success"]
         self._entries.append(row | location_columns("meta/episodes", self._episodes.file))
         if len(self._entries) == ENTRIES:
             self._write_entries()
-        self._stats = {name: merge(self._stats[name], new) if self._stats else new for name, new in stats.items()}
+        self._stats = {
+            name: layout.merge(self._stats[name], new) if self._stats else new for name, new in stats.items()
+        }
         self.num_episodes, self.num_frames = episode + 1, self.num_frames + length
 
     def close(self) -> Path:
@@ -152,7 +138,7 @@ class DatasetWriter:
 
     def _files(self, template: str, **fields: str) -> Callable[[int], Path]:
         """The path of the n-th file."""
-        return lambda number: self._root / template.format(**fields, **place(number))
+        return lambda number: self._root / template.format(**fields, **layout.place(number))
 
     def _indices(self, length: int, task: int) -> dict[str, np.ndarray]:
         """The index columns of the next episode's frames."""
@@ -172,17 +158,17 @@ class DatasetWriter:
             "total_episodes": self.num_episodes,
             "total_frames": self.num_frames,
             "total_tasks": len(self._tasks),
-            "chunks_size": FILES_PER_CHUNK,
+            "chunks_size": layout.FILES_PER_CHUNK,
             **self._sizes,
             "fps": self.fps,
             "splits": {"train": f"0:{self.num_episodes}"},
             "data_path": layout.DATA,
             "video_path": layout.VIDEOS if self._videos else None,
-            "features": {name: self._described(name) for name in self.features | INDICES},
+            "features": {name: self._described(name) for name in self.features | layout.INDICES},
         }
 
     def _described(self, name: str) -> dict[str, Any]:
-        feature = (self.features | INDICES)[name]
+        feature = (self.features | layout.INDICES)[name]
         if feature["dtype"] != "video":
             return feature
         height, width, _ = feature["shape"]
@@ -194,7 +180,7 @@ class DatasetWriter:
 
 def location_columns(what: str, file: int) -> dict[str, int]:
     """The columns of an entry with the file of a part of an episode."""
-    return {f"{what}/{key}": number for key, number in place(file).items()}
+    return {f"{what}/{key}": number for key, number in layout.place(file).items()}
 
 
 def write_json(path: Path, value: Any) -> None:
@@ -278,29 +264,29 @@ def column_type(feature: dict[str, Any]):
     return number if size == 1 else pa.list_(number, size)
 
 
-def data_schema(features: Features):
+def data_schema(features: layout.Features):
     """The schema of data files: a row is a frame; videos are files of their own."""
     import pyarrow as pa
 
-    videos = cameras(features)
+    videos = layout.cameras(features)
     return pa.schema([(name, column_type(feature)) for name, feature in features.items() if name not in videos])
 
 
-def episodes_schema(features: Features):
+def episodes_schema(features: layout.Features):
     """The schema of meta/episodes: a row is an episode, with the place of its frames and their statistics."""
     import pyarrow as pa
 
     whole, time, number = pa.int64(), pa.float64(), pa.float64()
     fields = {"episode_index": whole, "tasks": pa.list_(pa.string()), "length": whole}
     fields |= {"dataset_from_index": whole, "dataset_to_index": whole}
-    videos = cameras(features)
+    videos = layout.cameras(features)
     for part in ("data", "meta/episodes", *(f"videos/{name}" for name in videos)):
         fields |= {f"{part}/chunk_index": whole, f"{part}/file_index": whole}
     for name in videos:
         fields |= {f"videos/{name}/from_timestamp": time, f"videos/{name}/to_timestamp": time}
     for name in features:
         figures = pa.list_(pa.list_(pa.list_(number))) if name in videos else pa.list_(number)
-        fields |= {f"stats/{name}/{figure}": figures for figure in ("min", "max", "mean", "std", *QUANTILES)}
+        fields |= {f"stats/{name}/{figure}": figures for figure in ("min", "max", "mean", "std", *layout.QUANTILES)}
         fields[f"stats/{name}/count"] = pa.list_(whole)
     return pa.schema(fields | {"success": pa.bool_()})
 
@@ -328,20 +314,20 @@ NUMBERS, ABOUT = "numbers.npz", "episode.json"
 class EpisodeBuffer:
     """Records an episode: `add` frames, then `finish` or `discard`."""
 
-    def __init__(self, folder: Path, fps: int, features: Features) -> None:
+    def __init__(self, folder: Path, fps: int, features: layout.Features) -> None:
         """`folder` appears when the episode is finished."""
         self.folder = Path(folder)
-        self.features = complete_features(features)
+        self.features = layout.complete_features(features)
         self._place = self.folder.with_name(f".{self.folder.name}-{os.getpid()}")
         shutil.rmtree(self._place, ignore_errors=True)
         self._place.mkdir(parents=True)
         self._columns: dict[str, list[np.ndarray]] = {name: [] for name in self.features}
-        self._videos = {name: VideoWriter(self._place, fps, FOR_DATASETS) for name in cameras(self.features)}
-        self._pixels = {name: PixelCounts() for name in self._videos}
+        self._videos = {name: VideoWriter(self._place, fps, FOR_DATASETS) for name in layout.cameras(self.features)}
+        self._pixels = {name: layout.PixelCounts() for name in self._videos}
         for name in self._videos:
             del self._columns[name]
 
-    def add(self, frame: Frame) -> None:
+    def add(self, frame: layout.Frame) -> None:
         """Append an env step: a value for every feature."""
         if odd := frame.keys() ^ self.features.keys():
             missing, unknown = sorted(odd & self.features.keys()), sorted(odd & frame.keys())
@@ -360,7 +346,7 @@ class EpisodeBuffer:
         for name, video in self._videos.items():
             video.finish(name + FOR_DATASETS.suffix)
         arrays = {name: np.stack(column) for name, column in self._columns.items()}
-        stats = {name: of_values(array) for name, array in arrays.items()}
+        stats = {name: layout.of_values(array) for name, array in arrays.items()}
         stats |= {name: pixels.stats() for name, pixels in self._pixels.items()}
         np.savez(self._place / NUMBERS, **arrays)
         metadata = {"task": task, "success": success, "length": self.length, "stats": as_lists(stats)}
@@ -411,7 +397,9 @@ class EpisodeRecorder:
             return
         spec = self.env.env_spec
         for row, episode in zip(rows.tolist(), specs, strict=True):
-            self.open[row] = EpisodeBuffer(self.folder / buffer_name(episode.index), fps_of(spec), features_of(spec))
+            self.open[row] = EpisodeBuffer(
+                self.folder / buffer_name(episode.index), layout.fps_of(spec), layout.features_of(spec)
+            )
             self.words[row] = episode.task if instructions is None else instructions[row]
 
     def record_decision(self, obs: Observation, actions: np.ndarray, at: np.ndarray, values: np.ndarray) -> None:
@@ -432,7 +420,7 @@ class EpisodeRecorder:
             for c in np.flatnonzero(result.mask[row]):
                 success = None if result.success is None else bool(result.success[row, c])
                 action, reward = actions[row, c], rewards[row, c]
-                buffer.add(frame_of(self.seen[c], row, action, reward, bool(done[row, c]), success))
+                buffer.add(layout.frame_of(self.seen[c], row, action, reward, bool(done[row, c]), success))
 
     def finish(self, rows: np.ndarray, outcomes: list[EpisodeResult]) -> None:
         for row, outcome in zip(rows.tolist(), outcomes, strict=True):
@@ -460,11 +448,11 @@ def as_described(name: str, value: object, feature: dict) -> np.ndarray:
     return array
 
 
-def as_lists(stats: dict[str, Stats]) -> dict[str, dict[str, list]]:
+def as_lists(stats: dict[str, layout.Stats]) -> dict[str, dict[str, list]]:
     return {name: {figure: array.tolist() for figure, array in figures.items()} for name, figures in stats.items()}
 
 
-def as_arrays(stats: dict[str, dict[str, list]]) -> dict[str, Stats]:
+def as_arrays(stats: dict[str, dict[str, list]]) -> dict[str, layout.Stats]:
     return {name: {figure: np.array(values) for figure, values in figures.items()} for name, figures in stats.items()}
 
 
@@ -518,10 +506,10 @@ def read_frames(path: Path, begins_s: float, num_frames: int, fps: float, size: 
     try:
         data = ffmpeg([*seek, "-f", "mp4", "-i", str(path), "-map", "0:v:0", *most, *raw])
     except EmbodiedError as err:
-        raise EmbodiedError(f"{path} cannot be read: {err}; {AGAIN}") from None
+        raise EmbodiedError(f"{path} cannot be read: {err}; {layout.AGAIN}") from None
     whole = sum(data.startswith(header, at) for at in range(0, len(data), frame))
     if whole != num_frames or len(data) != wanted:
         raise EmbodiedError(
-            f"{path} has {whole} of the {num_frames} frames of {list(size)} from {begins_s:g} s on; {AGAIN}"
+            f"{path} has {whole} of the {num_frames} frames of {list(size)} from {begins_s:g} s on; {layout.AGAIN}"
         )
     return np.frombuffer(data, np.uint8).reshape(num_frames, frame)[:, len(header) :].reshape(num_frames, *size)

@@ -15,32 +15,8 @@ from embodied.config.read import read_yaml
 from embodied.core.arrays import flat_dict
 from embodied.records.success_stats import Prompt, compare, prompt_of
 from embodied.records.transcripts import transcript_lines
-from embodied.reporting import seed_sets_page
-from embodied.reporting.page import (
-    Block,
-    Conversations,
-    can_be_shown,
-    cell,
-    conversations,
-    fold,
-    named_table,
-    page,
-    section,
-    short,
-    table,
-    text,
-)
+from embodied.reporting import page, sections, seed_sets_page
 from embodied.reporting.runs import Evaluation, Run, read_run
-from embodied.reporting.sections import (
-    MEASURES,
-    MOST_VIDEOS,
-    episode_video,
-    outcome,
-    prompt_name,
-    transcripts_of,
-    videos,
-    videos_by_episode,
-)
 from embodied.reporting.seed_sets_page import ComparedRun, SeedSet, sets_of, single_run
 from embodied.run.run_group import RunGroup, is_group, read_group
 
@@ -51,7 +27,7 @@ SAME = ("env", "eval", "name", "backend", "max_episode_steps")
 IRRELEVANT = {"env.num_envs", "eval.num_envs", "eval.videos"}  # keys that change no episode
 
 
-def comparison(given: Sequence[Run | SeedSet], beside: Path, group: RunGroup | None = None) -> Block:
+def comparison(given: Sequence[Run | SeedSet], beside: Path, group: RunGroup | None = None) -> page.Block:
     """The page; links are relative to the folder `beside`. `group`: the group of all these runs, if they are one."""
     sets = with_names(given)
     colors = {one.label: place for place, one in enumerate(sets)}
@@ -60,25 +36,27 @@ def comparison(given: Sequence[Run | SeedSet], beside: Path, group: RunGroup | N
     entries = seed_sets_page.entries_of(sets, colors)
     dots = seed_sets_page.DOTS_NOTE * (len(sets) == 1 or any(len(one.runs) == 1 for one in sets))
     note = SINGLES_NOTE if singles else seed_sets_page.CURVES_NOTE + dots
-    curves = section("Curves", *seed_sets_page.curve_charts(sets, colors), note=note)
+    curves = page.section("Curves", *seed_sets_page.curve_charts(sets, colors), note=note)
     of_runs = (
-        section("Runs", seed_sets_page.runs_table(entries, beside), note=seed_sets_page.RUNS_NOTE) if runs else None
+        page.section("Runs", seed_sets_page.runs_table(entries, beside), note=seed_sets_page.RUNS_NOTE)
+        if runs
+        else None
     )
     parts = [of_runs, curves] if singles else [curves, of_runs]
     if group or not singles:
         note = seed_sets_page.ALONE_NOTE if singles else seed_sets_page.iqm_note(sets)
-        verdict = text(seed_sets_page.name_best(sets), note=False) if len(sets) > 1 else None
+        verdict = page.text(seed_sets_page.name_best(sets), note=False) if len(sets) > 1 else None
         title = "Settings" if group and len(sets) > 1 else "Over seeds"
-        parts.insert(0, section(title, verdict, seed_sets_page.ranking_table(sets, colors), text(note)))
+        parts.insert(0, page.section(title, verdict, seed_sets_page.ranking_table(sets, colors), page.text(note)))
     if singles:
         parts += same_episodes(entries, beside)
     if len(sets) > 1:
-        parts.append(section("What differs", what_differs(sets)))
-    recipe = fold(f"config.yaml of {runs[0].name}", runs[0].config) if group and runs else None
-    parts.append(section("Where they come from", seed_sets_page.made_table(sets), recipe))
+        parts.append(page.section("What differs", what_differs(sets)))
+    recipe = page.fold(f"config.yaml of {runs[0].name}", runs[0].config) if group and runs else None
+    parts.append(page.section("Where they come from", seed_sets_page.made_table(sets), recipe))
     code = seed_sets_page.commits(runs)
     mixed = [f"Code of {len(code)} commits made these runs: {', '.join(code)}."] if len(code) > 1 and group else []
-    return page(
+    return page.page(
         f"{group.folder.resolve().name if group else ', '.join(colors)} - comparison",
         parts,
         heading_words(runs, code, group),
@@ -104,13 +82,13 @@ def with_names(shown: Sequence[Run | SeedSet]) -> list[SeedSet]:
     return [replace(one, label=f"{one.label} ({i})") if one.label in same else one for i, one in enumerate(sets, 1)]
 
 
-def same_episodes(entries: list[ComparedRun], beside: Path) -> list[Block | None]:
+def same_episodes(entries: list[ComparedRun], beside: Path) -> list[page.Block | None]:
     """The sections that compare single runs episode by episode."""
     note = DIFFERENCES_NOTE + PROMPTS_NOTE * any(entry.run.last and entry.run.last.of_text for entry in entries)
     return [
-        section("On the same episodes", *differences(entries), note=note),
-        section("Answers to the same prompts", answers_to_same_prompts(entries)),
-        section("Videos of the same episodes", *videos_of_same_episodes(entries, beside)),
+        page.section("On the same episodes", *differences(entries), note=note),
+        page.section("Answers to the same prompts", answers_to_same_prompts(entries)),
+        page.section("Videos of the same episodes", *videos_of_same_episodes(entries, beside)),
     ]
 
 
@@ -145,11 +123,11 @@ def distinct_labels(runs: list[Run]) -> list[str]:
     return [f"{'/'.join(one)} ({i})" for i, one in enumerate(parts, 1)]
 
 
-def differences(entries: list[ComparedRun]) -> list[Block]:
+def differences(entries: list[ComparedRun]) -> list[page.Block]:
     """A table with a row per run: its differences from the first on the same episodes; then notes."""
     first, *others = entries
     if first.run.last is None:
-        return [text(f"{first.label} has no evaluation.")]
+        return [page.text(f"{first.label} has no evaluation.")]
     rows: list[tuple[object, dict[str, object]]] = []
     notes = []
     for entry in others:
@@ -166,18 +144,23 @@ def differences(entries: list[ComparedRun]) -> list[Block]:
             continue
         if unlike := other_conditions(first.run, entry.run):
             notes.append(f"{entry.label} was evaluated under other conditions than {first.label}: {', '.join(unlike)}.")
-        rows.append((cell(entry.label, color=entry.color), difference_cells(paired)))
-    return [*([named_table(f"against {first.label}", rows)] if rows else []), *map(text, notes)]
+        rows.append((page.cell(entry.label, color=entry.color), difference_cells(paired)))
+    return [*([page.named_table(f"against {first.label}", rows)] if rows else []), *map(page.text, notes)]
 
 
 def difference_cells(paired: dict[str, Any]) -> dict[str, object]:
     """Cells of a paired comparison by the names of their columns."""
     if "prompts" in paired:
-        shown = {"success_once": percentage_points, "return": short, "truncated": percentage_points, "tokens": short}
+        shown = {
+            "success_once": percentage_points,
+            "return": page.short,
+            "truncated": percentage_points,
+            "tokens": page.short,
+        }
         names = {"success_once": "success (avg@k)", "truncated": "cut off", "tokens": "tokens"}
         counts = {"prompts": paired["prompts"], "answers": paired["episodes"]}
     else:
-        shown, names = {**dict.fromkeys(MEASURES, percentage_points), "return": short}, {}
+        shown, names = {**dict.fromkeys(sections.MEASURES, percentage_points), "return": page.short}, {}
         counts = {"episodes": paired["episodes"]}
     return counts | {names.get(name, name): difference_cell(paired[name], show) for name, show in shown.items()}
 
@@ -192,10 +175,10 @@ def prompts_read(evaluation: Evaluation) -> dict[Prompt, str]:
     """The text of each prompt, from the transcripts."""
     prompts = {episode.index: prompt_of(episode) for episode in evaluation.episodes} if evaluation.of_text else {}
     written = ((index, json.loads(line)) for index, line in transcript_lines(evaluation.folder, prompts))
-    return {prompts[index]: json.dumps(one["turns"][0]["said"]) for index, one in written if can_be_shown(one)}
+    return {prompts[index]: json.dumps(one["turns"][0]["said"]) for index, one in written if page.can_be_shown(one)}
 
 
-def answers_to_same_prompts(entries: list[ComparedRun]) -> Block | None:
+def answers_to_same_prompts(entries: list[ComparedRun]) -> page.Block | None:
     """The first answers of every run to some common prompts; prompts with different outcomes come first."""
     evaluations = [entry.run.last for entry in entries]
     if not all(one and one.of_text for one in evaluations):
@@ -203,18 +186,20 @@ def answers_to_same_prompts(entries: list[ComparedRun]) -> Block | None:
     unlike = set().union(*[other_prompts(evaluations[0], one) for one in evaluations[1:]])
     first = [{prompt_of(one): one for one in reversed(each.episodes) if not one.error} for each in evaluations]
     shared = sorted(set.intersection(*map(set, first)) - unlike)
-    shared.sort(key=lambda prompt: len({outcome(one[prompt]) for one in first}) == 1)
+    shared.sort(key=lambda prompt: len({sections.outcome(one[prompt]) for one in first}) == 1)
     wanted = [[one[prompt].index for prompt in shared[:MOST_PROMPTS]] for one in first]
-    written = [transcripts_of(*each) for each in zip(evaluations, wanted, strict=True)]
-    room, shown = Conversations(), []
+    written = [sections.transcripts_of(*each) for each in zip(evaluations, wanted, strict=True)]
+    room, shown = page.Conversations(), []
     for prompt in shared[:MOST_PROMPTS]:
         answers = [each[prompt] for each in first]
         if all(one.index in found for one, found in zip(answers, written, strict=True)):
             shown += [
-                room.show(one, found[one.index], outcome(one), f"{entry.label}, {prompt_name(one)}", True)
+                room.show(
+                    one, found[one.index], sections.outcome(one), f"{entry.label}, {sections.prompt_name(one)}", True
+                )
                 for one, found, entry in zip(answers, written, entries, strict=True)
             ]
-    return conversations(shown, columns=len(entries)) if shown else None
+    return page.conversations(shown, columns=len(entries)) if shown else None
 
 
 def difference_cell(difference: dict[str, Any] | None, show) -> object:
@@ -224,7 +209,7 @@ def difference_cell(difference: dict[str, Any] | None, show) -> object:
     more = f"[{signed(low, show)}, {signed(high, show)}]"
     if "only_first" in difference:
         more += f"\nonly this one {difference['only_second']}, only the first {difference['only_first']}"
-    return cell(signed(difference["difference"], show), more, value=difference)
+    return page.cell(signed(difference["difference"], show), more, value=difference)
 
 
 def signed(value: float, show) -> str:
@@ -242,27 +227,27 @@ def other_conditions(first: Run, second: Run) -> list[str]:
     return sorted(key for key in {*ours, *theirs} - IRRELEVANT if ours.get(key) != theirs.get(key))
 
 
-def videos_of_same_episodes(entries: list[ComparedRun], beside: Path) -> list[Block | None]:
+def videos_of_same_episodes(entries: list[ComparedRun], beside: Path) -> list[page.Block | None]:
     """A row for each episode with a video of every run; episodes with different outcomes come first."""
     if any(entry.run.last is None for entry in entries):
         return []
-    paths = [videos_by_episode(entry.run.last) for entry in entries]
+    paths = [sections.videos_by_episode(entry.run.last) for entry in entries]
     played = [{episode.index: episode for episode in entry.run.last.episodes} for entry in entries]
     shared = sorted(set.intersection(*map(set, paths), *map(set, played)))
     same = [index for index in shared if len({(one[index].task, one[index].seed) for one in played}) == 1]
-    same.sort(key=lambda index: (len({outcome(one[index]) for one in played}) == 1, index))
+    same.sort(key=lambda index: (len({sections.outcome(one[index]) for one in played}) == 1, index))
     return [
-        videos(
+        sections.videos(
             [
-                episode_video(files[index], episodes[index], beside, entry.label)
+                sections.episode_video(files[index], episodes[index], beside, entry.label)
                 for files, episodes, entry in zip(paths, played, entries, strict=True)
             ]
         )
-        for index in same[:MOST_VIDEOS]
+        for index in same[: sections.MOST_VIDEOS]
     ]
 
 
-def what_differs(sets: list[SeedSet]) -> Block:
+def what_differs(sets: list[SeedSet]) -> page.Block:
     """A table of the recipe's keys and the facts of provenance that differ between runs, with all values of a set of
     seeds."""
     facts = [settings_of(one) for one in sets]
@@ -273,8 +258,8 @@ def what_differs(sets: list[SeedSet]) -> Block:
         if key not in own and len({str(one.get(key)) for one in facts}) > 1
     ]
     if not rows:
-        return text("Nothing in recipe, code, packages or machine.")
-    return table(["", *[cell(one.label, color=place) for place, one in enumerate(sets)]], rows, numeric=False)
+        return page.text("Nothing in recipe, code, packages or machine.")
+    return page.table(["", *[page.cell(one.label, color=place) for place, one in enumerate(sets)]], rows, numeric=False)
 
 
 def settings_of(seed_set: SeedSet) -> dict[str, Any]:

@@ -17,40 +17,8 @@ from embodied.config.read import read_yaml
 from embodied.envs.config import played_task
 from embodied.records.success_stats import greedy_gap, reference_lines, sampling
 from embodied.records.transcripts import SAMPLES, read_samples
-from embodied.reporting.page import (
-    MOST_POINTS,
-    Block,
-    bullets,
-    fold,
-    live_s_of,
-    page,
-    percent,
-    relative,
-    samples_shown,
-    section,
-    text,
-    tiles,
-    words_of,
-    write_page,
-)
+from embodied.reporting import page, sections
 from embodied.reporting.runs import Evaluation, Run, read_run, start_of
-from embodied.reporting.sections import (
-    conversation_blocks,
-    describe_rate,
-    early_videos,
-    evaluations_table,
-    figure_cells,
-    histograms,
-    learning_charts,
-    per_task_table,
-    placement_chart,
-    provenance_table,
-    result_charts,
-    time_spent,
-    timeline_charts,
-    video_gallery,
-    worker_changes,
-)
 from embodied.run.run_group import is_group, read_group
 from embodied.sharing.run_turns import RECORD
 
@@ -63,11 +31,11 @@ def write_report(folder: Path) -> Path:
     running run stays live."""
     out = folder / REPORT
     shown, _ = page_of([folder], out.parent)
-    write_page(out, shown, live_s_of(out) if shown.get("state") == "running" else 0)
+    page.write_page(out, shown, page.live_s_of(out) if shown.get("state") == "running" else 0)
     return out
 
 
-def page_of(folders: Sequence[Path], beside: Path) -> tuple[Block, int]:
+def page_of(folders: Sequence[Path], beside: Path) -> tuple[page.Block, int]:
     """The page of a run, an evaluation, a group of runs or runs that share devices, or of several compared; and the
     number of unreadable files. Links are relative to the folder `beside`."""
     if len(folders) > 1:
@@ -102,29 +70,31 @@ def report_or_say_why(folder: Path) -> None:
         print(f"no report: {why}; {again} tries again", file=sys.stderr, flush=True)
 
 
-def report(run: Run, beside: Path) -> Block:
+def report(run: Run, beside: Path) -> page.Block:
     """The page of a run; links to its videos are relative to the folder `beside`."""
-    timeline = timeline_charts(run)  # before the problems, to which an unreadable trace is added
-    sections = [section("", figures(run))]
+    timeline = sections.timeline_charts(run)  # before the problems, to which an unreadable trace is added
+    parts = [page.section("", figures(run))]
     if run.metrics:
-        sections.append(section("Results", *result_charts(run), note=results_note(run)))
+        parts.append(page.section("Results", *sections.result_charts(run), note=results_note(run)))
     if run.last:
-        sections += evaluation_sections(run, run.last, beside)
+        parts += evaluation_sections(run, run.last, beside)
     for name in run.partial:
         folder = run.folder if name == run.name else run.folder / "eval" / name
-        sections.append(section(f"Episodes of evaluation {name}, before its end", early_videos(folder, beside)))
+        parts.append(
+            page.section(f"Episodes of evaluation {name}, before its end", sections.early_videos(folder, beside))
+        )
     if run.metrics:
-        sections.append(section("Learning", *learning_charts(run)))
-        if samples := samples_shown(read_samples(run.folder)):
-            link = (SAMPLES, relative(run.folder / SAMPLES, beside))
-            note = text("Some of every iteration (run.samples), long texts shortened:", link)
-            sections.append(section("Conversations in training", note, *samples))
-        sections.append(section("Where the time went", *time_spent(run), *timeline))
+        parts.append(page.section("Learning", *sections.learning_charts(run)))
+        if samples := page.samples_shown(read_samples(run.folder)):
+            link = (SAMPLES, page.relative(run.folder / SAMPLES, beside))
+            note = page.text("Some of every iteration (run.samples), long texts shortened:", link)
+            parts.append(page.section("Conversations in training", note, *samples))
+        parts.append(page.section("Where the time went", *sections.time_spent(run), *timeline))
     if run.info.get("placement"):
-        changes = worker_changes(run.info.get("worker_changes", ()))
-        sections.append(section("Placement", *placement_chart(run.info["placement"]), *changes))
-    recipe = fold("config.yaml, the resolved recipe", run.config)
-    sections.append(section("Recipe and provenance", provenance_table(run), recipe))
+        changes = sections.worker_changes(run.info.get("worker_changes", ()))
+        parts.append(page.section("Placement", *sections.placement_chart(run.info["placement"]), *changes))
+    recipe = page.fold("config.yaml, the resolved recipe", run.config)
+    parts.append(page.section("Recipe and provenance", sections.provenance_table(run), recipe))
     cause = run.info.get("cause")
     problems = [*([cause] if cause else []), *run.problems]
     words = f"{describe_subject(run)}{span_of_time(run)}"
@@ -133,9 +103,9 @@ def report(run: Run, beside: Path) -> Block:
             words += f" \u00b7 evaluation {name}: {how_far} are over"
         else:
             problems.append(PARTLY.format(name, how_far))
-    return page(
+    return page.page(
         f"{run.name} - report",
-        sections,
+        parts,
         words,
         problems,
         heading=run.name,
@@ -168,7 +138,7 @@ def results_note(run: Run) -> str:
         "Each env's first training episode is cut short, so its return is lower (env.stagger).": env.get("stagger"),
         "Training repeats the initial states of failures, so its success is lower (env.retries).": env.get("retries"),
         "Whiskers and bands of success: 95% Wilson intervals.": True,
-        "Other bands span the iterations of which a point is the mean.": len(run.metrics) > MOST_POINTS,
+        "Other bands span the iterations of which a point is the mean.": len(run.metrics) > page.MOST_POINTS,
     }
     return " ".join(sentence for sentence, applies in sentences.items() if applies)
 
@@ -217,7 +187,7 @@ def span_of_time(run: Run) -> str:
     return f" \u00b7 {begin:{WHEN}}, {duration((datetime.fromisoformat(ended) - begin).total_seconds())}"
 
 
-def figures(run: Run) -> Block | None:
+def figures(run: Run) -> page.Block | None:
     """The most important figures, one per tile."""
     shown: list[tuple[str, str, str]] = []
     if run.last:
@@ -239,19 +209,19 @@ def figures(run: Run) -> Block | None:
         restarts, lost = (int(sum(row.get(name, 0) for row in run.metrics)) for name in faults)
         if restarts:  # conversations without a usable answer are lost without a restart
             shown.append(("workers restarted", f"{restarts:,}", f"{lost:,} {items} lost"))
-    return tiles(shown)
+    return page.tiles(shown)
 
 
 def evaluation_tiles(evaluation: Evaluation, version: str) -> list[tuple[str, str, str]]:
     """The figures of an evaluation's table, without counts; of several pass@k the largest k."""
     overall = evaluation.results["overall"]
-    cells, samples = figure_cells(overall), overall.get("text", {}).get("samples", 1)
+    cells, samples = sections.figure_cells(overall), overall.get("text", {}).get("samples", 1)
     names = {"success (avg@k)": f"avg@{samples}" if samples > 1 else "success", "cut off": "answers cut off"}
     remarks = {"return": f"mean of {overall['episodes']} episodes", "tokens an answer": "on average"}
     how = f", {sampling(evaluation.results)}{version}" if evaluation.of_text else version
     counts = {"episodes", "errors", "answers", "length"}
     left_out = counts.union([name for name in cells if name.startswith("pass@")][:-1])  # k rises
-    shown = [(name, *words_of(value)) for name, value in cells.items() if name not in left_out]
+    shown = [(name, *page.words_of(value)) for name, value in cells.items() if name not in left_out]
     return [(f"{names.get(name, name)}{how}", words, more or remarks.get(name, "")) for name, words, more in shown]
 
 
@@ -263,13 +233,13 @@ def start_tiles(run: Run) -> list[tuple[str, str, str]]:
         measured = figures["text"]["avg"] if "text" in figures else figures["success_once"]
         if not measured:
             return []
-        rate, interval, *_ = describe_rate(measured)
+        rate, interval, *_ = sections.describe_rate(measured)
         return [("success of the start", rate, f"{interval} same episodes")]
     first = run.metrics[0] if run.metrics else {}
     if first.get("iteration") != 1 or "text/tokens" not in first or first.get("success_once") is None:
         return []
     basis = f"{first.get('episodes', 'the')} answers of iteration 1, before any update"
-    return [("success at the start", percent(first["success_once"]), basis)]
+    return [("success at the start", page.percent(first["success_once"]), basis)]
 
 
 def duration(seconds: float) -> str:
@@ -279,18 +249,23 @@ def duration(seconds: float) -> str:
     return f"{minutes:.1f} min" if minutes < 120 else f"{minutes / 60:.1f} h"
 
 
-def evaluation_sections(run: Run, shown: Evaluation, beside: Path) -> list[Block | None]:
+def evaluation_sections(run: Run, shown: Evaluation, beside: Path) -> list[page.Block | None]:
     note = f"{shown.name}: {protocol_words(shown.results)}"
     if shown.results["overall"].get("text", {}).get("samples", 1) > 1:
         note = f"{note}. {TEXT_NOTE}"
     reference = shown.results.get("reference")
     several = len(run.evaluations) > 1 or start_of(run)
     return [
-        section(f"Evaluation of version {shown.version}", per_task_table(shown), *histograms(shown), note=note),
-        section("Beside the published rate", bullets(reference_lines(reference))) if reference else None,
-        section("Conversations", *conversation_blocks(shown, beside)),
-        section("Episodes", video_gallery(shown, beside)),
-        section("All evaluations", evaluations_table(run)) if several else None,
+        page.section(
+            f"Evaluation of version {shown.version}",
+            sections.per_task_table(shown),
+            *sections.histograms(shown),
+            note=note,
+        ),
+        page.section("Beside the published rate", page.bullets(reference_lines(reference))) if reference else None,
+        page.section("Conversations", *sections.conversation_blocks(shown, beside)),
+        page.section("Episodes", sections.video_gallery(shown, beside)),
+        page.section("All evaluations", sections.evaluations_table(run)) if several else None,
     ]
 
 
