@@ -22,7 +22,7 @@ import numpy as np
 from pydantic import Field
 
 from embodied import let_call
-from embodied.config.command_line import ON_COMMAND_LINE, from_python
+from embodied.config.command_line import from_python
 from embodied.config.recipe import RunConfig, load
 from embodied.core.errors import ConfigError, DeadlineExceeded
 from embodied.core.options import Strict
@@ -46,20 +46,13 @@ class Options(Strict):
 
 
 def main(argv: list[str] | None = None) -> int:
-    return launch.run(start, argv)
-
-
-def start(argv: list[str]) -> None:
-    find(argv)
+    return launch.run(find, argv)
 
 
 def call(*words: str | Mapping[str, Any]) -> dict[str, str]:
     """Check an env from Python, like the command: `embodied.check("env.name=my_envs:A")`. Returns findings by topic.
     Raises an error if the env breaks the contract."""
-    findings = find(from_python(words))
-    if findings is None:
-        raise ConfigError(ON_COMMAND_LINE)
-    return findings
+    return find(from_python(words))
 
 
 def find(argv: list[str]) -> dict[str, str] | None:

@@ -17,8 +17,7 @@ from shlex import join
 from typing import TYPE_CHECKING, Any
 
 from embodied import let_call
-from embodied.config.command_line import CONFIG, ON_COMMAND_LINE, from_python
-from embodied.config.read import COMMAND_LINE
+from embodied.config.command_line import CONFIG, from_python
 from embodied.config.recipe import Loaded, RunConfig, load
 from embodied.core.errors import ConfigError, EmbodiedError
 from embodied.core.files import as_path, check_place
@@ -54,10 +53,7 @@ def call(*words: str | Mapping[str, Any]) -> Dataset:
     """Collect from Python, like the command. Returns the dataset: `embodied.collect("pointmass_ppo", "out=demos")`."""
     from embodied.datasets import read_dataset
 
-    loaded = load(from_python(words), entry="collect")
-    if loaded is None or loaded.dry_run:
-        raise ConfigError(ON_COMMAND_LINE)
-    return read_dataset(collect_as(loaded))
+    return read_dataset(collect_as(load(from_python(words), entry="collect")))
 
 
 def collect_as(loaded: Loaded | None) -> Path | None:
@@ -110,8 +106,7 @@ def without_effect(loaded: Loaded) -> list[str]:
     """The command line's `collect` keys, without values equal to the resumed run's."""
     run, now = loaded.config.resume, loaded.config.collect.model_dump(mode="json")
     then = resolved_recipe(run).get("collect", {}) if isinstance(run, Path) else {}
-    told = [name for name in now if loaded.sources.get(f"collect.{name}") == COMMAND_LINE]
-    return [f"collect.{name}" for name in told if then.get(name) != now[name]]
+    return [f"collect.{name}" for name in now if f"collect.{name}" in loaded.asked and then.get(name) != now[name]]
 
 
 def check_still_there(config: RunConfig) -> None:
@@ -177,10 +172,7 @@ def place_of(loaded: Loaded) -> Path:
     asked = loaded.arguments.get("out", ())
     if len(asked) != 1:
         raise ConfigError("no folder is given: set out=demos/NAME, a new folder")
-    out = as_path(asked[0])
-    if out.exists():
-        raise ConfigError(f"out={out} exists already; name another folder")
-    return check_place("out", out)
+    return check_place("out", as_path(asked[0]), new=True)
 
 
 def one_of(loaded: Loaded) -> str | None:

@@ -18,8 +18,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from embodied import let_call
-from embodied.config.command_line import ON_COMMAND_LINE, from_python, stored_recipe
-from embodied.config.recipe import COMMAND_LINE, Loaded, RunConfig, load
+from embodied.config.command_line import from_python, stored_recipe
+from embodied.config.recipe import Loaded, RunConfig, load
 from embodied.core.errors import ConfigError, EmbodiedError, EvaluationStopped
 from embodied.core.options import pinned
 from embodied.core.types import EpisodeResult
@@ -91,10 +91,8 @@ def call(policy: Run | Path | str, *words: str | Mapping[str, Any]) -> dict[str,
     comparison.json): `embodied.evaluate(run, "eval.episodes=200")`. `policy` is anything that `checkpoint=` accepts."""
     checkpoint = policy.folder if isinstance(policy, Run) else policy
     loaded = load([f"checkpoint={checkpoint}", *from_python(words)], entry="evaluate")
-    if loaded is None or loaded.dry_run:
-        raise ConfigError(ON_COMMAND_LINE)
-    out = play(loaded)
-    assert out is not None, "it was not a dry run"
+    out = play(loaded) if loaded else None
+    assert out is not None, "it was asked for no help, and is no dry run"
     return read_json(out / (RESULTS if (out / RESULTS).is_file() else COMPARISON))
 
 
@@ -186,7 +184,7 @@ def announce(loaded: Loaded, parts: list[Part], sources: list[PolicySource]) -> 
     config, plan = parts[0]
     protocol = choose_protocol(env_class(config.env), config.env, config.eval.protocol)
     for key, value in protocol.options.items():
-        if loaded.sources.get(f"env.{key}") == COMMAND_LINE and getattr(loaded.config.env, key) != value:
+        if f"env.{key}" in loaded.asked and getattr(loaded.config.env, key) != value:
             fixed = "the env's own" if value is None else value
             raise ConfigError(
                 f"env.{key}={getattr(loaded.config.env, key)} has no effect: {protocol.name} plays with {fixed}; "

@@ -12,22 +12,20 @@ The policy first plays some decisions in its env. The program must give the same
 
 from __future__ import annotations
 
-import os
-import shutil
 from dataclasses import asdict, replace
 from pathlib import Path
 from shlex import quote
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
 import numpy as np
-from pydantic import Field, ValidationError
+from pydantic import Field
 
 from embodied.config.command_line import stored_recipe
 from embodied.config.recipe import Loaded, RunConfig, load
 from embodied.core.arrays import host, is_text, map_obs, num_rows
 from embodied.core.errors import ConfigError, EmbodiedError
-from embodied.core.files import as_path, check_place
-from embodied.core.options import Strict
+from embodied.core.files import as_path, check_place, whole_folder
+from embodied.core.options import ONNX, Strict
 from embodied.core.types import EnvSpec, EpisodeList, Observation
 from embodied.envs import env_class, make_env
 from embodied.envs.capabilities import choose_protocol
@@ -67,44 +65,25 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def start(argv: list[str]) -> None:
-    options, rest = read(argv)
+    options, rest = launch.own_options(Options, argv)
     if (loaded := load(rest, entry="evaluate")) is not None:
         export(loaded, options)
 
 
-def read(argv: list[str]) -> tuple[Options, list[str]]:
-    """The command's own options, and the arguments of an evaluation."""
-    own, problems, rest = launch.split_keys(argv, tuple(Options.model_fields))
-    if "out" not in own:
-        raise ConfigError("no folder is given: set out=FOLDER, a new folder")
-    try:
-        options = Options.model_validate(own)
-    except ValidationError as err:
-        problems += [f"{error['loc'][0]}={error['input']}: {error['msg']}" for error in err.errors()]
-    if problems:
-        raise ConfigError("\n".join(problems))
-    return options, rest
-
-
 def export(loaded: Loaded, options: Options) -> None:
     """Find the policy, play with it, write its program, compare both."""
-    from embodied.policies.export_program import check_packages
     from embodied.policies.policy_folder import checksums
 
-    out = as_path(options.out)
-    if out.exists():
-        raise ConfigError(f"out={out} exists already; name another folder")
-    check_place("out", out)
-    check_packages(options.format)
+    out = check_place("out", as_path(options.out), new=True)
+    if options.format == "onnx":
+        ONNX.check("format=onnx")
     source = one_policy(loaded)
     if loaded.dry_run:
         print(f"policy      {source.name}, a {source.config.name}, would be written to {out}")
         return
     policy, played = play(loaded.config, source, options.format)
     texts = instructions(policy, played, options.instructions)
-    aside = out.with_name(f".{out.name}-{os.getpid()}")
-    aside.mkdir(parents=True)
-    try:
+    with whole_folder(out) as aside:
         with checksums(aside):
             largest = write(aside, options.format, policy, played, texts, source)
         if largest > options.tolerance:
@@ -112,10 +91,6 @@ def export(loaded: Loaded, options: Options) -> None:
                 f"the program's actions differ by {largest:.1e} from the policy's; if they may, set "
                 f"tolerance={2 * largest:.0e}, or try format={next(each for each in FORMATS if each != options.format)}"
             )
-        aside.rename(out)
-    except BaseException:
-        shutil.rmtree(aside)
-        raise
     rows = sum(num_rows(each.obs) for each in played)
     recipe = stored_recipe(source.folder) if source.folder else None
     print(f"compared    {rows} decisions: actions differ by at most {largest:.1e} from the policy's")

@@ -140,11 +140,7 @@ class Planned:
 
 
 def main(argv: list[str] | None = None) -> int:
-    return launch.run(start, argv, USAGE)
-
-
-def start(argv: list[str]) -> None:
-    compare_predictions(argv)
+    return launch.run(compare_predictions, argv, USAGE)
 
 
 def call(*words: str | Mapping[str, Any]) -> dict[str, Any]:
@@ -337,17 +333,16 @@ def describe(planned: Planned, name: str) -> list[str]:
     ]
     left = [c.name for c in planned.topology.classes() if c.count and c.name not in planned.planner.pricer.classes]
     lines += [f"nothing of this recipe runs on {one} (learner.device, env.backend)" for one in left if one != "cpu"]
-    lines += ["", planned.verdict, *(f"  {line}" for line in (*planned.reasons, *describe_waiting(planned)))]
+    lines += [
+        "",
+        planned.verdict,
+        *(f"  {line}" for line in (*planned.reasons, *describe_lengths(planned.planner.pricer, planned.winner.layout))),
+    ]
     winner = planned.forecast(planned.winner)
     cut = f" pipeline.granularity={winner['granularity']}" if winner["granularity"] else ""
     if overlaps(planned.profile.dataflow):
         cut = f" pipeline.schedule={winner['schedule']}"
     return [*lines, "", f"placement='{json.dumps(winner['placement'])}' pipeline.stages={winner['stages']}{cut}"]
-
-
-def describe_waiting(planned: Planned) -> list[str]:
-    """Says how much time the winner loses because answers differ in length."""
-    return describe_lengths(planned.planner.pricer, planned.winner.layout)
 
 
 def load_warning(profile: Profile) -> list[str]:

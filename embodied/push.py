@@ -15,7 +15,6 @@ reads them; other policies as checkpoints have them. The token is that of `hf au
 
 from __future__ import annotations
 
-import os
 import shutil
 from contextlib import suppress
 from dataclasses import dataclass
@@ -27,16 +26,15 @@ import yaml
 from pydantic import Field
 
 from embodied.config.command_line import stored_recipe
-from embodied.config.read import read_yaml
 from embodied.core.errors import CheckpointError, ConfigError, EmbodiedError, in_a_line
-from embodied.core.files import as_path
+from embodied.core.files import as_path, whole_folder
 from embodied.core.options import Strict
 from embodied.policies.config import POLICY_CONFIGS
 from embodied.policies.hub import HUB_ID
 from embodied.policies.policy_folder import CONFIG, published_family, read_json
 from embodied.records.success_stats import describe_results
 from embodied.run import launch
-from embodied.run.policy_source import PolicySource, find
+from embodied.run.policy_source import PolicySource, find, resolved_recipe
 from embodied.run.run_folder import commit
 
 USAGE = "which policy, and where to? python -m embodied.push runs/NAME-DATE USER/NAME"
@@ -79,7 +77,7 @@ def push(policy: str, repository: str, options: Options, hub: Any = None) -> Pat
     """Write the folder, show it, and with `yes` upload it through `hub`, the HfApi; returns the folder."""
     if not HUB_ID.fullmatch(repository):
         raise ConfigError(f"{repository} is no name of a repository: USER/NAME")
-    source = find(policy, trusted=class_of_recipe(policy))
+    source = find(policy)
     if source.folder is None:
         raise ConfigError(f"{policy} has no weights to upload; name a run or a policy folder")
     recipe = stored_recipe(source.folder)
@@ -96,21 +94,12 @@ def push(policy: str, repository: str, options: Options, hub: Any = None) -> Pat
     return out
 
 
-def class_of_recipe(policy: str) -> str | None:
-    """The user's class, if the run's own recipe names it."""
-    recipe = stored_recipe(as_path(policy))
-    name = (read_yaml(recipe.read_text(encoding="utf-8")).get("policy") or {}).get("name") if recipe else None
-    return name if name and ":" in name else None
-
-
 # The folder
 
 
 def write(out: Path, source: PolicySource, recipe: Path | None, repository: str, options: Options) -> None:
     """The model's files, the recipe, a film, the card: whole or not at all."""
-    aside = out.with_name(f".{out.name}-{os.getpid()}")
-    aside.mkdir(parents=True)
-    try:
+    with whole_folder(out) as aside:
         write_model(aside, source)
         played = evaluation_of(source, recipe.parent if recipe else None)
         asked = recipe_without_places(recipe) if recipe else {}
@@ -119,10 +108,6 @@ def write(out: Path, source: PolicySource, recipe: Path | None, repository: str,
         if played and played.film:
             shutil.copyfile(played.film, aside / FILM)
         (aside / CARD).write_text(card(aside, source, asked, played, repository, options), encoding="utf-8")
-        shutil.rmtree(out, ignore_errors=True)
-        aside.rename(out)
-    finally:
-        shutil.rmtree(aside, ignore_errors=True)
 
 
 def write_model(folder: Path, source: PolicySource) -> None:
@@ -140,7 +125,7 @@ def write_model(folder: Path, source: PolicySource) -> None:
 
 def recipe_without_places(recipe: Path) -> dict[str, Any]:
     """The run's recipe, without folders and machines."""
-    stated = without_folders(read_yaml(recipe.read_text(encoding="utf-8")))
+    stated = without_folders(resolved_recipe(recipe.parent))
     kept = {key: value for key, value in stated.items() if key not in HERE}
     return {"run": {key: stated["run"].get(key) for key in ("env_steps", "iterations")}, **kept}
 

@@ -33,6 +33,7 @@ import numpy as np
 from embodied import let_call
 from embodied.core.errors import ConfigError
 from embodied.core.files import as_path, read_object
+from embodied.core.options import RERUN_SDK
 from embodied.reporting.comparison_page import read_all
 from embodied.reporting.page import write_page
 from embodied.reporting.run_page import REPORT, page_of
@@ -45,7 +46,6 @@ COMPARISON = "comparison.html"
 LIVE, RERUN = "--live", "--rerun="
 WHICH_RUN = "which run? python -m embodied.report runs/NAME-DATE [runs/NAME-DATE ...] [out=FILE] [--live]"
 EVERY_S = 5
-MISSING = "--rerun needs the package rerun-sdk: python -m pip install 'embodied-loop[rerun]'"
 STEP = "step"  # the timeline of Rerun
 
 
@@ -116,10 +116,9 @@ def write(folders: list[Path], out: Path | None, live: bool = False) -> Path:
 
 def write_episode(folder: Path, number: int, out: Path | None) -> Path:
     """Write the episode of this number, of the evaluation that the folder's report shows; returns its path."""
-    try:
-        import rerun
-    except ModuleNotFoundError:
-        raise ConfigError(MISSING) from None
+    RERUN_SDK.check("--rerun")
+    import rerun
+
     evaluation = read_run(folder).last
     episode = next((one for one in evaluation.episodes if one.index == number), None) if evaluation else None
     if not evaluation or not episode:

@@ -13,7 +13,6 @@ usage: python -m embodied.serve checkpoint=... [key=value ...] [--help]
 from __future__ import annotations
 
 import asyncio
-import importlib
 import signal
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
@@ -24,6 +23,7 @@ from embodied.config.answers import config_error, describe, explain
 from embodied.config.command_line import parse
 from embodied.config.read import COMMAND_LINE, Tree, leaves, root
 from embodied.core.errors import ConfigError
+from embodied.core.options import SERVERS, WEBSOCKETS
 from embodied.core.types import ActionSpec, EnvSpec
 from embodied.policies.config import PLAYING, POLICY_CONFIGS
 from embodied.policies.hub import folder_of, is_hub_id
@@ -59,7 +59,7 @@ def start(argv: list[str]) -> None:
     if (language := find_language(config.checkpoint, named)) is not None:
         asyncio.run(serve_language(config, language, protocol))
     else:
-        check_packages("msgpack", "websockets")
+        WEBSOCKETS.check("serving")
         asyncio.run(serve(load(config, protocol), config))
 
 
@@ -89,16 +89,6 @@ def check_device(device: str) -> None:
 
     if (count := torch.cuda.device_count()) <= int(device.partition(":")[2] or 0):
         raise ConfigError(f"device={device}: PyTorch finds {count} GPUs on this machine; try device=cpu")
-
-
-def check_packages(*needed: str) -> None:
-    """Raise ConfigError if a package for serving is missing."""
-    try:
-        for name in needed:
-            importlib.import_module(name)
-    except ModuleNotFoundError as err:
-        install = "python -m pip install 'embodied-loop[serve]'"
-        raise ConfigError(f"serving needs the package {err.name}, which is not installed: {install}") from None
 
 
 def usage() -> str:
@@ -138,7 +128,7 @@ def class_named(protocol: list[str]) -> str | None:
 
 async def serve_language(config: ServeConfig, source: PolicySource, words: list[str]) -> None:
     """Serve a language model until a signal asks to stop."""
-    check_packages("aiohttp")
+    SERVERS.check("serving")
     from embodied.serving.language_server import LanguageServer, Origin
 
     if given := [key for key in config.of_robots if key in config.model_fields_set]:

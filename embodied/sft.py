@@ -13,9 +13,8 @@ from typing import Any
 
 from embodied import let_call
 from embodied.collect import demonstrated
-from embodied.config.command_line import ON_COMMAND_LINE, from_python
+from embodied.config.command_line import from_python
 from embodied.config.recipe import Loaded, load
-from embodied.core.errors import ConfigError
 from embodied.reporting.runs import Run, read_run
 from embodied.run import launch
 from embodied.train import follow
@@ -35,8 +34,6 @@ def start(argv: list[str]) -> int:
 def call(*words: str | Mapping[str, Any]) -> Run:
     """Imitate from Python, like the command, and return the run: `embodied.sft("pointmass_ppo", "sft.data=demos")`."""
     loaded = load(from_python(words), entry="sft")
-    if loaded is None or loaded.dry_run:
-        raise ConfigError(ON_COMMAND_LINE)
     folders: list[Path] = []
     imitate(loaded, folders.append)
     return read_run(folders[0])

@@ -27,7 +27,7 @@ from __future__ import annotations
 import json
 import socket
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import datetime
 from functools import cache
 from itertools import chain
@@ -45,6 +45,7 @@ from embodied.placement import PlacementError, Topology, roles_of
 from embodied.placement.grammar import extra_roles, parse_devices
 from embodied.placement.iteration_cost import Pricer
 from embodied.placement.layout import Layout, Zone
+from embodied.placement.placement_plan import hosts_on, node_of
 from embodied.placement.topology import number
 from embodied.plan import load_warning
 from embodied.profiling import stored_profiles
@@ -61,7 +62,6 @@ from embodied.sharing.runs import (
     SharedRuns,
     devices_of,
     load_run,
-    on_node,
     planned,
     prepare,
     read_shared_runs,
@@ -191,24 +191,10 @@ def new_runs(order: ShareOrder) -> SharedRuns:
 def named_devices(text: str, topology: Topology) -> tuple[str, ...]:
     """The devices of devices=, with their names in gangs."""
     try:
-        slots = parse_devices(text)
+        slots = [replace(slot, node=node_of(slot.node, topology).name) for slot in parse_devices(text)]
+        return tuple(name for host in hosts_on((), slots, topology) for name in host.device_names)
     except PlacementError as err:
         raise ConfigError(f"devices={text}: {err}") from None
-    nodes = {"": topology.nodes[0], **{node.name: node for node in topology.nodes}}
-    devices = []
-    for slot in slots:
-        if (node := nodes.get(slot.node)) is None:
-            raise ConfigError(
-                f"devices={text}: {slot.node} is not there: {', '.join(filter(None, nodes)) or 'one machine'}"
-            )
-        known = {"cpu": range(node.cores), "gpu": [gpu.index for gpu in node.gpus]}
-        for index in slot.devices:
-            if index not in known.get(slot.kind, (index,)):
-                has = f"{node.name or 'this machine'} has {node.cores} cores and {len(node.gpus)} GPUs"
-                raise ConfigError(f"devices={text}: {slot.kind}:{index} is not there: {has}")
-            core = node.core_numbers[index] if slot.kind == "cpu" else index
-            devices.append(on_node(node, f"{slot.kind}:{core}"))
-    return tuple(devices)
 
 
 def describe(shared: SharedRuns) -> list[str]:

@@ -77,8 +77,7 @@ def call(*words: str | Mapping[str, Any]) -> RunGroup:
     rates of its page: `embodied.sweep("pointmass_ppo", "algo.lr=1e-4,1e-3", "seeds=0-2").rates`."""
     argv = from_python(words)
     _, folder = run_several(argv, sweep=True)
-    if folder is None:
-        raise ConfigError("--cfg and --dry-run are for the command line")
+    assert folder is not None, "it is no dry run"
     group = read_group(folder)
     return replace(group, rates={one.label: {name: summary(one, name) for name in RATES} for one in sets_of(group)})
 

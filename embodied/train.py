@@ -15,8 +15,7 @@ from shlex import quote
 from typing import TYPE_CHECKING, Any
 
 from embodied import let_call
-from embodied.config.command_line import ON_COMMAND_LINE, SEVERAL, from_python
-from embodied.config.read import COMMAND_LINE
+from embodied.config.command_line import SEVERAL, from_python
 from embodied.config.recipe import Loaded, RunConfig, commands_of_recipe, load
 from embodied.core.errors import CheckpointError, ConfigError, EmbodiedError, NothingToLearn, StepGivenUp, WorkerFailed
 from embodied.core.files import read_arrays, reading
@@ -68,8 +67,7 @@ def call(*words: str | Mapping[str, Any]) -> Run:
     if asks_for_several_runs(rest):
         raise ConfigError("seeds=, at_once= and group= make several runs: embodied.sweep(...) returns them")
     loaded = load(rest)
-    if loaded is None or loaded.dry_run:
-        raise ConfigError(ON_COMMAND_LINE)
+    assert loaded is not None, "it was asked for no help"
     folders: list[Path] = []
     follow(check_trains(loaded, program), program, opened=folders.append)
     return read_run(folders[0])
@@ -81,7 +79,7 @@ def asks_for_several_runs(argv: list[str]) -> bool:
 
 def check_trains(loaded: Loaded, program: type[EmbodiedLoop]) -> Loaded:
     """Refuse a recipe of another command (evaluation of published models, imitation), and name the right command."""
-    by_rl = any(where == COMMAND_LINE and key.startswith(BY_RL) for key, where in loaded.sources.items())
+    by_rl = any(key.startswith(BY_RL) for key in loaded.asked)
     if loaded.recipe and program is EmbodiedLoop and not by_rl and commands_of_recipe(loaded.recipe) == ["sft"]:
         raise ConfigError(
             f"recipe={loaded.recipe} imitates demonstrations: python -m embodied.sft "

@@ -13,7 +13,6 @@ import logging
 import operator
 import shutil
 import warnings
-from importlib.util import find_spec
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -22,7 +21,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from embodied.core.errors import ConfigError, EmbodiedError
+from embodied.core.errors import EmbodiedError
 from embodied.core.types import Observation
 from embodied.policies import run_policy, torch_session
 from embodied.policies.base import Policy
@@ -33,7 +32,6 @@ GRAPH = "graph.json"
 OBJECTS = {torch.dtype: "dtype", torch.layout: "layout", torch.memory_format: "memory_format"}
 LARGE = 2**30  # bytes of weights that ONNX keeps in a file of their own: a message holds 2 GB
 CHECKS = ("aten._assert_tensor_metadata.default", "aten._assert_scalar.default")
-NEEDS = ("onnx", "onnxscript", "onnxruntime")
 IMAGES = "images."
 
 
@@ -51,15 +49,6 @@ class Program(nn.Module):
         if "words" in parts:
             obs["instruction"] = {"ids": parts["words"], "is_word": parts["is_word"]}
         return self.policy.best_actions(obs, parts.get("noise"))
-
-
-def check_packages(file_format: str) -> None:
-    """Refuse ONNX without its packages."""
-    if file_format == "onnx" and (missing := [name for name in NEEDS if find_spec(name) is None]):
-        raise ConfigError(
-            f"format=onnx needs the packages {' and '.join(missing)}, which are not installed: "
-            "python -m pip install 'embodied-loop[onnx]'; or set format=torch"
-        )
 
 
 def describe(policy: Policy, obs: Observation, texts: list[str]) -> dict[str, Any]:

@@ -28,10 +28,10 @@ from embodied.config.read import (
     yaml_problem,
 )
 from embodied.config.recipe_files import EVERY_RECIPE, recipe_names
+from embodied.core.errors import ConfigError
 from embodied.core.files import as_path
 from embodied.policies.config import ANSWERING, PLAYING
 
-ON_COMMAND_LINE = "--help, --cfg and --dry-run are for the command line"
 FLAGS = {"-h": "--help", "--help": "--help", "--cfg": "--cfg", "--dry-run": "--dry-run"}
 SEVERAL = {  # arguments of several runs (embodied/sweep.py)
     "seeds": "0-4 or 0,2,5: a run for each seed, and a page of all; the same command continues.",
@@ -125,6 +125,8 @@ def from_python(words: Sequence[str | Mapping[str, Any]]) -> list[str]:
         else:
             named = "=" in word or word.startswith("-") or bool(arguments)
             arguments.append(word if named else f"recipe={word}")
+    if any(word in FLAGS for word in arguments):
+        raise ConfigError("--help, --cfg and --dry-run are for the command line")
     return arguments
 
 

@@ -336,6 +336,11 @@ class Loaded:
         return self.arguments["checkpoint"]
 
     @property
+    def asked(self) -> list[str]:
+        """The keys of the command line."""
+        return [key for key, where in self.sources.items() if where == COMMAND_LINE]
+
+    @property
     def dry_run(self) -> bool:
         return "--dry-run" in self.flags
 
@@ -368,8 +373,7 @@ def load(argv: list[str], entry: str = "train") -> Loaded | None:
 def load_recipe(*words: str | Mapping[str, Any]) -> RunConfig:
     """The resolved, frozen configuration: load_recipe("maniskill_ppo", "env.num_envs=32", {"algo.lr": 1e-3})."""
     loaded = load(from_python(words))
-    if loaded is None:
-        raise ConfigError("--help and --cfg are for the command line; print the configuration instead")
+    assert loaded is not None, "it was asked for no help"
     return loaded.config
 
 

@@ -52,13 +52,28 @@ class BadPath(ConfigError, ValueError):
     """A text that cannot be a path."""
 
 
-def check_place(key: str, path: Path) -> Path:
-    """The path of a new file or folder. Raises ConfigError if its place cannot hold it."""
+def check_place(key: str, path: Path, new: bool = False) -> Path:
+    """The path of a file or folder, `new` if it may not exist. Raises ConfigError if its place cannot hold it."""
+    if new and path.exists():
+        raise ConfigError(f"{key}={path} exists already; name another folder")
     there = next((above for above in [path, *path.parents] if above.exists()), path)
     if not (there.is_dir() and os.access(there, os.W_OK)):
         what = "cannot be written" if there.is_dir() else "is not a folder"
         raise ConfigError(f"{key}={path}: {there} {what}; name another place")
     return path
+
+
+@contextmanager
+def whole_folder(folder: Path) -> Iterator[Path]:
+    """A folder to fill; without an error it gets this name, in place of an older folder."""
+    aside = folder.with_name(f".{folder.name}-{os.getpid()}")
+    aside.mkdir(parents=True)
+    try:
+        yield aside
+        shutil.rmtree(folder, ignore_errors=True)
+        aside.rename(folder)
+    finally:
+        shutil.rmtree(aside, ignore_errors=True)
 
 
 def cache_folder() -> Path:

@@ -25,7 +25,7 @@ from typing import Annotated, Any, ClassVar, get_args
 from pydantic import AfterValidator, BaseModel, ConfigDict, ValidationInfo, field_validator, model_validator
 from pydantic_core import CoreSchema, PydanticKnownError, core_schema
 
-from embodied.core.errors import ConfigError
+from embodied.core.errors import ConfigError, EmbodiedError
 from embodied.core.files import as_path, is_data_set
 
 ROOT = Path(__file__).resolve().parents[2]  # of a checkout
@@ -234,16 +234,19 @@ class Requirement:
             return f"python -m pip install -c {ROOT}/constraints.txt -e '{ROOT}[{self.extra}]'"
         return f"python -m pip install 'embodied-loop[{self.extra}]'"
 
-    def check(self, what: str) -> None:
-        """Raise ConfigError if a package is missing that `what` needs."""
+    def check(self, what: str, error: type[EmbodiedError] = ConfigError) -> None:
+        """Raise an error if a package is missing that `what` needs."""
         if missing := [name for name in self.packages if not any(metadata.distributions(name=name))]:
-            raise ConfigError(f"{what} needs {', '.join(missing)}, which is not installed: {self.install}")
+            raise error(f"{what} needs {', '.join(missing)}, which is not installed: {self.install}")
 
 
 # Of what is neither an env nor a policy; these state their own (`needs`)
 RAY = Requirement(("ray",), "ray")
 DATASETS = Requirement(("pyarrow",), "datasets")
 SERVERS = Requirement(("aiohttp",), "serve")
+WEBSOCKETS = Requirement(("msgpack", "websockets"), "serve")
+ONNX = Requirement(("onnx", "onnxscript", "onnxruntime"), "onnx")
+RERUN_SDK = Requirement(("rerun-sdk",), "rerun")
 
 
 @dataclass(frozen=True)

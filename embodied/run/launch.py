@@ -59,11 +59,10 @@ NO_SPACE = "; free some space or choose another run.dir"
 UNSAVED = "; the training after the last checkpoint is lost"
 
 
-def run(
-    body: Callable[[list[str]], int | None], argv: list[str] | None = None, usage: str | None = "", lost: str = ""
-) -> int:
-    """Run a command with its arguments, and return its body's exit code; user errors become a few lines and exit code 1
-    or 2. `usage` answers --help, unless the recipe's keys do; `lost` names the cost of stopping at once."""
+def run(body: Callable[[list[str]], Any], argv: list[str] | None = None, usage: str | None = "", lost: str = "") -> int:
+    """Run a command with its arguments, and return its exit code, an int if its body returns one; user errors become a
+    few lines and exit code 1 or 2. `usage` answers --help, unless the recipe's keys do; `lost` names the cost of
+    stopping at once."""
     arguments = sys.argv[1:] if argv is None else argv
     if signal.getsignal(signal.SIGINT) is _stop_at_once:  # from now on Ctrl-C must close the run
         signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -71,7 +70,8 @@ def run(
         if usage and {"-h", "--help"} & {*arguments}:
             say(usage.strip())
             return 0
-        return body(arguments) or 0
+        result = body(arguments)
+        return result if isinstance(result, int) else 0
     except EmbodiedError as err:
         print(f"error: {err}", file=sys.stderr)
         return err.exit_code

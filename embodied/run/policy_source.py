@@ -7,6 +7,7 @@ run may be a recipe: then it is the policy of that recipe's finished run, or of 
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import reduce
 from glob import escape
@@ -17,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
 from embodied.config.command_line import COMMANDS, Command, is_class, is_one_of, is_server, stored_recipe
-from embodied.config.read import COMMAND_LINE, read_yaml, write_yaml
+from embodied.config.read import read_yaml, write_yaml
 from embodied.config.recipe import Loaded, RunConfig, commands_of_recipe, load
 from embodied.config.recipe_files import recipe_names
 from embodied.core.arrays import flat_dict
@@ -89,8 +90,8 @@ def find_all(loaded: Loaded) -> list[PolicySource]:
         known = {source.name for source in sources}
         names = [policy.name, *(f"{policy.name}-{number}" for number in range(2, len(checkpoints) + 1))]
         sources.append(PolicySource(**{**vars(policy), "name": next(name for name in names if name not in known)}))
-    asked = loaded.config.policy.name if loaded.sources.get("policy.name") == COMMAND_LINE else None
-    if asked and asked not in [source.config.name for source in sources]:
+    asked = loaded.config.policy.name
+    if "policy.name" in loaded.asked and asked not in [source.config.name for source in sources]:
         raise ConfigError(
             f"policy.name={asked} has no effect: {sources[0].name} is a {sources[0].config.name}; leave it out"
         )
@@ -161,28 +162,27 @@ def check_named(checkpoint: str, name: str, named: list[str | None]) -> None:
 def trained_class(policy: Path) -> str | None:
     """`policy.name` in the config.yaml of the run that contains a policy folder; None outside a run."""
     recipe = stored_recipe(policy)
-    values = (read_yaml(recipe.read_text(encoding="utf-8")) or {}) if recipe else {}
-    return (values.get("policy") or {}).get("name")
+    return (resolved_recipe(recipe.parent).get("policy") or {}).get("name") if recipe else None
 
 
 def answering(config: Any, loaded: Loaded | None) -> Any:
     """The policy's options, with the command line's options of engine and generation."""
-    asked = [key for key in ANSWERING if loaded and loaded.sources.get(key) == COMMAND_LINE]
-    if not asked or loaded is None:
+    if loaded is None or not (asked := [key for key in ANSWERING if key in loaded.asked]):
         return config
     if not config.speaks:
         raise ConfigError(f"{asked[0]} has no effect: only a language model has an engine; leave it out")
     own = {key: value for key, value in config if key not in SERVER or "policy.engine" not in asked}
-    changed = {key: getattr(loaded.config.policy, key) for key in (name.removeprefix("policy.") for name in asked)}
-    return LanguageConfig.model_validate(own | changed)
+    return LanguageConfig.model_validate(own | policy_options(loaded, asked))
 
 
 def playing(config: Any, loaded: Loaded | None) -> Any:
     """The policy's options, with the command line's options of how its actions are computed and played."""
-    given = [key for key, where in loaded.sources.items() if where == COMMAND_LINE] if loaded else []
-    asked = [key for key in PLAYING if any(is_one_of(one, [key]) for one in given)]
-    changed = {key: getattr(loaded.config.policy, key) for key in (name.removeprefix("policy.") for name in asked)}
-    return with_playing(config, changed)
+    asked = [key for key in PLAYING if any(is_one_of(one, [key]) for one in loaded.asked)] if loaded else []
+    return with_playing(config, policy_options(loaded, asked) if asked else {})
+
+
+def policy_options(loaded: Any, keys: Sequence[str]) -> dict[str, Any]:
+    return {key: getattr(loaded.config.policy, key) for key in (name.removeprefix("policy.") for name in keys)}
 
 
 def with_playing(config: Any, changed: dict[str, Any]) -> Any:
@@ -318,7 +318,7 @@ def of_another_env(source: PolicySource, env: Any) -> bool:
 
 def env_stored_in(recipe: Path) -> dict[str, Any]:
     """The env options of a run's config.yaml."""
-    return read_yaml(recipe.read_text(encoding="utf-8")).get("env") or {}
+    return resolved_recipe(recipe.parent).get("env") or {}
 
 
 def other_training(source: PolicySource, loaded: Loaded, fixed: dict[str, Any]) -> str:
@@ -328,14 +328,13 @@ def other_training(source: PolicySource, loaded: Loaded, fixed: dict[str, Any]) 
     if not recipe:
         return ""
     trained = env_stored_in(recipe)
-    asked = {key for key, where in loaded.sources.items() if where == COMMAND_LINE}
     now = loaded.config.env.model_dump(mode="json")
     if trained.get("name") != now["name"]:
         return f"{source.name} was trained with env.name={trained.get('name')} env.task={trained.get('task')}"
     odd = [
         f"env.{key}={trained.get(key)!r} (now {now.get(key)!r})"
         for key in sorted(trained.keys() | now.keys())
-        if key not in (*UNLIKE, *fixed) and f"env.{key}" not in asked and trained.get(key) != now.get(key)
+        if key not in (*UNLIKE, *fixed) and f"env.{key}" not in loaded.asked and trained.get(key) != now.get(key)
     ]
     return f"{source.name} was trained with {', '.join(odd)}" if odd else ""
 
@@ -357,8 +356,7 @@ def policy_of(folder: Path, loaded: Loaded) -> Any:
     check_model(folder, config, key="checkpoint")
     config = config.model_copy(update={"pretrained": str(folder)})
     chosen = policy_class(config.name).choices(config, env_class(loaded.config.env).tasks(loaded.config.env)[0])
-    asked = {key.removeprefix("policy.") for key, where in loaded.sources.items() if where == COMMAND_LINE}
-    return config.model_copy(update={key: value for key, value in chosen.items() if key not in asked})
+    return config.model_copy(update={key: chosen[key] for key in chosen if f"policy.{key}" not in loaded.asked})
 
 
 def published_spec(config: Any, env: Any) -> EnvSpec:
@@ -465,9 +463,7 @@ def recipe_named(start: Path) -> str | None:
 def said_for_both(loaded: Loaded, command: Command) -> list[str]:
     """Arguments of the command line that also hold for the first run, which is one of `command`."""
     values = loaded.config.model_dump(mode="json")
-    asked = [key for key, where in loaded.sources.items() if where == COMMAND_LINE]
-    both = [key for key in asked if any(key == name or key.startswith(f"{name}.") for name in ALSO)]
-    both = [key for key in both if not command.ignores(key)]
+    both = [key for key in loaded.asked if is_one_of(key, ALSO) and not command.ignores(key)]
     return [f"{key}={write_yaml(reduce(getitem, key.split('.'), values))}" for key in both]
 
 

@@ -27,7 +27,7 @@ from embodied.core.plugins import ENGINE_CLASSES, PACKAGE
 from embodied.core.types import EpisodeSpec
 from embodied.envs import env_class, import_class, make_env
 from embodied.envs.config import EnvConfig
-from embodied.envs.own_modules import explain_errors, names_a_class, own_modules, try_out
+from embodied.envs.own_modules import explain_errors, names_a_class, own_modules
 from embodied.policies import make_policy, policy_class
 from embodied.policies.config import PolicyConfig
 from embodied.run.policy_source import PolicySource, check_fits, trained_in
@@ -108,7 +108,7 @@ def play(kind: Any, env: Any, policies: Sequence[Any], answer: Path) -> None:
     """Build an env of one row and step it, which calls the reward; then act with the policies."""
     with kind.explain_errors(env):
         made = make_env(kind.plain_config(env), 1)
-        try_out(made)
+        made.try_out()
     for policy in policies:
         answer.write_text(f"making policy.name={policy.name} and asking it for an action")
         with explain_errors(f"policy.name={policy.name}", "be made or act"):

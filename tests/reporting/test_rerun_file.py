@@ -7,6 +7,7 @@ import pytest
 from written_datasets import SPEC, write_new
 from written_runs import played, write_evaluation
 
+from embodied.core.options import Requirement
 from embodied.report import main
 
 
@@ -23,14 +24,15 @@ def evaluation(tmp_path):
 @pytest.mark.parametrize(
     ("words", "without", "told"),
     [
-        (["--rerun=0"], "rerun", "needs the package rerun-sdk"),
+        (["--rerun=0"], "no-rerun", "--rerun needs no-rerun, which is not installed"),
         (["--rerun=x"], "", "the number of an episode"),
         (["--rerun=9"], "", "has no episode 9"),
         (["--rerun=1"], "", "neither a video nor recorded steps"),
     ],
 )
 def test_an_episode_that_cannot_be_written_is_refused(words, without, told, evaluation, monkeypatch, capsys):
-    monkeypatch.setitem(sys.modules, "rerun", None if without else sys.modules.get("rerun", sys))
+    monkeypatch.setitem(sys.modules, "rerun", sys.modules.get("rerun", sys))
+    monkeypatch.setattr("embodied.report.RERUN_SDK", Requirement((without,) if without else ()))
     assert main([str(evaluation), *words]) == 2
     assert told in capsys.readouterr().err
 
