@@ -36,7 +36,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from shlex import quote
 from time import monotonic
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from embodied.config.recipe import RunConfig
 from embodied.core.arrays import gather
@@ -50,11 +50,10 @@ from embodied.policies import slow_imports
 from embodied.records.progress import timestamp
 from embodied.run import launch
 from embodied.run.devices import check_memory, divides_requests, host_plans, machines
-from embodied.run.run_folder import ANSWER, REQUEST, is_held, was_killed
+from embodied.run.run_folder import ANSWER, REQUEST, RunFolder, is_held, was_killed
 from embodied.runtime.device_leases import GB, SHARE
 
 if TYPE_CHECKING:
-    from embodied.train import WorkerRequests
     from embodied.workflows.rl_loop import EmbodiedLoop
     from embodied.workflows.rollout_manager import Newcomer, RolloutManager
 
@@ -191,11 +190,20 @@ class WorkerRequest:
         return wish
 
 
+class Requested(Protocol):
+    """The run of which a user asks something."""
+
+    config: RunConfig
+    folder: RunFolder
+    plan: PlacementPlan  # always of the present workers
+    updating: Collection[str]  # roles that work in updates
+    say: Callable[[str], None]
+
+
 class WorkerChanges:
     """The driver's side: follows one request at a time, during rollouts and between iterations."""
 
-    def __init__(self, run: WorkerRequests) -> None:
-        """`run.plan` is always the plan of the present workers."""
+    def __init__(self, run: Requested) -> None:
         self.run, self.config, self.updating = run, run.config, {*run.updating}
         self.folder, self.say = run.folder, run.say
         self.request: WorkerRequest | None = None

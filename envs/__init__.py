@@ -9,6 +9,7 @@ import inspect
 from typing import TYPE_CHECKING, Any
 
 from embodied.core.errors import ConfigError
+from embodied.core.plugins import imported
 from embodied.envs.config import ENV_CONFIGS, kind_of
 from embodied.envs.own_modules import import_all, import_class, simulator_of
 
@@ -49,12 +50,7 @@ def interpreter_of(config: Any) -> dict[str, dict[str, str]]:
 
 def plugin(name: str) -> type[Any]:
     """The class of a registered env."""
-    return named_class(ENV_CONFIGS[name].env)
-
-
-def named_class(name: str) -> type[Any]:
-    module, _, cls = name.partition(":")
-    return getattr(importlib.import_module(module), cls)
+    return imported(ENV_CONFIGS[name].env)
 
 
 def env_class(config: Any) -> type[Any]:
@@ -67,21 +63,21 @@ def env_class(config: Any) -> type[Any]:
     import_all(config)
     kind = kind_of(config)
     if kind != "external":
-        return named_class(config.plays)
+        return imported(config.plays)
 
     import gymnasium
 
     from embodied.envs.text.text_env import TextEnv
     from embodied.envs.vector_env import VectorEnv
 
-    imported = import_class(config.name)
-    if inspect.isclass(imported) and issubclass(imported, (VectorEnv, TextEnv)):
-        return imported
-    if simulator := simulator_of(imported):
+    own = import_class(config.name)
+    if inspect.isclass(own) and issubclass(own, (VectorEnv, TextEnv)):
+        return own
+    if simulator := simulator_of(own):
         raise ConfigError(f"{config.name} is a task of env.name={simulator}: set env.task={config.name}")
-    if inspect.isclass(imported) and issubclass(imported, gymnasium.Env):
+    if inspect.isclass(own) and issubclass(own, gymnasium.Env):
         return plugin("gym")
     raise ConfigError(
         f"env.name={config.name!r} is not a class of embodied.envs.vector_env.VectorEnv or gymnasium.Env, and not a "
-        f"task of a simulator: {imported!r}"
+        f"task of a simulator: {own!r}"
     )

@@ -19,13 +19,10 @@ from contextlib import contextmanager
 from importlib.abc import MetaPathFinder
 from pathlib import Path
 from types import ModuleType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from embodied.core.errors import ConfigError, EmbodiedError, in_a_line, nearest
 from embodied.envs.config import ENV_CONFIGS, EXTERNAL, kind_of, unknown_env
-
-if TYPE_CHECKING:
-    from embodied.envs.vector_env import VectorEnv
 
 MODULE = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*")
 
@@ -200,15 +197,6 @@ def explain_errors(what: str, does: str = "be built or stepped") -> Iterator[Non
         raise
     except (Exception, SystemExit) as err:
         raise ConfigError(f"{what} cannot {does}: {in_a_line(err)}{line_of(err)}") from err
-
-
-def try_out(env: VectorEnv) -> None:
-    """Reset and step an env."""
-    import numpy as np
-
-    action = env.env_spec.action
-    env.reset(seed=0)
-    env.step_chunk(np.zeros((env.num_envs, 1, action.dim), int if action.discrete else np.float32))
 
 
 def line_of(err: BaseException) -> str:

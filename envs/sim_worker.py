@@ -31,7 +31,6 @@ from embodied.core.types import (
 )
 from embodied.envs import env_class, make_env
 from embodied.envs.capabilities import Expert
-from embodied.envs.own_modules import try_out
 from embodied.envs.player import (
     EpisodePlayer,
     EpisodeStream,
@@ -70,7 +69,7 @@ class SimWorker(PlayerWorker):
                     env = make_env(self.config, per_stage)
                 self.stages.append(Stage(env, ids, self.config.num_envs, self.timers, self._began))
             if ":" in self.config.reward:  # a mistake in it ends the run now, instead of restarting this worker
-                try_out(self.stages[0].env)
+                self.stages[0].env.try_out()
         return self.stages[0].env.env_spec
 
     def eval_spec(self) -> EnvSpec:

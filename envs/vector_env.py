@@ -229,6 +229,12 @@ class VectorEnv(EnvCapabilities, GymnasiumVectorEnv):
         errors, self.given_up = tuple(self.given_up.items()), {}
         return ChunkResult(obs, side_by_side(rewards), terminated, truncated, mask, reported, errors)
 
+    def try_out(self) -> None:
+        """Reset and step once, to find mistakes."""
+        action = self.env_spec.action
+        self.reset(seed=0)
+        self.step_chunk(np.zeros((self.num_envs, 1, action.dim), int if action.discrete else np.float32))
+
     def render(self) -> tuple[np.ndarray, ...]:
         return tuple(self.render_rows(np.arange(self.num_envs)))
 

@@ -15,19 +15,27 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from functools import cache
-from typing import TYPE_CHECKING
+from typing import Any, Protocol
 
 import numpy as np
 
 from embodied.placement.dataflow import Dataflow, shares_by_time
 from embodied.placement.layout import Layer
 from embodied.placement.profile import Array, max_of
-
-if TYPE_CHECKING:
-    from embodied.placement.iteration_cost import Pricer, Terms
+from embodied.placement.topology import DeviceClass
 
 TINY = 1e-300  # seconds; avoids a division by 0
 ROUNDING = 1e-12  # of a sum of shares
+
+
+class Pricer(Protocol):
+    """What is asked of `iteration_cost.Pricer`."""
+
+    dataflow: Dataflow
+    classes: dict[str, DeviceClass]
+    cost: Any
+    count: Any
+    slowdowns: Any
 
 
 def overlaps(dataflow: Dataflow) -> bool:
@@ -114,7 +122,7 @@ def overlapped(
     dataflow: Dataflow,
     rollout: Sequence[Array],
     update: Sequence[Array],
-    terms: Terms,
+    terms: Mapping[tuple, Array],
     arrivals: Sequence[Sequence[Array]] | None = None,
 ) -> Array:
     """Seconds of rollout and update on separate devices, and of the weight sync. Both are (seconds while both work,

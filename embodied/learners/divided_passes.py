@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -23,9 +23,6 @@ from embodied.learners.model import Pass
 from embodied.placement.balance import PassCost, SequenceLoad, divide_sequences, exchange_costs, order_of_passes
 from embodied.policies.base import Policy
 from embodied.runtime.collective import Collective, PendingTensor, RankGroup
-
-if TYPE_CHECKING:
-    pass
 
 SENT = ("actions", "mask", "lengths", "groups")  # arrays of conversations that are sent to helping ranks
 

@@ -26,7 +26,7 @@ from embodied.core.pictures import DATA, PictureError
 from embodied.policies.language.http_messages import MOST_TOGETHER
 
 if TYPE_CHECKING:
-    from embodied.policies.language.trust import ProofBlock
+    from embodied.policies.language.engine import Block
 
 MOST_CHOICES = 1024  # answers to one request
 MOST_PICTURES = 64  # of a prompt of token numbers
@@ -159,7 +159,7 @@ class AnswerChoice:
     finish: str  # stop, length or abort; "": it is open
     words: Callable[[int], str]  # name of a token
     scores: Sequence[TokenScore] = ()  # of the prompt's tokens except the first
-    proof: Sequence[ProofBlock] = ()
+    proof: Sequence[Block] = ()
 
 
 class StreamedAnswer:

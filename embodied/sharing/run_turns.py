@@ -199,19 +199,19 @@ class RunTurns(Turns):
             return self.gap(run) / max(self.target(run), 1e-9)
         return self.runs[run].remaining_s / max(1, self.generates_on(run) + more)
 
+    def _generating(self, run: str) -> list[_Gang]:
+        """The gangs of devices on which it generates."""
+        mine = [gang for gang in self.gangs.values() if gang.run == run]
+        return [gang for gang in mine if gang.tier == GENERATE and gang.state == "holds"]
+
     def _generates_on(self, run: str) -> int:
         """The number of devices on which it generates."""
-        gangs = [
-            gang for gang in self.gangs.values() if gang.run == run and gang.tier == GENERATE and gang.state == "holds"
-        ]
-        return len({device for gang in gangs for device in gang.devices})
+        return len({device for gang in self._generating(run) for device in gang.devices})
 
     def _busy_on(self, run: str) -> int:
         """The number of devices on which it generates and that it will keep: devices without work are released."""
-        gangs = [
-            gang for gang in self.gangs.values() if gang.run == run and gang.tier == GENERATE and gang.state == "holds"
-        ]
-        return len({d for gang in gangs if not gang.rests and gang.leaves_since is None for d in gang.devices})
+        kept = [gang for gang in self._generating(run) if not gang.rests and gang.leaves_since is None]
+        return len({device for gang in kept for device in gang.devices})
 
     def _wants(self, run: str) -> bool:
         """True if it generates or waits to generate."""

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from time import perf_counter
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
@@ -21,7 +21,6 @@ from embodied.runtime import Channel, Handle, WorkerGroup
 from embodied.workflows.contract import BatchSource, Role
 
 if TYPE_CHECKING:
-    from embodied.workflows.groups import Groups
     from embodied.workflows.rollout_manager import Round
     from embodied.workflows.workers import Workers
 
@@ -190,6 +189,15 @@ class Collector(BatchSource):
         return {}
 
 
+class KeptEpisodes(Protocol):
+    """What roles ask of `Groups`: who keeps an episode."""
+
+    table: dict[int, Any]
+    hand_in: Any
+    lost_among: Any
+    set_keepers: Any
+
+
 class Relays:
     """The relaying roles, in the order of the program's declaration.
 
@@ -271,7 +279,7 @@ class Relays:
         return metrics
 
     def pass_groups(
-        self, groups: Iterable[tuple[int, ...]], experience: Groups
+        self, groups: Iterable[tuple[int, ...]], experience: KeptEpisodes
     ) -> tuple[dict[int, float], dict[str, float]]:
         """Let these groups of episodes pass through; the workers of the last role keep them afterwards. Returns each
         episode's total reward, without episodes of sims that died meanwhile, and the metrics."""
@@ -328,7 +336,7 @@ class Relays:
         """True if groups have come to a role, or a role has passed groups on."""
         return any(queue.is_due() for queue in self.queues.values())
 
-    def go_on(self, experience: Groups) -> Iterator[tuple[Passage, dict[int, float]]]:
+    def go_on(self, experience: KeptEpisodes) -> Iterator[tuple[Passage, dict[int, float]]]:
         """Groups that have passed their roles, with the total reward of each episode, or that were lost (without
         rewards)."""
         for (role, _), queue in self.queues.items():
@@ -352,7 +360,7 @@ class Relays:
     def _put(self, role: int, passage: Passage) -> None:
         self.queues[role, passage.place % len(self.worker_groups[role])].to_send.append(passage)
 
-    def _send(self, queue: RoleQueue, experience: Groups) -> None:
+    def _send(self, queue: RoleQueue, experience: KeptEpisodes) -> None:
         """Let the keepers of groups send them to a role's worker."""
         self.passed += 1
         groups, queue.to_send = queue.to_send, []
@@ -361,7 +369,7 @@ class Relays:
         calls = experience.hand_in(episodes, queue.channel, self.passed)
         queue.sent.append(Transfer(self.passed, groups, keepers, calls))
 
-    def _add(self, queue: RoleQueue, experience: Groups) -> None:
+    def _add(self, queue: RoleQueue, experience: KeptEpisodes) -> None:
         """Let an idle worker take all groups that have come, and keep them afterwards. Of a lost group it takes what is
         in its channel."""
         came = [transfer for transfer in queue.sent if transfer.done()]

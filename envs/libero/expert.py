@@ -9,15 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import Any
 
 import numpy as np
 
 from embodied.core.errors import ConfigError
 from embodied.envs.libero.scene import SceneRow
-
-if TYPE_CHECKING:
-    from embodied.envs.libero.env import LiberoEnv
 
 # Where things are in a scene, as the expert measures it.
 
@@ -123,7 +120,8 @@ class Grasp:
 class LiberoExpert:
     """Plays the rows of an env whose tasks are to pick something up and put it in or on something."""
 
-    def __init__(self, env: LiberoEnv) -> None:
+    def __init__(self, env: Any) -> None:
+        """`env` is a `LiberoEnv`."""
         self._env = env
         self._plans: list[Iterator[np.ndarray] | None] = [None] * env.num_envs
 

@@ -47,7 +47,7 @@ from embodied.envs.maniskill.tasks import (
     registered,
     to_prove,
 )
-from embodied.envs.own_modules import explain_errors, is_own, try_out
+from embodied.envs.own_modules import explain_errors, is_own
 from embodied.envs.vector_env import ReplayedEnv, StepResult
 
 NO_DRAWING = (
@@ -183,7 +183,7 @@ class ManiSkillEnv(ReplayedEnv):
             return
         with cls.explain_errors(config):
             with closing(cls(cls.plain_config(config), 1)) as made:
-                try_out(made)
+                made.try_out()
 
     @classmethod
     def on_cores(cls, config: ManiSkillConfig) -> ManiSkillConfig:

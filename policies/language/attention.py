@@ -57,6 +57,15 @@ def wide_row(kernel: str, dim: int) -> float:
     return 2.0 * dim if kernel == DENSE else math.inf
 
 
+def token_bytes(model: Any) -> int:
+    """Bytes of one token's keys and values."""
+    shape = model.config.get_text_config()
+    heads = getattr(shape, "num_key_value_heads", None) or shape.num_attention_heads
+    dim = getattr(shape, "head_dim", None) or shape.hidden_size // shape.num_attention_heads
+    dims = [getattr(shape, key, None) or dim for key in ("qk_head_dim", "v_head_dim")]  # DeepSeek has other values
+    return sum(dims) * shape.num_hidden_layers * heads * next(model.parameters()).element_size()
+
+
 def window_of(shape: Any) -> int | None:
     """The number of tokens that layers with a sliding window see; None if no layer has one."""
     kinds = getattr(shape, "layer_types", None) or ["sliding_attention"]

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 import torch
@@ -21,11 +21,11 @@ from embodied.core.conversations import Remark
 from embodied.core.errors import ConfigError
 from embodied.core.plugins import ENGINE_CLASSES
 from embodied.core.types import SamplingRule
+from embodied.policies.language.attention import token_bytes
 from embodied.policies.language.config import LanguageConfig
 
 if TYPE_CHECKING:
     from embodied.policies.language.policy import LanguagePolicy
-    from embodied.policies.language.trust import ProofBlock
 
 Likeliest = tuple[tuple[tuple[int, float], ...], ...]  # by token of an answer: the likeliest tokens, their log-probs
 
@@ -55,6 +55,12 @@ class Request:
     keep: bool = False  # True if a request may follow that begins with these tokens and their answer
 
 
+class Block(Protocol):
+    """A part of a proof (`trust.ProofBlock`)."""
+
+    def to_text(self) -> str: ...
+
+
 @dataclass(frozen=True)
 class Answer:
     """The answer to a request: A tokens, including the stop token if there is one."""
@@ -65,7 +71,7 @@ class Answer:
     truncated: bool  # it ended without a stop token: max_tokens, max_length, or aborted
     dropped: str = ""  # why it is unusable: it is dropped
     likeliest: Likeliest = ()  # for each token, if requested
-    proof: tuple[ProofBlock, ...] = ()  # proof of its hidden states, if requested
+    proof: tuple[Block, ...] = ()  # proof of its hidden states, if requested
 
 
 class Engine:
@@ -192,15 +198,6 @@ def seed_of(request: Request) -> int:
 def empty_answer(request: Request) -> Answer:
     """The empty answer to a conversation without room for one, or that was not begun."""
     return Answer(request.key, np.zeros(0, np.int32), np.zeros(0, np.float32), True)
-
-
-def token_bytes(model: Any) -> int:
-    """Bytes of one token's keys and values."""
-    shape = model.config.get_text_config()
-    heads = getattr(shape, "num_key_value_heads", None) or shape.num_attention_heads
-    dim = getattr(shape, "head_dim", None) or shape.hidden_size // shape.num_attention_heads
-    dims = [getattr(shape, key, None) or dim for key in ("qk_head_dim", "v_head_dim")]  # DeepSeek has other values
-    return sum(dims) * shape.num_hidden_layers * heads * next(model.parameters()).element_size()
 
 
 def cache_bytes(config: LanguageConfig, model: Any, max_length: int) -> int:

@@ -20,7 +20,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -30,7 +30,6 @@ from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
     AutoModelForImageTextToText,
-    GenerationConfig,
     GPT2Config,
     PreTrainedConfig,
     Qwen2_5_VLConfig,
@@ -44,11 +43,8 @@ from transformers.utils import logging
 from embodied.core.errors import CheckpointError, ConfigError, in_a_line
 from embodied.policies.language.attention import DENSE, implementation, is_special, window_of
 from embodied.policies.language.sight import PREPROCESSOR, SIGHTS, decoder_of
-from embodied.policies.policy_folder import CONFIG, OURS, TOKENIZER_FILES, copy_files, own_layer, read_blobs, read_json
+from embodied.policies.policy_folder import CONFIG, OURS, TOKENIZER_FILES, own_layer, read_blobs, read_json
 from embodied.runtime.published_weights import Blob, Spec, blob_of, tensor_of
-
-if TYPE_CHECKING:
-    from embodied.policies.language.tokenizer import ConversationTokenizer
 
 CPU_HEADS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)  # sizes with kernels in vLLM
 GENERATION = "generation_config.json"
@@ -303,18 +299,6 @@ def by_number(name: str) -> list[tuple[int, Any]]:
 def as_published(model: Any, weights: Iterable[tuple[str, Tensor]]) -> dict[str, Tensor]:
     """Weights of the model's modules with the names and shapes of published folders."""
     return revert_weight_conversion(model, dict(weights))
-
-
-def write_companions(folder: Path, origin: Path | None, tokenizer: ConversationTokenizer) -> None:
-    """Write the other files of a model folder: copies from `origin`, or our own."""
-    if origin:
-        copy_files(origin, folder, COMPANIONS)
-        return
-    tokenizer.save(folder)
-    if tokenizer.sight:
-        tokenizer.sight.save(folder)
-    ends = sorted(tokenizer.stops)
-    GenerationConfig(eos_token_id=ends, pad_token_id=tokenizer.base.pad_token_id).save_pretrained(folder)
 
 
 DIM, LAYERS, HEADS, MLP, POSITIONS, EXPERTS = 128, 3, 4, 384, 1024, 8

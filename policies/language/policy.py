@@ -29,15 +29,14 @@ from embodied.core.types import EnvSpec
 from embodied.policies.base import Scores
 from embodied.policies.language import attention
 from embodied.policies.language import folder as files
-from embodied.policies.language.attention import DividedPass
+from embodied.policies.language.attention import DividedPass, token_bytes
 from embodied.policies.language.config import LanguageConfig
-from embodied.policies.language.engine import token_bytes
 from embodied.policies.language.experts import BIAS, ExpertLoads, is_router, num_experts
 from embodied.policies.language.folder import HEADS, head_size, heads_of, scaled_logits
 from embodied.policies.language.packing import Packed, into_passes, lay_out
 from embodied.policies.language.sight import SIGHTS, Sight, decoder_of, place_cost, tower_blocks_of
 from embodied.policies.language.tokenizer import READERS, ConversationTokenizer, tokenizer_of
-from embodied.policies.policy_folder import CONFIG, published_family, read_blobs, write_shards, write_values
+from embodied.policies.policy_folder import CONFIG, copy_files, published_family, read_blobs, write_shards, write_values
 from embodied.policies.published import PublishedPolicy
 from embodied.policies.vla.lora import add_lora, chosen_layers, initial_adapter, is_adapter, saved_layers
 from embodied.runtime.published_weights import Blob
@@ -410,7 +409,7 @@ class LanguagePolicy(PublishedPolicy):
         super().write_folder(folder, models(), specs)
         if heads:
             write_values(folder, heads)
-        files.write_companions(folder, self.origin, self.tokenizer)
+        self._write_companions(folder)
 
     def published_weights(self) -> dict[str, Tensor]:
         """The model's weights with merged adapters, as published folders have them."""
@@ -424,7 +423,18 @@ class LanguagePolicy(PublishedPolicy):
         folder.mkdir(parents=True, exist_ok=True)
         write_shards(folder, self.published_weights(), shard_bytes)
         (folder / CONFIG).write_text(files.json.dumps(files.describe(self.model.config), indent=2) + "\n")
-        files.write_companions(folder, self.origin, self.tokenizer)
+        self._write_companions(folder)
+
+    def _write_companions(self, folder: Path) -> None:
+        """Write the other files of a model folder: copies from its origin, or our own."""
+        if self.origin:
+            copy_files(self.origin, folder, files.COMPANIONS)
+            return
+        self.tokenizer.save(folder)
+        if self.tokenizer.sight:
+            self.tokenizer.sight.save(folder)
+        ends, padding = sorted(self.tokenizer.stops), self.tokenizer.base.pad_token_id
+        transformers.GenerationConfig(eos_token_id=ends, pad_token_id=padding).save_pretrained(folder)
 
     @classmethod
     def choices(cls, config: LanguageConfig, task: str) -> dict[str, Any]:

@@ -25,7 +25,7 @@ from transformers.pytorch_utils import Conv1D
 from embodied.core import rng
 from embodied.core.conversations import FIRST_PLACE
 from embodied.core.types import SamplingRule
-from embodied.policies.language.attention import DENSE, implementation, is_special, use_kernel, window_of
+from embodied.policies.language.attention import DENSE, implementation, is_special, token_bytes, use_kernel, window_of
 from embodied.policies.language.config import LanguageConfig
 from embodied.policies.language.engine import (
     Answer,
@@ -35,7 +35,6 @@ from embodied.policies.language.engine import (
     choose,
     empty_answer,
     likeliest_tokens,
-    token_bytes,
 )
 from embodied.policies.language.sight import decoder_of
 from embodied.policies.language.trust import ProofWriter

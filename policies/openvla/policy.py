@@ -92,10 +92,6 @@ class OpenVLAPolicy(PrismaticPolicy):
         chosen = torch.stack(written, 1)
         return chosen, network.action_scores(torch.stack(logits, 1), chosen)[0], values
 
-    @torch.inference_mode()
-    def value(self, obs: Observation) -> np.ndarray:
-        return host(self.compute("value", self.judge, {"obs": self.as_tensors(obs)})["values"])
-
     def judge(self, obs: Observation) -> dict[str, Tensor]:
         x, present, padded = self._prefix(obs)
         read = self.language_model.model(x, present, padded=padded, read=network.LAST)
@@ -239,10 +235,6 @@ class OpenVLAOFTPolicy(PrismaticPolicy):
         if self.head == "l1":
             return self.actions_of(self._center(hidden))
         return self.actions_of(self.codes.decode(self._logits(hidden).argmax(-1)))
-
-    @torch.inference_mode()
-    def value(self, obs: Observation) -> np.ndarray:
-        return host(self.compute("value", self.judge, {"obs": self.as_tensors(obs)})["values"])
 
     def judge(self, obs: Observation) -> dict[str, Tensor]:
         return {"values": self._value(self._hidden(obs)[:, 0, 0])}

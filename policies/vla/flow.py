@@ -388,10 +388,6 @@ class FlowPolicy(VLAPolicy):
             x = plain_step(x, self.denoise(seen, x, time)[1], steps)
         return self._env_actions(x, obs)
 
-    @torch.inference_mode()
-    def value(self, obs: Observation) -> np.ndarray:
-        return host(self.compute("value", self.judge, {"obs": self.as_tensors(obs)})["values"])
-
     def judge(self, obs: Observation) -> dict[str, Tensor]:
         return {"values": self._value(self.read(obs), None)}
 

@@ -21,7 +21,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from embodied.core.arrays import map_obs, num_rows, tensor_of
+from embodied.core.arrays import host, map_obs, num_rows, tensor_of
 from embodied.core.errors import CheckpointError, ConfigError
 from embodied.core.types import EnvSpec, Observation
 from embodied.policies.policy_folder import CONFIG, TOKENIZER, copy_files, write_shards
@@ -261,6 +261,10 @@ class VLAPolicy(PublishedPolicy):
         words = {IDS: ids} if is_word.all() else {IDS: ids, IS_WORD: is_word}
         device = device or self.device
         return map_obs(lambda array: tensor_of(array, device), seen | {"instruction": words})
+
+    @torch.inference_mode()
+    def value(self, obs: Observation) -> np.ndarray:
+        return host(self.compute("value", self.judge, {"obs": self.as_tensors(obs)})["values"])
 
     def judge(self, obs: Observation) -> dict[str, Tensor]:
         """The values [N] of observations as `as_tensors` returns them."""
