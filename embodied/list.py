@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Container, Iterable
 from dataclasses import dataclass
+from functools import partial
 
 from embodied.config.recipe import RunConfig, load
 from embodied.config.recipe_files import by_family, recipe_file, recipe_names
@@ -128,19 +129,11 @@ def lacks_model(name: str | None, models: Container[str], machine: Machine) -> s
     return "" if here else missing_with_sources({name: how_to_get(name)})
 
 
-def envs(machine: Machine) -> Iterable[Item]:
-    return plugins(ENV_CONFIGS, machine)
-
-
 def sims(machine: Machine) -> Iterable[Item]:
     for name in locked.names():
         purpose, versions = locked.about(name)
         packages = ", ".join(f"{package} {version}" for package, version in versions.items())
         yield Item(name, f"{purpose}: {packages}.", machine.lock_problem(name))
-
-
-def policies(machine: Machine) -> Iterable[Item]:
-    return plugins(POLICY_CONFIGS, machine)
 
 
 def models(machine: Machine) -> Iterable[Item]:
@@ -220,10 +213,10 @@ def first_sentence(text: str) -> str:
 
 LISTS: dict[str, Callable[[Machine], Iterable[Item]]] = {
     "recipes": recipes,
-    "envs": envs,
+    "envs": partial(plugins, ENV_CONFIGS),
     "tasks": tasks,
     "sims": sims,
-    "policies": policies,
+    "policies": partial(plugins, POLICY_CONFIGS),
     "models": models,
     "engines": engines,
 }

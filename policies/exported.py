@@ -11,6 +11,7 @@ import numpy as np
 
 from embodied.core.arrays import host, map_obs
 from embodied.core.errors import ConfigError
+from embodied.core.options import Requirement
 from embodied.core.types import EnvSpec, NoiseSpec, Observation, PolicyOutput
 from embodied.policies.base import Policy
 from embodied.policies.config import ONNX, ExportedConfig
@@ -22,13 +23,9 @@ class ExportedPolicy(Policy):
     def __init__(self, config: ExportedConfig, spec: EnvSpec) -> None:
         super().__init__(config, spec)
         folder = Path(config.pretrained)
-        try:
-            self.runner = Runner(folder, None if (folder / ONNX).is_file() else TorchSession(folder))
-        except ModuleNotFoundError:
-            raise ConfigError(
-                f"{folder / ONNX} needs the package onnxruntime, which is not installed: "
-                "python -m pip install 'embodied-loop[onnx]'"
-            ) from None
+        if is_onnx := (folder / ONNX).is_file():
+            Requirement(("onnxruntime",), "onnx").check(f"{folder / ONNX}")
+        self.runner = Runner(folder, None if is_onnx else TorchSession(folder))
 
     def initialise(self, rng: np.random.Generator) -> None:
         """Nothing to draw."""
