@@ -35,7 +35,7 @@ from embodied.workflows.rl_loop import EmbodiedLoop
         (["join=somewhere"], "adds one run"),
         (["pointmas_ppo", "sums_grpo"], "recipe=pointmas_ppo: no such recipe, did you mean 'pointmass_ppo'?"),
         (["devices=cpu:0", "pointmass_ppo", "placement=hybrid"], "pointmass_ppo: placement=hybrid gives sims"),
-        (["devices=gpu:900", "pointmass_ppo"], "gpu:900 is not there: this machine has"),
+        (["devices=gpu:900", "pointmass_ppo"], "devices=gpu:900: gpu:900 is not there: "),
         (["resume=somewhere"], "somewhere holds no runs that share devices: the folder of a share has a share.json"),
         (["join=somewhere", "pointmass_ppo"], "somewhere holds no runs that share devices"),
         (["program=nowhere:Loop", "pointmass_ppo"], "run it alone: python -m embodied.train recipe=pointmass_ppo"),
