@@ -45,14 +45,6 @@ def test_the_families_of_recipes_are_what_they_simulate():
                 assert env.name.startswith({"toys": ("pointmass", "gym:")}.get(family, family)), name
 
 
-def test_a_command_runs_as_by_its_own_name():
-    words = ["train", "--help", "lr"]
-    done = subprocess.run([sys.executable, "-m", "embodied", *words], capture_output=True, text=True)
-    own = subprocess.run([sys.executable, "-m", "embodied.train", *words[1:]], capture_output=True, text=True)
-    assert (done.returncode, done.stdout, done.stderr) == (0, own.stdout, "")
-    assert "algo.lr " in own.stdout
-
-
 def test_a_command_sees_the_arguments_that_it_would_have_by_its_own_name(monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", ["embodied", "list", "engines"])
     assert commands.main() == 0

@@ -48,6 +48,7 @@ def metrics(run):
 @pytest.mark.parametrize(
     ("words", "told"),
     [
+        (["recipe=sums_grpo"], "env.name=sums is a text env, and only robots have demonstrations so far"),
         (["recipe=gym_ppo"], "there is no expert for env.name=gym:CartPole-v1; name a policy that solves it"),
         (["recipe=pointmass_ppo", "collect.expert=planner"], "planner is ManiSkill's motion planner and does not play"),
         (["recipe=pointmass_ppo", f"out={__file__}/x"], "is not a folder; name another place"),
@@ -71,11 +72,6 @@ def test_an_experts_successes_become_demonstrations(demos):
         assert np.allclose(velocity[1:], 0.7 * velocity[:-1] + 0.03 * episode.actions[:-1], atol=1e-6)
         assert np.allclose(position[1:], position[:-1] + velocity[1:], atol=1e-6), "what was seen before each action"
         assert episode.done.tolist() == [False] * (len(episode) - 1) + [True]
-
-
-def test_conversations_are_refused(tmp_path, capsys):
-    assert collect(["recipe=sums_grpo", f"out={tmp_path}/out"]) == 2
-    assert "env.name=sums is a text env, and only robots have demonstrations so far" in capsys.readouterr().err
 
 
 def test_however_long_an_expert_plays_no_policy_waits_for_it(tmp_path, monkeypatch):
@@ -210,12 +206,9 @@ def test_mistakes_are_told_before_anything_starts(demos, tmp_path, capsys):
     assert collect([*TOY, *planner, "checkpoint=random"]) == 2
     assert collect([*TOY, *planner]) == 2
     assert sft(["recipe=gym_ppo", f"run.dir={tmp_path}"]) == 2
-    assert sft([*LEARN, f"run.dir={tmp_path}", f"sft.data={demos}", "run.iterations=3"]) == 2
-    assert sft([*LEARN, f"run.dir={tmp_path}", f"sft.data={demos}", "collect.noise=0.1"]) == 2
     told = capsys.readouterr().err
     assert "checkpoint=random plays, not collect.expert=planner" in told and "does not play env.name=pointmass" in told
-    assert "out=demos/NAME" in told and "which demonstrations?" in told and "run.iterations has no effect" in told
-    assert "collect.noise has no effect, since there is sft.data=" in told
+    assert "out=demos/NAME" in told and "which demonstrations?" in told
     assert sft([*LEARN, f"run.dir={tmp_path}", f"sft.data={demos}", "sft.epochs=1", "sft.warmup_steps=5000"]) == 2
     assert "sft.warmup_steps=5000 is not less than the" in capsys.readouterr().err
     other = ["recipe=pointmass_ppo", "env.state=proprio", "cluster.backend=inline", f"run.dir={tmp_path}"]

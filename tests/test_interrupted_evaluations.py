@@ -3,12 +3,6 @@
 import json
 import os
 import signal
-import subprocess
-import sys
-import time
-from contextlib import suppress
-
-import pytest
 
 from embodied.records.results import PartialEvaluation
 from embodied.train import main
@@ -16,19 +10,7 @@ from embodied.workflows.rl_loop import EmbodiedLoop
 
 SMALL = ["env.num_envs=8", "algo.rollout_decisions=16", "algo.minibatch_size=32", "run.env_steps=null"]
 TWICE = ["recipe=pointmass_ppo", "run.iterations=2", "eval.videos=0", "eval.num_envs=2", *SMALL]
-FEW, MANY = [*TWICE, "eval.episodes=8"], [*TWICE, "eval.episodes=80"]  # long enough to be caught on a busy machine
-
-
-def over_in(folder):
-    """The run whose second evaluation has told that an episode is over, once there is one."""
-    until = time.monotonic() + 150
-    while time.monotonic() < until:
-        for found in folder.glob("*/eval/v000002/partial.json"):
-            with suppress(OSError):
-                if json.loads(found.read_text())["over"]:
-                    return found.parents[2]
-        time.sleep(0.02)
-    raise AssertionError("no evaluation has begun")
+FEW = [*TWICE, "eval.episodes=8"]
 
 
 def results(run):
@@ -38,8 +20,11 @@ def results(run):
     return found.pop("provenance"), found
 
 
-def in_this_process(arguments, folder, monkeypatch):
+def test_an_evaluation_that_was_interrupted_is_played_to_its_end_by_a_resumed_run(tmp_path, monkeypatch, capsys):
     """Asked to stop once an episode of the second evaluation is over."""
+    assert main([*FEW, f"run.dir={tmp_path}/whole", "cluster.backend=inline"]) == 0
+    (whole,) = tmp_path.glob("whole/*")
+    capsys.readouterr()
     add = PartialEvaluation.add
 
     def stopped(partial, episodes):
@@ -50,40 +35,15 @@ def in_this_process(arguments, folder, monkeypatch):
 
     with monkeypatch.context() as patched:
         patched.setattr(PartialEvaluation, "add", stopped)
-        assert main(arguments) == 143
-    return over_in(folder)
-
-
-def in_a_process(arguments, folder, monkeypatch):
-    """Killed at any moment."""
-    command, environment = [sys.executable, "-m", "embodied.train", *arguments], {**os.environ, "OMP_NUM_THREADS": "1"}
-    with subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as process:
-        run = over_in(folder)
-        process.kill()
-    return run
-
-
-@pytest.mark.parametrize(
-    ("strike", "words"),
-    [(in_this_process, FEW), pytest.param(in_a_process, MANY, marks=pytest.mark.slow)],
-    ids=["SIGTERM", "SIGKILL"],
-)
-def test_an_evaluation_that_was_interrupted_is_played_to_its_end_by_a_resumed_run(
-    tmp_path, strike, words, monkeypatch, capsys
-):
-    assert main([*words, f"run.dir={tmp_path}/whole", "cluster.backend=inline"]) == 0
-    (whole,) = tmp_path.glob("whole/*")
-    capsys.readouterr()
-    run = strike([*words, f"run.dir={tmp_path}/struck"], tmp_path / "struck", monkeypatch)
-    if strike is in_this_process:
-        assert "evaluation of v000002 stopped" in capsys.readouterr().out
-    count = int(words[-1].partition("=")[2])
+        assert main([*FEW, f"run.dir={tmp_path}/struck"]) == 143
+    (run,) = tmp_path.glob("struck/*")
+    assert "evaluation of v000002 stopped" in capsys.readouterr().out
     left = json.loads((run / "eval/v000002/partial.json").read_text())
-    assert left["state"] == "partial" and 0 < left["over"] < left["episodes"] == count
+    assert left["state"] == "partial" and 0 < left["over"] < left["episodes"] == 8
     lines = (run / "eval/v000002/episodes.csv").read_text().splitlines()
     assert len(lines) - 1 >= left["over"] and not (run / "eval/v000002/results.json").exists()
     assert main([f"resume={run}"]) == 0
-    told = f"evaluating v000002 on {count} episodes, of which {len(lines) - 1} were played before"
+    told = f"evaluating v000002 on 8 episodes, of which {len(lines) - 1} were played before"
     assert told in capsys.readouterr().out
     (provenance, ours), (_, theirs) = results(run), results(whole)
     assert ours == theirs and len(provenance["earlier"]) == 1

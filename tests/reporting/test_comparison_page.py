@@ -73,18 +73,6 @@ def test_a_curve_begins_where_enough_episodes_have_ended_if_ever(tmp_path):
 # Seeds and settings
 
 
-def test_a_page_of_seeds_has_averages_with_intervals_curves_and_every_run(tmp_path, page_of):
-    page = page_of(write_group(tmp_path, {"toy": [0.8, 0.9, 1.0]}, swept=""))
-    assert "success_once, IQM" in page.text and "90%" in page.text and "[80%, 100%]" in page.text
-    assert "Of so few seeds" in page.text and "python -m embodied.sweep x=1" in page.text
-    curves = page.chart("success_once over env steps")
-    assert {"seed 0", "seed 1", "seed 2", "mean of 3", "seed 0, evaluation"} <= {*curves}
-    assert curves["mean of 3"]["y"][-1] == pytest.approx(0.9) and curves["seed 0"]["faint"]
-    assert "mean of 3" in page.chart("success_once over seconds")
-    assert "8/10" in page.text and "[49%, 94.3%]" in page.text  # Wilson of seed 0
-    assert "abc" in page.text and "desk Linux, 2 cores" in page.text and "What differs" not in page.text
-
-
 def test_a_sweep_has_the_best_first_and_names_settings_that_may_be_as_good(tmp_path, page_of):
     group = write_group(tmp_path, {1e-4: [0.1, 0.2, 0.1], 1e-3: [0.9, 1.0, 0.9], 1e-2: [0.8, 0.9, 0.7]})
     sets = sets_of(group)
