@@ -190,10 +190,15 @@ LIKELIER = 0.05  # tolerated excess of likely tokens, among those a server draws
 
 @torch.no_grad()
 def check_proof(
-    policy: LanguagePolicy, said: Sequence[int], answer: ParsedAnswer, rule: SamplingRule, uniform: np.ndarray
+    policy: LanguagePolicy,
+    said: Sequence[int],
+    answer: ParsedAnswer,
+    rule: SamplingRule,
+    uniform: np.ndarray,
+    pooled: bool = True,
 ) -> CheckedAnswer:
     """Compare an answer to the tokens `said`, which has a proof, with the learner's numbers; `uniform` [A] is the noise
-    of its tokens."""
+    of its tokens. An answer that is not `pooled` with others needs no bets."""
     try:
         proof = [ProofBlock.from_text(text) for text in answer.proof]
     except ValueError as err:
@@ -209,6 +214,8 @@ def check_proof(
     if drawn > limits.drawn:
         what = f"the {count} tokens of an answer were not drawn as they were asked for: the noise misses them by"
         return CheckedAnswer(f"{what} {drawn:.2g}, and rounding is below {limits.drawn:.2g}")
+    if not pooled:
+        return CheckedAnswer()
     with rounding_noise(policy, noise_seed(uniform)):
         other = states_behind(policy, said, answer.tokens).split(BLOCK)
     numbers = tensor_of(np.asarray(uniform), policy.device).split(BLOCK)

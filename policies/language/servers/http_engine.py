@@ -171,11 +171,13 @@ class HTTPEngine(Engine):
             return ""
         episodes, places = np.full(count, request.episode, np.uint64), begin + np.arange(count)
         noise = rng.uniform(how.seed, how.stream, episodes, places, 1)[:, 0]
-        check = check_proof if server.remote.is_ours else check_logprobs
-        checked = check(self.policy, request.tokens, parsed, how.rule, noise)
-        if checked.mismatch or self.merges or not server.trial.is_new(request):
-            return checked.mismatch
-        return server.trial.add(checked)
+        told, pooled = (self.policy, request.tokens, parsed, how.rule, noise), False
+        if not self.merges:
+            pooled = server.trial.is_new(request)
+        if not (server.remote.is_ours or pooled):
+            return ""  # log-probs of one answer prove nothing
+        checked = check_proof(*told, pooled=pooled) if server.remote.is_ours else check_logprobs(*told)
+        return checked.mismatch or (server.trial.add(checked) if pooled else "")
 
     def differences(self, came: list[tuple[Request, ParsedAnswer]]) -> list[np.ndarray]:
         """For each answer, the differences by token between its log-probs and the learner's; empty for dropped answers,

@@ -271,14 +271,16 @@ def test_a_server_whose_answers_are_not_what_it_says_is_named_and_honest_ones_an
 
 def test_only_the_share_that_is_asked_for_is_verified(tmp_path, monkeypatch):
     policy, verified = of_other_weights(0), []
-    monkeypatch.setattr(http_engine, "check_proof", lambda *told: verified.append(told) or CheckedAnswer())
+    monkeypatch.setattr(http_engine, "check_proof", lambda *_, pooled: verified.append(pooled) or CheckedAnswer())
     draws = itertools.cycle([0.0, 0.25, 0.5, 0.99])
     secret = SimpleNamespace(SystemRandom=lambda: SimpleNamespace(random=lambda: next(draws)))
     monkeypatch.setattr(http_engine, "secrets", secret)
     with served(of_other_weights(), tmp_path) as server, engine_of(policy, [server], tmp_path, verify=0.25) as engine:
         engine.load(policy.state_dict(), 1)
         check_same(answers(engine, ASKED), policy)
-    assert len(verified) == len(ASKED) // 4
+        assert len(verified) == len(ASKED) // 4
+        answers(engine, [Request(n, [5, 9, 7], 3, episode=n) for n in range(100, 108)])
+    assert verified[len(ASKED) // 4 :] == [True, False]  # the second answer to a prompt is checked alone
 
 
 @pytest.mark.parametrize("is_ours", [True, False])
