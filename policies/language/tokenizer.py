@@ -201,10 +201,10 @@ class ConversationTokenizer:
 
     def as_template_reads(self, message: Message) -> Message:
         """A copy of a message, in which videos are called so if the chat template has a place for them."""
-        if isinstance(message["content"], str) or "video" not in str(self.base.chat_template):
+        content = message.get("content")
+        if not isinstance(content, (list, tuple)) or "video" not in str(self.base.chat_template):
             return dict(message)
-        parts = [{"type": "video"} if is_video(part.get("image", "")) else part for part in message["content"]]
-        return message | {"content": parts}
+        return message | {"content": [{"type": "video"} if is_video(p.get("image", "")) else p for p in content]}
 
     def render(self, messages: Iterable[Message]) -> str:
         """Renders messages by the chat template, as a prompt for an answer. A message may have the `tools` that can be
