@@ -46,7 +46,7 @@ ROWS, DECISIONS, LATER = 2, 6, 1  # env rows, and what they play of the first ta
 class Options(Strict):
     """The command's own options."""
 
-    out: str
+    out: str | None = None
     format: Literal[FORMATS] = FORMATS[0]
     instructions: tuple[str, ...] = ()
     tolerance: float = Field(1e-5, gt=0)
@@ -74,6 +74,8 @@ def export(loaded: Loaded, options: Options) -> None:
     """Find the policy, play with it, write its program, compare both."""
     from embodied.policies.policy_folder import checksums
 
+    if options.out is None:
+        raise ConfigError("no folder is given: set out=FOLDER, a new folder")
     out = check_place("out", as_path(options.out), new=True)
     if options.format == "onnx":
         ONNX.check("format=onnx")

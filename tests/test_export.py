@@ -125,7 +125,7 @@ def test_what_no_program_can_be_made_of_is_refused_with_a_way_out(runs, exported
     state, flow, again = f"checkpoint={runs['mlp']}", f"checkpoint={runs['pi0']}", exported("mlp")
     recipe = f"recipe={runs['mlp'] / 'config.yaml'}"
     for words, told in (
-        ([state], "out is missing"),
+        ([state], "set out=FOLDER"),
         ([state, f"out={tmp_path}"], "exists already"),
         ([state, out, "format=tflite"], "format='tflite': unknown; known: onnx, torch"),
         ([state, out, "instructions=go"], "instructions='go': should be a list"),
