@@ -97,7 +97,7 @@ def check(command, words, run):
     elif command == "serve":
         assert serve.read(words)
     elif command == "export":
-        assert load(export.read(rest)[1], entry="evaluate")
+        assert load(launch.own_options(export.Options, rest)[1], entry="evaluate")
     elif command == "workers":
         assert workers.read_words(words)
     elif command == "list":
