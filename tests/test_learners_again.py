@@ -18,7 +18,7 @@ SHORT += ["algo.rollout_decisions=16", "algo.minibatch_size=32", "env.num_envs=8
 
 @pytest.fixture
 def play(tmp_path, monkeypatch, capsys):
-    """Plays a whole run whose learner is killed once so many iterations are over; returns it and what was said."""
+    """Plays a whole run whose learner is killed once so many iterations are over; returns the run and its output."""
 
     def play(iterations, *arguments):
         iterate, struck = EmbodiedLoop.iterate, []

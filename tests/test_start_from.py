@@ -138,19 +138,19 @@ def test_a_finished_run_of_the_recipe_is_taken(recipes, capsys):
     ] * 2
     assert f"start       {made}, a run of recipe" in capsys.readouterr().out
 
-    def said(*words):
+    def printed_by(*words):
         assert second(recipes, *words, "--dry-run") == 0
         return capsys.readouterr().out
 
     taken = f"start       {made}, a run of recipe"
-    assert taken in said()
+    assert taken in printed_by()
     for other in ("policy.hidden=[9]", "seed=1", "env.size=2"):
-        assert taken not in said(other), "a run of another policy, of another seed, or in another env"
+        assert taken not in printed_by(other), "a run of another policy, of another seed, or in another env"
     (recipes / "first.yaml").write_text("extends: pointmass_ppo" + SMALL + LEARN.replace("1%s", "2"))
-    assert "had another run.iterations (to start from it all the same: run.start_from=" in said()
+    assert "had another run.iterations (to start from it all the same: run.start_from=" in printed_by()
     (recipes / "first.yaml").write_text("extends: pointmass_ppo" + SMALL + LEARN % "")
     (made / "run.json").write_text(json.dumps(about(made) | {"state": "stopped"}))
-    assert taken not in said()
+    assert taken not in printed_by()
 
 
 def test_a_recipe_of_ours_is_named_and_a_folder_of_its_name_wins(first, recipes, monkeypatch):

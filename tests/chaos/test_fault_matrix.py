@@ -73,7 +73,7 @@ def faulty(folder: Path, backend: str, fault: str, place: str, **plan: object) -
 
 @pytest.fixture
 def run(tmp_path, monkeypatch, capsys):
-    """Runs a command in this process; returns its exit code and what it said."""
+    """Runs a command in this process; returns its exit code and its output."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("PYTHONPATH", f"{ROOT}:{ROOT / 'tests' / 'support'}")
 
