@@ -171,9 +171,8 @@ class HTTPEngine(Engine):
             return ""
         episodes, places = np.full(count, request.episode, np.uint64), begin + np.arange(count)
         noise = rng.uniform(how.seed, how.stream, episodes, places, 1)[:, 0]
-        told, pooled = (self.policy, request.tokens, parsed, how.rule, noise), False
-        if not self.merges:
-            pooled = server.trial.is_new(request)
+        told = self.policy, request.tokens, parsed, how.rule, noise
+        pooled = not self.merges and server.trial.is_new(request)
         if not (server.remote.is_ours or pooled):
             return ""  # log-probs of one answer prove nothing
         checked = check_proof(*told, pooled=pooled) if server.remote.is_ours else check_logprobs(*told)
