@@ -24,7 +24,7 @@ import json
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import Any, ClassVar, TypeVar
 
 import numpy as np
@@ -70,7 +70,9 @@ class TextEnv(EnvCapabilities):
     """The most answers of a conversation, unless `env.max_episode_steps` is set."""
     num_held_out: ClassVar[int] = 200
     """The number of prompts for evaluations, which training never shows."""
-    _held_out: ClassVar[dict[Any, tuple[list, set, list]]] = {}  # drawn once in a process; last: the rest of `every`
+    _held_out: ClassVar[
+        dict[Any, tuple[list, frozenset, list]]
+    ] = {}  # drawn once in a process; last: the rest of `every`
     source: str = ""
     """The task of this conversation, if it is not that of the spec."""
     group_size: int = 1
@@ -177,20 +179,14 @@ class TextEnv(EnvCapabilities):
         key = type(self), spec.task, self._settings
         if key not in self._held_out:
             first = first_questions(question, generator(0, "held out", spec.task), self.held_out(self.config))
-            known = set(first)
+            known = frozenset(first)
             self._held_out[key] = first, known, [each for each in every if each not in known]
         in_order, known, rest = self._held_out[key]
         if spec.init_state_id >= 0:
             return in_order[spec.init_state_id % len(in_order)]
         if spec.question >= 0 and rest:
             return rest[spec.question % len(rest)]
-        rng = generator(spec.seed, "prompt", spec.task)
-        for _ in range(TRIES):
-            if (drawn := question(rng)) not in known:
-                return drawn
-        raise ConfigError(
-            f"{type(self).__name__}: {TRIES} questions in a row were held-out ones; lower its num_held_out={len(known)}"
-        )
+        return training_question(type(self).__name__, question, spec.seed, spec.task, known)
 
     # Methods for callers
 
@@ -255,6 +251,19 @@ def first_questions(
             )
         questions[drawn] = None
     return list(questions)
+
+
+@lru_cache(maxsize=16)
+def training_question(
+    env: str, question: Callable[[np.random.Generator], Question], seed: int, task: str, known: frozenset[Question]
+) -> Question:
+    """The question that is drawn with this seed, and is not a `known` one. Cached, since the conversations of a group
+    draw the same one after the other; only a `question` that is one object for all of them benefits."""
+    rng = generator(seed, "prompt", task)
+    for _ in range(TRIES):
+        if (drawn := question(rng)) not in known:
+            return drawn
+    raise ConfigError(f"{env}: {TRIES} questions in a row were held-out ones; lower its num_held_out={len(known)}")
 
 
 def checked_said(said: Said, kind: type[TextEnv], may_show: bool = False) -> Said:

@@ -21,7 +21,7 @@ import re
 from abc import abstractmethod
 from collections.abc import Callable
 from difflib import SequenceMatcher
-from functools import lru_cache
+from functools import lru_cache, partial
 from itertools import product
 from pathlib import Path
 from typing import Any, ClassVar
@@ -88,7 +88,7 @@ class Sums(Calculator, TextEnv):
         low, high = RANGES[spec.task]
         products = spec.task in ("calc2", "mul2")
         spec = spec._replace(task="calc2") if products else spec  # held-out products are the same for both tasks
-        self.numbers = a, b = self.draw(spec, lambda rng: two_numbers(rng, low, high), every_pair(low, high))
+        self.numbers = a, b = self.draw(spec, PAIRS[spec.task], every_pair(low, high))
         self.right = str(a * b if products else a + b)
         if spec.task == "fewshot_sums":
             return f"{SHOTS}{a} + {b} ="
@@ -114,6 +114,9 @@ class Sums(Calculator, TextEnv):
 def two_numbers(rng: np.random.Generator, low: int, high: int) -> tuple[int, int]:
     a, b = rng.integers(low, high, 2)
     return int(a), int(b)
+
+
+PAIRS = {task: partial(two_numbers, low=low, high=high) for task, (low, high) in RANGES.items()}
 
 
 @lru_cache

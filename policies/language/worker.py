@@ -21,6 +21,7 @@ from embodied.core.conversations import (
     CompletionBatch,
     Prompt,
     Remark,
+    Said,
     Vacancy,
     WrittenTokens,
     pictures_in,
@@ -55,6 +56,11 @@ class LanguageWorker(PolicyWorker):
         self.policy = make_policy(self.config, spec).eval().to(self.device)
         self.engine = make_engine(self.config, self.policy)
         self.policy.cache_tensors = self.engine.cache_tensors
+        self.last_message: tuple[Said, bool, tuple[int, ...]] = (
+            "",
+            False,
+            (),
+        )  # the last message, whether it came first
         self._reset_numbers()
 
     def route(self, publication: Publication) -> str:
@@ -190,10 +196,16 @@ class LanguageWorker(PolicyWorker):
         if not prompt.said:
             return asked
         if (whole := tokenizer.conversation(prompt.history, prompt.said)) is None:
-            return replace(asked, said=tuple(tokenizer.encode(prompt.said, first=not len(prompt.tokens))))
+            return replace(asked, said=self._encode(prompt.said, not len(prompt.tokens)))
         before = prompt.tokens.tolist()
         extends = whole[: len(before)] == before
         return replace(asked, said=tuple(whole[len(before) :] if extends else whole), restarts=not extends)
+
+    def _encode(self, said: Said, first: bool) -> tuple[int, ...]:
+        """The tokens of a message. Prompts of a group follow each other, so the last message's tokens are kept."""
+        if self.last_message[:2] != (said, first):
+            self.last_message = said, first, tuple(self.policy.tokenizer.encode(said, first=first))
+        return self.last_message[2]
 
     def _no_room(self, asked: OpenPrompt, version: int, count: int) -> Completion:
         """A first prompt that is too long drops its conversation. A later message that is too long ends the
