@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -96,7 +96,7 @@ class KeyValues:
         return max(self.seen - 1, 0)
 
     def copy(self, sources: Any, targets: Any, length: int) -> None:
-        """Copy the first `length` tokens of `sources` to `targets`."""
+        """Copy the first `length` tokens of `sources` to `targets`, all at once: a source may be a target, too."""
         for layer in self.layers:
             for tensor in layer:
                 tensor[targets, :, :length] = tensor[sources, :, :length]
@@ -168,7 +168,7 @@ class SlotEngine(Engine):
             if request.key == key:
                 answer = self.answer(row, truncated=True)
                 with torch.inference_mode(False), torch.no_grad():
-                    self.take_out(row, clear=False)
+                    self.take_out([row])
                 return answer
         given_up = next((request for request in self.added if request.key == key), None)
         self.added = [request for request in self.added if request is not given_up]
@@ -307,18 +307,6 @@ class SlotEngine(Engine):
         self.totals["kept"] += sum(had.values())
         return had
 
-    def keep_for_next_turn(self, row: int) -> None:
-        """Move the keys and values of a conversation that has ended to a free row, if there is one."""
-        request, last = self.rows[row], len(self.rows) - 1
-        free = [other for other in range(last + 1, self.slots) if other not in self.between_turns]
-        place = row if row == last else free[-1] if free else None
-        if place is None:
-            return
-        tokens = np.concatenate([tokens_and_pictures(request), self.written[row, : self.counts[row] - 1]])
-        if place != row:
-            self.cache.copy(row, place, len(tokens))
-        self.between_turns[place] = tokens
-
     # Generating a token
 
     def next_tokens(self) -> tuple[np.ndarray, np.ndarray]:
@@ -377,10 +365,10 @@ class SlotEngine(Engine):
         for row in map(int, ended):
             why = "a log-prob is not finite" if bad[row] else ""
             answers.append(self.answer(row, truncated=not (stopped[row] or why), dropped=why))
-        for row in map(int, ended[::-1]):
-            if stopped[row] and not bad[row] and self.rows[row].keep:
-                self.keep_for_next_turn(row)
-            self.take_out(row, clear=bool(bad[row]))
+        for row in np.flatnonzero(bad).tolist():
+            self.cache.clear(row)  # non-finite values would count even if masked
+        if answers:
+            self.take_out(ended.tolist(), np.flatnonzero(stopped & ~bad).tolist())
         return answers
 
     def answer(self, row: int, truncated: bool, dropped: str = "") -> Answer:
@@ -389,20 +377,31 @@ class SlotEngine(Engine):
         told = self.likeliest[row][:count], self.proofs[row].proof()
         return Answer(self.rows[row].key, written, logprobs, truncated, dropped, *told)
 
-    def take_out(self, row: int, clear: bool) -> None:
-        """Free a row; the last row moves into its place. `clear` zeroes non-finite values, which would count even if
-        masked."""
-        if clear:
-            self.cache.clear(row)
-        last = len(self.rows) - 1
-        if row < last:
-            self.rows[row] = self.rows[last]
-            for numbers in (self.lengths, self.pending, self.behind, self.counts, self.limits, self.noise):
-                numbers[row] = numbers[last]
-            self.written[row], self.logprobs[row] = self.written[last], self.logprobs[last]
-            self.likeliest[row], self.proofs[row] = self.likeliest[last], self.proofs[last]
-            self.cache.copy(last, row, int(self.lengths[last]))
-        self.rows.pop()
+    def take_out(self, ended: list[int], stopped: Sequence[int] = ()) -> None:
+        """Free these rows; the last rows move into their places. The keys and values of conversations that `stopped`
+        and have another turn stay in a free row, while there is one."""
+        left = len(self.rows) - len(ended)
+        sources = sorted({*range(left, len(self.rows))} - {*ended})
+        targets = [row for row in ended if row < left]
+        moves = dict(zip(sources, targets, strict=True))
+        kept = [row for row in stopped if self.rows[row].keep]
+        free = [row for row in range(left, self.slots) if row not in self.between_turns and row not in kept]
+        for row in kept:
+            place = row if row >= left else free.pop() if free else None
+            if place is not None:
+                written = self.written[row, : self.counts[row] - 1]
+                self.between_turns[place] = np.concatenate([tokens_and_pictures(self.rows[row]), written])
+                moves |= {} if place == row else {row: place}
+        if moves:
+            at, to = (np.array([*rows]) for rows in (moves.keys(), moves.values()))
+            self.cache.copy(self.to_device(at), self.to_device(to), int(self.lengths[at].max()))
+        numbers = self.lengths, self.pending, self.behind, self.counts, self.limits, self.noise
+        for array in (*numbers, self.written, self.logprobs):
+            array[targets] = array[sources]
+        for of_row in (self.rows, self.likeliest, self.proofs):
+            for source, target in zip(sources, targets):
+                of_row[target] = of_row[source]
+        del self.rows[left:]
 
     def draw_noise(self, rows: np.ndarray) -> None:
         """Draw these rows' noise for the steps until the next draw for all rows."""
