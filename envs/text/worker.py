@@ -12,11 +12,9 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from functools import partial
-from statistics import median_low
 from time import perf_counter
 from typing import Any
 
@@ -29,6 +27,7 @@ from embodied.core.types import RESTART, EnvSpec, EpisodeResult, EpisodeSpec, Ro
 from embodied.envs import env_class
 from embodied.envs.player import PlayerWorker, Tally
 from embodied.envs.text.rewards import RewardSum
+from embodied.envs.text.side_by_side import SideBySide
 from embodied.envs.text.text_env import TextEnv, Turn, checked_said
 from embodied.runtime import Timers
 
@@ -96,7 +95,7 @@ class TextWorker(PlayerWorker):
     def _keep_ended(self, ended: list[Conversation], tally: Tally, seconds: float) -> list[EpisodeResult]:
         """Keep ended conversations for learners; returns their results. A conversation with an unusable answer does not
         count."""
-        results = []
+        kept = []
         for conversation in ended:
             tally.env_steps += len(conversation.turns)
             tally.ends.append((conversation.num_sampled, seconds))
@@ -105,9 +104,10 @@ class TextWorker(PlayerWorker):
             if conversation.problem:
                 tally.problems.append(conversation.problem)
                 continue
-            results.append(conversation.result())
-            self.kept_episodes[conversation.spec.index] = conversation.trajectory()
-        return results
+            kept.append(conversation)
+        if kept:
+            self.kept_episodes |= dict.fromkeys([one.spec.index for one in kept], trajectory_of(kept))
+        return [conversation.result() for conversation in kept]
 
     def close(self) -> None:
         self.steps.close()
@@ -125,6 +125,24 @@ def written(ended: list[Conversation], writers: Sequence[Any]) -> list[EpisodeRe
 
 
 # Conversations, from prompt to trajectory
+
+
+@dataclass
+class TurnTokens:
+    """The tokens of a turn: the env's message, then the answer."""
+
+    tokens: np.ndarray  # int32 [P + A]
+    logprobs: np.ndarray  # [A]
+    version: int
+    restarts: bool  # True if the stream restarts with the first token
+    # Of the last token:
+    reward: np.float32 = field(default_factory=np.float32)
+    cut_off: bool = False
+
+    @property
+    def num_said(self) -> int:
+        """P, the tokens of the env's message."""
+        return len(self.tokens) - len(self.logprobs)
 
 
 @dataclass
@@ -195,7 +213,7 @@ class Conversation:
     env: TextEnv
     said: Said  # the env's last message
     part: Part
-    columns: list[dict[str, np.ndarray]] = field(default_factory=list)  # of each turn: arrays of its tokens
+    answers: list[TurnTokens] = field(default_factory=list)  # the tokens of each turn
     turns: list[dict[str, Any]] = field(default_factory=list)  # for a transcript
     success: list[bool] = field(default_factory=list)  # of each turn
     pictures: list[str] = field(default_factory=list)  # that its tokens show
@@ -227,28 +245,16 @@ class Conversation:
         """Append an answer and the env's turn."""
         count = len(completion.tokens)
         said = count - completion.num_sampled  # tokens of the env's message
-        restarts = completion.restarts or 0 < self.forgotten == len(self.columns)
+        restarts = completion.restarts or 0 < self.forgotten == len(self.answers)
         self.needs_history |= completion.needs_history
         if completion.restarts:  # earlier pictures are shown again
-            self.begin, self.first_picture = len(self.columns), len(self.pictures)
+            self.begin, self.first_picture = len(self.answers), len(self.pictures)
             self.pictures += [name for before in self.turns[self.forgotten :] for name in pictures_in(before["said"])]
         if count:  # otherwise the conversation has no room for another turn
-            logprobs = np.zeros(count, np.float32)
-            logprobs[said:] = completion.logprobs
-            self.columns.append(
-                {
-                    "tokens": np.asarray(completion.tokens, np.int32),
-                    "sampled": np.arange(count) >= said,
-                    "logprobs": logprobs,
-                    "rewards": np.zeros(count, np.float32),
-                    "cut_off": np.zeros(count, bool),
-                    "versions": np.full(count, completion.version, np.int64),
-                    "restart": (np.arange(count) == 0) & restarts,
-                }
-            )
-        if self.columns:
-            self.columns[-1]["rewards"][-1] += reward
-            self.columns[-1]["cut_off"][-1] |= completion.truncated
+            self.answers.append(TurnTokens(completion.tokens, completion.logprobs, completion.version, restarts))
+        if self.answers:
+            self.answers[-1].reward = np.float32(self.answers[-1].reward + reward)
+            self.answers[-1].cut_off |= completion.truncated
         if said:
             self.pictures += pictures_in(self.said)
         self.success.append(turn.success)
@@ -257,7 +263,7 @@ class Conversation:
                 "said": self.said,
                 "answer": completion.text,
                 "tokens": list(completion.pieces),
-                "logprobs": [round(float(number), 4) for number in completion.logprobs],
+                "logprobs": completion.logprobs.astype(float).round(4).tolist(),
                 "truncated": completion.truncated,
                 "reward": reward,
                 "facts": dict(turn.facts or {}),
@@ -265,7 +271,7 @@ class Conversation:
         )
         self.said = turn.said
         if turn.restarts:
-            self.begin = self.forgotten = len(self.columns)
+            self.begin = self.forgotten = len(self.answers)
             self.first_picture = len(self.pictures)
 
     def begin_next(self) -> None:
@@ -283,33 +289,33 @@ class Conversation:
             scores = rewards.of_env(reward)
             self.scores |= {name: self.scores.get(name, 0.0) + score for name, score in scores.items()}
             reward = rewards.total(scores)
-        if self.columns:
-            self.columns[-1]["rewards"][-1] += reward
+        if self.answers:
+            self.answers[-1].reward = np.float32(self.answers[-1].reward + reward)
         self.success[-1] = turn.success
         self.turns[-1]["reward"] += reward
         self.turns[-1]["facts"] |= turn.facts or {}
 
-    def column(self, name: str) -> np.ndarray:
-        """A column of all tokens so far."""
-        return np.concatenate([each[name] for each in self.columns])
-
     def context(self) -> np.ndarray:
         """The tokens that the next message follows, unless the policy renders the conversation anew."""
-        return np.concatenate([np.zeros(0, np.int32), *(each["tokens"] for each in self.columns[self.begin :])])
+        return np.concatenate([np.zeros(0, np.int32), *(each.tokens for each in self.answers[self.begin :])])
 
     def history(self) -> tuple[tuple[Said, np.ndarray], ...]:
         """The messages and answers so far, for a policy that needs them."""
-        columns = self.columns[self.forgotten :] if self.needs_history else ()
-        answers = [each["tokens"][each["sampled"]] for each in columns]
+        known = self.answers[self.forgotten :] if self.needs_history else ()
+        answers = [each.tokens[each.num_said :] for each in known]
         return tuple((turn["said"], answer) for turn, answer in zip(self.turns[self.forgotten :], answers))
+
+    def shown_pictures(self) -> list[str]:
+        """The names of the pictures that its tokens show, in order."""
+        return self.pictures[: sum(int((turn.tokens == FIRST_PLACE).sum()) for turn in self.answers)]
 
     @property
     def num_sampled(self) -> int:
         """Tokens that the policy chose."""
-        return sum(int(each["sampled"].sum()) for each in self.columns)
+        return sum(len(each.logprobs) for each in self.answers)
 
     def result(self) -> EpisodeResult:
-        spec, columns = self.spec, self.columns
+        spec, answers = self.spec, self.answers
         counted = not self.problem
         return EpisodeResult(
             index=spec.index,
@@ -317,15 +323,15 @@ class Conversation:
             init_state_id=spec.init_state_id,
             seed=spec.seed,
             length=len(self.turns),
-            total_reward=float(sum(each["rewards"].sum() for each in columns)),
+            total_reward=float(sum(each.reward for each in answers)),
             success_once=any(self.success) if counted else None,
             success_at_end=self.success[-1] if counted else None,
             error=self.problem,
-            truncated=any(bool(each["cut_off"].any()) for each in columns) if counted else None,
+            truncated=any(each.cut_off for each in answers) if counted else None,
             tokens=self.num_sampled,
-            prompt_tokens=int((~columns[0]["sampled"]).sum()) if columns else 0,
-            all_tokens=sum(len(each["tokens"]) for each in columns),
-            places=sum(int((each["tokens"] < 0).sum()) for each in columns),
+            prompt_tokens=answers[0].num_said if answers else 0,
+            all_tokens=sum(len(each.tokens) for each in answers),
+            places=sum(int((each.tokens < 0).sum()) for each in answers),
             rewards=self.scores or None,
         )
 
@@ -333,7 +339,7 @@ class Conversation:
         """The conversation as a line of samples.jsonl: without log-probs and the middle of long texts."""
         ended = self.result()
         return {
-            "version": max((int(each["versions"][-1]) for each in self.columns), default=-1),
+            "version": max((each.version for each in self.answers), default=-1),
             "index": ended.index,
             "task": ended.task,
             "success": ended.success_once,
@@ -346,29 +352,42 @@ class Conversation:
             ],
         }
 
-    def trajectory(self) -> Trajectory:
-        """All its tokens as decisions; the env's tokens are masked."""
-        tokens, obs = self.column("tokens"), {}
-        count = len(tokens)
-        if self.part.spec.pictures:
-            obs["picture"] = np.full(count, "", object)  # its name where one begins
-            begins = np.flatnonzero(tokens == FIRST_PLACE)
-            obs["picture"][begins] = self.pictures[: len(begins)]
-        if self.needs_history or self.part.rewrites:
-            obs[RESTART] = self.column("restart")
-        return Trajectory(
-            ids=np.array([self.spec.index]),
-            lengths=np.array([count]),
-            obs=obs,
-            actions=tokens[:, None, None],
-            logprobs=self.column("logprobs")[:, None, None],
-            rewards=self.column("rewards")[:, None],
-            terminated=(np.arange(count) == count - 1)[:, None],
-            truncated=self.column("cut_off")[:, None],
-            mask=self.column("sampled")[:, None],
-            versions=self.column("versions"),
-            episodes=np.full(count, self.spec.index, np.int64),
-        )
+
+def trajectory_of(conversations: Iterable[Conversation]) -> Trajectory:
+    """All tokens of these conversations as decisions; the env's tokens are masked."""
+    conversations = sorted(conversations, key=lambda one: one.spec.index)
+    ids = np.array([one.spec.index for one in conversations])
+    lengths = np.array([sum(len(turn.tokens) for turn in one.answers) for one in conversations])
+    turns = [turn for one in conversations for turn in one.answers]
+    sizes = np.array([(turn.num_said, len(turn.logprobs)) for turn in turns])
+    tokens, ends = np.concatenate([turn.tokens for turn in turns]), sizes.sum(axis=1).cumsum()
+    count, firsts, lasts = len(tokens), ends - sizes.sum(axis=1), ends - 1
+
+    def at(places: np.ndarray, numbers: Any, dtype: type) -> np.ndarray:
+        column = np.zeros(count, dtype)
+        column[places] = numbers
+        return column
+
+    mask, obs = np.tile([False, True], len(turns)).repeat(sizes.ravel()), {}
+    if conversations[0].part.spec.pictures:
+        begins = np.flatnonzero(tokens == FIRST_PLACE)
+        obs["picture"] = np.full(count, "", object)  # its name where one begins
+        obs["picture"][begins] = [name for one in conversations for name in one.shown_pictures()]
+    if any(one.needs_history or one.part.rewrites for one in conversations):
+        obs[RESTART] = at(firsts, [turn.restarts for turn in turns], bool)
+    return Trajectory(
+        ids=ids,
+        lengths=lengths,
+        obs=obs,
+        actions=tokens[:, None, None],
+        logprobs=at(mask, np.concatenate([turn.logprobs for turn in turns]), np.float32)[:, None, None],
+        rewards=at(lasts, [turn.reward for turn in turns], np.float32)[:, None],
+        terminated=at(lengths.cumsum() - 1, True, bool)[:, None],
+        truncated=at(lasts, [turn.cut_off for turn in turns], bool)[:, None],
+        mask=mask[:, None],
+        versions=np.array([turn.version for turn in turns]).repeat(sizes.sum(axis=1)),
+        episodes=ids.repeat(lengths),
+    )
 
 
 def shorten_turn(turn: dict[str, Any]) -> dict[str, Any]:
@@ -511,72 +530,6 @@ def own_reward(turn: Turn, conversation: Conversation, answer: str) -> float:
     if not np.isfinite(reward):
         raise EmbodiedError(f"{type(conversation.env).__name__}.step gave the reward {reward} for {answer[:80]!r}")
     return reward
-
-
-# Steps of several conversations at the same time
-
-QUICK_S = 0.003  # if steps mostly take less, they are played one after the other
-REMEMBERED = 16  # number of latest steps for this decision
-
-
-class SideBySide:
-    """Plays env steps of at most `most` conversations at the same time, in threads, if they take long (tools, scores,
-    requests to servers). Quick steps stay in the worker's own thread: a thread would cost more than they do, and the
-    order of everything stays the same. The calls of an env never overlap.
-
-        steps.begin(conversation, pass_answer)      # an answer came; `pass_answer` lets its env step
-        for conversation, over in steps.take_ended(wait_for_one=True): ...
-    """
-
-    def __init__(self, most: int, quick_s: float = QUICK_S) -> None:
-        self.most, self.quick_s = most, quick_s
-        self.seconds: deque[float] = deque(maxlen=REMEMBERED)  # of the latest steps
-        self.begun: list[tuple[Conversation, Future[bool]]] = []  # in the order of the answers
-        self.threads: ThreadPoolExecutor | None = None
-
-    @property
-    def busy(self) -> bool:
-        """True if a step has not been reported as ended."""
-        return bool(self.begun)
-
-    def begin(self, conversation: Conversation, step: Callable[[], bool]) -> None:
-        """Begin a step; its function returns whether the conversation is over."""
-        if self.most > 1 and len(self.seconds) > 1 and median_low(self.seconds) > self.quick_s:
-            self.threads = self.threads or ThreadPoolExecutor(self.most, "env-step")
-            self.begun.append((conversation, self.threads.submit(self._timed, step)))
-        else:
-            done: Future[bool] = Future()
-            done.set_result(self._timed(step))
-            self.begun.append((conversation, done))
-
-    def take_ended(self, wait_for_one: bool) -> list[tuple[Conversation, bool]]:
-        """The steps that have ended since the last call, in the order in which they began: (conversation, is it over).
-        Raises an exception that one of them raised."""
-        if wait_for_one and self.begun:
-            wait([step for _, step in self.begun], return_when=FIRST_COMPLETED)
-        begun, over = self.begun, []
-        self.begun = []
-        for conversation, step in begun:
-            (over if step.done() else self.begun).append((conversation, step))
-        return [(conversation, step.result()) for conversation, step in over]
-
-    def give_up(self) -> None:
-        """Forget all steps: steps that have not begun are cancelled, running steps are waited for."""
-        running = [step for _, step in self.begun if not step.cancel()]
-        self.begun = []
-        wait(running)
-
-    def close(self) -> None:
-        """End the threads."""
-        if self.threads:
-            self.threads.shutdown(wait=False, cancel_futures=True)
-
-    def _timed(self, step: Callable[[], bool]) -> bool:
-        began = perf_counter()
-        try:
-            return step()
-        finally:
-            self.seconds.append(perf_counter() - began)
 
 
 def is_same_prompt(one: EpisodeSpec, other: EpisodeSpec) -> bool:

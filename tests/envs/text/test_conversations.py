@@ -12,11 +12,12 @@ import pytest
 
 from embodied.core.conversations import Completion, CompletionBatch
 from embodied.core.errors import DeadlineExceeded, EmbodiedError
-from embodied.core.types import RESTART, EpisodeSpec, Job, Servers
+from embodied.core.types import RESTART, EpisodeSpec, Job, Servers, decisions_of, join
 from embodied.envs.config import ExternalEnvConfig
 from embodied.envs.player import Tally
+from embodied.envs.text.side_by_side import SideBySide
 from embodied.envs.text.text_env import TextEnv, Turn
-from embodied.envs.text.worker import ConversationClient, Part, SideBySide, play_conversations
+from embodied.envs.text.worker import ConversationClient, Part, play_conversations, trajectory_of
 from embodied.records.results import episode, episodes_csv
 from embodied.records.success_stats import summarize
 from embodied.runtime import Timers
@@ -95,7 +96,7 @@ def steps_of(most):
 
 def test_a_conversation_is_one_stream_of_tokens_of_which_those_of_the_env_are_masked():
     (one,) = held(Policy(), [8]).values()
-    played = one.trajectory()
+    played = trajectory_of([one])
     assert bytes(played.actions.ravel().tolist()).decode() == "8?89?910?10"
     assert played.mask.ravel().tolist() == [c == "T" for c in "FFTFFTFFFTT"]
     assert played.rewards.ravel().tolist() == [0, 0, 1, 0, 0, 1, 0, 0, 0, 0, 1]
@@ -127,7 +128,7 @@ def test_rewards_of_several_functions_are_added_by_their_weights_and_kept_apart(
     before, answer = "8?89?910?", "10"
     scores = {"correct": 3.0, "short": float(len(before + answer)), "off": 2.0}
     last = 1 + 0.5 * scores["short"] - 2
-    assert one.trajectory().rewards.ravel().tolist() == [0, 0, 1, 0, 0, 1, 0, 0, 0, 0, last]
+    assert trajectory_of([one]).rewards.ravel().tolist() == [0, 0, 1, 0, 0, 1, 0, 0, 0, 0, last]
     assert one.result().rewards == scores and one.result().total_reward == 2 + last
     assert one.turns[0]["facts"] == {"correct": 1} and one.turns[2]["facts"] == {**scores, "correct": 1}
     assert summarize([one.result()])["overall"]["text"]["rewards"] == scores
@@ -165,7 +166,7 @@ def test_a_rewritten_conversation_continues_without_its_earlier_tokens_which_are
         ("9?", 0, 1),
         ("10?", 0, 2),
     ]
-    played = one.trajectory()
+    played = trajectory_of([one])
     assert bytes(played.actions.ravel().tolist()).decode() == "8?89?910?10"
     assert np.flatnonzero(played.obs[RESTART]).tolist() == [3, 6]
 
@@ -208,12 +209,13 @@ def test_an_env_plays_the_conversations_of_a_group_and_scores_them_together():
 
 @pytest.mark.parametrize("rows", [1, 2, 5, 100])
 def test_how_many_go_on_at_a_time_changes_no_conversation(rows):
-    alone = {index: held(Policy(), [index])[index].trajectory() for index in range(7)}
+    alone = {index: trajectory_of(held(Policy(), [index]).values()) for index in range(7)}
     together = held(Policy(), range(7), rows)
     for index, one in together.items():
-        assert np.array_equal(one.trajectory().actions, alone[index].actions)
+        assert np.array_equal(trajectory_of([one]).actions, alone[index].actions)
         assert one.result() == one.result()._replace(index=index)
     assert sorted(together) == [*range(7)]
+    np.testing.assert_equal(decisions_of(trajectory_of(together.values())), decisions_of(join([*alone.values()])))
 
 
 class Meeting(Counting):
@@ -232,7 +234,7 @@ def test_env_steps_of_different_conversations_run_at_the_same_time_and_change_no
     for index, one in together.items():
         assert one.result() == alone[index].result()
         for column in ("actions", "rewards", "mask", "terminated"):
-            assert np.array_equal(getattr(one.trajectory(), column), getattr(alone[index].trajectory(), column))
+            assert np.array_equal(getattr(trajectory_of([one]), column), getattr(trajectory_of([alone[index]]), column))
 
 
 def test_quick_env_steps_stay_in_the_thread_and_the_order_of_one_at_a_time():
@@ -271,8 +273,8 @@ def test_where_a_policy_worker_is_replaced_only_what_is_open_is_asked_again_and_
     found = held(policy, range(3), 3, meanwhile=lose_the_first)
     again = policy.asked[0].prompts
     assert [prompt.number for prompt in again] == [prompt.number for prompt in lost[0].prompts[1:]] + [4]
-    alone = held(Policy(), [0])[0].trajectory().actions
-    assert np.array_equal(found[0].trajectory().actions, alone)
+    alone = trajectory_of([held(Policy(), [0])[0]]).actions
+    assert np.array_equal(trajectory_of([found[0]]).actions, alone)
 
 
 def test_an_answer_that_cannot_be_used_ends_its_conversation_which_counts_for_nothing():
@@ -286,7 +288,7 @@ def test_an_answer_that_was_cut_off_is_heard_and_is_the_last():
     policy = Policy()
     (one,) = held(policy, [3], meanwhile=lambda: policy.answer(truncated=True)).values()
     assert one.result().truncated and one.result().total_reward == 1.0 and len(one.turns) == 1
-    assert one.trajectory().truncated.ravel().tolist() == [False, False, True]
+    assert trajectory_of([one]).truncated.ravel().tolist() == [False, False, True]
 
 
 def test_episodes_that_are_to_be_alone_are():
