@@ -2,6 +2,7 @@
 
 import ast
 import re
+import subprocess
 from functools import cache
 from keyword import kwlist
 from pathlib import Path
@@ -273,3 +274,10 @@ def test_what_docstrings_name_is_a_name_in_the_code():
                 code |= {*re.findall(r"\w+", node.value)}
     assert len(named) > 500
     assert not [(str(path.relative_to(ROOT)), name) for path, name in named if name not in code and not name.isdigit()]
+
+
+def test_no_link_of_the_repository_leads_out_of_it():
+    """Least of all a worktree's .venv: a merge would put the link in the place of the folder with this name."""
+    told = subprocess.run(["git", "-C", str(ROOT), "ls-files", "-z"], capture_output=True, text=True, check=True)
+    links = [ROOT / name for name in told.stdout.split("\0") if name and (ROOT / name).is_symlink()]
+    assert links and all(link.resolve().is_relative_to(ROOT) for link in links)
