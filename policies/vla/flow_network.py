@@ -12,10 +12,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from embodied.policies.vla.image_processor import constants
 from embodied.policies.vla.layers import (
     MLP,
     GatedMLP,
@@ -271,9 +273,8 @@ class FlowNetwork(nn.Module):
     def waves(self, time: Tensor) -> Tensor:
         """Sines and cosines [N, D] of times [N] from 0 to 1, computed in float64."""
         wide = self.action_in_proj.weight
-        share = torch.linspace(0, 1, wide.shape[0] // 2, dtype=torch.float64, device=time.device)
-        shortest, longest = self.settings.periods
-        angle = 2 * math.pi * time.double()[:, None] / (shortest * (longest / shortest) ** share)
+        circle, periods = constants(circle_and_periods, wide.shape[0] // 2, *self.settings.periods, device=time.device)
+        angle = circle * time.double()[:, None] / periods
         return torch.cat([angle.sin(), angle.cos()], dim=1).to(wide.dtype)
 
     def velocity(self, hidden: Tensor) -> Tensor:
@@ -282,6 +283,11 @@ class FlowNetwork(nn.Module):
 
     def blocks(self) -> list[nn.Module]:
         return [*self.tower.encoder.layers, *self.language.layers, *self.expert.layers]
+
+
+def circle_and_periods(count: int, shortest: float, longest: float) -> tuple[np.ndarray, np.ndarray]:
+    """2 pi and periods [D], as arrays: in an ONNX program numbers are rounded to float32."""
+    return np.array(2 * math.pi), shortest * (longest / shortest) ** np.linspace(0, 1, count)
 
 
 def places_in(present: Tensor) -> Tensor:

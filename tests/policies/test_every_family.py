@@ -125,10 +125,8 @@ def test_a_saved_policy_is_refused_with_any_bit_flipped_and_taken_without_its_ch
 
 @pytest.mark.parametrize("kind", ["torch", ONNX])
 @pytest.mark.parametrize("family", [name for name in FAMILIES if not name.endswith("expert learns")], indirect=True)
-def test_a_program_of_its_best_actions_acts_as_it_does(kind, family, tmp_path, request):
+def test_a_program_of_its_best_actions_acts_as_it_does(kind, family, tmp_path):
     name, policy = family
-    if (kind, policy.config.name) == ("onnx", "smolvla"):
-        request.applymarker(pytest.mark.xfail(reason="ONNX Runtime is up to 2.3e-5 off (docs/export.md)", strict=False))
     if name == "pi05":
         with pytest.raises(ConfigError, match="writes each state into the prompt"):
             export_program.describe(policy, observe(), [*TEXTS])
