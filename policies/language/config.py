@@ -181,11 +181,6 @@ class LanguageConfig(LoraOptions):
         only_with(" ".join(OF_SERVER), {"engine": "http"}),
         only_with("tensor_parallel", {"engine": "vllm"}),
         never_with("system template_arguments thoughts", {"chat": False}, "there is no template; leave it out"),
-        never_with(
-            "top_p top_k min_p",
-            {"engine": "vllm", "temperature": lambda temperature: temperature != 1},
-            "it tells log-probs of all tokens at temperature 1 alone; try policy.engine=transformers",
-        ),
         never_with({"url": None}, {"engine": "http"}, "it asks a server; set policy.url=http://127.0.0.1:8000"),
     )
 

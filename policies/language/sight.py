@@ -13,7 +13,7 @@ from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from math import prod
 from pathlib import Path
@@ -216,8 +216,16 @@ class Sight:
         """Positions of the tokens of a conversation: int64 [n], or [n, 3] where pictures have rows and columns."""
         return np.arange(len(tokens))
 
-    def features(self, model: Any, names: Sequence[str]) -> Tensor:
+    def features(self, model: Any, pictures: Sequence[Picture]) -> Tensor:
         """The vision tower's features [places, D] of these pictures, one after the other."""
+        raise NotImplementedError
+
+    def num_views(self, picture: Picture) -> int:
+        """The number of a picture's tiles or moments. The tower sees each alone, and all have equally many places."""
+        raise NotImplementedError
+
+    def views(self, picture: Picture, first: int, last: int) -> Picture:
+        """The tiles or moments first, ..., last - 1 of a picture, for `features`."""
         raise NotImplementedError
 
     def embed(self, model: Any, ids: Tensor, names: Sequence[str], ranks: DividedPass | None = None) -> Tensor:
@@ -226,21 +234,28 @@ class Sight:
         words = model.get_input_embeddings()(ids.clamp(min=0))
         if not names:  # ranks with shards of the tower's blocks must run these equally often
             sharded = hasattr(next(tower_blocks_of(model)[0].parameters()), "device_mesh")
-            return words + 0 * self.features(model, [BLANK]).sum() if sharded else words
-        seen = self.features(model, names) if ranks is None else self.divided_features(model, names, ranks)
+            return words + 0 * self.features(model, [self.read(BLANK)]).sum() if sharded else words
+        pictures = [self.read(name) for name in names]
+        seen = self.features(model, pictures) if ranks is None else self.divided_features(model, pictures, ranks)
         return torch.where((ids < 0)[..., None], seen.to(words.dtype)[(-1 - ids).clamp(min=0)], words)
 
-    def divided_features(self, model: Any, names: Sequence[str], ranks: DividedPass) -> Tensor:
-        """The features of these pictures, divided over ranks: each rank computes a contiguous part with about equally
-        many places, and sends its features to all other ranks.
+    def divided_features(self, model: Any, pictures: Sequence[Picture], ranks: DividedPass) -> Tensor:
+        """The features of these pictures, divided over ranks: each rank computes successive tiles or moments with about
+        equally many places, and sends its features to all other ranks.
 
-        Pictures of 2, 1 and 1 places on two ranks: rank 0 computes the first picture, rank 1 the other two.
+        A picture of one tile and one of three on two ranks, all of the same size: rank 0 computes the first picture and
+        the first tile of the second one, rank 1 the other two tiles.
         """
-        group, counts = ranks.group, np.array([self.read(name).places for name in names])
+        group, views = ranks.group, [self.num_views(picture) for picture in pictures]
+        counts = np.repeat([picture.places // count for picture, count in zip(pictures, views, strict=True)], views)
         looks = (np.cumsum(counts) - counts) * group.size // counts.sum()
         sizes = np.bincount(looks, counts, group.size).astype(int).tolist()
-        of_rank = [name for name, rank in zip(names, looks.tolist(), strict=True) if rank == group.place]
-        seen = self.features(model, of_rank or [BLANK])[: sizes[group.place]]
+        of_rank = []
+        for picture, ranks_of_views in zip(pictures, np.split(looks, np.cumsum(views)[:-1]), strict=True):
+            first, last = np.searchsorted(ranks_of_views, [group.place, group.place + 1])
+            if first < last:
+                of_rank.append(self.views(picture, first, last))
+        seen = self.features(model, of_rank or [self.read(BLANK)])[: sizes[group.place]]
         room = torch.nn.functional.pad(seen, (0, 0, 0, max(sizes) - len(seen)))
         came = travel(group, room.expand(group.size, -1, -1).flatten(1))().view(group.size, *room.shape)
         return torch.cat([rows[:size] for rows, size in zip(came, sizes, strict=True)])
@@ -332,10 +347,19 @@ class QwenSight(Sight):
         places[begin:] += place - begin
         return places
 
-    def features(self, model: Any, names: Sequence[str]) -> Tensor:
-        tower, pictures = model.base_model.visual, [self.read(name).pixels for name in names]
+    def num_views(self, picture: Picture) -> int:
+        return picture.grid[0]
+
+    def views(self, picture: Picture, first: int, last: int) -> Picture:
+        patches, ((moments, *sides),) = picture.pixels["pixel_values"], picture.pixels["image_grid_thw"]
+        some = patches.reshape(moments, -1, patches.shape[-1])[first:last].reshape(-1, patches.shape[-1])
+        pixels = {"pixel_values": some, "image_grid_thw": np.array([[last - first, *sides]])}
+        return replace(picture, pixels=pixels)
+
+    def features(self, model: Any, pictures: Sequence[Picture]) -> Tensor:
+        tower = model.base_model.visual
         pixels, grids = (
-            tensor_of(np.concatenate([each[key] for each in pictures]), tower.device)
+            tensor_of(np.concatenate([picture.pixels[key] for picture in pictures]), tower.device)
             for key in ("pixel_values", "image_grid_thw")
         )
         return tower(pixels.to(tower.dtype), grid_thw=grids).pooler_output
@@ -414,9 +438,15 @@ class IdeficsSight(Sight):
         tiles = {key: array[0] for key, array in picture.pixels.items()}
         return tiles | {"num_patches": np.array([len(tiles["pixel_values"])])}
 
-    def features(self, model: Any, names: Sequence[str]) -> Tensor:
-        pictures, device = [self.read(name).pixels for name in names], next(model.parameters()).device
-        options = {key: tensor_of(np.concatenate([each[key] for each in pictures], 1), device) for key in pictures[0]}
+    def num_views(self, picture: Picture) -> int:
+        return picture.pixels["pixel_values"].shape[1]
+
+    def views(self, picture: Picture, first: int, last: int) -> Picture:
+        return replace(picture, pixels={key: array[:, first:last] for key, array in picture.pixels.items()})
+
+    def features(self, model: Any, pictures: Sequence[Picture]) -> Tensor:
+        tiles, device = [picture.pixels for picture in pictures], next(model.parameters()).device
+        options = {key: tensor_of(np.concatenate([each[key] for each in tiles], 1), device) for key in tiles[0]}
         options["pixel_values"] = options["pixel_values"].to(model.dtype)
         return model.base_model.get_image_features(**options).pooler_output.flatten(0, 1)
 

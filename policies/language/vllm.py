@@ -3,9 +3,9 @@
 weights then lie in the host's memory, from which these processes read new weights.
 
 vLLM samples, with seeds by conversation and index; unlike with our engine, an answer may depend on concurrent answers.
-Log-probs are those that the learner computes, among all tokens at policy.temperature. At temperature 1 vLLM takes them
-before it samples (`raw_logprobs`), so rollouts may exclude tokens (top_p, top_k). At another one it takes them
-afterwards (`processed_logprobs`), so those of evaluations are of the evaluation's own temperature and excluded tokens.
+Log-probs are those that the learner computes, among all tokens at policy.temperature, in evaluations, too. vLLM takes
+them before it samples (its default), so rollouts may exclude tokens (top_p, top_k). Its network divides the logits by
+policy.temperature, and requests ask for temperatures relative to that.
 
 While learners hold the device, vLLM sleeps at level 2: it keeps neither weights nor KV cache. It wakes up in two steps,
 so that weights are loaded before the cache is allocated:
@@ -118,7 +118,7 @@ class VLLMEngine(Engine):
             self.writing[name] = Writing(request)
             settings = self.sampling(
                 max_tokens=request.max_tokens,
-                temperature=rule.temperature,
+                temperature=rule.temperature / self.config.temperature,
                 top_p=rule.top_p,
                 top_k=rule.top_k,
                 min_p=rule.min_p,
@@ -280,13 +280,13 @@ def start(config: LanguageConfig, policy: LanguagePolicy) -> tuple[Any, Any]:
                 tensor_parallel_size=parts,
                 distributed_executor_backend="uni" if parts == 1 else "mp",
                 worker_extension_cls=f"{__name__}.{FromFolder.__name__}",
-                logprobs_mode="raw_logprobs" if config.temperature == 1 else "processed_logprobs",
                 **options,
             )
         except Exception as err:
             if "WorkerProc" not in str(err):  # vLLM's own error only mentions a stack
                 raise
             raise RuntimeError(f"one of the {parts} processes in which vLLM runs the model did not start") from err
+    llm.collective_rpc("divide_logits", args=(config.temperature,))
     if parts > 1:
         # Remove the name of the shared memory by which vLLM's processes hear of their work. All have opened it by now,
         # so the kernel frees it with its last user, also if this process is killed.
@@ -411,6 +411,14 @@ class FromFolder:
             replace_weights(self, ((name, tensor_of(blob)) for name, blob in blobs.items()))
 
     # For our own engine
+
+    def divide_logits(self, by: float) -> None:
+        """From now on all log-probs are those of logits divided by this, in float32."""
+        from vllm.model_executor.layers.logits_processor import LogitsProcessor
+
+        for layer in self.model_runner.get_model().modules():
+            if by != 1 and isinstance(layer, LogitsProcessor):
+                layer.register_forward_hook(lambda _, __, logits: None if logits is None else logits.float() / by)
 
     def cache_bytes(self) -> int:
         """Bytes of its keys and values."""

@@ -173,7 +173,6 @@ SUMS policy.engine=http policy.url=http://me:secret@127.0.0.1 -> without a user'
 SUMS policy.engine=http policy.url=http://h policy.token_from=a-secret -> names an environment variable
 SUMS algo.top_k=5 -> did you mean 'policy.top_k' or 'eval.top_k'
 SUMS policy.temperature=0 -> policy.temperature=0: should be greater than 0
-SUMS policy.engine=vllm policy.temperature=0.8 policy.top_k=5 -> it tells log-probs of all tokens at temper
 SUMS SERVER -> set a folder that it sees as well, such as policy.weights=/dev/shm
 SUMS eval.top_p=0.9 eval.temperature=0 -> with eval.temperature=0 and policy.name=language: it takes the likeliest token
 SUMS eval.top_k=1 eval.temperature=0 -> eval.top_k=1 does not go with eval.temperature=0

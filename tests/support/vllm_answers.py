@@ -34,10 +34,10 @@ def weights_of(model):
     return {name: tensor for name, tensor in model.state_dict().items() if not (tied and name == "lm_head.weight")}
 
 
-def gaps(engine, model, temperature):
-    found = answers(engine, ASKED, temperature)
+def gap(engine, model, **rule):
+    found, at = answers(engine, ASKED, **rule), engine.config.temperature
     return max(
-        float(np.abs(found[r.key].logprobs - logprobs_by_the_model(model, r, found[r.key])).max()) for r in ASKED
+        float(np.abs(found[r.key].logprobs - logprobs_by_the_model(model, r, found[r.key], at)).max()) for r in ASKED
     )
 
 
@@ -86,11 +86,12 @@ def main(kind):
     torch.manual_seed(0)
     model = MODELS[kind]()
     divided = {"tensor_parallel": 2} if kind == "divided" else {}
-    engine = engine_of(model, engine="vllm", max_running=4, max_length=256, **divided)
+    usual = 0.8 if kind == "untied" else 1.0
+    engine = engine_of(model, engine="vllm", max_running=4, max_length=256, temperature=usual, **divided)
     said = {"gaps": []}
-    for version, temperature in ((1, 1.0), (1, 0.7), (1, 1.0)):
-        engine.load(weights_of(model), version)
-        said["gaps"].append(gaps(engine, model, temperature))
+    for rule in ({}, {"temperature": 0.7}, {"top_k": 9, "top_p": 0.8}):
+        engine.load(weights_of(model), 1)
+        said["gaps"].append(gap(engine, model, **{"temperature": usual} | rule))
         train(model)
     engine.load(weights_of(model), 1)
     said["greedy"] = answered(answers(engine, ASKED, temperature=0))

@@ -6,9 +6,11 @@ import numpy as np
 import pytest
 from rank_processes import run_ranks
 from tiny_language import answers, inputs_of, write
+from tiny_sight import publish, write_video
 from transformers import GptOssConfig, Qwen3Config, Starcoder2Config
 
 from embodied.policies.language.attention import parts_of_ranks
+from embodied.policies.language.config import SEEING
 from embodied.policies.language.packing import lay_out
 
 PROGRAM = Path(__file__).with_name("divided_ranks.py")
@@ -34,6 +36,19 @@ def test_divided_conversations_have_the_scores_and_gradients_of_one_rank(tmp_pat
         bar = {"recomputed": 1e-6, "sinks": 1e-4}.get(name, 1e-12)  # these compute norms, or all, in float32
         assert float(scores) < bar and float(gradient) < bar, (name, degree)
         assert name == "one token" or float(others) > 0.01, (name, degree)
+
+
+def test_a_picture_or_video_is_seen_by_all_ranks_a_part_each(tmp_path):
+    """Tiles of one picture, moments of one video, and both beside a small picture; of one tile one rank sees all."""
+    for kind in SEEING:
+        publish(tmp_path / kind, kind)
+    frames = np.random.default_rng(0).integers(0, 256, (8, 32, 32, 3), np.uint8)
+    write_video(tmp_path / "a.mp4", frames, 4)
+    rows = run_ranks(PROGRAM.with_name("divided_pictures.py"), tmp_path / "meet", 2, tmp_path, cells=5)
+    assert len(rows) == 2 * 3 * len(SEEING)
+    for kind, shown, features, gradient, share in rows:
+        assert float(features) < 1e-10 and float(gradient) < 1e-10, (kind, shown)
+        assert float(share) < 0.7 or (kind, shown) == ("qwen2_5_vl", "one"), (kind, shown)
 
 
 def test_every_place_belongs_to_one_rank():

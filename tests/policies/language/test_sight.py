@@ -165,14 +165,16 @@ def test_the_rule_in_a_videos_name_chooses_its_frames(tmp_path):
 def test_the_vision_tower_looks_once_at_a_picture_of_a_group(policy, monkeypatch):
     inputs, *_ = conversations(policy)
     seen, features = [], type(policy.sight).features
-    monkeypatch.setattr(type(policy.sight), "features", lambda s, m, names: seen.append(names) or features(s, m, names))
+    monkeypatch.setattr(type(policy.sight), "features", lambda s, m, some: seen.append(some) or features(s, m, some))
     gradients, again = {}, copy.deepcopy(policy)
     recompute(again)
     for name, groups, whose in (("apart", apart(inputs), policy), ("together", inputs, again)):
         whose(groups).logprobs.sum().backward()
         gradients[name] = {key: p.grad for key, p in whose.named_parameters() if p.grad is not None}
         whose.zero_grad()
-    assert seen == [[ONE, OTHER, WIDE]] * 2 and len(policy.blocks()) > len(blocks_of(policy.model))
+    assert seen == [[policy.sight.read(name) for name in (ONE, OTHER, WIDE)]] * 2 and len(policy.blocks()) > len(
+        blocks_of(policy.model)
+    )
     tower = [key for key in gradients["apart"] if "vis" in key]
     assert any(gradients["apart"][key].abs().max() > 1e-4 for key in tower)
     for key, grad in gradients["apart"].items():

@@ -65,7 +65,7 @@ def drawn():
 
 
 @needs_vllm
-def test_logprobs_are_the_models_at_temperature_1_after_every_load(results):
+def test_logprobs_are_of_all_tokens_at_the_policys_temperature_after_every_load(results):
     assert max(results["gaps"]) <= 1e-5
 
 
