@@ -258,12 +258,13 @@ class Conversation:
         if said:
             self.pictures += pictures_in(self.said)
         self.success.append(turn.success)
+        recorded = completion.logprobs if self.part.tally.job.evaluation else completion.logprobs[:0]
         self.turns.append(
             {
                 "said": self.said,
                 "answer": completion.text,
                 "tokens": list(completion.pieces),
-                "logprobs": completion.logprobs.astype(float).round(4).tolist(),
+                "logprobs": [round(number, 4) for number in recorded.tolist()],
                 "truncated": completion.truncated,
                 "reward": reward,
                 "facts": dict(turn.facts or {}),
