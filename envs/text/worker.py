@@ -35,6 +35,7 @@ LOOK_S = 0.01  # between two checks for answers while env steps run
 LONGEST_PROBLEM = 1_000  # characters in a table of episodes
 SAMPLE_CHARACTERS = 2_000  # of a text in a sampled conversation
 SAMPLE_TURNS = 20  # of a sampled conversation
+NO_TOKENS = np.zeros(0, np.int32)  # before the first prompt: one object, so a message of many prompts has it once
 
 
 class TextWorker(PlayerWorker):
@@ -298,7 +299,8 @@ class Conversation:
 
     def context(self) -> np.ndarray:
         """The tokens that the next message follows, unless the policy renders the conversation anew."""
-        return np.concatenate([np.zeros(0, np.int32), *(each.tokens for each in self.answers[self.begin :])])
+        before = [each.tokens for each in self.answers[self.begin :]]
+        return np.concatenate(before) if before else NO_TOKENS
 
     def history(self) -> tuple[tuple[Said, np.ndarray], ...]:
         """The messages and answers so far, for a policy that needs them."""
@@ -332,7 +334,7 @@ class Conversation:
             tokens=self.num_sampled,
             prompt_tokens=answers[0].num_said if answers else 0,
             all_tokens=sum(len(each.tokens) for each in answers),
-            places=sum(int((each.tokens < 0).sum()) for each in answers),
+            places=sum(int((each.tokens < 0).sum()) for each in answers) if self.pictures else 0,
             rewards=self.scores or None,
         )
 
