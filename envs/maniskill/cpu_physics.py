@@ -10,7 +10,7 @@ while its data are in the core's cache: see `step`.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import numpy as np
@@ -110,7 +110,11 @@ class BatchedCpuPhysics:
         self.roots = [self.body_index[id(articulation.root)] for articulation in self.articulations]
         self.entities = [body.entity for body in self.bodies]
         self.dof = [articulation.dof for articulation in self.articulations]
-        self.joints = [articulation.active_joints for articulation in self.articulations]
+        joints = [articulation.active_joints for articulation in self.articulations]
+        self.position_setters, self.velocity_setters = (
+            [[getattr(joint, f"set_drive_{name}") for joint in of_row] for of_row in joints]
+            for name in ("target", "velocity_target")
+        )
         width = max([1, *self.dof])
         self.cuda_rigid_body_data = Buffer(len(self.bodies), 13)
         for name in ("qpos", "qvel", "qacc", "qf", "target_qpos", "target_qvel"):
@@ -122,7 +126,7 @@ class BatchedCpuPhysics:
         for row, env in enumerate(self.env_of):
             self.rows_of[env].append(row)
         data = self.cuda_rigid_body_data.np
-        self.places = [(data[row, :3], data[row, 3:7], data[row, 7:10], data[row, 10:]) for row in range(len(data))]
+        self.velocities = [(data[row, 7:10], data[row, 10:]) for row in range(len(data))]
         self.posed = self.moving = self.all_rows = list(range(len(self.bodies)))
         self.unread = np.zeros_like(data, bool)
         self._contacts: dict[int, list] = {}
@@ -227,22 +231,20 @@ class BatchedCpuPhysics:
 
     def _fetch_poses(self, rows: list[int], envs: Iterable[int]) -> None:
         self.catch_up()
-        entities, places = self.entities, self.places
-        for row in rows:
-            pose, place = entities[row].pose, places[row]
-            place[0][:] = pose.p
-            place[1][:] = pose.q
-        self.cuda_rigid_body_data.applied[rows, POSE] = self.cuda_rigid_body_data.np[rows, POSE]
+        if rows:
+            # A pose's state is its seven numbers, in one call; `p` and `q` make an array each.
+            poses = np.array([self.entities[row].pose.__getstate__() for row in rows], np.float32)
+            for array in (self.cuda_rigid_body_data.np, self.cuda_rigid_body_data.applied):
+                array[rows, POSE] = poses
         for env in envs:
             self._contacts.pop(env, None)
 
     def _fetch_velocities(self, rows: list[int]) -> None:
         self.catch_up()
-        bodies, places = self.bodies, self.places
         for row in rows:
-            body, place = bodies[row], places[row]
-            place[2][:] = body.linear_velocity
-            place[3][:] = body.angular_velocity
+            body, (linear, angular) = self.bodies[row], self.velocities[row]
+            linear[:] = body.linear_velocity
+            angular[:] = body.angular_velocity
         self.cuda_rigid_body_data.applied[rows, TWIST] = self.cuda_rigid_body_data.np[rows, TWIST]
 
     # apply: arrays -> simulator
@@ -293,12 +295,12 @@ class BatchedCpuPhysics:
             self.articulations[row].set_qf(self.cuda_articulation_qf.np[row, : self.dof[row]])
 
     def gpu_apply_articulation_target_position(self) -> None:
-        self._apply_targets(self.cuda_articulation_target_qpos, "set_drive_target")
+        self._apply_targets(self.cuda_articulation_target_qpos, self.position_setters)
 
     def gpu_apply_articulation_target_velocity(self) -> None:
-        self._apply_targets(self.cuda_articulation_target_qvel, "set_drive_velocity_target")
+        self._apply_targets(self.cuda_articulation_target_qvel, self.velocity_setters)
 
-    def _apply_targets(self, buffer: Buffer, method: str) -> None:
+    def _apply_targets(self, buffer: Buffer, setters: list[list[Callable[[float], None]]]) -> None:
         changed = buffer.differs()
         if not changed.any():
             return
@@ -306,7 +308,7 @@ class BatchedCpuPhysics:
         values = buffer.np.tolist()
         for row, joint in zip(*map(np.ndarray.tolist, np.nonzero(changed)), strict=True):
             if joint < self.dof[row]:
-                getattr(self.joints[row][joint], method)(values[row][joint])
+                setters[row][joint](values[row][joint])
         buffer.applied[:] = buffer.np
 
     # stepping and contacts
