@@ -19,7 +19,6 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.optim.adam import adam
 
 from embodied.algorithms.config import AlgoConfig, PPOConfig, SFTConfig
 from embodied.core.errors import CheckpointError, ConfigError
@@ -241,6 +240,7 @@ class PolicyOptimizer:
         self.keeps_mean = bool(getattr(algo, "average", None))
         self.sizes = [master.numel() for master in self.masters]
         self.summed: Tensor | None = None  # memory reused by all steps: new pages would cost as much as the copy
+        self.gradients: list[Tensor] = []  # views of `summed`, by parameter
         self.zeros: Tensor | None = None  # the gradient of parameters without one, also reused
         self.fixed = False  # gradients are added up in that memory
         self.mean_shown = False  # True: the parameters hold the mean of weights, and `state` the weights
@@ -258,7 +258,7 @@ class PolicyOptimizer:
             return totals[:-1], totals[-1].sqrt()
         tensors.append(stats.to(tensors[0].dtype))
         if self.summed is None or len(self.summed) != sum(self.sizes) + len(stats):
-            self.summed = tensors[0].new_empty(sum(self.sizes) + len(stats))
+            self._allocate(len(stats))
         return self.split(self.collective.sum(torch.cat(tensors, out=self.summed)), count)
 
     def split(self, flat: Tensor, count: float | None = None) -> tuple[Tensor, Tensor]:
@@ -274,12 +274,11 @@ class PolicyOptimizer:
         """From now on accumulate gradients in memory with a fixed address. Returns the memory behind it for `num_stats`
         numbers. `forget_gradients` undoes this."""
         self.forget_gradients()
-        self.fixed, self.summed = True, self.masters[0].new_zeros(sum(self.sizes) + num_stats)
-        for p, master, gradient in zip(
-            self.params, self.masters, self.summed.split([*self.sizes, num_stats]), strict=False
-        ):
+        self.fixed = True
+        self._allocate(num_stats)
+        for p, master, gradient in zip(self.params, self.masters, self.gradients, strict=True):
             self.adam.state_of(master)
-            (master if p.dtype in HALVES else p).grad = gradient.view_as(p)
+            (master if p.dtype in HALVES else p).grad = gradient
         return self.summed[-num_stats:]
 
     def step(self, norm: Tensor, lr_factor: float | Tensor, skipped: Tensor | None = None) -> None:
@@ -287,11 +286,8 @@ class PolicyOptimizer:
         changes."""
         if self.max_grad_norm is not None:
             self.flat *= (torch.full_like(norm, self.max_grad_norm) / (norm + 1e-6)).clamp(max=1.0)
-        for master, gradient in zip(self.masters, self.flat.split(self.sizes), strict=True):
-            master.grad = gradient.view_as(master)
-        self.adam.step([lr * lr_factor for lr in self.base_lrs], skipped)
-        if not self.fixed:
-            self.adam.forget_gradients()
+        gradients = self._by_parameter(self.flat) if self.sharded else self.gradients
+        self.adam.step(gradients, [lr * lr_factor for lr in self.base_lrs], skipped)
         with torch.no_grad():
             if halves := [(local(p), m) for p, m in zip(self.params, self.masters, strict=True) if p.dtype in HALVES]:
                 torch._foreach_copy_(*map(list, zip(*halves, strict=True)))
@@ -342,9 +338,8 @@ class PolicyOptimizer:
 
     def forget_gradients(self) -> None:
         """Free the gradients, which are not needed between updates."""
-        self.flat, self.summed, self.zeros, self.fixed = None, None, None, False
-        self.adam.forget_gradients()
-        for p in self.params:
+        self.flat, self.summed, self.gradients, self.zeros, self.fixed = None, None, [], None, False
+        for p in (*self.params, *self.masters):
             p.grad = None
 
     def broken(self) -> Tensor:
@@ -394,9 +389,17 @@ class PolicyOptimizer:
 
     # Inside
 
+    def _allocate(self, num_stats: int) -> None:
+        """Allocate memory for all gradients and `num_stats` numbers."""
+        self.summed = self.masters[0].new_zeros(sum(self.sizes) + num_stats)
+        self.gradients = self._by_parameter(self.summed[: sum(self.sizes)])
+
+    def _by_parameter(self, flat: Tensor) -> list[Tensor]:
+        return [part.view_as(master) for part, master in zip(flat.split(self.sizes), self.masters, strict=True)]
+
     def _gradient(self, p: Tensor, master: Tensor) -> Tensor:
         grad = p.grad if master.grad is None else master.grad
-        p.grad = None
+        p.grad = master.grad = None
         if grad is None:
             if self.zeros is None or len(self.zeros) < master.numel():
                 self.zeros = master.new_zeros(master.numel())
@@ -439,8 +442,9 @@ def read_shards(folder: Path) -> tuple[Path, dict[str, list[Blob]]]:
 
 
 class Adam:
-    """Torch's fused Adam, with its state by parameter. The class `torch.optim.Adam` calls the same function, but its
-    constructor imports torch's compiler: 1.7 s of a core at every learner's start (torch 2.13)."""
+    """Torch's fused Adam, with its state by parameter. The class `torch.optim.Adam` calls the same kernel, but its
+    constructor imports torch's compiler: 1.7 s of a core at every learner's start (torch 2.13); and it sorts the
+    tensors before each step."""
 
     def __init__(
         self,
@@ -454,21 +458,24 @@ class Adam:
         self.state: dict[Tensor, dict[str, Tensor]] = {p: {} for group in groups for p in group}
 
     @torch.no_grad()
-    def step(self, rates: Sequence[float | Tensor], skipped: Tensor | None = None) -> None:
-        """Take a step with a learning rate per group. Parameters without a gradient do not change; with `skipped` 1
-        nothing does."""
+    def step(self, gradients: Sequence[Tensor], rates: Sequence[float | Tensor], skipped: Tensor | None = None) -> None:
+        """Take a step with the gradients of all parameters in their order, and a learning rate per group; with
+        `skipped` 1 nothing changes."""
+        states = [self.state_of(p) for group in self.groups for p in group]
+        means, squares, steps = ([state[name] for state in states] for name in ("exp_avg", "exp_avg_sq", "step"))
+        torch._foreach_add_(steps, 1)
+        first = 0
         for group, lr in zip(self.groups, rates, strict=True):
-            params = [p for p in group if p.grad is not None]
-            states = [self.state_of(p) for p in params]
-            adam(
-                params,
-                [p.grad for p in params],
-                [state["exp_avg"] for state in states],
-                [state["exp_avg_sq"] for state in states],
+            part = slice(first, first := first + len(group))
+            if not group:
+                continue
+            torch._fused_adamw_(
+                group,
+                gradients[part],
+                means[part],
+                squares[part],
                 [],
-                [state["step"] for state in states],
-                fused=True,
-                decoupled_weight_decay=True,
+                steps[part],
                 amsgrad=False,
                 beta1=self.betas[0],
                 beta2=self.betas[1],
@@ -478,10 +485,8 @@ class Adam:
                 maximize=False,
                 found_inf=skipped,
             )
-
-    def forget_gradients(self) -> None:
-        for p in self.state:
-            p.grad = None
+        if skipped is not None:
+            torch._foreach_sub_(steps, [skipped] * len(steps))
 
     def state_of(self, p: Tensor) -> dict[str, Tensor]:
         """The moments of a parameter's gradients, zeros before its first step."""

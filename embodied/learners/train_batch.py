@@ -64,6 +64,7 @@ class RankBatch:
     replay: dict[str, Tensor]
     of: Tensor  # int [items]: number of the item's episode or conversation, from 0
     numbers: np.ndarray  # int [units], ascending: each unit's number over all ranks; -1: padding
+    is_whole: bool = False  # the mask is True everywhere
     groups: np.ndarray | None = None  # int [units], of conversations: equal for conversations with a common prompt
     group_size: int = 1  # units that stay together in a minibatch
     # Over all ranks
@@ -199,9 +200,10 @@ class RankBatch:
 
     def loss_sum(self, scores: Scores, weight: float, config: AlgoConfig) -> tuple[Tensor, Stats]:
         """The loss of all items (`weight` 0: padding), and its parts."""
+        mask = None if self.is_whole else self.mask
         items = LossItems(
             logprobs=self.logprobs,
-            mask=self.mask if self.masked is None else self.mask & ~self.masked[:, None],
+            mask=mask if self.masked is None else self.mask & ~self.masked[:, None],
             weights=weight * self.weights,
             answers=self.of,
             **{name: getattr(self, name) for name in ("advantages", "values", "returns", "reference", "proximal")},
@@ -338,6 +340,7 @@ def items_of(
     batch = RankBatch(
         obs=map_obs(contiguous_tensor, trajectory.obs),
         replay={name: contiguous_tensor(array) for name, array in trajectory.replay.items() if name != REFERENCE},
+        is_whole=bool(mask.all()),
         numbers=np.arange(len(lengths) if speaks else len(trained)),
         **to_device(arrays | {"of": episodes_within(trajectory)}, model.device),
     )

@@ -83,7 +83,7 @@ class GradientSteps:
     def backward(self, loss: Tensor, numbers: Tensor, last: bool) -> None:
         """Accumulate the gradient of a pass, and its first numbers. `last`: no other pass of this step follows."""
         self.model.backward(loss, last)
-        self.sums[: len(numbers)] += numbers
+        self.sums[: len(numbers)].add_(numbers)
 
     def step(self, lr_factor: float, epoch: int, units: int, divisor: float, count: float | None = None) -> None:
         """Take a step with all ranks for a minibatch of `units` units. Statistics are divided by `divisor`, and the
@@ -100,7 +100,7 @@ class GradientSteps:
         """Take a step with the summed gradients; returns `StepSums.sums`. The device checks that these are finite:
         otherwise this step and all later steps leave the weights unchanged."""
         sums = torch.cat([totals.double(), norm.view(1)])
-        torch.maximum(self.broken, (~sums.isfinite().all()).float(), out=self.broken)
+        self.broken.masked_fill_((sums - sums).any(), 1.0)  # infinity minus itself is NaN, too
         self.optimizer.step(norm, lr_factor, self.broken)
         self.sums.zero_()
         return sums
@@ -128,6 +128,7 @@ class PolicySteps(GradientSteps):
         imitation = [] if config.imitation is None else [IMITATION]  # the last one
         super().__init__(model, optimizer, (*loss_terms(config), *model.policy.own_losses, *MISMATCH, *imitation))
         self.config = config
+        self.zero = torch.zeros((), dtype=model.dtype, device=model.device)  # of terms that the loss does not have
         self.by_own_logprobs = False  # True: log-probs of acting are replaced by those of the only step's passes
         # Largest gap and k3 of a decision, and largest error of a conversation
         self.largest = torch.full((3,), -math.inf, dtype=model.dtype, device=model.device)
@@ -155,7 +156,7 @@ class PolicySteps(GradientSteps):
         check_scores(scores, items.logprobs)
         judged = replace(items, logprobs=scores.logprobs.detach()) if self.by_own_logprobs else items
         loss, stats = judged.loss_sum(scores, weight, self.config)
-        numbers = [stats[name] for name in loss_terms(self.config)]
+        numbers = [stats.get(name, self.zero) for name in loss_terms(self.config)]
         if scores.own_loss is not None:
             own_loss = scores.own_loss.sum() * own_weight
             loss = loss + own_loss
@@ -222,7 +223,7 @@ class FixedPass:
     def __init__(self, batch: RankBatch, size: int, dtype: torch.dtype) -> None:
         device = batch.mask.device
         self.index = torch.zeros(size, dtype=torch.int64, device=device)
-        self.batch = moved(batch.select(self.index), device)
+        self.batch = replace(moved(batch.select(self.index), device), is_whole=False)  # padding is masked
         self.counts = torch.ones(size, dtype=dtype, device=device)  # 0 for padding items
         self.divisor, self.own_weight = (torch.ones((), dtype=dtype, device=device) for _ in range(2))
         self.graph: Any = None

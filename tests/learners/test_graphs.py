@@ -207,7 +207,7 @@ class CountedWaits(Card):
 def test_a_batch_and_an_update_wait_as_often_for_their_device_however_many_steps_there_are(monkeypatch):
     """A batch of which a simulator on the GPU made the larger part: rewards and values are read together, and what the
     host adds goes there in two copies."""
-    monkeypatch.setattr("embodied.learners.model.adam", lambda *_, **__: None)  # torch's has no kernel for `meta`
+    monkeypatch.setattr("torch._fused_adamw_", lambda *_, **__: None)  # torch's has no kernel for `meta`
     monkeypatch.setattr(FakeTensor, "tolist", lambda tensor: fetched(tensor.cpu()).tolist())  # one copy, as on a GPU
     config = MLPConfig(hidden=(8,), chunk=toy.C, normalize_observations=True)
     data, built, waits = toy.rollout(toy.make(), 0), [], []

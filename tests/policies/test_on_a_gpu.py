@@ -124,7 +124,7 @@ def learn(policy, played):
     optimizer = PolicyOptimizer(policy, config, Alone())
     share = build_batch(played, Unit((), played.ids), 0, config, Alone(), model)
     share = replace(share, replay=share.replay | frozen_features(model, share, ROWS))
-    with nullcontext() if WHERE == "cuda" else patch("embodied.learners.model.adam", step_there):
+    with nullcontext() if WHERE == "cuda" else patch("torch._fused_adamw_", step_there):
         return update_policy(model, optimizer, config, share, 0, BatchEnd(0, 10))
 
 
