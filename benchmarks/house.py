@@ -7,6 +7,8 @@ with a line tracer in all of its processes, for one iteration, and counts:
                the modules' own bodies, are left out.
     named      also the modules that an executed function names, where they are defined (types in signatures too)
     imported   modules of ours in each process after that iteration, and in all processes together
+    carriers   dataclasses and named tuples with arrays, or with carriers, that executed lines construct: the forms in
+               which data go from a player to the loss
 
 Writes results/house.json. Times under a tracer mean nothing and are not recorded.
 """
@@ -17,6 +19,7 @@ import argparse
 import ast
 import json
 import os
+import re
 import subprocess
 import sys
 import tempfile
@@ -26,6 +29,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
+from typing import TypeGuard
 
 from benchmarks.common import (
     RESULTS,
@@ -104,6 +108,12 @@ def lines_of(node: ast.stmt) -> range:
     return range(node.lineno, (node.end_lineno or node.lineno) + 1)
 
 
+def is_record(node: ast.ClassDef) -> bool:
+    """True for a dataclass or a named tuple."""
+    words = [ast.unparse(part) for part in (*node.decorator_list, *node.bases)]
+    return any(re.search(r"\b(dataclass|NamedTuple)\b", word) for word in words)
+
+
 @dataclass
 class House:
     """The files of a checkout that git knows."""
@@ -124,6 +134,20 @@ class House:
     @cached_property
     def by_name(self) -> dict[str, Module]:
         return {one.name: one for one in self.product.values()}
+
+    @cached_property
+    def carriers(self) -> set[str]:
+        """The names of the dataclasses and named tuples with a field that is an array, a tensor, or a carrier."""
+        fields: dict[str, str] = {}
+        for module in self.product.values():
+            for node in module.nodes:
+                if isinstance(node, ast.ClassDef) and is_record(node):
+                    types = [ast.unparse(one.annotation) for one in node.body if isinstance(one, ast.AnnAssign)]
+                    fields[node.name] = " ".join(types)
+        found, words = set[str](), {"ndarray", "Array", "Observation", "Tensor"}
+        while new := {name for name, types in fields.items() if words & {*re.findall(r"\w+", types)}} - found:
+            found, words = found | new, new
+        return found
 
     def ours(self, files: Iterable[str]) -> set[str]:
         """The files of the product among these, by their paths in the checkout."""
@@ -291,6 +315,7 @@ def summary(house: House, processes: dict[str, dict]) -> dict:
     executed, named = walk(house, lines)
     return {
         "executed": executed,
+        "carriers": sorted(constructed(house, lines) & house.carriers),
         "executed_or_named": {"modules": len(named), "module_lines": code_lines(house, named), "paths": sorted(named)},
         "imported": {"modules": len(together), "module_lines": code_lines(house, together)}
         | {"by_process": {name: len(paths) for name, paths in imported.items()}},
@@ -319,6 +344,16 @@ def walk(house: House, lines: dict[str, set[int]]) -> tuple[dict, set[str]]:
     return counted | {"function_lines": of_functions, "lines": ran, "paths": sorted(executed)}, named | executed
 
 
+def constructed(house: House, lines: dict[str, set[int]]) -> set[str]:
+    """The names that executed lines call."""
+    nodes = [node for path, numbers in lines.items() for node in house.product[path].nodes if is_call(node, numbers)]
+    return {getattr(node.func, "id", getattr(node.func, "attr", "")) for node in nodes}
+
+
+def is_call(node: ast.AST, lines: set[int]) -> TypeGuard[ast.Call]:
+    return isinstance(node, ast.Call) and node.lineno in lines
+
+
 def code_lines(house: House, paths: Iterable[str]) -> int:
     return sum(len(house.product[path].code_lines) for path in paths)
 
@@ -342,6 +377,7 @@ def table(found: dict) -> str:
         ran, named, imported = one["executed"], one["executed_or_named"], one["imported"]
         rows += [[f"{recipe}: executed modules; their lines", f"{ran['modules']}; {ran['module_lines']:,}"]]
         rows += [[f"{recipe}: executed functions; their lines", f"{ran['functions']}; {ran['function_lines']:,}"]]
+        rows += [[f"{recipe}: carriers", f"{len(one['carriers'])}: {', '.join(one['carriers'])}"]]
         rows += [[f"{recipe}: executed lines", f"{ran['lines']:,}"]]
         rows += [[f"{recipe}: executed or named modules; their lines"]]
         rows[-1] += [f"{named['modules']}; {named['module_lines']:,}"]

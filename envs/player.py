@@ -8,7 +8,7 @@ sim worker, another stage is simulated.
 
 Rows without an episode stay frozen, and no policy sees them: episodes and their outcomes do not depend on the number of
 rows. Requests wait in the player (`core/request_queue.py`), and any policy worker may answer them.
-Whole episodes stay with the player until learners want them (`kept_episodes.py`).
+Whole episodes stay with the player until learners want them (`store.py`).
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ from embodied.core.types import (
     head_start,
     in_sequences,
 )
-from embodied.envs.kept_episodes import EpisodeKeeper
+from embodied.envs.store import StoringWorker
 from embodied.envs.vector_env import VectorEnv
 from embodied.runtime import Channel, Timers, served_while_busy
 
@@ -519,7 +519,7 @@ class Tally:
         return Played(self.env_steps, tuple(self.finished), *seconds, *map(tuple, lists))
 
 
-class PlayerWorker(EpisodeKeeper):
+class PlayerWorker(StoringWorker):
     """A sim worker of any kind."""
 
     def __init__(

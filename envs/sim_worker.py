@@ -137,12 +137,12 @@ class SimWorker(PlayerWorker):
     def _play_whole(self, tally: Tally, stage: int, servers: Servers) -> Iterator[None]:
         """Play a stage's share of a list of episodes, and keep them."""
         job, at_once = tally.job, tally.job.at_once
-        record = EpisodeStream(servers.source, self.kept_episodes) if at_once else Record(servers.source)
+        record = EpisodeStream(servers.source, self.store) if at_once else Record(servers.source)
         share = job.episodes[stage :: len(self.stages)]
         yield from play_episodes(self.stages[stage], tally, share, PolicyClient(servers), record)
         if record.decisions:
             played = record.trajectory()
-            self.kept_episodes |= dict.fromkeys(played.ids.tolist(), played)
+            self.store |= dict.fromkeys(played.ids.tolist(), played)
 
     def _evaluate(self, tally: Tally, servers: Servers) -> Iterator[None]:
         """Play the episodes of an evaluation in separate envs, with the policy or with an expert of the task."""

@@ -38,8 +38,8 @@ from embodied.core.types import (
     join,
 )
 from embodied.envs import env_class
-from embodied.envs.kept_episodes import arrays_of
 from embodied.envs.sim_worker import SimWorker
+from embodied.envs.store import arrays_of
 from embodied.learners.memory_estimate import Memory, whole_gradient
 from embodied.learners.worker import LearnerWorker
 from embodied.policies import make_policy
@@ -246,7 +246,7 @@ class ProbeWorker(Worker):
             return 0.0
         part.sim.forget_all_but(())
         (played,) = part.sim.play([Job(episodes.first(num_envs))], route)
-        part.sim.hand_in([*part.sim.kept_episodes], "probe", part.kept, 0)
+        part.sim.send_stored([*part.sim.store], "probe", part.kept, 0)
         return played.reset_s
 
     def _learn(self, learner: LearnerWorker, part: ProbedPart) -> None:

@@ -11,18 +11,22 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
+from itertools import chain
 from time import perf_counter
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 
 from embodied.core.types import BatchEnd, EpisodeResult, Job, Played, Report, SamplingRule, Servers, Unit
+from embodied.envs.store import Stores, Transfer
 from embodied.runtime import Channel, Handle, WorkerGroup
 from embodied.workflows.contract import BatchSource, Role
 
 if TYPE_CHECKING:
     from embodied.workflows.rollout_manager import Round
     from embodied.workflows.workers import Workers
+
+T = TypeVar("T")
 
 
 @dataclass
@@ -189,15 +193,6 @@ class Collector(BatchSource):
         return {}
 
 
-class KeptEpisodes(Protocol):
-    """What roles ask of `Groups`: who keeps an episode."""
-
-    table: dict[int, Any]
-    hand_in: Any
-    lost_among: Any
-    set_keepers: Any
-
-
 class Relays:
     """The relaying roles, in the order of the program's declaration.
 
@@ -227,7 +222,6 @@ class Relays:
             for role in relaying
             if role.asks
         }
-        self.passed = 0  # transfers of groups
         self.queues = {
             (role, worker): RoleQueue(group[worker], self.channels[role][worker])
             for role, group in enumerate(self.worker_groups)
@@ -279,34 +273,31 @@ class Relays:
         return metrics
 
     def pass_groups(
-        self, groups: Iterable[tuple[int, ...]], experience: KeptEpisodes
+        self, groups: Iterable[tuple[int, ...]], stores: Stores
     ) -> tuple[dict[int, float], dict[str, float]]:
-        """Let these groups of episodes pass through; the workers of the last role keep them afterwards. Returns each
+        """Let these groups of episodes pass through; the workers of the last role store them afterwards. Returns each
         episode's total reward, without episodes of sims that died meanwhile, and the metrics."""
         rewards: dict[int, float] = {}
         metrics: dict[str, float] = {}
         left = sorted(groups)
         for group, channels in zip(self.worker_groups, self.channels, strict=True):
-            self.passed += 1
             dealt = [left[rank :: len(group)] for rank in range(len(group))]
-            sending = [
-                experience.hand_in([episode for episodes in for_rank for episode in episodes], channel, self.passed)
-                for for_rank, channel in zip(dealt, channels, strict=False)
+            transfers = [
+                stores.send(flat(for_rank), channel) for for_rank, channel in zip(dealt, channels, strict=False)
             ]
-            self.rollouts.finish_calls(*(call for calls in sending for call in calls.values()))
-            shares = []
-            for rank, calls in enumerate(sending):
-                dealt[rank] = [episodes for episodes in dealt[rank] if not experience.lost_among(episodes)]
-                reached = [source for source, call in calls.items() if call.succeeded() and call.wait()[0]]
-                shares.append((self.passed, channels[rank], reached, dealt[rank]))
+            self.rollouts.finish_calls(*(call for transfer in transfers for call in transfer.calls.values()))
+            dealt = [arrived(*both) for both in zip(transfers, dealt, strict=True)]
+            shares = [
+                (one.number, channel, one.succeeded(), groups_of_rank)
+                for one, channel, groups_of_rank in zip(transfers, channels, dealt, strict=False)
+            ]
             with self._answering(group):
                 self.rollouts.finish_calls(passing := group.pass_groups.each(shares))
             rewards, metrics = {}, metrics | passing.wait()[0][1]
-            for totals, _ in passing.wait():
+            for (totals, _), worker, of_rank in zip(passing.wait(), group.workers, dealt, strict=True):
                 rewards |= totals
-            kept = [[episode for episodes in for_rank for episode in episodes] for for_rank in dealt]
-            experience.set_keepers(dict(zip(group.workers, kept, strict=True)))
-            left = sorted(episodes for for_rank in dealt for episodes in for_rank)
+                stores.put(worker, flat(of_rank))
+            left = sorted(flat(dealt))
         return rewards, metrics
 
     # Groups as they come
@@ -336,7 +327,7 @@ class Relays:
         """True if groups have come to a role, or a role has passed groups on."""
         return any(queue.is_due() for queue in self.queues.values())
 
-    def go_on(self, experience: KeptEpisodes) -> Iterator[tuple[Passage, dict[int, float]]]:
+    def go_on(self, stores: Stores) -> Iterator[tuple[Passage, dict[int, float]]]:
         """Groups that have passed their roles, with the total reward of each episode, or that were lost (without
         rewards)."""
         for (role, _), queue in self.queues.items():
@@ -352,36 +343,32 @@ class Relays:
                     else:
                         yield passage, of_group
         for queue in self.queues.values():
-            if not queue.call and any(transfer.done() for transfer in queue.sent):
-                self._add(queue, experience)
+            if not queue.call and any(transfer.done() for transfer, _ in queue.sent):
+                self._add(queue, stores)
             if queue.to_send:
-                self._send(queue, experience)
+                self._send(queue, stores)
 
     def _put(self, role: int, passage: Passage) -> None:
         self.queues[role, passage.place % len(self.worker_groups[role])].to_send.append(passage)
 
-    def _send(self, queue: RoleQueue, experience: KeptEpisodes) -> None:
-        """Let the keepers of groups send them to a role's worker."""
-        self.passed += 1
-        groups, queue.to_send = queue.to_send, []
-        episodes = [episode for passage in groups for episode in passage.episodes]
-        keepers = {episode: experience.table[episode].keeper for episode in episodes}
-        calls = experience.hand_in(episodes, queue.channel, self.passed)
-        queue.sent.append(Transfer(self.passed, groups, keepers, calls))
+    def _send(self, queue: RoleQueue, stores: Stores) -> None:
+        """Let groups be sent from their stores to a role's worker."""
+        passages, queue.to_send = queue.to_send, []
+        episodes = flat(passage.episodes for passage in passages)
+        queue.sent.append((stores.send(episodes, queue.channel), passages))
 
-    def _add(self, queue: RoleQueue, experience: KeptEpisodes) -> None:
-        """Let an idle worker take all groups that have come, and keep them afterwards. Of a lost group it takes what is
-        in its channel."""
-        came = [transfer for transfer in queue.sent if transfer.done()]
-        queue.sent = [transfer for transfer in queue.sent if transfer not in came]
-        queue.adding = [passage for transfer in came for passage in transfer.groups]
-        whole = [transfer.whole() for transfer in came]
+    def _add(self, queue: RoleQueue, stores: Stores) -> None:
+        """Let an idle worker take all groups that have come, and store them afterwards. Of a lost group it takes what
+        is in its channel."""
+        came = [sent for sent in queue.sent if sent[0].done()]
+        queue.sent = [sent for sent in queue.sent if sent not in came]
+        queue.adding = flat(passages for _, passages in came)
+        whole = [arrived(transfer, [passage.episodes for passage in passages]) for transfer, passages in came]
         if asked := self.asked.get(queue.group.role):
             asked.begin()
-        parts = [(each.key, each.arrived(), groups) for each, groups in zip(came, whole, strict=True)]
+        parts = [(one.number, one.succeeded(), groups) for (one, _), groups in zip(came, whole, strict=True)]
         queue.call = queue.group.add_groups(queue.channel, parts)
-        kept = [episode for groups in whole for group in groups for episode in group]
-        experience.set_keepers({queue.group.workers[0]: kept})
+        stores.put(queue.group.workers[0], flat(flat(whole)))
 
     def finish(self) -> list[Handle]:
         """The batch has no more units: let each role end its work on it. The results are metrics by worker."""
@@ -397,29 +384,6 @@ class Passage:
     end: int  # number of the role after its last one
 
 
-@dataclass(frozen=True)
-class Transfer:
-    """Groups on their way to a role's worker."""
-
-    key: int  # in the worker's channel
-    groups: list[Passage]
-    keepers: dict[int, str]  # by episode, the worker that sends it
-    calls: dict[str, Handle]  # by source
-
-    def done(self) -> bool:
-        return all(call.done() for call in self.calls.values())
-
-    def arrived(self) -> list[str]:
-        """The sources that have sent their episodes."""
-        return [source for source, call in self.calls.items() if call.succeeded() and call.wait()[0]]
-
-    def whole(self) -> list[tuple[int, ...]]:
-        """The groups of which all episodes have come; a sim that died has not sent its own."""
-        came = {source.partition("#")[0] for source in self.arrived()}
-        groups = [passage.episodes for passage in self.groups]
-        return [group for group in groups if came.issuperset(self.keepers[episode] for episode in group)]
-
-
 @dataclass
 class RoleQueue:
     """The groups that a worker of a role gets."""
@@ -427,23 +391,33 @@ class RoleQueue:
     group: WorkerGroup  # of this worker alone
     channel: Channel
     to_send: list[Passage] = field(default_factory=list)
-    sent: list[Transfer] = field(default_factory=list)
+    sent: list[tuple[Transfer, list[Passage]]] = field(default_factory=list)
     adding: list[Passage] = field(default_factory=list)  # groups of the worker's call
     call: Handle | None = None
 
     def passages(self) -> list[Passage]:
-        return [*self.to_send, *self.adding, *(passage for transfer in self.sent for passage in transfer.groups)]
+        return [*self.to_send, *self.adding, *flat(passages for _, passages in self.sent)]
 
     def calls(self) -> list[Handle]:
         return [
-            *(call for transfer in self.sent for call in transfer.calls.values()),
+            *(call for transfer, _ in self.sent for call in transfer.calls.values()),
             *([self.call] if self.call else []),
         ]
 
     def is_due(self) -> bool:
         if self.call:
             return self.call.done()
-        return bool(self.to_send) or any(transfer.done() for transfer in self.sent)
+        return bool(self.to_send) or any(transfer.done() for transfer, _ in self.sent)
+
+
+def arrived(transfer: Transfer, groups: Iterable[tuple[int, ...]]) -> list[tuple[int, ...]]:
+    """The groups of which all episodes have come; a sim that died has not sent its own."""
+    came = {*transfer.arrived()}
+    return [group for group in groups if came.issuperset(group)]
+
+
+def flat(lists: Iterable[Iterable[T]]) -> list[T]:
+    return [*chain.from_iterable(lists)]
 
 
 def metrics_of(calls: Sequence[Handle]) -> dict[str, float]:

@@ -1,11 +1,10 @@
 """Distributes the episodes of a batch over learner ranks by cost, with the rules of `placement/balance.py`. The driver
-only knows lengths; the data stay with the workers that collected them.
+only knows lengths; the data stay in their stores (`envs/store.py`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from functools import cached_property
 from math import inf
 from typing import TYPE_CHECKING
@@ -14,7 +13,8 @@ from embodied.algorithms.groups import Group
 from embodied.core.arrays import gather
 from embodied.core.errors import ConfigError
 from embodied.core.rng import minibatches, permutation
-from embodied.core.types import EpisodeResult, Unit
+from embodied.core.types import Unit
+from embodied.envs.store import EpisodeRef
 from embodied.placement.balance import (
     Division,
     ExchangeCosts,
@@ -31,30 +31,15 @@ if TYPE_CHECKING:
     from embodied.config.recipe import RunConfig
 
 
-@dataclass
-class EpisodeRow:
-    """What the driver knows of a whole episode, from its beginning until the update on it."""
-
-    keeper: str  # the worker that plays or keeps it
-    is_lost: bool = False  # its keeper has died since
-    result: EpisodeResult | None = None  # when it has ended
-    length: tuple[int, ...] = ()  # the numbers of items, of its prompt's items, and of picture tokens
-
-    def end(self, result: EpisodeResult, chunk: int, text: bool) -> None:
-        """The episode has ended; its items are tokens of `text`, or decisions of `chunk` env steps."""
-        items = result.all_tokens if text else -(-result.length // chunk)
-        self.result, self.length = result, (items, result.prompt_tokens, result.places)
-
-
 class Dealer:
-    """Deals the episodes of a table by their lengths."""
+    """Deals stored episodes by their lengths."""
 
-    def __init__(self, config: RunConfig, learners: WorkerGroup, text: bool, table: Mapping[int, EpisodeRow]) -> None:
-        self.config, self.learners, self.text, self.table = config, learners, text, table
+    def __init__(self, config: RunConfig, learners: WorkerGroup, text: bool, refs: Mapping[int, EpisodeRef]) -> None:
+        self.config, self.learners, self.text, self.refs = config, learners, text, refs
 
     def cost(self, episodes: Sequence[int]) -> float:
         """The cost of these episodes of a group on one learner rank."""
-        lengths, prompts, places = zip(*(self.table[episode].length for episode in episodes), strict=True)
+        lengths, prompts, places = zip(*(self.refs[episode].length for episode in episodes), strict=True)
         if not self.config.learner.share_prompts:
             return self.pass_cost.of(lengths, places=sum(places))
         return self.pass_cost.of(lengths, min(prompts), max(places))
@@ -107,7 +92,7 @@ class Dealer:
 
     def items(self, episodes: Sequence[int]) -> int:
         """Tokens or decisions."""
-        return sum(self.table[episode].length[0] for episode in episodes)
+        return sum(self.refs[episode].length[0] for episode in episodes)
 
     def steps(self, count: int, iteration: int) -> list[list[int]]:
         """This many groups by gradient steps, if these take whole groups (`RankBatch.order`)."""

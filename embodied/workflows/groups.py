@@ -38,10 +38,11 @@ from embodied.core.types import (
     env_blocks,
 )
 from embodied.envs import env_class
-from embodied.runtime import Channel, Handle
+from embodied.envs.store import EpisodeRef, Stores, Transfer
+from embodied.runtime import Handle
 from embodied.workflows.collector import Batch, Collector, metrics_of
 from embodied.workflows.contract import WARNING
-from embodied.workflows.dealing import Dealer, EpisodeRow
+from embodied.workflows.dealing import Dealer
 
 if TYPE_CHECKING:
     from embodied.config.sections import PipelineSection
@@ -52,29 +53,25 @@ if TYPE_CHECKING:
 
 @dataclass
 class GroupTransfer:
-    """A group on its way from its keepers to learner ranks."""
+    """A group on its way from its stores to learner ranks."""
 
     group: Group
     shares: dict[int, list[int]]  # by rank, the places of its episodes in the group; empty: padding
-    calls: dict[int, dict[str, Handle]]  # by rank and source
-
-    @property
-    def handles(self) -> list[Handle]:
-        return [call for calls in self.calls.values() for call in calls.values()]
+    transfers: dict[int, Transfer]  # by rank
 
     def done(self) -> bool:
-        return all(call.done() for call in self.handles)
+        return all(transfer.done() for transfer in self.transfers.values())
 
     def arrived(self) -> bool:
         """True if the whole group was sent; False if a sim died first."""
-        return all(call.succeeded() and call.wait()[0] for call in self.handles)
+        return all(len(one.succeeded()) == len(one.calls) for one in self.transfers.values())
 
     def units(self) -> Iterator[tuple[int, Unit]]:
         """The unit of each rank, without advantages."""
         episodes, scores = np.array(self.group.episodes), np.array(self.group.scores)
         for rank, share in self.shares.items():
             at = share or [0]
-            yield rank, Unit(tuple(self.calls[rank]), episodes[at], scores=scores[at], is_padding=not share)
+            yield rank, Unit(tuple(self.transfers[rank].calls), episodes[at], scores=scores[at], is_padding=not share)
 
 
 class Groups(Collector):
@@ -92,13 +89,11 @@ class Groups(Collector):
         self.pool = GroupPool(self.algo, discards_surplus(self.algo, config.pipeline))
         self.prompts = PromptPools(self.algo.pools, config.seed, self.algo.group_size) if self.algo.pools else None
         self.sampling = sampling_of(config.policy) if self.text else SamplingRule()
-        self.table: dict[int, EpisodeRow] = {}  # episodes that are played, kept or sent
-        self.dealer = Dealer(config, self.learners, self.text, self.table)
-        self.keepers = [self.rollouts.sims, *self.relays.worker_groups]
-        self.worker = {name: group[rank] for group in self.keepers for rank, name in enumerate(group.workers)}
+        self.stores = Stores(self.rollouts.sims, *self.relays.worker_groups)
+        self.refs = self.stores.refs  # of episodes that are played, stored or sent
+        self.dealer = Dealer(config, self.learners, self.text, self.refs)
         self.whole: dict[int, list[int]] = {}  # by group, its episodes of the round
         self.ended: dict[int, EpisodeResult] = {}  # episodes of the round, as their sims report them
-        self.sent = 0  # parts of groups, in all
         self.under_way: list[GroupTransfer] = []
         self.piece = config.pipeline.granularity or 0  # decisions of certain groups that are sent together
         self.first = 0  # iteration of the first collected batch
@@ -152,9 +147,9 @@ class Groups(Collector):
         self.lost: set[int] = set()  # episodes
         self.loads = np.zeros(len(self.channels))  # by rank, the cost of the groups sent during the rollout
         self.dealt_to_dead: list[int] = []  # episodes that were dealt to sims that died
-        self._leave_out(self.lost_among(self.pool.held))  # the first round plays as many more
-        for episode in self.table.keys() - {*self.pool.held}:
-            del self.table[episode]
+        self._leave_out(self.stores.lost_among(self.pool.held))  # the first round plays as many more
+        for episode in self.refs.keys() - {*self.pool.held}:
+            del self.refs[episode]
         self.pool.counts.clear()
         if self.prompts is not None:
             self.prompts.counts.clear()
@@ -188,8 +183,8 @@ class Groups(Collector):
     # What was played
 
     def begin_round(self, jobs: dict[int, Job]) -> None:
-        workers = self.rollouts.sims.workers
-        self.set_keepers({workers[sim]: [spec.index for spec in job.episodes] for sim, job in jobs.items()})
+        for sim, job in jobs.items():
+            self.stores.put(self.rollouts.sims.workers[sim], [spec.index for spec in job.episodes])
         playing = sorted(spec.index for job in jobs.values() for spec in job.episodes)
         self.whole = gather((episode // self.algo.group_size, episode) for episode in playing)
         self.ended = {}
@@ -199,8 +194,8 @@ class Groups(Collector):
 
     def add_round(self, played: Round) -> None:
         if remarks := self.rollouts.remarks:
-            for episode in remarks.suspects & self.table.keys():
-                self.table[episode].is_lost = True
+            for episode in remarks.suspects & self.refs.keys():
+                self.refs[episode].is_lost = True
             remarks.suspects.clear()
         results = [result for part in played.played.values() for result in part.finished]
         if self.relays.worker_groups and not self.relays.streams:
@@ -210,13 +205,13 @@ class Groups(Collector):
             self._wait_for_roles()
         self.dealt_to_dead += [spec.index for sim in played.failures for spec in self.shares.get(sim, ())]
         self._leave_out(sorted(self.pool.playing))
-        self._leave_out(self.lost_among(self.pool.held))
+        self._leave_out(self.stores.lost_among(self.pool.held))
 
     def record(self, results: Iterable[EpisodeResult]) -> None:
         """Record the outcomes of episodes; known outcomes change nothing."""
         new = {result.index: result for result in results if result.index in self.pool.playing}
         for episode, result in new.items():
-            self.table[episode].end(result, self.config.policy.chunk, self.text)
+            self.refs[episode].end(result, self.config.policy.chunk, self.text)
         solved = {index: bool(result.success_once) for index, result in new.items()}
         if self.prompts is not None:
             self.prompts.add(solved)
@@ -237,7 +232,7 @@ class Groups(Collector):
     def _pass_on(self) -> None:
         """Record the outcomes of groups that have passed deciding roles; groups that have passed the others are
         ready."""
-        for passage, rewards in self.relays.go_on(self):
+        for passage, rewards in self.relays.go_on(self.stores):
             if group := self.adding.pop(passage.episodes, None):
                 if rewards:
                     self.ready = sorted([*self.ready, group])
@@ -260,7 +255,7 @@ class Groups(Collector):
         size = self.algo.group_size
         outcomes = {result.index: result for result in results}
         groups = gather((index // size, index) for index in sorted(outcomes)).values()
-        rewards, metrics = self.relays.pass_groups(map(tuple, groups), self)
+        rewards, metrics = self.relays.pass_groups(map(tuple, groups), self.stores)
         self.batch.metrics |= metrics
         return [outcomes[index]._replace(total_reward=reward) for index, reward in rewards.items()]
 
@@ -268,13 +263,8 @@ class Groups(Collector):
 
     def lose(self, sim: int) -> int:
         """Mark the episodes of a dead sim. They are counted with their groups, so none is abandoned."""
-        for row in self.table.values():
-            row.is_lost |= row.keeper == self.rollouts.sims.workers[sim]
+        self.stores.lose(self.rollouts.sims.workers[sim])
         return 0
-
-    def lost_among(self, episodes: Collection[int]) -> list[int]:
-        """The episodes whose keeper has died since."""
-        return [episode for episode in episodes if self.table[episode].is_lost]
 
     def _leave_out(self, episodes: Collection[int]) -> None:
         """Drop the groups of lost episodes."""
@@ -330,8 +320,8 @@ class Groups(Collector):
             self.ready = sorted([*self.ready, group])
 
     def remaining_units(self) -> Iterator[tuple[int, Unit]]:
-        """All groups of the batch, unless they were sent during the rollout. Carried-over episodes stay with their
-        keepers, and others are forgotten."""
+        """All groups of the batch, unless they were sent during the rollout. Carried-over episodes stay in
+        their stores, and others are forgotten."""
         batch, self.is_taken = self.batch, True
         for group in self.pool.take():
             self._complete(group)
@@ -345,8 +335,8 @@ class Groups(Collector):
             for rank, unit in self.units:
                 yield rank, with_advantages(unit, compared)
         held = self.pool.held
-        self.rollouts.finish_calls(*(group.forget_all_but(held) for group in self.keepers))
-        results = [self.table[episode].result for episode in self.dealt_to_dead if episode not in self.lost]
+        self.rollouts.finish_calls(*self.stores.forget_all_but(held))
+        results = [self.refs[episode].result for episode in self.dealt_to_dead if episode not in self.lost]
         saved = tuple(result for result in results if result)  # that sims had ended before they died
         batch.played += [Played(sum(result.length for result in saved), saved)] if saved else []
         batch.finished = sorted(
@@ -416,23 +406,7 @@ class Groups(Collector):
                 self.warned = True
                 self.rollouts.notify(f"{WARNING}{why}; metrics.jsonl counts them as faults/unusable_answers")
 
-    # From keepers to learners
-
-    def set_keepers(self, episodes: Mapping[str, Collection[int]]) -> None:
-        """Record the workers that keep these episodes."""
-        for worker, numbers in episodes.items():
-            for number in numbers:
-                row = self.table.setdefault(number, EpisodeRow(worker))
-                row.keeper, row.is_lost = worker, False
-
-    def hand_in(self, episodes: Sequence[int], channel: Channel, batch: int, keep: bool = False) -> dict[str, Handle]:
-        """Let the workers that keep these episodes put them into a channel; returns the calls by source."""
-        self.sent += 1
-        calls = {}
-        for worker, numbers in gather((self.table[episode].keeper, episode) for episode in episodes).items():
-            source = f"{worker}#{self.sent}"
-            calls[source] = self.worker[worker].hand_in(numbers, source, channel, batch, keep=keep)
-        return calls
+    # From stores to learners
 
     def _shares(self, group: Group) -> dict[int, list[int]]:
         """The places of a group's episodes for each rank: all for the rank with the lowest cost so far; with shards,
@@ -450,8 +424,8 @@ class Groups(Collector):
     def _send_all(self, groups: list[Group]) -> None:
         """Send every learner rank its part of a batch; groups lost with a sim are left out. A rank without episodes
         gets a copy of an episode as padding."""
-        self._leave_out(self.lost_among(self.pool.held))
-        lost = [group for group in groups if self.lost_among(group.episodes)]
+        self._leave_out(self.stores.lost_among(self.pool.held))
+        lost = [group for group in groups if self.stores.lost_among(group.episodes)]
         for group in lost:
             self._lose_group(group)
         if left := [group for group in groups if group not in lost]:
@@ -463,7 +437,7 @@ class Groups(Collector):
                 padding = {}
         self._take_units()
         while self.groups and (idle := {*range(len(self.channels))} - {rank for rank, _ in self.units}):
-            there = [group for group in self.groups if not self.lost_among(group.episodes[:1])]
+            there = [group for group in self.groups if not self.stores.lost_among(group.episodes[:1])]
             if not there:  # a rank has no unit, and no copy is left for it
                 self.groups, self.units = [], []
                 return
@@ -477,7 +451,7 @@ class Groups(Collector):
 
     def _transfers(self) -> list[Handle]:
         """The calls for all groups on their way to learners."""
-        return [call for transfer in self.under_way for call in transfer.handles]
+        return [call for group in self.under_way for one in group.transfers.values() for call in one.calls.values()]
 
     def _arrived(self, padding: bool = False) -> Iterator[tuple[Group, Iterator[tuple[int, Unit]]]]:
         """The groups whose transfer has ended, with the units of ranks; lost groups are left out, unless only copies of
@@ -494,17 +468,18 @@ class Groups(Collector):
 
     def _send(self, group: Group, shares: dict[int, list[int]], keep: bool) -> None:
         """Begin to send a group; its episodes are forgotten afterwards unless `keep` is true."""
-        calls = {}
+        transfers = {}
         for rank, share in sorted(shares.items(), key=lambda item: len(item[1])):  # copies for padding come first
             episodes = [group.episodes[place] for place in share or [0]]
-            calls[rank] = self.hand_in(episodes, self.channels[rank], self.batch.number, keep=keep or not share)
-        self.under_way.append(GroupTransfer(group, shares, calls))
+            transfers[rank] = self.stores.send(episodes, self.channels[rank], self.batch.number, keep=keep or not share)
+        self.under_way.append(GroupTransfer(group, shares, transfers))
 
     # What to save
 
     def save(self) -> dict[str, np.ndarray]:
-        """The pool and its kept episodes."""
-        parts = [part for part in self.rollouts.ask(self.keepers[self.relays.deciding].get_kept) if part]
+        """The pool and its stored episodes."""
+        stores = self.stores.groups[self.relays.deciding]
+        parts = [part for part in self.rollouts.ask(stores.get_stored) if part]
         names = parts[0] if parts else ()
         return self._pool_state() | {f"kept.{name}": np.concatenate([part[name] for part in parts]) for name in names}
 
@@ -525,7 +500,7 @@ class Groups(Collector):
         pool = {f"groups.{name}": array for name, array in self.pool.state().items()}
         if self.prompts is not None:
             pool |= {f"pools.{name}": array for name, array in self.prompts.state().items()}
-        lengths = [(episode, *self.table[episode].length) for episode in self.pool.held]
+        lengths = [(episode, *self.refs[episode].length) for episode in self.pool.held]
         numbers = {"empty": np.array(self.empty), "lengths": np.array(lengths, np.int64).reshape(-1, 4)}
         return pool | {f"groups.{name}": array for name, array in numbers.items()}
 
@@ -536,13 +511,16 @@ class Groups(Collector):
         self.pool.restore(groups)
         self.empty = int(groups["empty"]) % self.algo.max_empty
         rows = groups["lengths"].tolist()
-        self.table |= {episode: EpisodeRow("", is_lost=True, length=tuple(length)) for episode, *length in rows}
+        self.refs |= {episode: EpisodeRef("", is_lost=True, length=tuple(length)) for episode, *length in rows}
         if self.prompts is not None:
             self.prompts.restore({name[6:]: array for name, array in state.items() if name.startswith("pools.")})
         if kept := {name[5:]: array for name, array in state.items() if name.startswith("kept.")}:
-            keepers = self.keepers[self.relays.deciding]
-            self.set_keepers(dict(zip(keepers.workers, self.rollouts.ask(lambda: keepers.set_kept(kept)), strict=True)))
-        lost = self.lost_among(self.pool.held)
+            stores = self.stores.groups[self.relays.deciding]
+            for worker, episodes in zip(
+                stores.workers, self.rollouts.ask(lambda: stores.set_stored(kept)), strict=True
+            ):
+                self.stores.put(worker, episodes)
+        lost = self.stores.lost_among(self.pool.held)
         self.pool.lose(lost)
         return len(lost)
 

@@ -14,13 +14,13 @@ from dataclasses import replace
 import numpy as np
 
 from embodied.core.types import Servers, Trajectory, choose, join
-from embodied.envs.kept_episodes import EpisodeKeeper
+from embodied.envs.store import StoringWorker
 from embodied.runtime import Channel
 
 NO_DEADLINE = float("inf")  # rollouts may be long; if the run fails, the channel closes
 
 
-class RelayWorker(EpisodeKeeper):
+class RelayWorker(StoringWorker):
     """Receives rollouts, or groups of whole episodes, and sends on new trajectories for the learners.
 
     A subclass has either `relay`, or, if every part can be changed by itself, `add` and perhaps `finish`.
@@ -84,24 +84,24 @@ class RelayWorker(EpisodeKeeper):
     def pass_groups(
         self, key: int, channel: Channel, sources: Sequence[str], groups: Sequence[tuple[int, ...]]
     ) -> tuple[dict[int, float], dict[str, float]]:
-        """Get the episodes of these groups, which the sources have put into the channel under this key, and keep the
+        """Get the episodes of these groups, which the sources have put into the channel under this key, and store the
         results. Returns each episode's new total reward, and the metrics."""
         relayed, metrics = self.relay(groups_from(received(channel, key, sources), groups))
-        return self._keep(relayed), metrics
+        return self._store(relayed), metrics
 
     def add_groups(
         self, channel: Channel, came: Sequence[tuple[int, Sequence[str], Sequence[tuple[int, ...]]]]
     ) -> dict[int, float]:
-        """Get groups that have come, and keep the results. Groups that came together have a key in the channel, their
+        """Get groups that have come, and store the results. Groups that came together have a key in the channel, their
         sources, and their episodes. Returns each episode's new total reward."""
         parts = [part for key, sources, groups in came for part in groups_from(received(channel, key, sources), groups)]
         if self.merges:
-            return self._keep(self.add(parts) if parts else [])
-        return self._keep([result for part in parts for result in self.add([part])])
+            return self._store(self.add(parts) if parts else [])
+        return self._store([result for part in parts for result in self.add([part])])
 
-    def _keep(self, parts: list[Trajectory]) -> dict[int, float]:
-        """Keep these episodes; returns their total rewards."""
-        self.kept_episodes |= {episode: part for part in parts for episode in part.ids.tolist()}
+    def _store(self, parts: list[Trajectory]) -> dict[int, float]:
+        """Store these episodes; returns their total rewards."""
+        self.store |= {episode: part for part in parts for episode in part.ids.tolist()}
         rewards = [zip(part.ids.tolist(), total_rewards(part), strict=True) for part in parts]
         return {episode: reward for each in rewards for episode, reward in each}
 

@@ -107,7 +107,7 @@ class TextWorker(PlayerWorker):
                 continue
             kept.append(conversation)
         if kept:
-            self.kept_episodes |= dict.fromkeys([one.spec.index for one in kept], trajectory_of(kept))
+            self.store |= dict.fromkeys([one.spec.index for one in kept], trajectory_of(kept))
         return [conversation.result() for conversation in kept]
 
     def close(self) -> None:

@@ -12,9 +12,9 @@ from embodied.core.rng import uniform
 from embodied.core.types import ActReply, EpisodeList, Job, PolicyOutput, Recording, choose, join
 from embodied.envs import make_env
 from embodied.envs.config import EnvConfig
-from embodied.envs.kept_episodes import arrays_of, trajectory_from
 from embodied.envs.player import EpisodePlayer, Record, Tally, play_episodes
 from embodied.envs.pointmass.config import PointMassConfig
+from embodied.envs.store import arrays_of, trajectory_from
 from embodied.runtime import Timers
 
 CHUNK = 3

@@ -12,10 +12,11 @@ from embodied.algorithms.groups import Group
 from embodied.config.recipe import load
 from embodied.core.errors import ConfigError
 from embodied.core.types import ActionSpec, EnvSpec, EpisodeResult, Unit
+from embodied.envs.store import EpisodeRef
 from embodied.learners.train_batch import RankBatch
 from embodied.policies import make_policy
 from embodied.train import main
-from embodied.workflows.dealing import Dealer, EpisodeRow
+from embodied.workflows.dealing import Dealer
 
 GROUPS, SIZE = 8, 2
 
@@ -23,7 +24,7 @@ GROUPS, SIZE = 8, 2
 def dealer(*options, recipe="sums_grpo", ranks=2, cost=(1.0, 0.0)):
     config = load([f"recipe={recipe}", f"algo.groups={GROUPS}", f"algo.group_size={SIZE}", "env.num_envs=4", *options])
     asked = SimpleNamespace(pass_cost=lambda: SimpleNamespace(wait=lambda: [cost]))
-    return Dealer(config.config, [asked] * ranks, text=recipe == "sums_grpo", table={})
+    return Dealer(config.config, [asked] * ranks, text=recipe == "sums_grpo", refs={})
 
 
 def ended(dealer, lengths, prompt=2, places=0):
@@ -31,8 +32,8 @@ def ended(dealer, lengths, prompt=2, places=0):
     episodes = range(len(lengths))
     for i, n in enumerate(lengths):
         result = EpisodeResult(i, "a", -1, 0, n, 0.0, None, None, prompt_tokens=prompt, all_tokens=n, places=places)
-        dealer.table[i] = EpisodeRow("sim-0")
-        dealer.table[i].end(result, dealer.config.policy.chunk, dealer.text)
+        dealer.refs[i] = EpisodeRef("sim-0")
+        dealer.refs[i].end(result, dealer.config.policy.chunk, dealer.text)
     return [Group((*episodes[i : i + SIZE],), (0.0,) * SIZE) for i in range(0, len(lengths), SIZE)]
 
 

@@ -12,7 +12,7 @@ SIZE = 4
 
 
 class Call:
-    """A call of `hand_in`, which has ended: True where the sim had the episodes, None where it died first."""
+    """A call of `send_stored`, which has ended: True where the sim had the episodes, None where it died first."""
 
     def __init__(self, result):
         self.result = result
@@ -36,11 +36,11 @@ class Sims:
         self.sent, self.dead = [], set()
 
     def __getitem__(self, sim):
-        def hand_in(episodes, source, channel, batch, keep):
+        def send_stored(episodes, source, channel, key, keep):
             self.sent.append((channel, episodes, keep))
             return Call(None if sim in self.dead else True)
 
-        return SimpleNamespace(hand_in=hand_in)
+        return SimpleNamespace(send_stored=send_stored)
 
 
 def experience(ranks, groups, *options, cost=lambda episodes: 1, rank_of=None):
@@ -50,7 +50,8 @@ def experience(ranks, groups, *options, cost=lambda episodes: 1, rank_of=None):
     found = idle_groups(config, ("reach",), sims=sims, learners=ranks)
     found.dealer = SimpleNamespace(cost=cost, deal=lambda groups, iteration: rank_of)
     episodes = range(groups * SIZE)
-    found.set_keepers({"sim-0": episodes[::2], "sim-1": episodes[1::2]})
+    found.stores.put("sim-0", episodes[::2])
+    found.stores.put("sim-1", episodes[1::2])
     return found, sims, [Group(tuple(episodes[g * SIZE : (g + 1) * SIZE]), (0.0,) * SIZE) for g in range(groups)]
 
 
@@ -108,10 +109,11 @@ def test_a_group_of_which_a_sim_died_before_it_had_sent_its_part_has_not_arrived
 
 def test_groups_of_a_dead_sim_are_not_sent():
     found, sims, groups = experience(1, 2)
-    found.set_keepers({"sim-0": groups[0].episodes, "sim-1": groups[1].episodes})
+    for sim, group in enumerate(groups):
+        found.stores.put(sims.workers[sim], group.episodes)
     found.dealer.deal = lambda groups, iteration: {episode: 0 for group in groups for episode in group.episodes}
     found.lose(1)
-    assert found.lost_among(range(2 * SIZE)) == [*groups[1].episodes]
+    assert found.stores.lost_among(range(2 * SIZE)) == [*groups[1].episodes]
     found._send_all(groups)
     assert found.groups == groups[:1] and had(sims, 0) == [*groups[0].episodes]
 

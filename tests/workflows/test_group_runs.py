@@ -181,7 +181,7 @@ def test_the_successor_of_a_sim_that_died_before_the_round_plays_its_episodes(tm
         def acting_after_a_death():
             os.kill(run.pid("sim-1"), signal.SIGKILL)
             rollouts._acting = acting
-            rollouts.ask(rollouts.sims.get_kept)
+            rollouts.ask(rollouts.sims.get_stored)
             return acting()
 
         rollouts._acting = acting_after_a_death

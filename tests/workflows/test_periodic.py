@@ -210,15 +210,15 @@ def test_frozen_parts_see_each_observation_once_whenever_its_group_comes(tmp_pat
 
 
 def test_a_group_of_another_version_is_an_error(tmp_path, monkeypatch):
-    hand_in = SimWorker.hand_in
+    send_stored = SimWorker.send_stored
 
     def older(sim, episodes, *to, **how):
-        kept = sim.kept_episodes
+        kept = sim.store
         kept |= {one: replace(kept[one], versions=kept[one].versions - 1) for one in episodes}
-        return hand_in(sim, episodes, *to, **how)
+        return send_stored(sim, episodes, *to, **how)
 
     older.served_while_busy = True
-    monkeypatch.setattr(SimWorker, "hand_in", older)
+    monkeypatch.setattr(SimWorker, "send_stored", older)
     with Run(tmp_path, PERIODIC) as run:
         with pytest.raises(WorkerFailed, match="were played with version -1 of the weights, but version 0 learns"):
             run.play()
@@ -260,14 +260,14 @@ def test_a_sim_that_dies_takes_along_only_what_was_not_handed_on(tmp_path, monke
 
 
 def test_a_group_that_a_sim_has_forgotten_when_it_is_asked_for_is_lost_and_counted(tmp_path, monkeypatch):
-    hand_in, asked = SimWorker.hand_in, []
+    send_stored, asked = SimWorker.send_stored, []
 
     def forgetful(sim, episodes, *to, **how):
         asked.append(episodes)
-        return len(asked) > 1 and hand_in(sim, episodes, *to, **how)
+        return len(asked) > 1 and send_stored(sim, episodes, *to, **how)
 
     forgetful.served_while_busy = True
-    monkeypatch.setattr(SimWorker, "hand_in", forgetful)
+    monkeypatch.setattr(SimWorker, "send_stored", forgetful)
     with Run(tmp_path, PERIODIC, "algo.filter=none", *AS_MANY) as run:
         ((_, row),) = run.play(0, 1)
     assert row["faults/lost_episodes"] == SIZE and row["groups/dropped_incomplete"] == 1

@@ -152,14 +152,14 @@ def test_a_run_goes_on_with_the_groups_that_a_role_keeps_for_later_batches(kind,
 @pytest.mark.parametrize("kind", [pytest.param(ONE_JUDGE, marks=SLOW), STREAMING], ids=["together", "one_by_one"])
 def test_groups_of_a_sim_that_dies_on_their_way_to_a_role_are_left_out_and_counted(kind, tmp_path, monkeypatch):
     with Run(tmp_path, *ROBOTS, kind=kind, placement=PLACES, backend="local") as run:
-        groups, send = run.loop.source, run.loop.source.hand_in
+        stores, send = run.loop.source.stores, run.loop.source.stores.send
 
         def struck(*args, **more):
             monkeypatch.undo()
             os.kill(run.pid("sim-0"), signal.SIGKILL)
             return send(*args, **more)
 
-        monkeypatch.setattr(groups, "hand_in", struck)
+        monkeypatch.setattr(stores, "send", struck)
         _, row = run.loop.iterate(0, 6)
         _, after = run.loop.iterate(1, 6)
     assert row["faults/restarts"] == 1 and row["groups/dropped_incomplete"] > 0 and row["faults/lost_episodes"] > 0
