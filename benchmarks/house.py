@@ -108,8 +108,10 @@ def lines_of(node: ast.stmt) -> range:
     return range(node.lineno, (node.end_lineno or node.lineno) + 1)
 
 
-def is_record(node: ast.ClassDef) -> bool:
+def is_record(node: ast.AST) -> bool:
     """True for a dataclass or a named tuple."""
+    if not isinstance(node, ast.ClassDef):
+        return False
     words = [ast.unparse(part) for part in (*node.decorator_list, *node.bases)]
     return any(re.search(r"\b(dataclass|NamedTuple)\b", word) for word in words)
 
@@ -138,16 +140,25 @@ class House:
     @cached_property
     def carriers(self) -> set[str]:
         """The names of the dataclasses and named tuples with a field that is an array, a tensor, or a carrier."""
-        fields: dict[str, str] = {}
-        for module in self.product.values():
-            for node in module.nodes:
-                if isinstance(node, ast.ClassDef) and is_record(node):
-                    types = [ast.unparse(one.annotation) for one in node.body if isinstance(one, ast.AnnAssign)]
-                    fields[node.name] = " ".join(types)
+        records = [(module, node) for module in self.product.values() for node in module.nodes if is_record(node)]
+        fields: dict[str, set[str]] = {}
+        for module, node in records:
+            types = [ast.unparse(one.annotation) for one in node.body if isinstance(one, ast.AnnAssign)]
+            here = self.names_in(module)
+            fields[f"{module.name}.{node.name}"] = {
+                here.get(word, word) for word in re.findall(r"\w+", " ".join(types))
+            }
         found, words = set[str](), {"ndarray", "Array", "Observation", "Tensor"}
-        while new := {name for name, types in fields.items() if words & {*re.findall(r"\w+", types)}} - found:
+        words |= {name for types in fields.values() for name in types if name.rpartition(".")[2] in words}
+        while new := {name for name, types in fields.items() if words & types} - found:
             found, words = found | new, new
         return found
+
+    def names_in(self, module: Module) -> dict[str, str]:
+        """The full names of the classes of ours that a file defines or imports."""
+        classes = [node.name for node in module.nodes if isinstance(node, ast.ClassDef)]
+        imported = {name: f"{home.name}.{name}" for name, home in self.imports(module)}
+        return imported | {name: f"{module.name}.{name}" for name in classes}
 
     def ours(self, files: Iterable[str]) -> set[str]:
         """The files of the product among these, by their paths in the checkout."""
@@ -315,7 +326,7 @@ def summary(house: House, processes: dict[str, dict]) -> dict:
     executed, named = walk(house, lines)
     return {
         "executed": executed,
-        "carriers": sorted(constructed(house, lines) & house.carriers),
+        "carriers": sorted(name.rpartition(".")[2] for name in constructed(house, lines) & house.carriers),
         "executed_or_named": {"modules": len(named), "module_lines": code_lines(house, named), "paths": sorted(named)},
         "imported": {"modules": len(together), "module_lines": code_lines(house, together)}
         | {"by_process": {name: len(paths) for name, paths in imported.items()}},
@@ -345,9 +356,13 @@ def walk(house: House, lines: dict[str, set[int]]) -> tuple[dict, set[str]]:
 
 
 def constructed(house: House, lines: dict[str, set[int]]) -> set[str]:
-    """The names that executed lines call."""
-    nodes = [node for path, numbers in lines.items() for node in house.product[path].nodes if is_call(node, numbers)]
-    return {getattr(node.func, "id", getattr(node.func, "attr", "")) for node in nodes}
+    """The full names of what executed lines call."""
+    found = set()
+    for path, numbers in lines.items():
+        names = house.names_in(house.product[path])
+        calls = [node.func for node in house.product[path].nodes if is_call(node, numbers)]
+        found |= {names.get(getattr(call, "id", getattr(call, "attr", "")), "") for call in calls}
+    return found
 
 
 def is_call(node: ast.AST, lines: set[int]) -> TypeGuard[ast.Call]:

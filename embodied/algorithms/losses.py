@@ -34,7 +34,7 @@ class LossItems:
     returns: Tensor | None = None  # [B], targets of values, if values are trained
     reference: Tensor | None = None  # [B, C, A], log-probs under the reference policy, if it counts in the loss
     proximal: Tensor | None = None  # [B, C, A], log-probs under the weights at the start of the update, if needed
-    answers: Tensor | None = None  # int [B], number of the item's answer, if answers have their own ratio
+    sequences: Tensor | None = None  # int [B], number of the item's episode or answer, for level "episode"
 
 
 Stats = dict[str, Tensor]  # sums over items, scalars without gradient; terms that a loss does not have are absent
@@ -87,7 +87,7 @@ def _surrogate(logprobs: Tensor, entropy: Tensor, items: LossItems, config: Algo
         ratio_cap=config.ratio_cap,
         proximal=items.proximal,
         importance_cap=config.importance_cap,
-        answers=items.answers,
+        answers=items.sequences,
     )
     if not config.entropy_coef:  # only for the log
         entropy = entropy.detach()

@@ -48,21 +48,19 @@ from embodied.runtime import Channel, Timers
 from embodied.runtime.collective import Collective
 from embodied.runtime.device_memory import contiguous_tensor, take, to_device
 
-OF_ITEMS = "logprobs mask current of advantages weights values returns reference proximal masked".split()
+OF_ITEMS = "logprobs mask current sequences advantages weights values returns reference proximal masked".split()
 REFERENCE = "reference_logprobs"  # in `Trajectory.replay`: [K, C, A], if a separate role has computed them
 
 
 @dataclass(frozen=True, kw_only=True)
-class RankBatch:
-    """This rank's items of an iteration: tensors [items, ...], with advantages, weights and the like."""
+class RankBatch(LossItems):
+    """This rank's items of an iteration: the tensors [items, ...] of the loss, and those of the network."""
 
     obs: Observation
     actions: Tensor
-    logprobs: Tensor
-    mask: Tensor
     current: Tensor  # bool [items]: sampled with the weights at the start of the update
     replay: dict[str, Tensor]
-    of: Tensor  # int [items]: number of the item's episode or conversation, from 0
+    sequences: Tensor  # int [items]: number of the item's episode or conversation, from 0
     numbers: np.ndarray  # int [units], ascending: each unit's number over all ranks; -1: padding
     is_whole: bool = False  # the mask is True everywhere
     groups: np.ndarray | None = None  # int [units], of conversations: equal for conversations with a common prompt
@@ -72,13 +70,9 @@ class RankBatch:
     num_items: int = 0  # counted items
     weight_sum: float = 0.0  # sum of their weights
     loss_count: float = 0.0  # divisor of the whole batch's loss
-    # Targets of items
-    advantages: Tensor | None = None  # [items]
-    weights: Tensor | None = None  # [items]
-    values: Tensor | None = None  # [items], at act time; if a value function is trained
-    returns: Tensor | None = None  # [items]
-    reference: Tensor | None = None  # [items, C, A], log-probs of the reference, if the loss has a divergence term
-    proximal: Tensor | None = None  # [items, C, A], log-probs at the start of the update, for ratios
+    # Targets of items, computed last
+    advantages: Tensor | None = None
+    weights: Tensor | None = None
     masked: Tensor | None = None  # bool [items]: left out of the policy's loss
     metrics: dict[str, float] = field(default_factory=dict)  # metrics of the data
 
@@ -141,7 +135,7 @@ class RankBatch:
         if self.groups is None:
             replay = {name: take(tensor, items) for name, tensor in self.replay.items()}
             return {"obs": self.observed(items), "actions": actions} | replay
-        of = take(self.of, items).cpu()
+        of = take(self.sequences, items).cpu()
         begins = torch.diff(of, prepend=of[:1] - 1) != 0
         if RESTART in self.obs:
             begins |= take(self.obs[RESTART], items).cpu()
@@ -172,7 +166,7 @@ class RankBatch:
             size = model.config.micro_batch_size or size or len(units)
             micro_batches, padding = units.split(size) if len(units) else (), torch.zeros(1, dtype=torch.int64)
         else:
-            micro_batches, padding = self._packs(model, units), torch.nonzero(self.of.cpu() == 0)[:, 0]
+            micro_batches, padding = self._packs(model, units), torch.nonzero(self.sequences.cpu() == 0)[:, 0]
         if model.table is not None:
             return model.table.passes(micro_batches, self.inputs, padding if model.config.shard else None)
         return model.passes(micro_batches, padding)
@@ -181,7 +175,7 @@ class RankBatch:
         """The tokens of these conversations in packs, in the order of conversations."""
         if not len(units):
             return []
-        begins = np.cumsum(np.bincount(self.of.cpu(), minlength=len(self.numbers) + 1))
+        begins = np.cumsum(np.bincount(self.sequences.cpu(), minlength=len(self.numbers) + 1))
         numbers = np.sort(units.numpy())
         rows = [np.arange(begins[unit - 1] if unit else 0, begins[unit]) for unit in numbers]
         inputs = self.inputs(torch.from_numpy(np.concatenate(rows)))
@@ -196,18 +190,13 @@ class RankBatch:
         """The units with a counted item; some conversations have none."""
         if self.groups is None:
             return units
-        return units[torch.from_numpy(np.bincount(self.of.cpu(), self.mask[:, 0].cpu()) > 0)[units]]
+        return units[torch.from_numpy(np.bincount(self.sequences.cpu(), self.mask[:, 0].cpu()) > 0)[units]]
 
     def loss_sum(self, scores: Scores, weight: float, config: AlgoConfig) -> tuple[Tensor, Stats]:
         """The loss of all items (`weight` 0: padding), and its parts."""
         mask = None if self.is_whole else self.mask
-        items = LossItems(
-            logprobs=self.logprobs,
-            mask=mask if self.masked is None else self.mask & ~self.masked[:, None],
-            weights=weight * self.weights,
-            answers=self.of,
-            **{name: getattr(self, name) for name in ("advantages", "values", "returns", "reference", "proximal")},
-        )
+        mask = mask if self.masked is None else self.mask & ~self.masked[:, None]
+        items = replace(self, mask=mask, weights=weight * self.weights)
         return loss_sum(scores.logprobs, scores.entropy, scores.values, items, config)
 
     def corrected(self, model: Model, config: AlgoConfig) -> RankBatch:
@@ -216,7 +205,7 @@ class RankBatch:
         proximal = logprobs_of(model, self, config)
         masked = None
         if config.episode_mask != "none":
-            masked = out_of_bounds(proximal, self.logprobs, self.mask, self.of, config)
+            masked = out_of_bounds(proximal, self.logprobs, self.mask, self.sequences, config)
         return replace(self, proximal=proximal if config.decoupled else None, masked=masked)
 
     def rescored(self, model: Model, config: AlgoConfig, collective: Collective) -> RankBatch:
@@ -342,7 +331,7 @@ def items_of(
         replay={name: contiguous_tensor(array) for name, array in trajectory.replay.items() if name != REFERENCE},
         is_whole=bool(mask.all()),
         numbers=np.arange(len(lengths) if speaks else len(trained)),
-        **to_device(arrays | {"of": episodes_within(trajectory)}, model.device),
+        **to_device(arrays | {"sequences": episodes_within(trajectory)}, model.device),
     )
     if not speaks:
         return batch

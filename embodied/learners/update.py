@@ -460,7 +460,7 @@ def sequence_errors(batch: RankBatch, errors: Tensor) -> Tensor:
     whole episodes."""
     if batch.groups is None:
         return errors.new_full((1,), -math.inf)
-    of, counts = batch.of, (batch.weights > 0).to(errors.dtype)
+    of, counts = batch.sequences, (batch.weights > 0).to(errors.dtype)
     none = errors.new_zeros(int(of.max()) + 1)
     return none.index_add(0, of, errors * counts) / none.index_add(0, of, counts).clamp(min=1)
 

@@ -32,7 +32,11 @@ def batch_of(policy, rows=5):
     spec = policy.noise_spec()
     noise = draw.random((rows, spec.width)) if spec.kind == "uniform" else draw.normal(size=(rows, spec.width))
     output = policy.act(obs, noise)
-    played = {"mask": np.ones(output.actions.shape[:2], bool), "current": np.ones(rows, bool), "of": np.arange(rows)}
+    played = {
+        "mask": np.ones(output.actions.shape[:2], bool),
+        "current": np.ones(rows, bool),
+        "sequences": np.arange(rows),
+    }
     arrays = {"actions": output.actions, "logprobs": output.logprobs} | played
     tensors = {name: torch.from_numpy(array) for name, array in arrays.items()}
     obs = obs | {"images": {n: torch.from_numpy(i) for n, i in images.items()}, "state": torch.from_numpy(obs["state"])}

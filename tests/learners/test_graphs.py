@@ -230,7 +230,7 @@ def test_a_batch_and_an_update_wait_as_often_for_their_device_however_many_steps
 
 def test_arrays_that_go_to_a_device_in_one_copy_keep_their_numbers_and_dtypes():
     arrays = {
-        "of": np.array([0, 2**53, 7]),
+        "sequences": np.array([0, 2**53, 7]),
         "mask": np.array([[True], [False]]),
         "advantages": np.array([0.1, -1e-300]),
         "logprobs": np.array([[1.1]], np.float32),
