@@ -294,7 +294,7 @@ def open_workers(
     """Fresh workers that play a part of the evaluation."""
     config = part[0].model_copy(update={"policy": source.config})
     with launch.cluster(config, part[1], out / "logs" / name_of_part(part, parts)) as cluster:
-        yield players(config, cluster, source, eval_tasks=tasks)
+        yield players(config, cluster, source, tasks)
 
 
 def show_results(source: PolicySource, results: dict[str, Any], out: Path) -> None:
@@ -335,13 +335,15 @@ def add_videos(evaluator: Evaluator, out: Path, new: bool) -> None:
         report_or_say_why(out)
 
 
-def players(config: RunConfig, cluster: Cluster, source: PolicySource, **options: Any) -> Evaluator:
-    """Workers that play with a policy; raises ConfigError if it does not fit the env."""
-    from embodied.workflows.evaluator import Evaluator
+def players(config: RunConfig, cluster: Cluster, source: PolicySource, all_tasks: tuple[str, ...] = ()) -> Evaluator:
+    """Workers that play with a policy; raises ConfigError if it does not fit the env. `all_tasks` are all tasks of the
+    evaluation; this env plays some of them."""
+    from embodied.workflows.evaluator import Evaluator, evaluation_plan
     from embodied.workflows.rl_loop import PLAYERS
     from embodied.workflows.workers import Workers
 
-    workers = Workers(PLAYERS, config, cluster, notify=launch.say, **options)
+    plan = evaluation_plan(config, cluster, all_tasks)
+    workers = Workers(PLAYERS, config, cluster, plan, notify=launch.say)
     check_fits(source, config.env, workers.spec)
     workers.adopt(source.weights_for(workers.spec))
     return Evaluator(workers)

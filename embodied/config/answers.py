@@ -12,19 +12,16 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from textwrap import wrap
 from types import UnionType
-from typing import TYPE_CHECKING, Any, Literal, Union, get_args, get_origin
+from typing import Any, Literal, Union, get_args, get_origin
 
 from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 from typing_extensions import is_typeddict
 
-from embodied.config.read import Section, Tree, as_yaml_value, choices, leaves
+from embodied.config.read import Command, Section, Tree, as_yaml_value, choices, leaves
 from embodied.config.recipe_files import BY_TASK, RECIPES, by_family, recipe_names
 from embodied.core.errors import ConfigError, nearest
 from embodied.core.plugins import Plugins
-
-if TYPE_CHECKING:
-    from embodied.config.command_line import Command
 
 INDENT = 30
 WIDTH = 118

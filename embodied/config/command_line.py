@@ -9,8 +9,7 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +17,7 @@ import yaml
 
 from embodied.config.read import (
     COMMAND_LINE,
+    Command,
     Section,
     Source,
     flatten,
@@ -43,27 +43,6 @@ ENV = ("env", "env.name", "env.task")  # keys that choose the env
 EVERY_ENV = "python -m embodied.list envs tasks says which there are"
 WHICH_POLICY = "which policy? python -m embodied.evaluate checkpoint=runs/... or checkpoint=random env.name=NAME"
 KEY = re.compile(r"[A-Za-z_]\w*(\.[\w,+-]+)*")
-
-
-@dataclass(frozen=True)
-class Command:
-    """A command: its own arguments besides the recipe's keys, and the sections without effect."""
-
-    name: str
-    purpose: str
-    arguments: dict[str, str]  # key -> help
-    unused: tuple[str, ...] = ()
-    several: dict[str, str] = field(default_factory=dict)  # arguments of several runs; key -> help
-
-    def ignores(self, key: str) -> bool:
-        of_folder = (*ANSWERING, *PLAYING, "policy.name")  # what may be said of a policy folder, and its class
-        kept = self.name == "evaluate" and is_one_of(key, of_folder)
-        return not kept and is_one_of(key, self.unused)
-
-
-def is_one_of(key: str, keys: Iterable[str]) -> bool:
-    """True for these keys, and for keys of a map among them."""
-    return any(key == one or key.startswith(f"{one}.") for one in keys)
 
 
 NOT_ENV = ("policy", "algo", "sft", "collect", "learner", "roles", "placement", "pipeline", "eval", "resume")
@@ -108,6 +87,7 @@ COMMANDS = {
             "same episodes and are compared."
         },
         unused=("policy", "algo", "sft", "collect", "roles", "resume", "eval.interleave"),
+        used=(*ANSWERING, *PLAYING, "policy.name"),  # what may be said of a policy folder, and its class
     ),
 }
 

@@ -11,7 +11,7 @@ key twice is a mistake.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from copy import deepcopy
 from dataclasses import dataclass, field, replace
@@ -35,6 +35,26 @@ Key = tuple[str, ...]
 ENV_NAME, ENV_TASK, CLUSTER, EVAL_SETS = ("env", "name"), ("env", "task"), ("cluster",), ("eval", "sets")
 ENV_PYTHON = ("env", "python")
 WITH_PATHS = {("algo", "imitation"): ("data", "cache")}  # plain values with paths
+
+
+@dataclass(frozen=True)
+class Command:
+    """A command: its own arguments besides the recipe's keys, and the sections without effect."""
+
+    name: str
+    purpose: str
+    arguments: dict[str, str]  # key -> help
+    unused: tuple[str, ...] = ()
+    used: tuple[str, ...] = ()  # keys of these sections that have an effect
+    several: dict[str, str] = field(default_factory=dict)  # arguments of several runs; key -> help
+
+    def ignores(self, key: str) -> bool:
+        return is_one_of(key, self.unused) and not is_one_of(key, self.used)
+
+
+def is_one_of(key: str, keys: Iterable[str]) -> bool:
+    """True for these keys, and for keys of a map among them."""
+    return any(key == one or key.startswith(f"{one}.") for one in keys)
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,6 @@ from embodied.algorithms.config import PRESETS, AlgoConfig, PPOConfig, SFTConfig
 from embodied.config.command_line import (
     COMMANDS,
     WHICH_POLICY,
-    Command,
     base_recipe,
     from_python,
     has_options,
@@ -31,6 +30,7 @@ from embodied.config.command_line import (
 )
 from embodied.config.read import (
     COMMAND_LINE,
+    Command,
     Source,
     Tree,
     config_yaml,

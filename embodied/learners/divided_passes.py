@@ -27,9 +27,9 @@ from embodied.runtime.collective import Collective, PendingTensor, RankGroup
 SENT = ("actions", "mask", "lengths", "groups")  # arrays of conversations that are sent to helping ranks
 
 
-@dataclass(frozen=True)
-class SharedPass:
-    """A sequence that several ranks compute together, with the tokens to send."""
+@dataclass(frozen=True, kw_only=True)
+class SharedPass(Pass):
+    """The pass of a sequence that several ranks compute together, with the tokens to send."""
 
     group: RankGroup
     owner: int  # the owner's place in the group; it computes the loss
@@ -38,9 +38,8 @@ class SharedPass:
     sizes: tuple[int, int, int]  # tokens, conversations, and numbers that spell the names of its pictures
     arrays: PendingTensor
 
-    def inputs(self) -> dict[str, Any]:
-        """The inputs of `Policy.forward`. Refuses a pass out of order, since ranks would wait for each other in a
-        circle."""
+    def inputs(self, inputs_of: Callable[[Tensor], dict[str, Any]]) -> dict[str, Any]:
+        """The sent inputs. Refuses a pass out of order, since ranks would wait for each other in a circle."""
         this_rank, owner = self.group.ranks[self.group.place], self.group.ranks[self.owner]
         if (turn := self.order.popleft()) != self.number:
             raise EmbodiedError(f"learner rank {this_rank} begins pass {self.number} of the table before pass {turn}")
@@ -52,7 +51,7 @@ class SharedPass:
                 "their tables differ"
             )
         inputs = dict(zip(SENT, arrays, strict=True))
-        inputs |= {"mask": inputs["mask"].bool(), "ranks": (self.group, self.owner)}
+        inputs |= {"mask": inputs["mask"].bool()[:, None], "ranks": (self.group, self.owner)}
         return inputs | ({"pictures": read_names(names.numpy())} if spelt else {})
 
 
@@ -88,8 +87,7 @@ class PassTable:
             number: self._share(number, ranks[number], sequences[number].owner, sizes[number], order, owned.get(number))
             for number in order
         }
-        nothing = torch.zeros(0, dtype=torch.int64)
-        passes = [Pass(owned[n][0] if n in owned else nothing, shared=shared.get(n)) for n in mine]
+        passes = [shared[number] if number in shared else Pass(owned[number][0]) for number in mine]
         if padding is None:
             return passes
         most = max(sum(rank in group for group in ranks) for rank in range(len(of_ranks)))
@@ -116,7 +114,16 @@ class PassTable:
         if own is not None:
             sent = torch.from_numpy(np.concatenate([[number], *own[1]]).astype(np.int64))
         coming = group.send_from(place, sent.to(self.device))
-        return SharedPass(group, place, number, order, (tokens, conversations, spelt), coming)
+        return SharedPass(
+            items=torch.zeros(0, dtype=torch.int64) if own is None else own[0],
+            is_own=own is not None,
+            group=group,
+            owner=place,
+            number=number,
+            order=order,
+            sizes=(tokens, conversations, spelt),
+            arrays=coming,
+        )
 
 
 def arrays_to_send(inputs: dict[str, Any]) -> list[np.ndarray]:

@@ -104,9 +104,7 @@ class ImitationLearner(LearnerWorker):
     def loss_of(self, epoch: int, count: float, micro_batch: Pass) -> tuple[Tensor, Tensor]:
         """The sum of the losses of these items, and each loss; `count` divides them. Of a pass that helps with another
         rank's conversations they are 0: the owner's gradient arrives through the exchange."""
-        inputs = self.demos.batch(micro_batch.items) if micro_batch.shared is None else micro_batch.shared.inputs()
-        if micro_batch.shared is not None:
-            inputs["mask"] = inputs["mask"].reshape(-1, 1)
+        inputs = micro_batch.inputs(self.demos.batch)
         inputs |= {name: inputs[name].to(self.device) for name in ("actions", "mask")}
         losses, beside = self.model.imitate(inputs, self._noise(micro_batch.items.numpy() + self.demos.first, epoch))
         sums = [self._loss_sum(losses, inputs["mask"]), *([] if beside is None else [beside.sum()])]

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from time import perf_counter
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -36,10 +36,6 @@ from embodied.runtime.published_weights import (
     write_safetensors,
 )
 
-if TYPE_CHECKING:
-    from embodied.learners.divided_passes import PassTable, SharedPass
-    from embodied.learners.train_batch import RankBatch
-
 KEPT_BYTES = 4 * 2**30  # limit of host memory for an iteration's frozen features
 FILE, SHARD = "optimizer.safetensors", "optimizer-{}-of-{}.safetensors"
 MASTER, MEAN = "master", "mean"  # a parameter's further tensors in the stored state
@@ -53,16 +49,23 @@ class Pass:
 
     items: Tensor  # items of this rank's batch; none if it helps with another rank's sequence
     counts: bool = True  # False: padding
-    shared: SharedPass | None = None
+    is_own: bool = True  # True if it has this rank's items or padding
 
-    @property
-    def is_own(self) -> bool:
-        """True if it has this rank's items or padding."""
-        return self.shared is None or self.shared.owner == self.shared.group.place
+    def inputs(self, inputs_of: Callable[[Tensor], dict[str, Any]]) -> dict[str, Any]:
+        """The inputs of `Policy.forward`, given the function that makes them of this rank's items."""
+        return inputs_of(self.items)
 
-    def inputs(self, batch: RankBatch) -> dict[str, Any]:
-        """The inputs of `Policy.forward`."""
-        return batch.inputs(self.items) if self.shared is None else self.shared.inputs()
+
+class DividesPasses(Protocol):
+    """A `PassTable`."""
+
+    degrees: list[int]  # numbers of ranks that may run a pass together
+    exchange: Any
+
+    def passes(
+        self, items: Sequence[Tensor], inputs: Callable[[Tensor], dict], padding: Tensor | None
+    ) -> Sequence[Pass]:
+        """This rank's passes for its sequences."""
 
 
 class Model:
@@ -75,7 +78,7 @@ class Model:
         self.device = first.device.type
         self.dtype = torch.promote_types(first.dtype, torch.float32)  # dtype of losses and exchanged gradients
         self.collective: Collective = Alone()  # ranks that must run a sharded network equally often
-        self.table: PassTable | None = None  # set if ranks run passes together
+        self.table: DividesPasses | None = None  # set if ranks run passes together
         self.imitation: Any = None  # adds the imitation loss of RL (`imitation.ImitatingLearner.imitate_too`)
         self.graphed: Any = None  # gradient steps that were recorded (`update.GraphedSteps`), or False: they cannot be
         self.rescores = False  # True: log-probs of acting were too far from the policy's own (`Policy.gap_limits`)

@@ -500,7 +500,7 @@ def scores_of(model: Model, batch: RankBatch, size: int, which: Callable[[Scores
     """One of the scores of all items under a policy, without gradient."""
     with torch.no_grad():
         passes = batch.passes(model, torch.arange(len(batch.numbers)), size)
-        scored = [(one_pass, which(model.score(one_pass.inputs(batch)))) for one_pass in passes]
+        scored = [(one_pass, which(model.score(one_pass.inputs(batch.inputs)))) for one_pass in passes]
     counted = [(one_pass.items, scores) for one_pass, scores in scored if one_pass.counts and one_pass.is_own]
     items, scores = map(torch.cat, zip(*counted, strict=True))
     return take(scores, torch.argsort(items))

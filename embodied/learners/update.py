@@ -142,7 +142,7 @@ class PolicySteps(GradientSteps):
         self.add_passes(passes, partial(self.loss_of, batch), divisor, prepare)
 
     def loss_of(self, batch: RankBatch, micro_batch: Pass) -> tuple[Tensor, Tensor]:
-        scores = self.model.score(micro_batch.inputs(batch))
+        scores = self.model.score(micro_batch.inputs(batch.inputs))
         if not micro_batch.is_own:  # the owner's gradient arrives through the exchange
             return 0.0 * scores.logprobs.sum(), self.sums[:0]
         weight = float(micro_batch.counts)

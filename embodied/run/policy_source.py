@@ -17,8 +17,8 @@ from shlex import join
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
-from embodied.config.command_line import COMMANDS, Command, is_class, is_one_of, is_server, stored_recipe
-from embodied.config.read import read_yaml, write_yaml
+from embodied.config.command_line import COMMANDS, is_class, is_server, stored_recipe
+from embodied.config.read import Command, is_one_of, read_yaml, write_yaml
 from embodied.config.recipe import Loaded, RunConfig, commands_of_recipe, load
 from embodied.config.recipe_files import recipe_names
 from embodied.core.arrays import flat_dict

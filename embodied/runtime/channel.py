@@ -22,21 +22,47 @@ import threading
 import time
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import fields, is_dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 from embodied.core.errors import ChannelClosed, DeadlineExceeded
 from embodied.runtime.heartbeat import wait_awake
 from embodied.runtime.payload import Payload
 
-if TYPE_CHECKING:
-    from embodied.runtime.host import Host
-
 DEFAULT_CAPACITY = 64
 CLOSING = ("the driver", "the cluster is closing")
 CANCEL_S = 5.0  # limit for a home's answer to a cancelled get
 
-hosts_of_runs: dict[str, Host] = {}  # the host of each running cluster in this process
+
+class ChannelHost(Protocol):
+    """What channels need of a `Host`."""
+
+    name: str
+    timeout_s: float
+    driver: int | None
+
+    def end_of(self, channel: Channel) -> Queue | Remote: ...
+
+    def caller(self) -> str: ...
+
+    def tick(self) -> str: ...
+
+    def waiting(self) -> AbstractContextManager[None]: ...
+
+    def note(self, producer: str, consumer: str) -> None: ...
+
+    @property
+    def pack(self) -> Callable[..., Any]: ...
+
+    @property
+    def unpack(self) -> Callable[[Any], Any]: ...
+
+    @property
+    def post(self) -> Callable[..., None]: ...
+
+
+hosts_of_runs: dict[str, Any] = {}  # the host of each running cluster in this process
 
 
 class Pair(NamedTuple):
@@ -135,7 +161,7 @@ class Request:
 class End:
     """One host's end of a channel."""
 
-    def __init__(self, channel: Channel, host: Host) -> None:
+    def __init__(self, channel: Channel, host: ChannelHost) -> None:
         self.channel, self.host = channel, host
         self.name, self.capacity, self.pair = channel.name, channel.capacity, channel.pair
         self._lock = threading.Lock()
@@ -211,7 +237,7 @@ class Queue(End):
     dead host the items still count that it had sent, its gets do not.
     """
 
-    def __init__(self, channel: Channel, host: Host) -> None:
+    def __init__(self, channel: Channel, host: ChannelHost) -> None:
         super().__init__(channel, host)
         self._users: dict[str, bool] = {}  # other hosts that have opened the channel -> False once they are dead
         self._entries: deque[Entry] = deque()
@@ -406,7 +432,7 @@ class Remote(End):
     that waited there, and gets raise. Messages are sent under the lock, and a later process of the home ignores them
     until it is opened."""
 
-    def __init__(self, channel: Channel, host: Host) -> None:
+    def __init__(self, channel: Channel, host: ChannelHost) -> None:
         super().__init__(channel, host)
         self.home = channel.home
         self._requests: dict[int, Request] = {}

@@ -9,16 +9,15 @@ again. A restarted worker that reads weights acts only once it has the current o
 
 from __future__ import annotations
 
-import re
 from collections import Counter, deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from embodied.core.arrays import gather
-from embodied.core.errors import WorkerFailed
 from embodied.runtime.backend import Backend
 from embodied.runtime.heartbeat import AwakeClock
+from embodied.runtime.worker import Failure
 
 
 @dataclass(frozen=True)
@@ -117,55 +116,6 @@ class Repetitions:
 
 REBUILD_S = 60.0  # a restarted worker may be silent for at least this long: it is not forked with imports done
 REBUILD_FACTOR = 3  # the same, as a multiple of its first construction time
-FRAME = re.compile(r'^ *File "(.+", line \d+)', re.MULTILINE)
-
-
-class RemoteTraceback(Exception):
-    """Carries the traceback of a worker as text: the `__cause__` of a WorkerFailed."""
-
-    def __str__(self) -> str:
-        return f"\n{self.args[0]}"
-
-
-@dataclass
-class Failure:
-    worker: str
-    cause: str
-    traceback: str = ""
-    follows: tuple[str, str] | None = None  # (worker, cause) of the ChannelClosed that led to this failure
-    fatal: bool = False  # the worker is gone for good: its process died or its constructor failed
-    will_restart: bool = False  # its host will be restarted
-    exit_code: int = WorkerFailed.exit_code  # a user's mistake has its own code
-    raised: bool = False  # raised at a caller
-    accepted: bool = False  # the run ends with it, after other workers have saved their state
-    lost_state: bool = False  # as of WorkerFailed
-
-    @property
-    def raised_at(self) -> str | None:
-        """The line that raised it; None for a process that died without a traceback."""
-        frames = FRAME.findall(self.traceback)
-        return frames[-1] if frames else None
-
-    @property
-    def exception(self) -> str:
-        """The error's type and message, without the process."""
-        return self.traceback.rstrip().rpartition("\n")[2]
-
-    def error(self) -> WorkerFailed:
-        self.raised = True
-        error = WorkerFailed(self.worker, self.cause)
-        error.exit_code, error.lost_state = self.exit_code, self.lost_state
-        if self.traceback:
-            error.__cause__ = RemoteTraceback(self.traceback)
-        return error
-
-    def accept(self) -> None:
-        """Let waits for other workers continue."""
-        self.fatal, self.raised, self.accepted = False, True, True
-
-    def final(self, reason: str) -> Failure:
-        """The same failure as final, with the reason why the worker is not replaced."""
-        return replace(self, cause=f"{self.cause}; {reason}" if reason else self.cause, fatal=True)
 
 
 @dataclass(frozen=True)

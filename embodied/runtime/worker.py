@@ -8,22 +8,21 @@ after the other. The driver calls a group, and gets a handle at once.
 from __future__ import annotations
 
 import os
+import re
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from copy import copy
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from time import perf_counter
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
+from embodied.core.errors import WorkerFailed
 from embodied.runtime.channel import DEFAULT_CAPACITY, Channel, Pair, hosts_of_runs, put_all
 
-if TYPE_CHECKING:
-    from embodied.runtime.cluster import Cluster
-    from embodied.runtime.supervision import Failure
-
 SIGN_S = 5.0
+FRAME = re.compile(r'^ *File "(.+", line \d+)', re.MULTILINE)
 MAX_SPANS = 10_000  # kept per worker between two collections; about 100 bytes each
 
 
@@ -252,13 +251,71 @@ def machine() -> str:
 # For the driver
 
 
+class RemoteTraceback(Exception):
+    """Carries the traceback of a worker as text: the `__cause__` of a WorkerFailed."""
+
+    def __str__(self) -> str:
+        return f"\n{self.args[0]}"
+
+
+@dataclass
+class Failure:
+    worker: str
+    cause: str
+    traceback: str = ""
+    follows: tuple[str, str] | None = None  # (worker, cause) of the ChannelClosed that led to this failure
+    fatal: bool = False  # the worker is gone for good: its process died or its constructor failed
+    will_restart: bool = False  # its host will be restarted
+    exit_code: int = WorkerFailed.exit_code  # a user's mistake has its own code
+    raised: bool = False  # raised at a caller
+    accepted: bool = False  # the run ends with it, after other workers have saved their state
+    lost_state: bool = False  # as of WorkerFailed
+
+    @property
+    def raised_at(self) -> str | None:
+        """The line that raised it; None for a process that died without a traceback."""
+        frames = FRAME.findall(self.traceback)
+        return frames[-1] if frames else None
+
+    @property
+    def exception(self) -> str:
+        """The error's type and message, without the process."""
+        return self.traceback.rstrip().rpartition("\n")[2]
+
+    def error(self) -> WorkerFailed:
+        self.raised = True
+        error = WorkerFailed(self.worker, self.cause)
+        error.exit_code, error.lost_state = self.exit_code, self.lost_state
+        if self.traceback:
+            error.__cause__ = RemoteTraceback(self.traceback)
+        return error
+
+    def accept(self) -> None:
+        """Let waits for other workers continue."""
+        self.fatal, self.raised, self.accepted = False, True, True
+
+    def final(self, reason: str) -> Failure:
+        """The same failure as final, with the reason why the worker is not replaced."""
+        return replace(self, cause=f"{self.cause}; {reason}" if reason else self.cause, fatal=True)
+
+
+class Caller(Protocol):
+    """What calls need of a `Cluster`."""
+
+    def call(self, group: WorkerGroup, method: str, per_rank: Sequence[tuple[tuple, dict]]) -> Handle: ...
+
+    def wait_for(self, handle: Handle, timeout_s: float | None, without_dead: bool = False) -> None: ...
+
+    def unpack(self, packed: Any) -> Any: ...
+
+
 _REDUCE: dict[str, Callable[[list[float]], float]] = {"max": max, "min": min, "mean": lambda s: sum(s) / len(s)}
 
 
 class Handle:
     """A call that may still run. Results are in rank order."""
 
-    def __init__(self, cluster: Cluster, what: str, workers: Sequence[str]) -> None:
+    def __init__(self, cluster: Caller, what: str, workers: Sequence[str]) -> None:
         self.what = what  # "critic.score"
         self.workers = tuple(workers)
         self._cluster = cluster
@@ -301,7 +358,7 @@ class WorkerGroup:
     """`group.method(*args)` calls every replica and returns a Handle at once; `group[0]` is a group of one replica."""
 
     def __init__(
-        self, cluster: Cluster, cls: type[Worker] | str, role: str, workers: Sequence[str], hosts: Sequence[str]
+        self, cluster: Caller, cls: type[Worker] | str, role: str, workers: Sequence[str], hosts: Sequence[str]
     ) -> None:
         self.role = role
         self.workers = tuple(workers)  # "critic-0", "critic-1", ...

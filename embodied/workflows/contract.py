@@ -7,19 +7,19 @@ learners.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final, Literal, Protocol
 
 import numpy as np
 
 from embodied.core.errors import ConfigError
-from embodied.core.types import EpisodeResult
+from embodied.core.types import EpisodeResult, EpisodeSpec, SamplingRule
+from embodied.envs.capabilities import EvaluationProtocol
 from embodied.runtime import Handle
 
 if TYPE_CHECKING:
     from embodied.config.recipe import RunConfig
-    from embodied.workflows.workers import Workers
 
 ROLLOUT: Final = "rollout"  # phases of an iteration; workers hold their devices for a phase
 UPDATE: Final = "update"
@@ -31,13 +31,13 @@ class Role:
     """One kind of worker, with one replica on each host of the role; `workers.groups[name]` calls all replicas.
 
     A dead sim or policy worker is replaced; if a process of another role dies, all workers restart from the newest
-    checkpoint. `arguments` is called while groups are launched: then `workers` has the recipe (`config`),
+    checkpoint. `arguments` is called while groups are launched: then its `Workers` have the recipe (`config`),
     `torch_device(role)` and the groups launched so far.
     """
 
     name: str  # in placements, logs and process names
     worker: str | Callable[[RunConfig], str]  # "package.module:Class", or a function that returns it
-    arguments: Callable[[Workers], tuple] = lambda workers: ()  # of the constructor, equal for all replicas
+    arguments: Callable[[Any], tuple] = lambda workers: ()  # of the constructor, equal for all replicas
     phase: Literal["rollout", "update"] = ROLLOUT
     beside: str | None = None  # in modes: the role whose processes it shares; None: learners; "": no role
     sends_to: tuple[str, ...] = ()  # roles that read its channels; answers need no name
@@ -82,6 +82,18 @@ class Batch(Protocol):
         """The episodes that ended during its collection."""
 
 
+@dataclass(frozen=True)
+class EvaluationPlan:
+    """The episodes and envs of a run's evaluations, the same for all weights."""
+
+    protocol: EvaluationProtocol
+    env: Any  # config of the envs under this protocol
+    episodes: list[EpisodeSpec]
+    most: int | None  # number of different episodes; None: unlimited
+    rows: int  # env rows of each sim worker
+    rules: Mapping[str, tuple[SamplingRule, int | None]] = field(default_factory=dict)  # of tasks, as in `Job`
+
+
 class BatchSource:
     """Collects batches and starts updates on them: rollouts of a fixed length, groups of whole episodes, demonstrations
     on disk. It is constructed after all workers, and creates the channels of trajectories."""
@@ -95,8 +107,8 @@ class BatchSource:
     ends: Sequence[tuple[int, float]] = ()
     """The tokens of that batch's conversations, and how long after the rollout's begin each ended."""
 
-    def __init__(self, workers: Workers) -> None:
-        """Raises ConfigError if the env is unsuitable."""
+    def __init__(self, workers: Any) -> None:
+        """With the `Workers` of a program. Raises ConfigError if the env is unsuitable."""
 
     def total_iterations(self) -> int:
         """The number of iterations of the recipe."""

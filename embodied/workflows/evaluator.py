@@ -11,11 +11,11 @@ from __future__ import annotations
 
 import shutil
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from embodied.core.errors import EvaluationStopped
 from embodied.core.types import (
@@ -30,42 +30,31 @@ from embodied.core.types import (
     deal_by_task,
 )
 from embodied.envs import env_class
-from embodied.envs.capabilities import EvaluationProtocol, choose_protocol
-from embodied.workflows.contract import ROLLOUT
-from embodied.workflows.rollout_manager import Evaluation
+from embodied.envs.capabilities import choose_protocol
+from embodied.runtime import Cluster
+from embodied.workflows.contract import ROLLOUT, EvaluationPlan
+from embodied.workflows.rollout_manager import Evaluation, RolloutManager, Round
+from embodied.workflows.workers import Workers
 
 if TYPE_CHECKING:
     from embodied.config.recipe import RunConfig
     from embodied.config.sections import EvalSection, EvaluationSet
     from embodied.core.chunks import ChunkRule
     from embodied.records.results import PartialEvaluation
-    from embodied.workflows.rollout_manager import RolloutManager, Round
-    from embodied.workflows.workers import Workers
 
 MAX_ATTEMPTS = 2  # of an episode whose worker dies
 
 OnResults = Callable[[Iterable[EpisodeResult]], object]
 
 
-@dataclass(frozen=True)
-class EvaluationPlan:
-    """The episodes and envs of a run's evaluations, the same for all weights."""
-
-    protocol: EvaluationProtocol
-    env: Any  # config of the envs under this protocol
-    episodes: list[EpisodeSpec]
-    most: int | None  # number of different episodes; None: unlimited
-    rows: int  # env rows of each sim worker
-    rules: Mapping[str, tuple[SamplingRule, int | None]] = field(default_factory=dict)  # of tasks, as in `Job`
-
-
-def evaluation_plan(
-    config: RunConfig, tasks: tuple[str, ...], all_tasks: tuple[str, ...], num_sims: int
-) -> EvaluationPlan:
-    """The evaluation's episodes of `tasks`, among the episodes of `all_tasks`."""
+def evaluation_plan(config: RunConfig, cluster: Cluster, all_tasks: tuple[str, ...] = ()) -> EvaluationPlan:
+    """The evaluation's episodes of this env's tasks, among the episodes of `all_tasks` (empty: the same tasks)."""
+    num_sims = sum(host.roles.count("sim") for host in cluster.hosts)
     if config.eval.sets:
         return plan_of_sets(evaluated(config), num_sims)
     kind, options = env_class(config.env), config.eval
+    tasks = kind.tasks(config.env)
+    all_tasks = all_tasks or tasks
     protocol = choose_protocol(kind, config.env, options.protocol)
     # All held-out prompts, `samples` times each: more episodes would only repeat them.
     most = protocol.stored_states * len(all_tasks) * options.samples if kind.speaks else None

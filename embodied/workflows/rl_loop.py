@@ -34,7 +34,7 @@ from embodied.runtime import Cluster, Handle, WorkerGroup
 from embodied.runtime.published_weights import Publication
 from embodied.workflows import roles_of_run
 from embodied.workflows.contract import ROLLOUT, UPDATE, Batch, BatchSource, Role
-from embodied.workflows.evaluator import Evaluator
+from embodied.workflows.evaluator import Evaluator, evaluation_plan
 from embodied.workflows.horizon import Horizon
 from embodied.workflows.workers import Workers
 
@@ -117,7 +117,8 @@ class EmbodiedLoop:
         unless algo.kl_coef or roles.judge need the start."""
         self.config = config
         start_folder = start_folder and start_folder.absolute()
-        self.workers = Workers(roles_of_run(type(self), config), config, cluster, self.plays, notify, start_folder)
+        roles, evaluation = roles_of_run(type(self), config), evaluation_plan(config, cluster)
+        self.workers = Workers(roles, config, cluster, evaluation, self.plays, notify, start_folder)
         self.source: BatchSource = self.make_source(self.workers)
         self.evaluator, self.timers, self.spec = Evaluator(self.workers), self.workers.timers, self.workers.spec
         self.learners, self.weight_sync = self.workers.learners, self.workers.weight_sync

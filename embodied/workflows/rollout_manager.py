@@ -36,16 +36,16 @@ from typing import TYPE_CHECKING, Any, Protocol
 import numpy as np
 
 from embodied.core.errors import ChannelClosed
-from embodied.core.types import Job, Played, Report, Route, SamplingRule, Servers, rows_of_sims
-from embodied.runtime import Budget, Channel, Handle, HostPlan, WorkerGroup
+from embodied.core.types import EnvSpec, Job, Played, Report, Route, SamplingRule, Servers, rows_of_sims
+from embodied.runtime import Budget, Channel, Cluster, DeviceSharing, Handle, HostPlan, WorkerGroup
 from embodied.runtime.device_leases import LeaseError
 from embodied.runtime.supervision import Failure, Repetitions
 from embodied.workflows.contract import ROLLOUT, WARNING
 
 if TYPE_CHECKING:
+    from embodied.config.recipe import RunConfig
     from embodied.core.conversations import Remark
     from embodied.workflows.prompts import PromptQueue
-    from embodied.workflows.workers import Workers
 
 
 class BackgroundTask(Protocol):
@@ -135,10 +135,26 @@ class Round:
     seconds: float  # of the slowest sim
 
 
+class Players(Protocol):
+    """What rounds need of a program's `Workers`."""
+
+    config: RunConfig
+    cluster: Cluster
+    sims: WorkerGroup
+    policies: WorkerGroup
+    spec: EnvSpec
+    inbox: Channel
+    stages: int
+    tasks: tuple[str, ...]
+    notify: Callable[[str], None]
+    weight_sync: Any
+    device_sharing: DeviceSharing
+
+
 class RolloutManager:
     """Plays rounds; from its construction on, sim and policy workers that die are replaced."""
 
-    def __init__(self, workers: Workers) -> None:
+    def __init__(self, workers: Players) -> None:
         """All workers are built."""
         self.cluster, self.sims, self.policies = workers.cluster, workers.sims, workers.policies
         self.spec, self.weight_sync = workers.spec, workers.weight_sync

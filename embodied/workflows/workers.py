@@ -23,8 +23,7 @@ from embodied.runtime.device_sharing import begin_beside_other_runs
 from embodied.runtime.published_weights import Publication, Weights
 from embodied.runtime.weights import NONE, WeightStore, new_name
 from embodied.runtime.worker import machine
-from embodied.workflows.contract import ROLLOUT, UPDATE, Role, check_roles
-from embodied.workflows.evaluator import evaluation_plan
+from embodied.workflows.contract import ROLLOUT, UPDATE, EvaluationPlan, Role, check_roles
 from embodied.workflows.rollout_manager import RolloutManager
 
 if TYPE_CHECKING:
@@ -42,24 +41,22 @@ class Workers:
         roles: tuple[Role, ...],
         config: RunConfig,
         cluster: Cluster,
+        evaluation: EvaluationPlan,
         plays: bool = False,
         notify: Callable[[str], None] = lambda line: None,
         start_folder: Path | None = None,
-        eval_tasks: tuple[str, ...] = (),
     ) -> None:
         """Launch all groups, wait for the simulators, build policy and learner for their env spec, connect all.
 
         Sims play batches where the program `plays`, else evaluations only. `notify` gets a line per restarted worker or
-        warning. `start_folder` holds the policy with the initial weights. `eval_tasks` are all tasks of the evaluation;
-        this env plays some of them."""
+        warning. `start_folder` holds the policy with the initial weights."""
         check_roles(roles)
         begin_beside_other_runs(cluster, config.cluster.memory_gb)
         self.roles, self.config, self.cluster = roles, config, cluster
         self.stages, self.notify = config.pipeline.stages if plays else 0, notify
         self.timers = Timers()
         self.tasks = env_class(config.env).tasks(config.env)
-        num_sims = sum(host.roles.count("sim") for host in cluster.hosts)
-        self.evaluation = evaluation_plan(config, self.tasks, eval_tasks or self.tasks, num_sims)
+        self.evaluation = evaluation
         self.inbox = cluster.channel("reports", capacity=None)  # of sims
         self.groups = {
             role.name: cluster.launch(role.worker_for(config), role.name, *role.arguments(self)) for role in roles

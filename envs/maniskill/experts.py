@@ -11,16 +11,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import numpy as np
 
 from embodied.core.arrays import host
 from embodied.core.errors import ConfigError
-
-if TYPE_CHECKING:
-    from embodied.envs.maniskill.config import ManiSkillConfig
-    from embodied.envs.maniskill.env import ManiSkillEnv
+from embodied.envs.maniskill.config import ManiSkillConfig
 
 MOST = 0.1  # radians of a joint for an action of 1
 GAIN, TURN_GAIN = 2.0, 1.5  # the controller covers only part of the requested movement within an env step
@@ -62,8 +59,19 @@ class HandTarget:
     pointing: np.ndarray | tuple[float, ...] = DOWN  # [N, 3]
 
 
+class Scenes(Protocol):
+    """What experts need of a `ManiSkillEnv`."""
+
+    config: ManiSkillConfig
+    envs: list[Any]  # ManiSkill's own
+    units: np.ndarray  # of a bridge task: what an action of 1 moves
+
+    def make_single(self, changes: dict[str, Any]) -> Any:
+        """Another env of the task, with these changes of its options."""
+
+
 class ManiSkillExpert:
-    def __init__(self, env: ManiSkillEnv) -> None:
+    def __init__(self, env: Scenes) -> None:
         self.check(env.config)
         self._env = env
         self._rules = RULES[env.config.task]
@@ -99,7 +107,7 @@ def move(world: World, rule: Callable[[World], HandTarget]) -> np.ndarray:
     return np.concatenate([joints, wish.grip[:, None]], axis=1).astype(np.float32)
 
 
-def look(env: ManiSkillEnv, arm: int) -> World:
+def look(env: Scenes, arm: int) -> World:
     def gather(read: Callable[[Any], Any]) -> np.ndarray:
         return np.concatenate([host(read(single)) for single in env.envs]).astype(np.float64)
 

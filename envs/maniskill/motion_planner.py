@@ -12,19 +12,16 @@ import importlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import gymnasium
 import numpy as np
 
 from embodied.core.arrays import host
 from embodied.core.errors import ConfigError
-from embodied.envs.maniskill.experts import JOINTS, hand_pose
+from embodied.envs.maniskill.config import ManiSkillConfig
+from embodied.envs.maniskill.experts import JOINTS, Scenes, hand_pose
 from embodied.envs.maniskill.tasks import DRAWING, quiet
-
-if TYPE_CHECKING:
-    from embodied.envs.maniskill.config import ManiSkillConfig
-    from embodied.envs.maniskill.env import ManiSkillEnv
 
 SOLUTIONS = "mani_skill.examples.motionplanning.panda.solutions"
 SOLVERS = {"PushCube-v1": "solvePushCube", "PickCube-v1": "solvePickCube", "StackCube-v1": "solveStackCube"}
@@ -94,7 +91,7 @@ class PlanReplay:
 
 
 class PlannerExpert:
-    def __init__(self, env: ManiSkillEnv, tick: Callable[[], None] = lambda: None) -> None:
+    def __init__(self, env: Scenes, tick: Callable[[], None] = lambda: None) -> None:
         self.check(env.config)
         mode = env.config.control_mode
         self._env, self._control = env, CONTROLS[mode]
@@ -133,7 +130,7 @@ class PlannerExpert:
 class MotionPlanner:
     """ManiSkill's solution of a task, run in a bare env with the solution's control mode."""
 
-    def __init__(self, env: ManiSkillEnv) -> None:
+    def __init__(self, env: Scenes) -> None:
         self._solve = solver(env.config.task)
         plain = {"backend": "cpu", "control_mode": "pd_joint_pos"}
         plain |= {"state": "proprio", "cameras": (), "privileged": False}
@@ -182,17 +179,17 @@ def turn_between(turned: np.ndarray, wanted: np.ndarray) -> np.ndarray:
     return Rotation.from_matrix(wanted @ np.swapaxes(turned, -1, -2)).as_rotvec()
 
 
-def by_joint_targets(env: ManiSkillEnv, joints: np.ndarray, aims: np.ndarray) -> np.ndarray:
+def by_joint_targets(env: Scenes, joints: np.ndarray, aims: np.ndarray) -> np.ndarray:
     """Exact for control modes that add each action to the previous target."""
     asked = np.concatenate([host(scene.agent.controller.controllers["arm"]._target_qpos) for scene in env.envs])
     return scaled_moves((aims - asked) / PLANNER_UNIT)
 
 
-def by_hand(env: ManiSkillEnv, joints: np.ndarray, aims: np.ndarray) -> np.ndarray:
+def by_hand(env: Scenes, joints: np.ndarray, aims: np.ndarray) -> np.ndarray:
     return scaled_moves(PLANNER_GAIN * (hand_pose(aims)[0] - hand_pose(joints)[0]) / PLANNER_UNIT)
 
 
-def by_hand_and_turn(env: ManiSkillEnv, joints: np.ndarray, aims: np.ndarray) -> np.ndarray:
+def by_hand_and_turn(env: Scenes, joints: np.ndarray, aims: np.ndarray) -> np.ndarray:
     turn = turn_between(hand_pose(joints)[1], hand_pose(aims)[1])
     turn = -PLANNER_GAIN * turn / PLANNER_UNIT  # in ManiSkill an action of 1 turns by -0.1
     turn /= np.maximum(1.0, np.linalg.norm(turn, axis=1, keepdims=True))
@@ -204,7 +201,7 @@ def scaled_moves(moves: np.ndarray) -> np.ndarray:
     return moves / np.maximum(1.0, np.abs(moves).max(axis=1, keepdims=True))
 
 
-CONTROLS: dict[str, Callable[[ManiSkillEnv, np.ndarray, np.ndarray], np.ndarray]] = {
+CONTROLS: dict[str, Callable[[Scenes, np.ndarray, np.ndarray], np.ndarray]] = {
     "pd_joint_delta_pos": lambda env, joints, aims: scaled_moves(PLANNER_GAIN * (aims - joints) / PLANNER_UNIT),
     "pd_joint_target_delta_pos": by_joint_targets,
     "pd_ee_delta_pos": by_hand,

@@ -7,14 +7,9 @@ stay a little open: the ball lies between their tips and keeps its direction.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import numpy as np
 
 from embodied.envs.maniskill import experts
-
-if TYPE_CHECKING:
-    from embodied.envs.maniskill.env import ManiSkillEnv
 
 BEHIND, LOW, ROOM = 0.055, 0.035, 0.021  # the hand before the push: distance from the ball, height, room above it
 OVER = 0.08  # additional height of the hand while it is not yet behind the ball
@@ -26,7 +21,7 @@ TURN = 0.064  # metres that count as a radian of the hand's roll and yaw
 
 
 class RollBallExpert:
-    def __init__(self, env: ManiSkillEnv) -> None:
+    def __init__(self, env: experts.Scenes) -> None:
         experts.ManiSkillExpert.check(env.config)
         self._env = env
 

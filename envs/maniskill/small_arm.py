@@ -7,15 +7,12 @@ and the arm sinks under its weight.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from embodied.core.arrays import host
 from embodied.envs.maniskill import experts
-
-if TYPE_CHECKING:
-    from embodied.envs.maniskill.env import ManiSkillEnv
 
 JOINTS = (  # by ManiSkill's so100.urdf: offset from the joint before, rotation (roll, pitch, yaw), axis
     ((0.0, -0.0452, 0.0165), (np.pi / 2, 0.0, 0.0), (0, -1, 0)),
@@ -36,7 +33,7 @@ HIGHER = np.array([0.0, 0.0, 0.008])  # the tips from the cube's middle, so that
 
 
 class SmallArmExpert:
-    def __init__(self, env: ManiSkillEnv) -> None:
+    def __init__(self, env: experts.Scenes) -> None:
         experts.ManiSkillExpert.check(env.config)
         self._env = env
 

@@ -20,7 +20,7 @@ from embodied.core.conversations import FIRST_PLACE
 from embodied.core.pictures import drawing
 from embodied.core.types import BatchEnd, Trajectory, Unit, choose
 from embodied.learners.config import LearnerConfig
-from embodied.learners.divided_passes import PassTable
+from embodied.learners.divided_passes import PassTable, SharedPass
 from embodied.learners.imitation import TextImitationLearner
 from embodied.learners.worker import LearnerWorker
 from embodied.policies.language.config import LanguageConfig
@@ -148,7 +148,7 @@ def imitated(config: LanguageConfig, options: LearnerConfig, rank: int, ranks: i
 
 def watched(table: PassTable, *inputs) -> list:
     passes = plain(table, *inputs)
-    USED.append({1 if each.shared is None else each.shared.group.size for each in passes})
+    USED.append({each.group.size if isinstance(each, SharedPass) else 1 for each in passes})
     return passes
 
 

@@ -12,7 +12,7 @@ import torch
 from embodied.core.errors import EmbodiedError
 from embodied.learners import divided_passes
 from embodied.learners.config import LearnerConfig
-from embodied.learners.divided_passes import SENT, PassTable
+from embodied.learners.divided_passes import SENT, PassTable, SharedPass
 from embodied.placement.balance import order_of_passes
 from embodied.runtime import Timers
 from embodied.runtime.collective import Gloo, form_groups
@@ -36,14 +36,14 @@ def sequences(seed: int, rank: int) -> list[dict]:
 
 def run(passes: list, seed: int) -> None:
     for each in passes:
-        if each.shared is None:
+        if not isinstance(each, SharedPass):
             continue
-        inputs, group = each.shared.inputs(), each.shared.group
-        theirs = sequences(seed, group.ranks[each.shared.owner]) if seed >= 0 else [inputs]
+        inputs, group = each.inputs(None), each.group
+        theirs = sequences(seed, group.ranks[each.owner]) if seed >= 0 else [inputs]
         assert any(torch.equal(inputs["actions"], one["actions"]) for one in theirs)
         for _ in range(2):
-            came = group.begin_exchange(torch.full((group.size, 3), each.shared.number)).wait()
-            assert (came == each.shared.number).all()
+            came = group.begin_exchange(torch.full((group.size, 3), each.number)).wait()
+            assert (came == each.number).all()
 
 
 degrees, count = set(), 60
@@ -53,7 +53,7 @@ for seed in range(count):
     passes = table.passes([*map(torch.tensor, range(len(mine)))], lambda at, mine=mine: mine[int(at)], padding)
     own = [int(each.items) for each in passes if each.is_own and each.counts]
     assert sorted(own) == list(range(len(mine))), "every sequence once"
-    degrees.update(1 if each.shared is None else each.shared.group.size for each in passes)
+    degrees.update(each.group.size if isinstance(each, SharedPass) else 1 for each in passes)
     run(passes, seed)
     if padding is not None:
         assert len({int(row[0]) for row in table.collective.gather(np.array([len(passes)]))}) == 1

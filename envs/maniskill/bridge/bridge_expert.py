@@ -7,14 +7,11 @@ imitate it. Positions are in metres in the world's frame, which is the arm's bas
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import numpy as np
 
 from embodied.core.arrays import host
-
-if TYPE_CHECKING:
-    from embodied.envs.maniskill.env import ManiSkillEnv
+from embodied.envs.maniskill.experts import Scenes
 
 OPEN, CLOSE = 1.0, -1.0
 FASTEST, FASTEST_TURN = 0.05, 0.35  # largest movement per env step, in metres and radians
@@ -40,7 +37,7 @@ class BridgeWorld:
 
 
 class BridgeExpert:
-    def __init__(self, env: ManiSkillEnv) -> None:
+    def __init__(self, env: Scenes) -> None:
         self._env = env
 
     def begin(self, rows: np.ndarray) -> None:
@@ -57,7 +54,7 @@ class BridgeExpert:
         return np.clip(moves / self._env.units, -1.0, 1.0).astype(np.float32)
 
 
-def look(env: ManiSkillEnv) -> BridgeWorld:
+def look(env: Scenes) -> BridgeWorld:
     layouts = [scene.laid_out() for scene in env.envs]
     thing, place, size, top, held = (np.concatenate([host(part) for part in parts]) for parts in zip(*layouts))
     arms = [scene.agent.controller.controllers["arm"] for scene in env.envs]
