@@ -406,9 +406,9 @@ def compare_with_fastest(result: Any, one: str, fastest_other: str) -> str:
 def speed_up_in_words(result: Any, one: str, other: str) -> str:
     """The speed-up of one mode over another, with its interval, in words."""
     low, middle, high = paired_ratio(result.rounds[one], result.rounds[other])
-    known = f"95% interval {low:.2f} to {high:.2f}, {num_rounds(result)} paired rounds"
+    interval = f"95% interval {low:.2f} to {high:.2f}, {num_rounds(result)} paired rounds"
     several = num_rounds(result) > 1
-    return f"{middle:.2f} times as fast as {other} ({known if several else 'one round, which has no interval'})"
+    return f"{middle:.2f} times as fast as {other} ({interval if several else 'one round, which has no interval'})"
 
 
 def paired_ratio(ours: Sequence[Any], others: Sequence[Any]) -> tuple[float, float, float]:

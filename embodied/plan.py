@@ -251,11 +251,11 @@ def why_not_measured(
     if not missing:
         return ""
     lacks = "; ".join(f"{join_words(roles)} on {kind}" for kind, roles in missing.items())
-    known = ", ".join(sorted({kind for on in profile.costs.values() for kind in on}))
+    measured_kinds = ", ".join(sorted({kind for on in profile.costs.values() for kind in on}))
     if measured := profile.made.get("devices"):
-        known = stored_profiles.describe_devices(measured)
+        measured_kinds = stored_profiles.describe_devices(measured)
     lines = [
-        f"{name} was measured on {known}; {topology.name} would need unmeasured costs: {lacks}",
+        f"{name} was measured on {measured_kinds}; {topology.name} would need unmeasured costs: {lacks}",
         f"measure it on a machine with {join_words([*missing])}: {stored_profiles.command_of_profile(profile)}",
     ]
     if all("cpu" in on for on in profile.costs.values()) and topology.cores:
@@ -283,10 +283,10 @@ def plan(
     the reason why learners cannot process groups during the rollout, if any."""
     profile, classes = stored_profiles.with_memory(profile, topology, memory_gb)
     if homeless := [name for name in profile.costs if not any(profile.cost(name, c) for c in classes)]:
-        known = ", ".join(sorted({kind for name in homeless for kind in profile.costs[name]}))
+        kinds = ", ".join(sorted({kind for name in homeless for kind in profile.costs[name]}))
         have = ", ".join(str(c) for c in topology.classes())
         raise PlacementError(
-            f"the profile has costs on {known} for {', '.join(homeless)}, this cluster has {have}; measure them on "
+            f"the profile has costs on {kinds} for {', '.join(homeless)}, this cluster has {have}; measure them on "
             f"such a machine: {stored_profiles.command_of_profile(profile)}"
         )
     profile.check_speed(classes)

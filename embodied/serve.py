@@ -194,12 +194,12 @@ def with_options(config: LanguageConfig, words: list[str]) -> LanguageConfig:
     """The model's options, changed by these arguments."""
     _, values, _ = parse(words, has_recipes=False)
     if odd := [key for key in values if key.removeprefix("policy.") not in SERVING]:
-        known = ", ".join(f"policy.{key}" for key in SERVING)
-        raise ConfigError(f"{odd[0]} has no effect in serving a language model; there are {known}")
+        served_keys = ", ".join(f"policy.{key}" for key in SERVING)
+        raise ConfigError(f"{odd[0]} has no effect in serving a language model; there are {served_keys}")
     changed = {key.removeprefix("policy."): value for key, value in values.items()}
-    own = {key: value for key, value in config.model_dump().items() if key not in SERVER}
+    policy_options = {key: value for key, value in config.model_dump().items() if key not in SERVER}
     try:
-        return LanguageConfig.model_validate(own | changed)
+        return LanguageConfig.model_validate(policy_options | changed)
     except ValidationError as err:
         raise ConfigError("; ".join(f"policy.{error['loc'][0]}: {error['msg']}" for error in err.errors())) from None
 

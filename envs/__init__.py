@@ -70,14 +70,14 @@ def env_class(config: Any) -> type[Any]:
     from embodied.envs.text.text_env import TextEnv
     from embodied.envs.vector_env import VectorEnv
 
-    own = import_class(config.name)
-    if inspect.isclass(own) and issubclass(own, (VectorEnv, TextEnv)):
-        return own
-    if simulator := simulator_of(own):
+    user_class = import_class(config.name)
+    if inspect.isclass(user_class) and issubclass(user_class, (VectorEnv, TextEnv)):
+        return user_class
+    if simulator := simulator_of(user_class):
         raise ConfigError(f"{config.name} is a task of env.name={simulator}: set env.task={config.name}")
-    if inspect.isclass(own) and issubclass(own, gymnasium.Env):
+    if inspect.isclass(user_class) and issubclass(user_class, gymnasium.Env):
         return plugin("gym")
     raise ConfigError(
         f"env.name={config.name!r} is not a class of embodied.envs.vector_env.VectorEnv or gymnasium.Env, and not a "
-        f"task of a simulator: {own!r}"
+        f"task of a simulator: {user_class!r}"
     )

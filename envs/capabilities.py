@@ -185,9 +185,9 @@ AS_TRAINED = EvaluationProtocol(
 def choose_protocol(kind: type[EnvCapabilities], config: Any, name: str | None) -> EvaluationProtocol:
     """The protocol of this name, or the env's first one. Which protocols exist may depend on the resolved env
     config."""
-    known = {protocol.name: protocol for protocol in kind.protocols(config)}
+    protocols = {protocol.name: protocol for protocol in kind.protocols(config)}
     if name is None:
-        return next(iter(known.values()))
-    if name not in known:
-        raise ConfigError(f"eval.protocol={name!r}: {config.name} {config.task} has {', '.join(known)}")
-    return known[name]
+        return next(iter(protocols.values()))
+    if name not in protocols:
+        raise ConfigError(f"eval.protocol={name!r}: {config.name} {config.task} has {', '.join(protocols)}")
+    return protocols[name]

@@ -297,11 +297,11 @@ def unknown_env(name: str) -> str:
     """The message for a name that is neither an env's nor a class."""
     ours = [getattr(ENV_CONFIGS[kind], "written", kind) for kind in OURS[ENVS]]
     names = [*ours, *(kind for kind in ENV_CONFIGS.names if kind not in OURS[ENVS])]
-    known = ", ".join([*names, "my_pkg.my_module:MyEnv"])
+    choices = ", ".join([*names, "my_pkg.my_module:MyEnv"])
     if re.fullmatch(r"[\w/-]+-v\d+", name):
         meant = f"env.name=gym:{name}, of Gymnasium, or env.name=maniskill env.task={name}"
-        return f"env.name={name!r} is unknown; did you mean {meant}? (known: {known})"
-    return f"env.name={name!r} is unknown (known: {known}){nearest(name, [word.partition('<')[0] for word in names])}"
+        return f"env.name={name!r} is unknown; did you mean {meant}? (known: {choices})"
+    return f"env.name={name!r} is unknown (known: {choices}){nearest(name, [word.partition('<')[0] for word in names])}"
 
 
 def kind_of(value: Any) -> str:

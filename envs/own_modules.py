@@ -84,8 +84,8 @@ def import_class(where: str, key: str = "env.name") -> Any:
     module_name, _, name = where.partition(":")
     module = import_module(module_name, f"{key}={where!r}")
     if not hasattr(module, name):
-        known = [word for word, value in vars(module).items() if callable(value)]
-        raise ConfigError(f"{key}={where!r}: {module.__file__} has no {name}{nearest(name, known)}")
+        callables = [word for word, value in vars(module).items() if callable(value)]
+        raise ConfigError(f"{key}={where!r}: {module.__file__} has no {name}{nearest(name, callables)}")
     return getattr(module, name) or registered_with_libero(module, name)
 
 

@@ -136,8 +136,8 @@ class EpisodeTracker:
         """The outcome of rows whose episode just ended."""
         if not len(rows):
             return []
-        known = on_host([self.total_reward, self.success_once, self.success_now, self.success_at_reset])
-        numbers = (array[rows].tolist() for array in (self.length, *known))
+        outcomes = on_host([self.total_reward, self.success_once, self.success_now, self.success_at_reset])
+        numbers = (array[rows].tolist() for array in (self.length, *outcomes))
         return [*map(self._result, rows.tolist(), *numbers)]
 
     def _result(self, row: int, length: int, total_reward: float, *flags: float) -> EpisodeResult:

@@ -198,8 +198,8 @@ def as_placement(
             counts = {name: int(pricer.count(name, at, layout.stages)) for name in zone.components}
             for roles in hosts_of(zone, counts, dataflow, alone={name for name in each if each[name] > 1}):
                 size = each[roles[0]]
-                own = devices if size == 1 else whole_workers(devices, size)
-                placement[",".join(roles)] = text_of(own[: size * counts[roles[0]]])
+                devices_of_role = devices if size == 1 else whole_workers(devices, size)
+                placement[",".join(roles)] = text_of(devices_of_role[: size * counts[roles[0]]])
     on_cores = draws and all(pricer.classes[layout.zone_of(name).device_class].kind == "cpu" for name in askers)
     return with_drawing(placement, topology) if on_cores and topology else placement
 

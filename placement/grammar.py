@@ -58,10 +58,10 @@ EMBODIED = (
 
 def roles_of(declared: Iterable[Any]) -> tuple[PlacedRole, ...]:
     """Converts a program's declared roles (objects with these attributes, or names) to `PlacedRole`s."""
-    known = {role.name: role for role in EMBODIED}
+    by_name = {role.name: role for role in EMBODIED}
     named = [PlacedRole(one) if isinstance(one, str) else one for one in declared]
     return tuple(
-        known.get(one.name)
+        by_name.get(one.name)
         or (one if isinstance(one, PlacedRole) else PlacedRole(one.name, one.phase, True, one.beside, one.streams))
         for one in named
     )
@@ -119,22 +119,22 @@ def parse_map(
     """Returns a map from the roles of each kind of host to one slot per host. Every role has exactly one place. `more`:
     the map may also place roles that are not in `roles`."""
     hosts: dict[tuple[str, ...], list[Slot]] = {}
-    known = {role.name: role for role in roles}
+    by_name = {role.name: role for role in roles}
     placed = [name.strip() for key in placement for name in str(key).split(",")]
-    if (wrong := not_a_role(placed, [*known], more)) is not None:
+    if (wrong := not_a_role(placed, [*by_name], more)) is not None:
         declared = ", and roles that the program declares" * more
-        raise PlacementError(f"{wrong!r} is not a role; roles: {', '.join(known)}{declared}")
+        raise PlacementError(f"{wrong!r} is not a role; roles: {', '.join(by_name)}{declared}")
     for key, place in placement.items():
         names = tuple(name.strip() for name in str(key).split(","))
         if place is None:
             raise PlacementError(f"{key!r} has no devices; roles joined by a comma need quotes: {MAP_EXAMPLE}")
-        hosts[names] = drawing(key, names, known, place) if isinstance(place, Mapping) else parse_text(key, place)
-    for name in dict.fromkeys([*known, *placed]):
+        hosts[names] = drawing(key, names, by_name, place) if isinstance(place, Mapping) else parse_text(key, place)
+    for name in dict.fromkeys([*by_name, *placed]):
         if placed.count(name) != 1:
             times = "has no place" if name not in placed else f"has {placed.count(name)} places"
             raise PlacementError(f"{name!r} {times}; name every role once")
     for names in hosts:
-        here = [known[name] for name in names if name in known]
+        here = [by_name[name] for name in names if name in by_name]
         if any(not role.network for role in here) and any(role.phase == "update" for role in here):
             raise PlacementError(
                 f"{','.join(names)!r} puts the simulator into the learner's process, where its crash would take the "
@@ -143,13 +143,13 @@ def parse_map(
     return hosts
 
 
-def not_a_role(placed: Sequence[str], known: Sequence[str], more: bool) -> str | None:
+def not_a_role(placed: Sequence[str], roles: Sequence[str], more: bool) -> str | None:
     """The unknown role name in a map. If `more` roles are allowed: the unknown name most similar to a role without a
     place."""
-    unknown = [name for name in placed if name not in known]
+    unknown = [name for name in placed if name not in roles]
     if not more:
         return next(iter(unknown), None)
-    missing = [name for name in known if name not in placed]
+    missing = [name for name in roles if name not in placed]
     likest = (get_close_matches(name, unknown, 1, 0.0) for name in missing)
     bad = [name for name in unknown if not name.isidentifier()]
     return next(iter([*bad, *(names[0] for names in likest if names)]), None)
@@ -180,8 +180,12 @@ def drawing(key: str, names: tuple[str, ...], known: Mapping[str, PlacedRole], p
             f"simulator on CPU cores; write {example}"
         )
     beside = {slot.node: [other for other in slots if other.node == slot.node] for slot in slots}
-    shared = [cards[at * len(cards) // len(own)] for own in beside.values() for at in range(len(own))]
-    ordered = [slot for own in beside.values() for slot in own]
+    shared = [
+        cards[at * len(cards) // len(slots_of_node)]
+        for slots_of_node in beside.values()
+        for at in range(len(slots_of_node))
+    ]
+    ordered = [slot for slots_of_node in beside.values() for slot in slots_of_node]
     return [replace(slot, render=f"gpu:{card.devices[0]}") for slot, card in zip(ordered, shared)]
 
 
@@ -189,8 +193,8 @@ def join_devices(slots: Sequence[Slot], count: int) -> list[Slot]:
     """Slots with `count` devices of one machine each, from slots with one device."""
     together: list[Slot] = []
     for node in dict.fromkeys(slot.node for slot in slots):
-        own = [slot for slot in slots if slot.node == node]
-        devices = [device for slot in own for device in slot.devices]
+        slots_of_node = [slot for slot in slots if slot.node == node]
+        devices = [device for slot in slots_of_node for device in slot.devices]
         given = f"{PARALLEL}={count}: a policy worker has {count} GPUs of one machine"
         if len({*devices}) < len(devices):
             raise PlacementError(f"{given}, of which none can have another policy worker; name every GPU once")
@@ -198,7 +202,7 @@ def join_devices(slots: Sequence[Slot], count: int) -> list[Slot]:
             on = f" of {node}" if node else ""
             raise PlacementError(f"{given}, and {len(devices)} GPUs{on} cannot be divided so; name a multiple")
         parts = [tuple(devices[first : first + count]) for first in range(0, len(devices), count)]
-        together += [replace(own[0], devices=part) for part in parts]
+        together += [replace(slots_of_node[0], devices=part) for part in parts]
     return together
 
 

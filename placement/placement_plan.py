@@ -127,10 +127,10 @@ def choose(
         reason = "collocated: policies and learners take turns on all GPUs"
     if mode == "hybrid" and policy_gpus > 1:
         mode, reason = "collocated", "hybrid: policies and learners take turns on all GPUs, in processes of their own"
-    own = [role for role in more if mode == "disaggregated" or not role.home]
-    names = [role.name for role in own if networks == "cpu" or not role.network]
+    homeless = [role for role in more if mode == "disaggregated" or not role.home]
+    names = [role.name for role in homeless if networks == "cpu" or not role.network]
     cores, kept_cores = cut_last(cores, names, "cores", request)
-    names = [role.name for role in own if networks == "gpu" and role.network]
+    names = [role.name for role in homeless if networks == "gpu" and role.network]
     gpus, kept_gpus = cut_last(gpus, names, "GPUs", request)
     if networks == "gpu" and not gpu_sims:
         sims = num_sims(num_envs, stages, min(len(cores), most_sims or len(cores)), rows)
@@ -138,9 +138,11 @@ def choose(
     else:
         on = on_gpus if networks == "gpu" else on_cores
         groups = on(mode, gpus if networks == "gpu" else cores, num_envs, stages, request)
-    apart = [role for role in more if overlap and role not in own and (role.phase, role.home) == ("rollout", "learner")]
+    apart = [
+        role for role in more if overlap and role not in homeless and (role.phase, role.home) == ("rollout", "learner")
+    ]
     acting = next((own_cores for names, own_cores in groups if "policy" in names.split(",")), [])
-    groups = [with_roles_beside(group, [role for role in more if role not in [*own, *apart]]) for group in groups]
+    groups = [with_roles_beside(group, [role for role in more if role not in [*homeless, *apart]]) for group in groups]
     groups += [*((role.name, acting) for role in apart), *kept_cores, *kept_gpus]
     if by_rule and mode == "collocated" and networks == "cpu" and small_steps:
         groups = [(names, own_cores[:1] if names == "learner" else own_cores) for names, own_cores in groups]
@@ -317,7 +319,11 @@ def whole_workers(devices: Sequence[T], count: int, node_of: Callable[[Any], Any
     by_node: dict[Any, list[T]] = {}
     for device in devices:
         by_node.setdefault(node_of(device), []).append(device)
-    return [device for own in by_node.values() for device in own[: len(own) // count * count]]
+    return [
+        device
+        for devices_of_node in by_node.values()
+        for device in devices_of_node[: len(devices_of_node) // count * count]
+    ]
 
 
 def on_gpus(mode: str, gpus: list[Device], num_envs: int, stages: int, request: DeviceRequest) -> Groups:
@@ -558,9 +564,9 @@ def node_of(name: str, machines: Topology) -> Node:
         return machines.nodes[0]
     if named := next((node for node in machines.nodes if node.name == name), None):
         return named
-    known = ", ".join(f"{node.name} ({number(node.cores, 'core')})" for node in machines.nodes if node.name)
+    nodes = ", ".join(f"{node.name} ({number(node.cores, 'core')})" for node in machines.nodes if node.name)
     alone = f"this run uses one machine; leave out {name}/, or join a Ray cluster: cluster.address=host:port"
-    raise PlacementError(f"placement names the node {name!r}, but {f'the cluster has {known}' if known else alone}")
+    raise PlacementError(f"placement names the node {name!r}, but {f'the cluster has {nodes}' if nodes else alone}")
 
 
 def check_alike(roles: tuple[str, ...], slots: list[Slot]) -> None:

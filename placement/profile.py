@@ -222,8 +222,8 @@ class Profile:
 
     def cost(self, component: str, on: DeviceClass) -> Cost | None:
         """The cost of a component on devices of this class; None where it does not run."""
-        known = self.costs[component]
-        return next((known[key] for key in on.keys if key in known), None)
+        costs = self.costs[component]
+        return next((costs[key] for key in on.keys if key in costs), None)
 
     def measured_s(self, forecast: Mapping[str, Any]) -> float | None:
         """The median seconds of an iteration of this work under this placement; None if it was never timed."""
@@ -319,9 +319,9 @@ def profile_to_json(profile: Profile) -> dict[str, Any]:
 
 
 def cost_from_json(content: Mapping[str, Any]) -> Cost:
-    known = Cost.__dataclass_fields__
-    if unknown := set(content) - set(known):
-        raise ValueError(f"{', '.join(sorted(unknown))} among the costs; known: {', '.join(known)}")
+    fields = Cost.__dataclass_fields__
+    if unknown := set(content) - set(fields):
+        raise ValueError(f"{', '.join(sorted(unknown))} among the costs; known: {', '.join(fields)}")
     curves = {key: curve_from_json(content[key]) for key in ("seconds", *CURVES) if key in content}
     return Cost(**{**content, **curves})
 

@@ -207,9 +207,9 @@ def not_there(device: str, node: Node) -> str:
         return f"{device} is not there: this run may use {', '.join(of_kind)}"
     if kind == "gpu":
         return f"{device} is not there: no NVIDIA GPU is seen here"
-    known = sorted({"cpu", "gpu", "fake", *(name.partition(":")[0] for name in node.devices)})
+    kinds = sorted({"cpu", "gpu", "fake", *(name.partition(":")[0] for name in node.devices)})
     return (
-        f"{device} is not there: devices are {', '.join(known)}, and hardware that the recipe declares: "
+        f"{device} is not there: devices are {', '.join(kinds)}, and hardware that the recipe declares: "
         f"cluster.devices=[{device}]"
     )
 

@@ -240,10 +240,10 @@ class Policy(nn.Module):
         self, folder: Path, tensors: Iterable[tuple[str, Tensor]] | None = None, specs: Mapping[str, Spec] | None = None
     ) -> None:
         """The files of `save_pretrained`; families add theirs."""
-        own, saved = self.state_dict(), self.names_to_save()
-        specs = specs or {name: spec_of(tensor) for name, tensor in own.items()}
+        state, saved = self.state_dict(), self.names_to_save()
+        specs = specs or {name: spec_of(tensor) for name, tensor in state.items()}
         specs = {name: spec for name, spec in specs.items() if name in saved}
-        whole = own.items() if tensors is None else tensors
+        whole = state.items() if tensors is None else tensors
         write_safetensors(folder / WEIGHTS, specs, ((name, blob_of(tensor)) for name, tensor in whole if name in saved))
         (folder / CONFIG).write_text(json.dumps(self.description(), indent=2) + "\n")
 
@@ -262,14 +262,14 @@ class Policy(nn.Module):
 
     def use_weights(self, tensors: dict[str, Tensor]) -> None:
         """Use weights that another object updates: the same tensors if dtype and device match, otherwise copies."""
-        own = self.state_dict(keep_vars=True)
+        weights = self.state_dict(keep_vars=True)
         with torch.no_grad():
             for name, new in tensors.items():
-                check_like(name, new, own[name])
-                if own[name].dtype == new.dtype and own[name].device == new.device:
-                    own[name].data = new
+                check_like(name, new, weights[name])
+                if weights[name].dtype == new.dtype and weights[name].device == new.device:
+                    weights[name].data = new
                 else:
-                    own[name].copy_(new)
+                    weights[name].copy_(new)
 
     def begin_with(self, tensors: dict[str, Any]) -> None:
         """Begin learning from another policy's weights; families define which weights may be missing or superfluous."""

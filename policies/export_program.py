@@ -112,11 +112,11 @@ def write_torch(folder: Path, recorded: torch.export.ExportedProgram, names: lis
     recorded.graph.eliminate_dead_code()
     signature, nodes = recorded.graph_signature, [*recorded.graph.nodes]
     held = {**signature.inputs_to_parameters, **signature.inputs_to_buffers}
-    stored = {own: recorded.state_dict[name] for own, name in held.items() if name in recorded.state_dict}
+    stored = {key: recorded.state_dict[name] for key, name in held.items() if name in recorded.state_dict}
     constants = {**held, **signature.inputs_to_lifted_tensor_constants}
-    stored |= {own: recorded.constants[name] for own, name in constants.items() if own not in stored}
+    stored |= {key: recorded.constants[name] for key, name in constants.items() if key not in stored}
     used = {node.name for node in nodes if node.users}
-    write_tensors(folder / WEIGHTS, {own: tensor.detach() for own, tensor in stored.items() if own in used})
+    write_tensors(folder / WEIGHTS, {key: tensor.detach() for key, tensor in stored.items() if key in used})
     last = {before.name: node.name for node in nodes for before in node.all_input_nodes if before.name not in stored}
     output = next(node for node in nodes if node.op == "output")
     called = [as_json(node, [name for name, at in last.items() if at == node.name]) for node in nodes if is_call(node)]

@@ -117,11 +117,13 @@ class ActorCritic(Policy):
         self.exact = torch.promote_types(self.dtype, torch.float32)  # dtype of distributions and values
         self.per_step = spec.action.num_choices if spec.action.discrete else spec.action.dim
         self.actor = mlp(width, config.hidden, config.chunk * self.per_step, config.activation, self.dtype)
-        known = (spec.state_dim or 0) + (spec.privileged_dim or 0)
-        self.critic = mlp(known if spec.privileged_dim else width, config.hidden, 1, config.activation, self.dtype)
+        state_width = (spec.state_dim or 0) + (spec.privileged_dim or 0)
+        self.critic = mlp(
+            state_width if spec.privileged_dim else width, config.hidden, 1, config.activation, self.dtype
+        )
         self.normalizer = None
-        if config.normalize_observations and known:
-            self.normalizer = ObservationNormalizer(known, config.normalize_floor)
+        if config.normalize_observations and state_width:
+            self.normalizer = ObservationNormalizer(state_width, config.normalize_floor)
         if not spec.action.discrete:
             self.log_std = nn.Parameter(torch.empty(spec.action.dim, dtype=self.dtype))
 
@@ -198,8 +200,8 @@ class ActorCritic(Policy):
     def observation_moments(self, obs: Observation) -> np.ndarray | None:
         if self.normalizer is None:
             return None
-        known = np.concatenate([host(obs[name]) for name in ("state", "privileged") if name in obs], -1)
-        return state_moments(self.normalizer.clip_states(known))
+        numbers = np.concatenate([host(obs[name]) for name in ("state", "privileged") if name in obs], -1)
+        return state_moments(self.normalizer.clip_states(numbers))
 
     def merge_observation_moments(self, rows: np.ndarray) -> None:
         self.normalizer.merge(rows)
@@ -222,8 +224,8 @@ class ActorCritic(Policy):
 
     def _value(self, obs: Observation, features: Tensor | None = None) -> Tensor:
         if self.spec.privileged_dim:
-            known = [self.privileged(obs)] if self.spec.state_dim is None else [self.state(obs), self.privileged(obs)]
-            features = torch.cat(known, dim=-1)
+            inputs = [self.privileged(obs)] if self.spec.state_dim is None else [self.state(obs), self.privileged(obs)]
+            features = torch.cat(inputs, dim=-1)
         elif features is None:
             features = self.features(obs)
         return self.critic(features).squeeze(-1).to(self.exact)
@@ -293,8 +295,8 @@ class CNNPolicy(ActorCritic):
         self.own_losses = ("estimate_loss",) if config.estimate else ()
 
     def nets(self) -> list[tuple[nn.Sequential, float]]:
-        own = [(trunk, math.sqrt(2)) for trunk in self.trunks.values()]
-        return [*own, *([(self.estimator, 0.01)] if self.estimator else []), *super().nets()]
+        trunks = [(trunk, math.sqrt(2)) for trunk in self.trunks.values()]
+        return [*trunks, *([(self.estimator, 0.01)] if self.estimator else []), *super().nets()]
 
     def features(self, obs: Observation) -> Tensor:
         return self._with_state(self.encode(obs), obs)

@@ -67,8 +67,8 @@ def checksums(folder: Path) -> Iterator[None]:
 def check_files(folder: Path) -> None:
     """Compare a policy folder with its checksums, or with those of its checkpoint; other programs' folders have
     none."""
-    own, above = folder / CHECKSUMS, folder.resolve().parent / MANIFEST
-    path, within = (own, "") if own.is_file() else (above, f"{folder.resolve().name}/")
+    checksums, above = folder / CHECKSUMS, folder.resolve().parent / MANIFEST
+    path, within = (checksums, "") if checksums.is_file() else (above, f"{folder.resolve().name}/")
     if not path.is_file():
         return
     files = read_json(path).get("files")
@@ -189,7 +189,7 @@ def read_blobs(folder: Path) -> dict[str, Blob]:
         below |= import_module(LANGUAGE_FOLDERS).read_modules(Path(base))
     if lost := sorted(set(names.values()) - below.keys()):
         raise CheckpointError(f"{folder} holds adapters for another model than that in {base}: {lost[0]} is not there")
-    return {own: below[stored] for own, stored in names.items()} | blobs
+    return {our_name: below[stored] for our_name, stored in names.items()} | blobs
 
 
 def own_layer(name: str) -> str:

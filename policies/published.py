@@ -62,22 +62,22 @@ class PublishedPolicy(Policy):
     def initialise(self, rng: np.random.Generator) -> None:
         """Set published weights, if any, and draw the remaining ones."""
         draw = torch.Generator().manual_seed(int(rng.integers(2**62)))
-        stored, own = self.read_stored(), self.state_dict(keep_vars=True)
-        where = {name: self.stored_name(stored, name) for name in own}
-        fresh = {name for name in own if where[name] not in stored}
+        stored, weights = self.read_stored(), self.state_dict(keep_vars=True)
+        where = {name: self.stored_name(stored, name) for name in weights}
+        fresh = {name for name in weights if where[name] not in stored}
         lost = {where[name] for name in fresh if stored and not (self.is_extra(name) or is_adapter(name))}
         if odd := sorted(lost | (stored.keys() - set(where.values()))):
             adapters = "; it holds adapters: set policy.lora_rank as it was" if any(map(is_adapter, odd)) else ""
             raise CheckpointError(
                 f"{self.origin}: its weights do not fit its config.json: {', '.join(odd[:4])}{adapters}"
             )
-        for name, parameter in own.items():
+        for name, parameter in weights.items():
             if name not in fresh:
                 check_like(name, published := tensor_of(stored[where[name]]), parameter)
                 parameter.copy_(published)
             elif not name.startswith(self.own_scales):
                 parameter.copy_(self._draw_weight(name, parameter.shape, draw))
-        set_magnitudes(own, fresh)
+        set_magnitudes(weights, fresh)
 
     def _draw_weight(self, name: str, shape: torch.Size, draw: torch.Generator) -> Tensor:
         if is_adapter(name):  # without effect at first
@@ -89,8 +89,8 @@ class PublishedPolicy(Policy):
         stored, weights = self.read_stored(), {}
         for name, tensor in self.state_dict().items():
             blob = stored.get(self.stored_name(stored, name))
-            own = tensor if name.startswith(self.own_scales) else torch.zeros_like(tensor)
-            weights[name] = blob_of(own) if blob is None else blob
+            start = tensor if name.startswith(self.own_scales) else torch.zeros_like(tensor)
+            weights[name] = blob_of(start) if blob is None else blob
         return weights
 
     # On disk

@@ -27,25 +27,27 @@ class TorchSession:
     @torch.inference_mode()
     def run(self, _, inputs):
         """[the output] for arrays by name."""
-        known = {own: torch.from_numpy(inputs[name]).to(self.device) for name, own in self.inputs.items()}
+        values = {
+            input_name: torch.from_numpy(inputs[name]).to(self.device) for name, input_name in self.inputs.items()
+        }
         for call, node in self.nodes:
-            arguments, named = self.read(known, node["arguments"]), node["named"]
-            known[node["name"]] = call(*arguments, **{key: self.read(known, value) for key, value in named.items()})
+            arguments, named = self.read(values, node["arguments"]), node["named"]
+            values[node["name"]] = call(*arguments, **{key: self.read(values, value) for key, value in named.items()})
             for name in node["unused"]:  # from here on
-                known.pop(name)
-        return [known[self.output].cpu().numpy()]
+                values.pop(name)
+        return [values[self.output].cpu().numpy()]
 
-    def read(self, known, value):
+    def read(self, values, value):
         """An argument: numbers are themselves, results and other objects are named."""
         if isinstance(value, list):
-            return [self.read(known, part) for part in value]
+            return [self.read(values, part) for part in value]
         if isinstance(value, str) and value not in TEXTS:
             raise ValueError(f"{value!r} is no argument of an operation")
         if not isinstance(value, dict):
             return value
         ((kind, name),) = value.items()
         if kind == "result":
-            return known[name] if name in known else self.weights[name]
+            return values[name] if name in values else self.weights[name]
         return torch.device(self.device) if kind == "device" else getattr(torch, name)  # a dtype, for example
 
 

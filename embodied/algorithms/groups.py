@@ -99,8 +99,8 @@ class GroupPool:
                 self.counts[verdict] += 1
                 if verdict == "kept":
                     self.ready[number] = group
-        known = set(self.held)
-        self.solved = {episode: success for episode, success in self.solved.items() if episode in known}
+        held = set(self.held)
+        self.solved = {episode: success for episode, success in self.solved.items() if episode in held}
 
     def lose(self, episodes: Collection[int]) -> None:
         """Drop the groups of lost episodes. Call it after adding all surviving episodes: the rest of a partly dealt

@@ -275,9 +275,9 @@ def _explain(error: ErrorDetails, root: Section, tree: Tree, command: Command | 
 def reason(error: ErrorDetails, path: str, root: Section, tree: Tree) -> str:
     """Says why the value is wrong, and names a value that works."""
     kind, value = error["type"], error["input"]
-    known = [*dict.fromkeys(str(word) for word in allowed_words(path, root, tree))]
-    if kind == "union_tag_invalid" or (kind == "literal_error" and known):  # none are known inside a map
-        return f"unknown{nearest(str(value), known, 0.6, ', ') or ';'} known: {', '.join(known)}"
+    allowed = [*dict.fromkeys(str(word) for word in allowed_words(path, root, tree))]
+    if kind == "union_tag_invalid" or (kind == "literal_error" and allowed):  # none are known inside a map
+        return f"unknown{nearest(str(value), allowed, 0.6, ', ') or ';'} known: {', '.join(allowed)}"
     if kind == "string_type" and isinstance(value, dict | list):
         return f"should be text, which is quoted twice: {path}='\"...\"'"
     if kind == "string_type":
@@ -303,10 +303,10 @@ def unknown_key(path: str, root: Section, tree: Tree, command: Command | None) -
     if fields := fields_of(above, root, tree):
         near = nearest(name, fields, FAR, ", ") or ";"
         return f"{path}: unknown key{near} known: {', '.join(fields)}{came_from([path], tree)}"
-    known = [key for key, _, only in leaves(root) if not only or only == chosen_variant(key, root, tree)]
+    keys = [key for key, _, only in leaves(root) if not only or only == chosen_variant(key, root, tree)]
     if command:
-        known = ["recipe", *command.arguments, *(key for key in known if not command.ignores(key))]
-    return f"{path}: unknown key{hint(path, list(dict.fromkeys(known)))}{came_from([path], tree)}"
+        keys = ["recipe", *command.arguments, *(key for key in keys if not command.ignores(key))]
+    return f"{path}: unknown key{hint(path, list(dict.fromkeys(keys)))}{came_from([path], tree)}"
 
 
 def fields_of(path: list[str], root: Section, tree: Tree) -> list[str]:
@@ -345,8 +345,8 @@ def came_from(keys: list[str], tree: Tree) -> str:
     """` (from recipes/x.yaml)`: the sources of the keys and of their subkeys."""
     places = {}
     for key in keys:
-        for known, where in tree.sources.items():
-            if known == key or known.startswith(key + ".") or key.startswith(known + "."):
+        for key_with_source, where in tree.sources.items():
+            if key_with_source == key or key_with_source.startswith(key + ".") or key.startswith(key_with_source + "."):
                 places.setdefault(where, key)
     if len(places) > 1:
         return f" ({', '.join(f'{key} from {where}' for where, key in places.items())})"
@@ -361,29 +361,29 @@ def shorten(value: Any) -> str:
 # Suggestions
 
 
-def likely_keys(key: str, known: list[str]) -> list[str]:
-    """The keys among `known` that a misspelt or foreign name most likely means; the likeliest first."""
+def likely_keys(key: str, our_keys: list[str]) -> list[str]:
+    """The keys among `our_keys` that a misspelt or foreign name most likely means; the likeliest first."""
     section, _, last = key.rpartition(".")
     word = as_word(last)
-    if as_word(key) in known:
+    if as_word(key) in our_keys:
         return [as_word(key)]
     ours: dict[str, list[str]] = {}
-    for one in known:
+    for one in our_keys:
         ours.setdefault(one.rpartition(".")[2], []).append(one)
     if word in USUAL:
-        return in_section(section, USUAL[word], known)
+        return in_section(section, USUAL[word], our_keys)
     if word in ours:
-        return in_section(section, ours[word], known)
+        return in_section(section, ours[word], our_keys)
     theirs = {
         name: matching
         for name, keys in USUAL.items()
-        if name not in known and (matching := in_section(section, keys, known))
+        if name not in our_keys and (matching := in_section(section, keys, our_keys))
     }
-    beside = [one for one in known if section and one.startswith(f"{section}.")]
+    beside = [one for one in our_keys if section and one.startswith(f"{section}.")]
     for names in ({one.rpartition(".")[2]: [one] for one in beside}, ours | theirs):
         if near := difflib.get_close_matches(word, list(names), 1, CLOSE):
             return names[near[0]]
-    return difflib.get_close_matches(key, known, 1, FAR)
+    return difflib.get_close_matches(key, our_keys, 1, FAR)
 
 
 def in_section(section: str, keys: list[str], known: list[str]) -> list[str]:

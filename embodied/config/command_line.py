@@ -268,13 +268,13 @@ def protocol_recipe(checkpoint: str, family: str, env: Any, problems: list[str])
     """Name of the recipe that evaluates published models of this family in this env; None for a family without such
     recipes, which any env may ask."""
     end = f"_published_{family}"
-    known = {name.removesuffix(end) for name in recipe_names() if name.endswith(end)}
-    if env in known:
+    envs = {name.removesuffix(end) for name in recipe_names() if name.endswith(end)}
+    if env in envs:
         return f"{env}{end}"
-    if known:
+    if envs:
         problems.append(
             f"checkpoint={checkpoint} holds a published {family} model, which does not say for which env; there are "
-            f"protocols for env.name={'|'.join(sorted(known))}; for another env name a recipe with policy.name={family}"
+            f"protocols for env.name={'|'.join(sorted(envs))}; for another env name a recipe with policy.name={family}"
         )
     elif env is None:
         problems.append(

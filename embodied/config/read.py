@@ -103,8 +103,10 @@ class Tree:
         if not values or key[-1] not in values:
             return
         del values[key[-1]]
-        for known in [known for known in self.sources if known == path or known.startswith(path + ".")]:
-            del self.sources[known]
+        for source_key in [
+            source_key for source_key in self.sources if source_key == path or source_key.startswith(path + ".")
+        ]:
+            del self.sources[source_key]
 
 
 # Recipes and their bases
@@ -295,14 +297,16 @@ def note_left_out(tree: Tree, key: Key, value: Any, model: Any, dropped: list[st
         return
     *above, _ = key
     before, fields = tree.section(tuple(above)) or {}, model.model_fields
-    told = [one for one in dropped if one in before and (*above, one) not in dict(source.values)]
-    told = [
-        one for one in told if one not in fields or before[one] != fields[one].get_default(call_default_factory=True)
+    reported = [one for one in dropped if one in before and (*above, one) not in dict(source.values)]
+    reported = [
+        one
+        for one in reported
+        if one not in fields or before[one] != fields[one].get_default(call_default_factory=True)
     ]
-    if told:
+    if reported:
         whose = f"{'.'.join(key)}={write_yaml(value)}"
         tree.left_out.append(
-            f"left out, since the recipe sets it for {whose}: {', '.join(settings(above, told, before))}"
+            f"left out, since the recipe sets it for {whose}: {', '.join(settings(above, reported, before))}"
         )
 
 
@@ -559,7 +563,7 @@ def _lines(model: BaseModel, sources: dict[str, str], default: str, prefix: str,
             continue
         if isinstance(value, Path) and not is_data_set(value):
             value = value.absolute()
-        set_by = {where for known, where in sources.items() if known == key or known.startswith(key + ".")}
+        set_by = {where for other, where in sources.items() if other == key or other.startswith(key + ".")}
         where = ", ".join(sorted(set_by)) or default
         line = f"{indent}{name}: {as_yaml_value(value)}"
         lines.append(f"{line:<48}# {where}" if where else line)

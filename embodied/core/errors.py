@@ -111,12 +111,12 @@ class DeadlineExceeded(EmbodiedError):
     """A wait lasted longer than its deadline (`faults.timeout_s` unless named otherwise)."""
 
 
-def nearest(name: str, known: Iterable[str], cutoff: float = 0.5, before: str = "; ", count: int = 1) -> str:
+def nearest(name: str, names: Iterable[str], cutoff: float = 0.5, before: str = "; ", count: int = 1) -> str:
     """ "; did you mean ...?" with at most `count` similar names, or nothing. Names of the same words come first."""
-    known = list(known)
+    names = list(names)
     words = sorted(re.split("[_-]", name))
-    same = [one for one in known if sorted(re.split("[_-]", one)) == words]
-    near = same[:count] or difflib.get_close_matches(name, known, count, cutoff)
+    same = [one for one in names if sorted(re.split("[_-]", one)) == words]
+    near = same[:count] or difflib.get_close_matches(name, names, count, cutoff)
     return f"{before}did you mean {' or '.join(map(repr, near))}?" if near else ""
 
 

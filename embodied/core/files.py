@@ -386,6 +386,8 @@ def files_of_split(
     if len(fitting) > 1 and (usual := [each for each in fitting if each[0] == "default"]):
         fitting = usual
     if len(fitting) != 1:
-        known = ", ".join(f"hf:{name[3:].split(':')[0].split('@')[0]}:{config}:{split}" for config, split, _ in stated)
-        raise ConfigError(f"{name}: {'which of' if fitting else 'it is none of'} {known}")
+        addresses = ", ".join(
+            f"hf:{name[3:].split(':')[0].split('@')[0]}:{config}:{split}" for config, split, _ in stated
+        )
+        raise ConfigError(f"{name}: {'which of' if fitting else 'it is none of'} {addresses}")
     return [file for file in readable if any(fnmatch(file, path) for path in fitting[0][2])]

@@ -117,8 +117,8 @@ def written(value: Any) -> str:
     if value is None or isinstance(value, bool):
         return {None: "null", True: "true", False: "false"}[value]
     if isinstance(value, BaseModel):
-        told = [name for name in type(value).model_fields if name in value.model_fields_set]
-        return f"{{{', '.join(f'{name}: {written(getattr(value, name))}' for name in told)}}}"
+        set_fields = [name for name in type(value).model_fields if name in value.model_fields_set]
+        return f"{{{', '.join(f'{name}: {written(getattr(value, name))}' for name in set_fields)}}}"
     if isinstance(value, (tuple, list)):
         return f"[{', '.join(map(written, value))}]"
     return f"{value:g}" if isinstance(value, float) else str(value)

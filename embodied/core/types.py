@@ -473,8 +473,8 @@ def join(parts: Sequence[Trajectory]) -> Trajectory:
 def join_units(units: Sequence[Unit]) -> Unit:
     """The sequences of these units, in the order of their ids."""
     order = np.argsort(np.concatenate([unit.ids for unit in units]))
-    known = {name for name in ("ids", "advantages", "scores") if getattr(units[0], name) is not None}
-    arrays = {name: np.concatenate([getattr(unit, name) for unit in units])[order] for name in known}
+    columns = {name for name in ("ids", "advantages", "scores") if getattr(units[0], name) is not None}
+    arrays = {name: np.concatenate([getattr(unit, name) for unit in units])[order] for name in columns}
     sources = tuple(source for unit in units for source in unit.sources)
     return replace(units[0], sources=sources, **arrays)
 

@@ -198,8 +198,8 @@ def fill_template(path: Path, key: str, template: Any, fields: dict[str, Any]) -
     rest = PLACEHOLDER.sub("", template)
     unknown = {match[0] for match in PLACEHOLDER.findall(template)} - fields.keys()
     if unknown or "{" in rest or "}" in rest:
-        known = ", ".join(f"{{{name}}}" for name in sorted(fields))
-        raise ConfigError(f"{problem}; only {known} are filled in, numbers also as {{NAME:03d}}")
+        field_names = ", ".join(f"{{{name}}}" for name in sorted(fields))
+        raise ConfigError(f"{problem}; only {field_names} are filled in, numbers also as {{NAME:03d}}")
     return PLACEHOLDER.sub(lambda match: str(fields[match[1]]).zfill(int(match[2] or 0)), template)
 
 

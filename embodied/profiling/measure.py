@@ -308,9 +308,9 @@ def with_moves(cost: Cost, moves: list[Moves], on: DeviceClass) -> Cost:
     """The cost with its workers' device memory, as a run counts it, and the seconds to offload and onload it."""
     seconds = {name: median(getattr(m, name) for m in moves) for name in ("onload_s", "offload_s")}
     alike = {name: getattr(moves[0], name) for name in ("weight_bytes", "split_bytes")}
-    own = CUDA_BYTES if on.kind == "gpu" else 0.0
+    context_bytes = CUDA_BYTES if on.kind == "gpu" else 0.0
     needed = constant(moves[0].bytes) if moves[0].split_bytes else cost.bytes
-    return replace(cost, bytes=needed.shifted_by(own), kept_bytes=own, **seconds, **alike)
+    return replace(cost, bytes=needed.shifted_by(context_bytes), kept_bytes=context_bytes, **seconds, **alike)
 
 
 def affordable(sizes: list[int], probes, clock: Clock, share: float) -> tuple[int, int]:

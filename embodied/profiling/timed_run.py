@@ -65,8 +65,8 @@ def typical(rounds: Sequence[Round]) -> Round:
     """The median of every number of these rounds, where it is known."""
 
     def middle(values: Iterable[float | None]) -> Any:
-        known = [value for value in values if value is not None]
-        return median(known) if known else None
+        numbers = [value for value in values if value is not None]
+        return median(numbers) if numbers else None
 
     numbers = {field.name: middle(getattr(r, field.name) for r in rounds) for field in fields(Round)[:-1]}
     return Round(**numbers, busy={role: median(r.busy[role] for r in rounds) for role in rounds[0].busy})
@@ -133,7 +133,7 @@ class TimedRun:
 
     def flows(self) -> dict[tuple[str, str], tuple[float, float]]:
         """The edges between roles in the last iteration, with first and last time. Weights do not only use channels."""
-        known = {group.role for group in self.loop.groups}
+        role_names = {group.role for group in self.loop.groups}
         edges: dict[tuple[str, str], tuple[float, float]] = {("learner", "policy"): self.loop.weight_sync.times}
         here = []  # through channels whose home is the driver
         for host in hosts_of_runs.values():
@@ -142,7 +142,7 @@ class TimedRun:
         for flows in [*here, *(flows for group in self.loop.groups for flows in group.flows().wait())]:
             for workers, (first, last) in flows.items():
                 roles = tuple(worker.rpartition("-")[0] for worker in workers)
-                if known.issuperset(roles):
+                if role_names.issuperset(roles):
                     before, after = edges.get(roles, (first, last))
                     edges[roles] = min(before, first), max(after, last)
         return through_the_driver(edges, roles_of_run(self.program, self.loop.config))

@@ -115,8 +115,8 @@ class Console:
         """Print advice once, after a long time without success."""
         if any(episode.success_once for episode in finished):
             self.advice = ""
-        known = any(episode["success_once"] is not None for episode in self.recent)
-        if self.advice and known and iteration * 3 >= total and len(self.recent) >= RECENT:
+        has_outcomes = any(episode["success_once"] is not None for episode in self.recent)
+        if self.advice and has_outcomes and iteration * 3 >= total and len(self.recent) >= RECENT:
             self.say(self.advice)
             self.advice = ""
 
@@ -191,8 +191,8 @@ class Console:
     def _recent_means(self) -> dict[str, float | None]:
         means: dict[str, float | None] = {}
         for name in MEANS:
-            known = [float(value) for episode in self.recent if (value := episode[name]) is not None]
-            means[name] = round(sum(known) / len(known), 4) if known else None
+            numbers = [float(value) for episode in self.recent if (value := episode[name]) is not None]
+            means[name] = round(sum(numbers) / len(numbers), 4) if numbers else None
         return means
 
 

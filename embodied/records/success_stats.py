@@ -78,17 +78,17 @@ def count_causes(episodes: Iterable[EpisodeResult]) -> dict[str, int]:
 
 def measure(outcomes: list[bool | None], prompts: Sequence[Prompt] = ()) -> dict[str, Any] | None:
     """Count, rate and interval of the known outcomes; None if none is known. Outcomes of one prompt are correlated."""
-    known = [outcome for outcome in outcomes if outcome is not None]
-    if not known:
+    numbers = [outcome for outcome in outcomes if outcome is not None]
+    if not numbers:
         return None
-    count, alone = sum(map(bool, known)), float(len(known))
+    count, alone = sum(map(bool, numbers)), float(len(numbers))
     if prompts:
         by_prompt = gather((prompt, outcome) for prompt, outcome in zip(prompts, outcomes) if outcome is not None)
         alone = effective_sample_size(
-            [fmean(map(bool, outcomes_of_prompt)) for outcomes_of_prompt in by_prompt.values()], len(known)
+            [fmean(map(bool, outcomes_of_prompt)) for outcomes_of_prompt in by_prompt.values()], len(numbers)
         )
-    interval = wilson(count * alone / len(known), alone)
-    return {"count": count, "of": len(known), "rate": count / len(known), "interval": list(interval)}
+    interval = wilson(count * alone / len(numbers), alone)
+    return {"count": count, "of": len(numbers), "rate": count / len(numbers), "interval": list(interval)}
 
 
 # Conversations: several answers to a prompt
@@ -175,8 +175,8 @@ def compare(first: Iterable[EpisodeResult], second: Iterable[EpisodeResult]) -> 
     first, second = list(first), list(second)
     if of_text([*first, *second]):
         return compare_answers(first, second)
-    known = {episode_id(episode): episode for episode in first if not episode.error}
-    pairs = [(known[episode_id(one)], one) for one in second if not one.error and episode_id(one) in known]
+    by_id = {episode_id(episode): episode for episode in first if not episode.error}
+    pairs = [(by_id[episode_id(one)], one) for one in second if not one.error and episode_id(one) in by_id]
     return {
         "episodes": len(pairs),
         "success_once": compare_outcomes([(a.success_once, b.success_once) for a, b in pairs]),
@@ -193,9 +193,9 @@ def compare_answers(first: list[EpisodeResult], second: list[EpisodeResult]) -> 
     single = all(len(a) == len(b) == 1 for a, b in pairs)
 
     def differ(number: str) -> dict[str, Any] | None:
-        known = [[[getattr(one, number) for one in side] for side in pair] for pair in pairs]
-        known = [(a, b) for a, b in known if None not in a and None not in b]
-        return compare_means([fmean(map(float, b)) - fmean(map(float, a)) for a, b in known])
+        numbers = [[[getattr(one, number) for one in side] for side in pair] for pair in pairs]
+        numbers = [(a, b) for a, b in numbers if None not in a and None not in b]
+        return compare_means([fmean(map(float, b)) - fmean(map(float, a)) for a, b in numbers])
 
     def outcomes(name: str) -> dict[str, Any] | None:
         return compare_outcomes([(getattr(a[0], name), getattr(b[0], name)) for a, b in pairs])
@@ -217,11 +217,11 @@ def episode_id(episode: EpisodeResult) -> tuple[str, int, int]:
 
 def compare_outcomes(pairs: list[tuple[bool | None, bool | None]]) -> dict[str, Any] | None:
     """Difference of two rates over the episodes with both outcomes known."""
-    known = [(bool(a), bool(b)) for a, b in pairs if a is not None and b is not None]
-    if not known:
+    complete = [(bool(a), bool(b)) for a, b in pairs if a is not None and b is not None]
+    if not complete:
         return None
     kinds = {"both": (True, True), "only_first": (True, False), "only_second": (False, True), "neither": (False, False)}
-    counts = {name: known.count(kind) for name, kind in kinds.items()}
+    counts = {name: complete.count(kind) for name, kind in kinds.items()}
     both, only_first, only_second, neither = counts.values()
     difference, *interval = paired_difference(both, only_second, only_first, neither)
     p_value = exact_mcnemar(only_first, only_second)
@@ -347,8 +347,8 @@ def describe_results(results: dict) -> str:
         return f"{overall['episodes']} answers to {len(sets)} set{'s' * (len(sets) > 1)}{rows_of_tasks(results)}"
     if "text" in overall:
         return describe_answers(results)
-    known = {name: overall[name] for name in ("success_once", "success_at_end") if overall[name]}
-    rates = [f"{rate_in_words(name, rate)} ({rate['count']}/{overall['episodes']})" for name, rate in known.items()]
+    measured = {name: overall[name] for name in ("success_once", "success_at_end") if overall[name]}
+    rates = [f"{rate_in_words(name, rate)} ({rate['count']}/{overall['episodes']})" for name, rate in measured.items()]
     return ", ".join([*rates, *errors_and_return(overall)]) or "no episode was played to its end"
 
 
@@ -404,8 +404,8 @@ def sampling(results: dict) -> str:
 
 def sampling_of_set(results: dict[str, Any], name: str) -> str:
     """The sampling of the answers to one of `eval.sets`; empty for another task."""
-    own = {key: value for key, value in sets_in(results).get(name, {}).items() if value is not None}
-    return sampling_in_words(results["protocol"]["eval"] | own) if own else ""
+    set_values = {key: value for key, value in sets_in(results).get(name, {}).items() if value is not None}
+    return sampling_in_words(results["protocol"]["eval"] | set_values) if set_values else ""
 
 
 def sampling_in_words(how: dict[str, Any]) -> str:

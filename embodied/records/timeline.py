@@ -104,15 +104,15 @@ class Timeline:
 def shares(before: dict[str, dict], after: dict[str, dict], wall_s: float) -> dict[str, float]:
     """A group's use of time between two readings of its workers' totals: shares of its workers' wall-clock time by
     name, the largest first; waiting is part of `idle`, the last. A restarted worker counts from its restart."""
-    own: dict[str, float] = defaultdict(float)
+    own_seconds: dict[str, float] = defaultdict(float)
     for worker, new in after.items():
         old = before.get(worker, {})
         if any(name not in new or new[name].count < total.count for name, total in old.items()):
             old = {}
         for name, total in new.items():
-            own[name] += total.own_s - (old[name].own_s if name in old else 0.0)
+            own_seconds[name] += total.own_s - (old[name].own_s if name in old else 0.0)
     whole = wall_s * max(len(after), 1)
-    shares_by_name = {name: seconds / whole for name, seconds in own.items() if name != "wait"}
+    shares_by_name = {name: seconds / whole for name, seconds in own_seconds.items() if name != "wait"}
     shares_by_name = dict(sorted(shares_by_name.items(), key=lambda item: -item[1]))
     return shares_by_name | {"idle": max(0.0, 1.0 - sum(shares_by_name.values()))}
 

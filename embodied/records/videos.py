@@ -447,8 +447,8 @@ class EpisodeStatus:
             self.first_success = self.step
 
     def caption(self) -> Caption:
-        known = {"step": self.step, "reward": self.reward, "return": self.total, "value": self.value}
-        numbers = ["" if number is None else f"{name} {short(number)}" for name, number in known.items()]
+        shown = {"step": self.step, "reward": self.reward, "return": self.total, "value": self.value}
+        numbers = ["" if number is None else f"{name} {short(number)}" for name, number in shown.items()]
         return Caption(self.outcome() if self.has_success else "", tuple(numbers), self.words)
 
     def outcome(self) -> str:

@@ -251,11 +251,11 @@ def what_differs(sets: list[SeedSet]) -> page.Block:
     """A table of the recipe's keys and the facts of provenance that differ between runs, with all values of a set of
     seeds."""
     facts = [settings_of(one) for one in sets]
-    own = {"seed", "run.name"} if any(len(one.runs) > 1 for one in sets) else set()
+    expected = {"seed", "run.name"} if any(len(one.runs) > 1 for one in sets) else set()
     rows = [
         [key, *[str(one.get(key, "-")) for one in facts]]
         for key in dict.fromkeys(chain.from_iterable(facts))
-        if key not in own and len({str(one.get(key)) for one in facts}) > 1
+        if key not in expected and len({str(one.get(key)) for one in facts}) > 1
     ]
     if not rows:
         return page.text("Nothing in recipe, code, packages or machine.")

@@ -132,9 +132,11 @@ Columns = Sequence[tuple[str, str, Callable[[Any], str]]]  # title, key of the v
 
 def grid(what: str, columns: Columns, rows: Mapping[str, Mapping[str, Any]]) -> tuple[list[str], list[list[str]]]:
     """The head and the texts of named rows, without columns of which no row knows a value."""
-    known = [column for column in columns if any(row[column[1]] is not None for row in rows.values())]
-    texts = {name: ["" if row[key] is None else text(row[key]) for _, key, text in known] for name, row in rows.items()}
-    return [what, *(title for title, _, _ in known)], [[name, *cells] for name, cells in texts.items()]
+    filled = [column for column in columns if any(row[column[1]] is not None for row in rows.values())]
+    texts = {
+        name: ["" if row[key] is None else text(row[key]) for _, key, text in filled] for name, row in rows.items()
+    }
+    return [what, *(title for title, _, _ in filled)], [[name, *cells] for name, cells in texts.items()]
 
 
 def facts_table(facts: Mapping[str, object]) -> Block:
@@ -405,10 +407,10 @@ class Conversations:
         """The prompt, the answer and the env's response; with tokens if they are known and the page has room."""
         said, tokens, logprobs = turn["said"], turn["tokens"], turn["logprobs"]
         messages = [{"role": "prompt", "content": said}] if isinstance(said, str) else said
-        known = [logprob for logprob in logprobs if logprob is not None]
+        numbers = [logprob for logprob in logprobs if logprob is not None]
         words = [f"reward {short(turn['reward'])}"] if turn["reward"] is not None else []
         words += [f"{len(logprobs):,} tokens"] if logprobs else []
-        words += [f"mean log-prob {sum(known) / len(known):.2f}"] if known else []
+        words += [f"mean log-prob {sum(numbers) / len(numbers):.2f}"] if numbers else []
         marked = bool(tokens) and len(tokens) == len(logprobs) and self.left >= len(tokens)
         self.left -= len(tokens) * marked
         answer = {"tokens": tokens, "logprobs": logprobs} if marked else {"answer": clip_text(turn["answer"])}

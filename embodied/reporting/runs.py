@@ -82,8 +82,8 @@ class Run:
     @property
     def last(self) -> Evaluation | None:
         """The newest evaluation during training; if there is none, the last evaluation started by hand."""
-        own = [evaluation for evaluation in self.evaluations if evaluation.in_training]
-        candidates = own or self.evaluations
+        in_training = [evaluation for evaluation in self.evaluations if evaluation.in_training]
+        candidates = in_training or self.evaluations
         return candidates[-1] if candidates else None
 
     @property

@@ -422,8 +422,8 @@ def time_shares(spans: list[TimedSpan]) -> page.Block:
     rows = []
     for worker, host, pieces in worker_pieces(spans):
         bars, end = {}, 0.0
-        for name, own in sorted(pieces.items()):
-            start, end = end, end + sum(stop - begin for begin, stop in own)
+        for name, share in sorted(pieces.items()):
+            start, end = end, end + sum(stop - begin for begin, stop in share)
             bars[name] = [(start / (whole or 1.0), end / (whole or 1.0))]
         rows.append(page.Row(worker, bars, host))
     iterations = len({span.iteration for span in spans})
@@ -442,12 +442,12 @@ def worker_pieces(spans: list[TimedSpan]) -> list[tuple[str, str, dict[str, list
     """(worker, host, pieces by activity) of each worker, from the first span on and without waiting."""
     begin = min(span.start_s for span in spans)
     workers = []
-    for worker, own in list(gather((span.worker, span) for span in spans).items())[:MOST_ROWS]:
+    for worker, worker_spans in list(gather((span.worker, span) for span in spans).items())[:MOST_ROWS]:
         pieces: dict[str, list[tuple[float, float]]] = defaultdict(list)
-        for span in own:
+        for span in worker_spans:
             if span.name != "wait":
                 pieces[span.name].append((span.start_s - begin, span.end_s - begin))
-        workers.append((worker, own[0].host if own[0].host != worker else "", dict(pieces)))
+        workers.append((worker, worker_spans[0].host if worker_spans[0].host != worker else "", dict(pieces)))
     return workers
 
 

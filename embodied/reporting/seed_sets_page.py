@@ -237,14 +237,14 @@ def curve_charts(sets: Sequence[SeedSet], colors: dict[str, int]) -> list[Block 
 def set_curves(seed_set: SeedSet, sets: Sequence[SeedSet], name: str, x: str, colors: dict[str, int]) -> list[Series]:
     """The lines of one set: its runs, their mean with its interval, and evaluations of single runs."""
     single, alone = len(sets) == 1, len(seed_set.runs) == 1
-    own = colors[seed_set.label]
+    set_color = colors[seed_set.label]
     shown = (
         list(enumerate(seed_set.runs)) if single or alone or sum(len(one.runs) for one in sets) <= MOST_LINES else []
     )
     series = []
     for place, run in shown:
         label = label_of(seed_set, place, sets)
-        color = 1 + place if single else own
+        color = 1 + place if single else set_color
         if alone and name in MEASURES and x == "env_steps" and len(sets) <= MOST_BANDS:
             series += success_in_training(run, name, label, color)
         else:
@@ -252,7 +252,7 @@ def set_curves(seed_set: SeedSet, sets: Sequence[SeedSet], name: str, x: str, co
         if (single or alone) and x == "env_steps" and name in SCORES:
             series += in_evaluations(run, name, f"{label}, evaluation", color)
     if not alone:
-        series += mean_curve(seed_set, name, x, own, len(sets) <= MOST_BANDS, "" if single else seed_set.label)
+        series += mean_curve(seed_set, name, x, set_color, len(sets) <= MOST_BANDS, "" if single else seed_set.label)
     return series
 
 

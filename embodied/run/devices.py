@@ -169,8 +169,13 @@ def known_drawing(env: Any, machines: Topology) -> Result | None:
 
 def with_known_renderer(config: RunConfig, machines: Topology) -> RunConfig:
     """The config with images drawn on cores if GPUs are known not to draw while they compute."""
-    known = known_drawing(config.env, machines)
-    if known is None or known.on_gpus or not known.software_s or getattr(config.env, "renderer", "gpu") != "auto":
+    recorded = known_drawing(config.env, machines)
+    if (
+        recorded is None
+        or recorded.on_gpus
+        or not recorded.software_s
+        or getattr(config.env, "renderer", "gpu") != "auto"
+    ):
         return config
     return config.with_values("env", renderer="cores")
 
@@ -303,15 +308,15 @@ def visible_gpus(cards: list[Gpu], chosen: str | None) -> list[Gpu]:
     from 0."""
     if chosen is None:
         return cards
-    known: list[Gpu] = []
+    gpus: list[Gpu] = []
     for name in (part.strip() for part in chosen.split(",")):
         same = [
             c for c in cards if name == str(c.card) or (name.startswith(("GPU-", "MIG-")) and c.uuid.startswith(name))
         ]
         if len(same) != 1:
             break
-        known.append(replace(same[0], index=len(known)))
-    return known
+        gpus.append(replace(same[0], index=len(gpus)))
+    return gpus
 
 
 def numa_nodes(sys: Path, ours: list[int]) -> tuple[tuple[int, ...], ...]:

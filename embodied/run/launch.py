@@ -155,8 +155,10 @@ def planned(
     if learn:
         check_learners(config, plan, topology, roles)
         config = memory_check.with_checkpointing(config, plan, topology)
-    told = check_memory(config, plan, topology, learn, lambda other: with_placement(other, topology, learn, roles))
-    return config, replace(plan, memory=told)
+    memory_lines = check_memory(
+        config, plan, topology, learn, lambda other: with_placement(other, topology, learn, roles)
+    )
+    return config, replace(plan, memory=memory_lines)
 
 
 def check_where(config: RunConfig, dry: bool) -> None:
@@ -553,10 +555,10 @@ def cluster(
 
         check_servers(config.policy)
     options, about = config.cluster, (logs, config.faults.timeout_s, config.cluster.joined)
-    own = modules_of(config, program)
+    modules = modules_of(config, program)
     with_policy = [role.name for role in program.roles if role.holds_policy] if program else ["policy", "learner"]
     hosts = host_plans(plan, with_policy, slow_imports(config.policy))
-    return Cluster(options.backend, hosts, *about, own, options.start_s, on_start, reserves)
+    return Cluster(options.backend, hosts, *about, modules, options.start_s, on_start, reserves)
 
 
 # Programs of the user's own

@@ -219,12 +219,12 @@ def loads(config: RunConfig, plan: PlacementPlan, learn: bool, memory: Memory | 
         if shared:
             yield Load("weights of both", memory.weights, host.node, device)
         if learn and "learner" in host.roles:
-            own = memory.sharded(len(learners)) if sharded else memory.total - memory.weights + apart
+            learner_memory = memory.sharded(len(learners)) if sharded else memory.total - memory.weights + apart
             gradients = memory.gradient if sharded else 2 * EXACT * memory.num_trained
-            yield Load("learner", own, host.node, device, UPDATE, discarded=memory.activations + gradients)
+            yield Load("learner", learner_memory, host.node, device, UPDATE, discarded=memory.activations + gradients)
         cache = 0 if engine else acting + (graphs if on_gpu else 0)
-        if "policy" in host.roles and (own := apart + cache):
-            yield Load("policy", own, host.node, "" if divided else device, ROLLOUT, discarded=cache)
+        if "policy" in host.roles and (learner_memory := apart + cache):
+            yield Load("policy", learner_memory, host.node, "" if divided else device, ROLLOUT, discarded=cache)
         if "policy" in host.roles and engine:  # a sleeping engine keeps no memory
             yield from divided_load("vLLM", engine, host)
         if "policy" in host.roles and divided:
@@ -590,5 +590,5 @@ def num_weights(config: RunConfig) -> int:
 
 
 def refuse(problems: Iterable[str]) -> None:
-    if told := [*problems]:
-        raise ConfigError("\n".join(told))
+    if sentences := [*problems]:
+        raise ConfigError("\n".join(sentences))

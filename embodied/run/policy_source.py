@@ -87,9 +87,11 @@ def find_all(loaded: Loaded) -> list[PolicySource]:
     sources: list[PolicySource] = []
     for checkpoint in checkpoints:
         policy = find(checkpoint, loaded)
-        known = {source.name for source in sources}
+        taken_names = {source.name for source in sources}
         names = [policy.name, *(f"{policy.name}-{number}" for number in range(2, len(checkpoints) + 1))]
-        sources.append(PolicySource(**{**vars(policy), "name": next(name for name in names if name not in known)}))
+        sources.append(
+            PolicySource(**{**vars(policy), "name": next(name for name in names if name not in taken_names)})
+        )
     asked = loaded.config.policy.name
     if "policy.name" in loaded.asked and asked not in [source.config.name for source in sources]:
         raise ConfigError(
@@ -171,8 +173,8 @@ def answering(config: Any, loaded: Loaded | None) -> Any:
         return config
     if not config.speaks:
         raise ConfigError(f"{asked[0]} has no effect: only a language model has an engine; leave it out")
-    own = {key: value for key, value in config if key not in SERVER or "policy.engine" not in asked}
-    return LanguageConfig.model_validate(own | policy_options(loaded, asked))
+    options = {key: value for key, value in config if key not in SERVER or "policy.engine" not in asked}
+    return LanguageConfig.model_validate(options | policy_options(loaded, asked))
 
 
 def playing(config: Any, loaded: Loaded | None) -> Any:

@@ -277,11 +277,11 @@ def write_checkpoint(
             )
         (draft / STATE).write_text(json.dumps(state, indent=2) + "\n")
         np.savez(draft / SIMS, **sims)
-        known: dict[str, str] = {}  # large weights are read once
+        checksums: dict[str, str] = {}  # large weights are read once
         for part in (POLICY, AVERAGE):
-            own = read_json(sums)["files"] if (sums := draft / part / CHECKSUMS).is_file() else {}
-            known |= {f"{part}/{name}": expected for name, expected in own.items()}
-        files = {name: known.get(name) or digest(draft / name) for name in files_of(draft)}
+            old_checksums = read_json(sums)["files"] if (sums := draft / part / CHECKSUMS).is_file() else {}
+            checksums |= {f"{part}/{name}": expected for name, expected in old_checksums.items()}
+        files = {name: checksums.get(name) or digest(draft / name) for name in files_of(draft)}
         manifest = {"version": version, "files": files}
         (draft / MANIFEST).write_text(json.dumps(manifest, indent=2) + "\n")
         for name in (*manifest["files"], MANIFEST):

@@ -181,8 +181,8 @@ def why_different(group: RunGroup, wanted: RunGroup) -> str:
 
 def with_missing_runs(group: RunGroup, wanted: RunGroup) -> RunGroup:
     """The group with the missing runs added, and the newest command."""
-    known = {member.key for member in group.members}
-    more = [member for member in wanted.members if member.key not in known]
+    present = {member.key for member in group.members}
+    more = [member for member in wanted.members if member.key not in present]
     return replace(group, members=(*group.members, *more), command=wanted.command)
 
 

@@ -243,7 +243,7 @@ class Queue(End):
         self._entries: deque[Entry] = deque()
         self._requests: deque[Request] = deque()
         self._taken: dict[tuple[str, str], int] = defaultdict(int)  # freed capacity not yet reported to other hosts
-        self.heard: Callable[[], None] = lambda: None  # called after every put
+        self.on_put_done: Callable[[], None] = lambda: None  # called after every put
 
     # Called by this host's own threads
 
@@ -254,7 +254,7 @@ class Queue(End):
             self._unread[producer] += 1
             served = self._add(Entry(item, key, producer, self.host.name))
         self._deliver(served)
-        self.heard()
+        self.on_put_done()
 
     def qsize(self) -> int:
         return len(self._entries)
@@ -288,7 +288,7 @@ class Queue(End):
                 return
             served = self._add(Entry(payload, key, producer, peer if lives else None))
         self._deliver(served)
-        self.heard()
+        self.on_put_done()
 
     def on_get(self, peer: str, _: None, number: int, key: Any) -> None:
         if self._users.get(peer):

@@ -231,7 +231,7 @@ class Cluster:
 
     def watch(self, channel: Channel, watched: bool = True) -> None:
         """Makes `wait_for_calls` react to items in a channel whose home is the driver, or no longer."""
-        channel.end.heard = self.wake if watched else lambda: None  # type: ignore[union-attr]  # a Queue: it is here
+        channel.end.on_put_done = self.wake if watched else lambda: None  # type: ignore[union-attr]  # a Queue: it is here
 
     def wake(self) -> None:
         """Makes waits check their condition again. Thread-safe."""

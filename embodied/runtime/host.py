@@ -359,8 +359,8 @@ def rank_is_lost(error: BaseException) -> bool:
     if any(name in str(error) for name in OF_THIS_RANK):
         return False
     dist = sys.modules.get("torch.distributed")
-    known: Any = (RuntimeError,) if "gloo/" in str(error) else ()
-    return isinstance(error, known if dist is None else (*known, dist.DistError))
+    expected_errors: Any = (RuntimeError,) if "gloo/" in str(error) else ()
+    return isinstance(error, expected_errors if dist is None else (*expected_errors, dist.DistError))
 
 
 def _below_us(trace: TracebackType | None) -> TracebackType | None:

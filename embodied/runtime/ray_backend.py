@@ -402,10 +402,10 @@ class NodeAgent:
         while True:
             time.sleep(BEAT_S)
             for host, process in list(self._hosts.processes.items()):
-                known = seen.setdefault(f"{host} {process.pid}", {})
+                reported = seen.setdefault(f"{host} {process.pid}", {})
                 with suppress(ValueError):  # released, since the host has been started again
-                    if not process.ended.is_set() and (news := process.progress.changed_slots(known)):
-                        known |= news
+                    if not process.ended.is_set() and (news := process.progress.changed_slots(reported)):
+                        reported |= news
                         self._send_event("progress", host, news)
 
 

@@ -97,7 +97,7 @@ class Connection:
 
     def is_lost(self, node: RayNode) -> bool:
         """True if Ray has noticed that this node is lost."""
-        return all(known["NodeID"] != node.id or not known["Alive"] for known in ray.nodes())
+        return all(entry["NodeID"] != node.id or not entry["Alive"] for entry in ray.nodes())
 
     def nodes_without(self, lost: RayNode) -> list[RayNode]:
         """All nodes except the lost ones."""
@@ -117,13 +117,13 @@ class Connection:
             self._own_cluster.stop()
 
     def _look_around(self) -> None:
-        own = ray.get_runtime_context().get_node_id()
+        this_node = ray.get_runtime_context().get_node_id()
         alive = [node for node in ray.nodes() if node["Alive"]]
         seen, self._nodes = answers([(node["NodeID"], ()) for node in alive], _cores), {}
         for node, cores in zip(alive, seen):
             gpus, cpus = (int(node["Resources"].get(kind, 0)) for kind in ("GPU", "CPU"))
             ray_node = RayNode(node["NodeName"], node["NodeID"], cores[:cpus], gpus, cpus)
-            if node["NodeID"] == own:
+            if node["NodeID"] == this_node:
                 self.own = ray_node
             if ray_node.name in self._nodes:
                 raise ConfigError(

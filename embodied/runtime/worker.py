@@ -170,8 +170,8 @@ class Worker:
     def _home(self, worker: str) -> tuple[str, str]:
         role, _, rank = worker.rpartition("-")
         if int(rank) >= len(self.homes.get(role, ())):
-            known = ", ".join(f"{role} ({len(hosts)})" for role, hosts in self.homes.items())
-            raise ValueError(f"the plan has no worker {worker}; it has by role: {known}")
+            roles = ", ".join(f"{role} ({len(hosts)})" for role, hosts in self.homes.items())
+            raise ValueError(f"the plan has no worker {worker}; it has by role: {roles}")
         return self.homes[role][int(rank)]
 
     @contextmanager
@@ -383,8 +383,8 @@ class WorkerGroup:
         if method.startswith("_"):
             raise AttributeError(method)
         if not isinstance(self.cls, str) and not callable(getattr(self.cls, method, None)):
-            known = [n for n in dir(self.cls) if not n.startswith("_") and callable(getattr(self.cls, n))]
-            raise AttributeError(f"{self.cls.__name__} has no method {method!r}; it has: {', '.join(known)}")
+            methods = [n for n in dir(self.cls) if not n.startswith("_") and callable(getattr(self.cls, n))]
+            raise AttributeError(f"{self.cls.__name__} has no method {method!r}; it has: {', '.join(methods)}")
         return Method(self, method)
 
     def call(self, method: str, per_rank: Sequence[tuple[tuple, dict]]) -> Handle:

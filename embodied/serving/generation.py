@@ -146,8 +146,8 @@ class Generation:
         """Abort the conversations of these requests, or all, with their partial answers; returns their number."""
 
         def abort(done: Future[int]) -> None:
-            known = [*self.writing, *(waiting.request for waiting in self.queue.waiting)]
-            unwanted = [one for one in known if names is None or {*one.names} & {*names}]
+            requests = [*self.writing, *(waiting.request for waiting in self.queue.waiting)]
+            unwanted = [one for one in requests if names is None or {*one.names} & {*names}]
             for one in unwanted:
                 self.finish(one, self.engine.cancel(one) or empty_answer(one.request()), "abort")
             self.queue.drop(lambda waiting: waiting.request in unwanted)

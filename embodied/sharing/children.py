@@ -290,8 +290,8 @@ class GroupChildren(Children):
     def begin(self, entry: Member) -> None:
         index = min({*range(len(self.places))} - {*self.taken.values()})
         folder = self.begun_folder(entry)
-        own = [word for word in self.shared if word.startswith("program=")]
-        words = [*own, f"resume={folder}"] if folder else self.arguments_of(entry)
+        programs = [word for word in self.shared if word.startswith("program=")]
+        words = [*programs, f"resume={folder}"] if folder else self.arguments_of(entry)
         child = ChildRun(entry, self.run_name(entry), self.log_of(entry), self.parent, folder, self.hang_s)
         self.taken[str(entry)], place = index, self.places[index]
         self.start(child, [*words, *place.arguments], place)
@@ -304,9 +304,9 @@ class GroupChildren(Children):
 
     def run_name(self, member: Member) -> str:
         """pointmass_ppo-lr1e-3-seed0"""
-        own = "".join(f"-{key.rpartition('.')[2]}{write_yaml(value)}" for key, value in member.settings.items())
+        settings = "".join(f"-{key.rpartition('.')[2]}{write_yaml(value)}" for key, value in member.settings.items())
         end = f"-seed{member.seed}"
-        return slug(self.group.name + own)[: LONGEST_NAME - len(end)] + end
+        return slug(self.group.name + settings)[: LONGEST_NAME - len(end)] + end
 
     def log_of(self, member: Member) -> Path:
         """The log file of a member's process."""

@@ -303,8 +303,8 @@ class RunTurns(Turns):
         self._record({"at": round(self.now, 3), **line})
 
     def _forget_counts(self) -> None:
-        for known in (self.target, self.generates_on, self.wants):
-            known.cache_clear()
+        for counts in (self.target, self.generates_on, self.wants):
+            counts.cache_clear()
 
 
 def phase_of(gang: str) -> str:

@@ -105,8 +105,8 @@ class Result:
 
 def ask(env: Any, seats: Sequence[Seat], say: Callable[[str], object] = lambda line: None) -> Result:
     """The remembered result for drawers on these seats, else that of a probe now, announced with `say`."""
-    if known := recorded(env, seats):
-        return known
+    if drawing := recorded(env, seats):
+        return drawing
     say(
         f"drawing     can {len(seats)} process{'es' * (len(seats) > 1)} draw on GPUs that compute? They try for "
         f"{Limits.together:g} s (env.renderer=gpu|cores: without asking)"

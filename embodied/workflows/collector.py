@@ -431,8 +431,8 @@ def why_together(roles: Sequence[Role], workers: Workers) -> str:
         return f"{whole[0]} workers take whole batches"
     names = {name for role in roles for name in (role.name, role.asks) if name}
     devices = [({*host.roles}, {*host.devices} or {host.name}) for host in workers.cluster.hosts]
-    own = {device for of_host, held in devices if of_host & names for device in held}
-    others = sorted({role for of_host, held in devices if held & own for role in of_host - names})
+    role_devices = {device for of_host, held in devices if of_host & names for device in held}
+    others = sorted({role for of_host, held in devices if held & role_devices for role in of_host - names})
     return f"{' and '.join(sorted(names))} workers share devices with {' and '.join(others)} workers" if others else ""
 
 

@@ -238,9 +238,9 @@ class Evaluator:
         return [table.results[spec.index] for spec in episodes]
 
 
-def rule_of(options: EvalSection, own: EvaluationSet | None = None) -> SamplingRule:
+def rule_of(options: EvalSection, of_set: EvaluationSet | None = None) -> SamplingRule:
     """The sampling rule of an evaluation, or of one of its sets; the log-probs in transcripts are at temperature 1."""
-    stated = own.model_dump(exclude_none=True) if own else {}
+    stated = of_set.model_dump(exclude_none=True) if of_set else {}
     chosen = {key: stated.get(key, getattr(options, key)) for key in ("temperature", "top_p", "top_k", "min_p")}
     return SamplingRule(**chosen, stream="eval")
 

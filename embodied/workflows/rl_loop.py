@@ -167,8 +167,8 @@ class EmbodiedLoop:
         publish_s = self.lagging.updated() if self.lagging else self.publish(self.version + 1)
         self.updating = None
         self.device_sharing.clear_progress()
-        own = {"time/publish_s": publish_s, "faults/restarts": self.rollouts.restarts - restarts}
-        return batch.finished, self.source.metrics(batch) | own | losses
+        measured = {"time/publish_s": publish_s, "faults/restarts": self.rollouts.restarts - restarts}
+        return batch.finished, self.source.metrics(batch) | measured | losses
 
     def begin_update(self, batch: Batch, iteration: int, total: int) -> Handle | None:
         """Have the learners update on this batch."""

@@ -246,8 +246,8 @@ class RolloutManager:
         """Let all policy workers drop the servers that one of them has dropped."""
         names = (*sorted(remarks.dropped),)
         if names and len(self.policies) > 1:
-            for told in self.ask(lambda: self.policies.drop_servers(names)):
-                for remark in told:
+            for remarks_of_worker in self.ask(lambda: self.policies.drop_servers(names)):
+                for remark in remarks_of_worker:
                     remarks.add(remark)
         remarks.dropped.clear()
 

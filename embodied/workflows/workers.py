@@ -119,8 +119,8 @@ class Workers:
         """True if policies are in other processes than the learners, unless learner processes hold the GPU of
         learner-0."""
         gpus = {host.name: {each for each in host.devices if "gpu:" in each} for host in self.cluster.hosts}
-        own = gpus[self.learners.hosts[0]]
-        shared = [own and own == gpus[host] for host in self.policies.hosts]
+        learner_gpus = gpus[self.learners.hosts[0]]
+        shared = [learner_gpus and learner_gpus == gpus[host] for host in self.policies.hosts]
         pairs = zip(acting, shared, strict=True)
         return any(each not in learning and not (alike and each[0] == learning[0][0]) for each, alike in pairs)
 

@@ -178,8 +178,8 @@ def spec_of(config: EnvPoolConfig) -> Any:
     """EnvPool's description of the task. Refuses what it does not know."""
     envpool = library()
     task, what = task_of(config), f"env.name={config.name!r}"
-    if task not in (known := envpool.list_all_envs()):
-        raise ConfigError(f"{what}: EnvPool {version('envpool')} has no task {task!r}{nearest(task, known)}")
+    if task not in (tasks := envpool.list_all_envs()):
+        raise ConfigError(f"{what}: EnvPool {version('envpool')} has no task {task!r}{nearest(task, tasks)}")
     if ours := sorted(OURS & config.kwargs.keys()):
         raise ConfigError(f"env.kwargs: {ours[0]} follows from other options; leave it out")
     try:

@@ -374,7 +374,9 @@ def explained_names(config: GymConfig) -> Iterator[None]:
     try:
         yield
     except gymnasium.error.UnregisteredEnv:
-        namesakes = [known for known in gymnasium.registry if known.endswith(f"/{name}")]  # with their package's name
+        namesakes = [
+            registered for registered in gymnasium.registry if registered.endswith(f"/{name}")
+        ]  # with their package's name
         hint = nearest(name, namesakes, cutoff=0) or nearest(name, gymnasium.registry)
         raise ConfigError(f"env.name={config.name!r}: Gymnasium knows no env {name!r}{hint}") from None
     except Exception as err:  # a package is missing, or the constructor raises anything

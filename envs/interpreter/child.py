@@ -237,8 +237,8 @@ class Server:
         for name in filter(None, [*found, *config.needs.packages, config.needs.elsewhere]):
             with contextlib.suppress(importlib.metadata.PackageNotFoundError):
                 found[name] = importlib.metadata.version(name)
-        known = {name: version for name, version in sorted(found.items()) if isinstance(version, str)}
-        return {"python": sys.version.split()[0], **known}
+        found_versions = {name: version for name, version in sorted(found.items()) if isinstance(version, str)}
+        return {"python": sys.version.split()[0], **found_versions}
 
     def build(self, config, num_envs):
         env = self.env_class(config)(config, num_envs)

@@ -169,8 +169,8 @@ class Process:
             return errors.ConfigError(f"{self.what}: the env does not implement {text}")
         if kind == "ValueError":
             return ValueError(text)
-        known = getattr(errors, kind, None) if kind else None
-        return known(text) if known else RuntimeError(f"{self.what}: {text}")
+        error_class = getattr(errors, kind, None) if kind else None
+        return error_class(text) if error_class else RuntimeError(f"{self.what}: {text}")
 
 
 STARTED: list[subprocess.Popen] = []  # processes that end by themselves; kept so that Python waits for them

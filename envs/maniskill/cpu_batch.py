@@ -228,11 +228,13 @@ def initialize(env: Any, rows: np.ndarray, seeds: list[int], states: list[int]) 
 
 def choose_drawing(env: Any) -> None:
     """Find out how a new env's initial states are drawn. The env has to be reset afterwards."""
-    known = env.spec.id in DRAWN_TOGETHER or env.spec.id.startswith(PLATES)
+    is_drawn_together = env.spec.id in DRAWN_TOGETHER or env.spec.id.startswith(PLATES)
     env.every_row = env.scene._reset_mask
-    if known and not isinstance(env.scene.px, BatchedCpuPhysics):  # a mask makes a GPU wait, other tasks may need one
+    if is_drawn_together and not isinstance(
+        env.scene.px, BatchedCpuPhysics
+    ):  # a mask makes a GPU wait, other tasks may need one
         env.every_row = Rows.of(np.arange(env.num_envs), env.device)
-    env.draws_together = known or draws_together(env)
+    env.draws_together = is_drawn_together or draws_together(env)
 
 
 def draws_together(env: Any) -> bool:
@@ -254,8 +256,8 @@ def drawn_state(env: Any, rows: np.ndarray) -> np.ndarray:
     """All numbers that an initialization may have written: of the physics, and the env's own with a row per env."""
     physics, count = env.scene.px, env.num_envs
     arrays = [getattr(physics, f"cuda_{name}").torch() for name in WRITTEN]
-    own = [value for _, value in sorted(vars(env).items()) if type(value) is torch.Tensor and len(value.shape)]
-    arrays += [value[rows] for value in own if len(value) == count]
+    tensors = [value for _, value in sorted(vars(env).items()) if type(value) is torch.Tensor and len(value.shape)]
+    arrays += [value[rows] for value in tensors if len(value) == count]
     return np.concatenate([np.nan_to_num(array.cpu().numpy().astype(np.float64), nan=7.0).ravel() for array in arrays])
 
 
@@ -277,10 +279,10 @@ def initialize_one_by_one(env: Any, rows: np.ndarray, seeds: list[int], states: 
     with own_draws(env.device) as seed_draws:
         for row, seed, state in zip(rows.tolist(), seeds, states, strict=True):
             env.scene._reset_mask = torch.arange(env.num_envs, device=env.device) == row
-            own = BatchedRNG.from_seeds([seed], backend=env._batched_rng_backend)
+            rng = BatchedRNG.from_seeds([seed], backend=env._batched_rng_backend)
             env._episode_seed[row] = seed
-            env._batched_episode_rng[np.array([row])] = own
-            env._episode_rng = own[0]
+            env._batched_episode_rng[np.array([row])] = rng
+            env._episode_rng = rng[0]
             seed_draws(seed)
             options = {"episode_id": torch.tensor([state])} if state >= 0 else {}
             env._initialize_episode(torch.tensor([row], device=env.device), options)

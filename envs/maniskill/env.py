@@ -155,9 +155,9 @@ class ManiSkillEnv(ReplayedEnv):
     def remarks(cls, config: ManiSkillConfig, proofs: Path) -> list[str]:
         """Remarks on changed step limits and on the cost of single envs."""
         lines = []
-        own = BATCHED_TASKS.get(config.task) or find_task(config.task).max_episode_steps
-        if config.max_episode_steps not in (None, own):
-            its = f"the task's own limit is {own}" if own else "the task has no limit of its own"
+        task_limit = BATCHED_TASKS.get(config.task) or find_task(config.task).max_episode_steps
+        if config.max_episode_steps not in (None, task_limit):
+            its = f"the task's own limit is {task_limit}" if task_limit else "the task has no limit of its own"
             lines.append(f"episodes end after {config.max_episode_steps} env steps, by env.max_episode_steps; {its}")
         if config.solver_iterations:
             lines.append(

@@ -30,20 +30,20 @@ def cameras_of(env: Any) -> dict[str, Any]:
 
 
 def check_cameras(env: Any, cameras: tuple[str, ...]) -> None:
-    known = cameras_of(env)
-    if unknown := [camera for camera in cameras if camera not in known]:
+    own_cameras = cameras_of(env)
+    if unknown := [camera for camera in cameras if camera not in own_cameras]:
         raise ConfigError(
-            f"env.cameras={unknown[0]}: {env.spec.id} has no such camera; it has {', '.join(sorted(known))}"
-            f"{nearest(unknown[0], known)}"
+            f"env.cameras={unknown[0]}: {env.spec.id} has no such camera; it has {', '.join(sorted(own_cameras))}"
+            f"{nearest(unknown[0], own_cameras)}"
         )
 
 
 def paint(env: Any, scene: int, cameras: tuple[str, ...]) -> dict[str, np.ndarray]:
     """uint8 [H, W, 3] by camera, of one of the env's scenes as it is now."""
-    known = cameras_of(env)
+    scene_cameras = cameras_of(env)
     with hidden(env, scene):
         env.scene.sub_scenes[scene].update_render()
-        return {name: look(env, scene, known[name].camera._render_cameras[scene]) for name in cameras}
+        return {name: look(env, scene, scene_cameras[name].camera._render_cameras[scene]) for name in cameras}
 
 
 def paint_all(env: Any, cameras: tuple[str, ...]) -> dict[str, Any]:
@@ -52,12 +52,12 @@ def paint_all(env: Any, cameras: tuple[str, ...]) -> dict[str, Any]:
         obj.hide_visual()
     for_people = any(name in env._human_render_cameras for name in cameras)  # other cameras would cost GPU memory
     env.scene.update_render(update_sensors=True, update_human_render_cameras=for_people)
-    known = cameras_of(env)
+    scene_cameras = cameras_of(env)
     for name in cameras:
-        known[name].capture()
+        scene_cameras[name].capture()
     composed = hasattr(env, "before_photos")
     wanted = {"rgb": True, "depth": False, "position": False, "segmentation": composed}
-    seen = {name: known[name].get_obs(**wanted) for name in cameras}
+    seen = {name: scene_cameras[name].get_obs(**wanted) for name in cameras}
     if composed:
         return {name: env.before_photos(one["rgb"], one["segmentation"]) for name, one in seen.items()}
     return {name: one["rgb"] for name, one in seen.items()}

@@ -110,13 +110,13 @@ def find_own(task: str) -> Any:
 
         return next((spec for spec in tasks.values() if spec.cls is value), None) or EnvSpec(name, value)
     classes = tasks_in(module, "maniskill")
-    known = [*(uid for uid, spec in tasks.items() if spec.cls in classes.values()), *classes]
-    known_tasks = f"has the ManiSkill tasks {', '.join(known)}" if known else "defines no ManiSkill task"
+    task_ids = [*(uid for uid, spec in tasks.items() if spec.cls in classes.values()), *classes]
+    known_tasks = f"has the ManiSkill tasks {', '.join(task_ids)}" if task_ids else "defines no ManiSkill task"
     if value is not None:
         raise ConfigError(
             f"env.task={task!r}: {name} is no subclass of ManiSkill's BaseEnv; {module.__file__} {known_tasks}"
         )
-    raise ConfigError(f"env.task={task!r}: {module.__file__} {known_tasks}, not {name}{nearest(name, known)}")
+    raise ConfigError(f"env.task={task!r}: {module.__file__} {known_tasks}, not {name}{nearest(name, task_ids)}")
 
 
 def control_of(config: ManiSkillConfig) -> str:
@@ -230,9 +230,9 @@ def check_choices(config: ManiSkillConfig) -> None:
 def refused(config: ManiSkillConfig, err: Exception) -> ConfigError:
     """Translates ManiSkill's error for an option that a task lacks."""
     mode = config.control_mode
-    _, names_it, known = str(err).partition(f"{mode} not in supported modes: ")
+    _, names_it, modes = str(err).partition(f"{mode} not in supported modes: ")
     if names_it:
-        names = ast.literal_eval(known)
+        names = ast.literal_eval(modes)
         return ConfigError(f"env.control_mode={mode}: the robot has {', '.join(names)}{nearest(mode, names)}")
     asked = ", ".join(f"env.{name}={getattr(config, name)}" for name in ("control_mode", "reward_mode"))
     return ConfigError(f"ManiSkill refuses {config.task} with {asked}: {' '.join(str(err).split())}{line_of(err)}")
@@ -252,13 +252,13 @@ def reward_modes(cls: type) -> list[str]:
 def check_reward(config: ManiSkillConfig) -> None:
     """Refuses a reward mode that the task does not have."""
     cls = class_of(config.task)
-    known = reward_modes(cls)
-    if config.reward_mode in known:
+    modes = reward_modes(cls)
+    if config.reward_mode in modes:
         return
     text = f"env.reward_mode={config.reward_mode}: {config.task} has no such reward"
     if config.reward_mode in cls.SUPPORTED_REWARD_MODES:
         text += f", its class does not write compute_{config.reward_mode}_reward"
-    pays = " or ".join(mode for mode in known if mode != "none")
+    pays = " or ".join(mode for mode in modes if mode != "none")
     raise ConfigError(f"{text}; {f'set env.reward_mode={pays}' if pays else 'it has none at all'}")
 
 

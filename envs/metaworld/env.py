@@ -192,8 +192,8 @@ def tasks_of(config: MetaWorldConfig) -> tuple[str, ...]:
         return tuple(groups[name])
     task = name[4:] if name.startswith("ML1/") else name
     if task not in ours.ALL_V3_ENVIRONMENTS:
-        known = [*ours.ALL_V3_ENVIRONMENTS, *groups]
-        raise ConfigError(f"env.name={config.name!r}: MetaWorld has no task {task!r}{nearest(task, known)}")
+        tasks = [*ours.ALL_V3_ENVIRONMENTS, *groups]
+        raise ConfigError(f"env.name={config.name!r}: MetaWorld has no task {task!r}{nearest(task, tasks)}")
     return (task,)
 
 

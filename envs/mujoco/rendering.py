@@ -222,8 +222,8 @@ def egl_devices() -> list[tuple[str, int | None]]:
 
     def cuda_number(device: int) -> int | None:
         value = ctypes.c_void_p()
-        known = ask is not None and ask(device, CUDA_DEVICE, ctypes.byref(value))
-        return (value.value or 0) if known else None
+        answered = ask is not None and ask(device, CUDA_DEVICE, ctypes.byref(value))
+        return (value.value or 0) if answered else None
 
     files = [(text(device, RENDER_NODE_FILE) or b"").decode().rpartition("/")[2] for device in devices[: count.value]]
     return [(file, cuda_number(device)) for file, device in zip(files, devices)]

@@ -67,8 +67,8 @@ class ReasoningGym(TextEnv):
         from reasoning_gym.utils import SYSTEM_PROMPTS
 
         held_out = dataset_of(task_of(config), options(config, HELD_OUT_SEED))
-        known = frozenset(held_out[index]["question"] for index in range(cls.num_held_out))
-        return HeldOutQuestions(SYSTEM_PROMPTS["default"], Scorers(SCORES), known)
+        held_out_questions = frozenset(held_out[index]["question"] for index in range(cls.num_held_out))
+        return HeldOutQuestions(SYSTEM_PROMPTS["default"], Scorers(SCORES), held_out_questions)
 
     @classmethod
     def unload(cls, shared: HeldOutQuestions) -> None:

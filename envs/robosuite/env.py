@@ -234,11 +234,11 @@ def find_task(task: str) -> type:
             return imported
         what = f"a task of env.name={its}" if its else "no class derived from robosuite's tasks"
         raise ConfigError(f"env.task={task!r} is {what}")
-    known = {name: kind for name, kind in REGISTERED_ENVS.items() if kind.__module__.startswith("robosuite.")}
-    if task not in known:
-        known_tasks = f"robosuite has {', '.join(known)}, one of your own is my_tasks:MyLift"
-        raise ConfigError(f"env.task={task!r}: {known_tasks}{nearest(task, known)}")
-    return known[task]
+    tasks = {name: kind for name, kind in REGISTERED_ENVS.items() if kind.__module__.startswith("robosuite.")}
+    if task not in tasks:
+        known_tasks = f"robosuite has {', '.join(tasks)}, one of your own is my_tasks:MyLift"
+        raise ConfigError(f"env.task={task!r}: {known_tasks}{nearest(task, tasks)}")
+    return tasks[task]
 
 
 def build(config: RobosuiteConfig) -> Any:
@@ -285,6 +285,6 @@ def robots(config: RobosuiteConfig, kind: type) -> list[str]:
     names = [chosen] if isinstance(chosen, str) else list(chosen)
     for name in names:
         if name not in ROBOT_CLASS_MAPPING:
-            known = ", ".join(ROBOT_CLASS_MAPPING)
-            raise ConfigError(f"env.robot={name}: robosuite has {known}{nearest(name, ROBOT_CLASS_MAPPING)}")
+            robot_names = ", ".join(ROBOT_CLASS_MAPPING)
+            raise ConfigError(f"env.robot={name}: robosuite has {robot_names}{nearest(name, ROBOT_CLASS_MAPPING)}")
     return names

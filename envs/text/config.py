@@ -54,8 +54,8 @@ class ToyTextConfig(TextConfig):
 
     def conflicts(self) -> Iterator[str]:
         for task in {*one_or_several(self.task)} - {*self.TASKS}:
-            known = f"(known: {', '.join(self.TASKS)}){nearest(task, self.TASKS)}"
-            yield f"env.task={task!r} is not a task of {self.name} {known}"
+            choices = f"(known: {', '.join(self.TASKS)}){nearest(task, self.TASKS)}"
+            yield f"env.task={task!r} is not a task of {self.name} {choices}"
 
 
 class SumsConfig(ToyTextConfig):

@@ -364,8 +364,8 @@ def questions(config: Any) -> tuple[list[Question], list[Question]]:
         held_out = read(config.held_out, config.columns)
     else:
         held_out = every[: max(1, min(MOST, int(SHARE * len(every))))]
-    known = {repr(question.said) for question in held_out}
-    left = [question for question in every if repr(question.said) not in known]
+    held_out_questions = {repr(question.said) for question in held_out}
+    left = [question for question in every if repr(question.said) not in held_out_questions]
     if config.solve_rate is None:
         return left, held_out
     low, high = config.solve_rate
@@ -401,8 +401,8 @@ def read_counted(path: Path, columns: dict[str, str]) -> tuple[list[Question], i
         stamps = [file.stat() for file in files]
     except OSError as err:
         raise ConfigError(f"{path}: {err.strerror}") from None
-    known = tuple(sorted(columns.items()))
-    return _read(path, known, *((stamp.st_mtime_ns, stamp.st_size) for stamp in stamps))
+    column_items = tuple(sorted(columns.items()))
+    return _read(path, column_items, *((stamp.st_mtime_ns, stamp.st_size) for stamp in stamps))
 
 
 @lru_cache(4)

@@ -39,8 +39,8 @@ class RewardSum:
         scores = {}
         for label, (name, function) in self.functions.items():
             with explain_errors(f"env.rewards: {name}", "score an answer"):
-                known = {OPTIONAL: solution()} if label in self.read_solution else {}
-                scores[label] = float(function(asked, answer, **known))
+                optional = {OPTIONAL: solution()} if label in self.read_solution else {}
+                scores[label] = float(function(asked, answer, **optional))
             if not np.isfinite(scores[label]):
                 raise ConfigError(f"env.rewards: {name} gave the reward {scores[label]} for {answer[:80]!r}")
         return scores

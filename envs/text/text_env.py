@@ -208,17 +208,17 @@ class TextEnv(EnvCapabilities):
     def training_questions(cls, config: Any) -> tuple[int, ...]:
         """The number of questions of each task, for `algo.prompts=epochs`."""
         tasks = cls.tasks(config)
-        known = [count for task in tasks if (count := cls.num_questions(config, task)) is not None]
-        if len(known) < len(tasks):
+        counts = [count for task in tasks if (count := cls.num_questions(config, task)) is not None]
+        if len(counts) < len(tasks):
             raise ConfigError(
                 f"algo.prompts=epochs asks every question once before any again, and env.name={config.name} has an "
                 f"unlimited number; leave it out, or give {cls.__name__} a method num_questions"
             )
-        if empty := [task for task, count in zip(tasks, known, strict=True) if count < 1]:
+        if empty := [task for task, count in zip(tasks, counts, strict=True) if count < 1]:
             raise ConfigError(
                 f"env.task={empty[0]}: {cls.__name__}.num_questions says that no questions to train on are in it"
             )
-        return tuple(known)
+        return tuple(counts)
 
     @classmethod
     def protocols(cls, config: Any) -> tuple[EvaluationProtocol, ...]:

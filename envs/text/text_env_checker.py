@@ -101,9 +101,9 @@ class TextEnvChecker:
         return prompts
 
     def held_out_prompts_are_not_trained_on(self, task: str, held_out: list[str]) -> None:
-        known = {*held_out}
+        held_out_prompts = {*held_out}
         drawn = [self.question(training_spec(task, at)) for at in range(DRAWN)]
-        if shown := [prompt for prompt in drawn if prompt in known]:
+        if shown := [prompt for prompt in drawn if prompt in held_out_prompts]:
             fail(
                 "held-out",
                 f"training draws held-out prompts too, {len(shown)} of {DRAWN}, such as {shown[0]:.100}; "

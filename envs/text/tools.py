@@ -52,8 +52,8 @@ class Tool:
 
     def schema(self) -> dict[str, Any]:
         """The description for chat templates."""
-        told = {name: {"type": "string", "description": about} for name, about in self.arguments.items()}
-        shape = {"type": "object", "properties": told, "required": [*told]}
+        parameters = {name: {"type": "string", "description": about} for name, about in self.arguments.items()}
+        shape = {"type": "object", "properties": parameters, "required": [*parameters]}
         return {"type": "function", "function": {"name": self.name, "description": self.about, "parameters": shape}}
 
 
@@ -115,10 +115,10 @@ def call_of(entry: Any) -> ToolCall | None:
 
 
 def reply_of(tools: Iterable[Tool], call: ToolCall) -> str:
-    known = {tool.name: tool for tool in tools}
-    if call.name not in known:
-        return f"error: there is no tool {call.name}; there are {', '.join(known)}"
-    tool = known[call.name]
+    by_name = {tool.name: tool for tool in tools}
+    if call.name not in by_name:
+        return f"error: there is no tool {call.name}; there are {', '.join(by_name)}"
+    tool = by_name[call.name]
     if call.arguments.keys() != tool.arguments.keys():
         return f"error: {call.name} takes {', '.join(tool.arguments) or 'nothing'}"
     done: Future[str] = Future()
@@ -157,8 +157,8 @@ class Search:
 
     def find(self, query: str, count: int = 3) -> list[str]:
         """The titles of the best documents that have a word of the query."""
-        known = [word for word in words_of(query) if word in self.holding]
-        scores = {title: self.score(known, title) for word in known for title in self.holding[word]}
+        matching = [word for word in words_of(query) if word in self.holding]
+        scores = {title: self.score(matching, title) for word in matching for title in self.holding[word]}
         return sorted((title for title in scores if scores[title] > 0), key=lambda title: (-scores[title], title))[
             :count
         ]

@@ -486,12 +486,14 @@ class Verifiers(TextEnv):
         stopped = turn.done or turn.ends_sample
         return turn if stopped else self.lost(Lost("the environment did not stop when asked to"))
 
-    def turn_of(self, heard: Asked | dict[str, Any]) -> Turn:
-        if isinstance(heard, dict):
-            return self.last_turn(heard)
-        ends_sample = heard.begins_run and self.config.together
-        restarts = heard.restarts and not ends_sample
-        return Turn(said=heard.said, done=ends_sample, facts=self.asked_for, restarts=restarts, ends_sample=ends_sample)
+    def turn_of(self, message: Asked | dict[str, Any]) -> Turn:
+        if isinstance(message, dict):
+            return self.last_turn(message)
+        ends_sample = message.begins_run and self.config.together
+        restarts = message.restarts and not ends_sample
+        return Turn(
+            said=message.said, done=ends_sample, facts=self.asked_for, restarts=restarts, ends_sample=ends_sample
+        )
 
     def lost(self, err: Lost) -> Turn:
         self.example.forget()

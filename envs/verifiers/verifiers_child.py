@@ -353,8 +353,8 @@ async def chat(self, ctx, trace, runtime, endpoint, secret, mcp_urls, data, **_)
             messages.append(message.model_dump(exclude_none=True))
             calls = message.tool_calls or ()
             for call in calls:
-                heard = await result_of(call.function, names, servers)
-                messages.append({"role": "tool", "tool_call_id": call.id, "content": heard})
+                result = await result_of(call.function, names, servers)
+                messages.append({"role": "tool", "tool_call_id": call.id, "content": result})
     return ProgramResult(exit_code=0, stdout="", stderr="")
 
 

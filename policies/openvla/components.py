@@ -80,14 +80,14 @@ def as_stored(path: Path | None, weights: dict[str, Tensor]) -> dict[str, Tensor
         return weights
     before, tensors = dict(merged_weights(stored.items(), lambda *_: scale)), dict(stored)
     for name in stored:
-        own = own_layer(name)
-        if is_adapter(name) or torch.equal(before[own].to(weights[own].dtype), weights[own]):
+        layer = own_layer(name)
+        if is_adapter(name) or torch.equal(before[layer].to(weights[layer].dtype), weights[layer]):
             continue
-        tensors[name] = weights[own]
+        tensors[name] = weights[layer]
         if name.endswith(LAYER):
             up, down = (stored[name.removesuffix(LAYER) + end].float() for end in (UP, DOWN))
-            exact = weights[own].float() - scale * product(up, down, weights[own], name)
-            tensors[name] = exact.to(weights[own].dtype)
+            exact = weights[layer].float() - scale * product(up, down, weights[layer], name)
+            tensors[name] = exact.to(weights[layer].dtype)
     return tensors
 
 

@@ -179,7 +179,7 @@ def _llama(text: dict[str, Any]) -> LlamaSettings:
         "mlp": "intermediate_size",
         "eps": "rms_norm_eps",
     }
-    given = {own: text[name] for own, name in names.items() if name in text}
+    given = {key: text[name] for key, name in names.items() if name in text}
     given["kv_heads"] = text.get("num_key_value_heads") or given.get("heads", LlamaSettings.heads)
     theta = text.get("rope_theta", rope.get("rope_theta", LlamaSettings.rope_theta))
     return LlamaSettings(**given, rope_theta=theta)
@@ -234,10 +234,10 @@ def read_stored(published: PublishedOpenVLA, kinds: tuple[str, ...]) -> dict[str
     config.json."""
     stored = {name: blob for name, blob in files.read_blobs(published.path).items() if not name.startswith(RANGES)}
     for kind in published.components.keys() & set(kinds):
-        own = component_weights(kind, published.components[kind])
-        for name in own:
+        weights = component_weights(kind, published.components[kind])
+        for name in weights:
             stored.pop(unwrapped(name), None)
-        stored |= {name: blob_of(tensor) for name, tensor in own.items()}
+        stored |= {name: blob_of(tensor) for name, tensor in weights.items()}
     return stored
 
 

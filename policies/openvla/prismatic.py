@@ -95,9 +95,9 @@ class PrismaticPolicy(VLAPolicy):
 
     def check_env(self) -> None:
         super().check_env()
-        if (asked := self.spec.action.dim) != (known := len(self.statistics.low)):
+        if (asked := self.spec.action.dim) != (width := len(self.statistics.low)):
             raise ConfigError(
-                f"this model was trained for {known} action numbers, the env takes {asked}; choose another "
+                f"this model was trained for {width} action numbers, the env takes {asked}; choose another "
                 "env.control_mode (pd_ee_delta_pose has 7), or policy.statistics"
             )
 
@@ -209,8 +209,8 @@ class PrismaticPolicy(VLAPolicy):
         mask."""
         text, blank = words.shape[1] - after, words.new_zeros(words.shape[0], numbers, words.shape[2])
         x = torch.cat([words[:, :1], patches.to(words.dtype), words[:, 1:text], blank, words[:, text:]], dim=1)
-        known = present.new_ones(1, 1).expand(words.shape[0], -1)
-        parts = (present[:, :1], known.expand(-1, patches.shape[1]), present[:, 1:text], known.expand(-1, numbers))
+        ones = present.new_ones(1, 1).expand(words.shape[0], -1)
+        parts = (present[:, :1], ones.expand(-1, patches.shape[1]), present[:, 1:text], ones.expand(-1, numbers))
         return x, torch.cat([*parts, present[:, text:]], dim=1)
 
     def _pixels(self, obs: Observation) -> list[Tensor]:

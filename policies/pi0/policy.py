@@ -367,11 +367,11 @@ class Pi0Policy(FlowPolicy):
         return DRAWS * len(self.views) if self.config.augment else 0
 
     def read(
-        self, obs: Observation, known: dict[str, Any] | None = None, draws: Tensor | None = None
+        self, obs: Observation, encoded: dict[str, Any] | None = None, draws: Tensor | None = None
     ) -> networks.Prefix:
         state = self._unit_state(obs)
-        if known and SEEN in known:
-            parts = [tensor_of(known[name], self.device) for name in (SEEN, PRESENT, HIDDEN) if name in known]
+        if encoded and SEEN in encoded:
+            parts = [tensor_of(encoded[name], self.device) for name in (SEEN, PRESENT, HIDDEN) if name in encoded]
             prefix = networks.Prefix.unstacked(*parts)
         else:
             prefix = self._prefix(obs, draws=draws)

@@ -189,7 +189,7 @@ class SmolVLAPolicy(FlowPolicy):
         return self.fast.encode(text).ids
 
     def read(
-        self, obs: Observation, known: dict[str, Any] | None = None, draws: Tensor | None = None
+        self, obs: Observation, encoded: dict[str, Any] | None = None, draws: Tensor | None = None
     ) -> networks.Prefix:
         state = self._unit_state(obs)
         prefix = self.for_acting(SmolVLANetwork.prefix)

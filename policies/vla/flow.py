@@ -87,8 +87,8 @@ def normalization_of(config: dict[str, Any], usual: str) -> str:
     asked = config.get("normalization_mapping")
     modes = {str(asked.get(part)).lower() for part in ("STATE", "ACTION")} if asked else {usual}
     if modes not in ({statistics.MEAN_STD}, {statistics.QUANTILES}):
-        known = f"{statistics.MEAN_STD}, {statistics.QUANTILES}"
-        raise ValueError(f"it normalises by {', '.join(sorted(modes))}; known: {known}")
+        methods = f"{statistics.MEAN_STD}, {statistics.QUANTILES}"
+        raise ValueError(f"it normalises by {', '.join(sorted(modes))}; known: {methods}")
     return modes.pop()
 
 
@@ -141,7 +141,7 @@ class FlowFolder:
                 f"assets/NAME/{statistics.NORM_STATS} (openpi) or the normalising step of policy_preprocessor.json "
                 "(lerobot) is missing; copy it from where the model was trained"
             )
-        weights = {own: stored[name] for own, name in names.items()}
+        weights = {our_name: stored[name] for our_name, name in names.items()}
         return cls(path, settings, figures, layout, weights, unused, names)
 
 
@@ -187,9 +187,9 @@ class FlowPolicy(VLAPolicy):
 
     # Implemented by families
 
-    def read(self, obs: Observation, known: dict[str, Any] | None = None, draws: Tensor | None = None) -> Prefix:
-        """Computes what all steps share: images and words, unless `frozen_features` are `known`, and the state. `draws`
-        are random numbers for image augmentation."""
+    def read(self, obs: Observation, encoded: dict[str, Any] | None = None, draws: Tensor | None = None) -> Prefix:
+        """Computes what all steps share: images and words, unless these frozen features are `encoded`, and the state.
+        `draws` are random numbers for image augmentation."""
         raise NotImplementedError
 
     def value_features(self, seen: Prefix, hidden: Tensor | None) -> Tensor:
@@ -461,9 +461,9 @@ class FlowPolicy(VLAPolicy):
         source = self.source
         if not (source and source.layout):
             raise ConfigError("only a policy from a published folder can be saved as one; policy.pretrained is unset")
-        own, weights = self.published_weights(), {}
+        published, weights = self.published_weights(), {}
         for name, dtype in source.layout.items():
-            tensor = tensor_of_blob(source.unused[name]) if name in source.unused else own[self.own_name(name)]
+            tensor = tensor_of_blob(source.unused[name]) if name in source.unused else published[self.own_name(name)]
             weights[name] = tensor.to(getattr(torch, dtype))
         self.write_published(Path(folder), source.settings.published, weights, shard_bytes)
         scales = {"state": self.state_scale, "actions": self.action_scale}

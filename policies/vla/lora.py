@@ -281,12 +281,14 @@ def read_adapters(folder: Path, wanted: set[str], stored: dict[str, Blob], confi
         where = "the policy has no such adapter" if odd[0] in adapters else "the folder lacks it"
         raise CheckpointError(f"{folder} does not fit this policy: {odd[0].replace(f'.{ADAPTER}.', '.')}: {where}")
     for name, blob in named.items():
-        own = own_layer(name)
-        if own in stored and is_saved(own, ends):
-            adapters[own] = blob
-        elif own not in stored or not torch.equal(tensor := tensor_of(blob), tensor_of(stored[own]).to(tensor.dtype)):
+        layer = own_layer(name)
+        if layer in stored and is_saved(layer, ends):
+            adapters[layer] = blob
+        elif layer not in stored or not torch.equal(
+            tensor := tensor_of(blob), tensor_of(stored[layer]).to(tensor.dtype)
+        ):
             # e.g. embeddings, which peft saves unchanged beside their adapters
-            raise CheckpointError(f"{folder} changes {own}, which is not an adapter; merge it with peft")
+            raise CheckpointError(f"{folder} changes {layer}, which is not an adapter; merge it with peft")
     return adapters
 
 

@@ -125,9 +125,9 @@ class VLAPolicy(PublishedPolicy):
         stored = self.read_folder()
         if self.adapters is None or not stored:
             return stored
-        own = {name for name in self.state_dict() if is_adapter(name)}
+        adapters = {name for name in self.state_dict() if is_adapter(name)}
         below = {name: blob for name, blob in stored.items() if not is_adapter(name)}
-        return below | read_adapters(self.adapters, own, stored, self.config)
+        return below | read_adapters(self.adapters, adapters, stored, self.config)
 
     @classmethod
     def folder_of(cls, config: Any) -> Any:
@@ -207,9 +207,9 @@ class VLAPolicy(PublishedPolicy):
 
     def begin_with(self, tensors: dict[str, Any]) -> None:
         """Accepts weights with or without the keyframe head."""
-        own = self.state_dict()
-        kept = {name: tensor for name, tensor in tensors.items() if not name.startswith(KEYFRAMES) or name in own}
-        fresh = {name: tensor.float() for name, tensor in own.items() if name.startswith(KEYFRAMES)}
+        state = self.state_dict()
+        kept = {name: tensor for name, tensor in tensors.items() if not name.startswith(KEYFRAMES) or name in state}
+        fresh = {name: tensor.float() for name, tensor in state.items() if name.startswith(KEYFRAMES)}
         self.load_weights(fresh | kept)
 
     def check_env(self) -> None:

@@ -198,9 +198,9 @@ class Scale(nn.Module):
         names = ("mean", "std") if mode == MEAN_STD else ("q01", "q99")
         if lost := [name for name in names if figures.get(name) is None]:
             raise CheckpointError(f"{what} lack {' and '.join(lost)}, by which this model is normalised")
-        width, known = len(self.shift), min(len(figures[name]) for name in names)
-        if width and not width_of(figures) <= width <= known:
-            width_known = known if known < width else width_of(figures)
+        width, width_of_figures = len(self.shift), min(len(figures[name]) for name in names)
+        if width and not width_of(figures) <= width <= width_of_figures:
+            width_known = width_of_figures if width_of_figures < width else width_of(figures)
             raise ConfigError(f"{what} are of {width_known} numbers, the env has {width}")
         one, two = (torch.tensor(figures[name][:width], dtype=torch.float64) for name in names)
         scale = two + eps if mode == MEAN_STD else (two - one + eps) / 2
@@ -277,19 +277,19 @@ def camera_order(config: dict[str, Any], folder: Path, cameras: Sequence[str]) -
             for step in read_json(folder / STEPS).get("steps", []):
                 if step.get("registry_name") == "rename_observations_processor":
                     renamed |= step.get("config", {}).get("rename_map", {})
-    known = [name.removeprefix(PICTURES) for name in config.get("input_features") or () if name.startswith(PICTURES)]
+    named = [name.removeprefix(PICTURES) for name in config.get("input_features") or () if name.startswith(PICTURES)]
     name_of = {renamed.get(PICTURES + camera, PICTURES + camera).removeprefix(PICTURES): camera for camera in cameras}
-    return [name_of[name] for name in known if name in name_of] or [*cameras]
+    return [name_of[name] for name in named if name in name_of] or [*cameras]
 
 
-def figures_of(known: dict[str, Moments], where: str, name: str | None) -> tuple[Moments | None, str]:
-    """Returns the statistics `name` among those `known` at `where`, or in a dataset's folder of this name, and their
+def figures_of(figures: dict[str, Moments], where: str, name: str | None) -> tuple[Moments | None, str]:
+    """Returns the statistics `name` among those `figures` at `where`, or in a dataset's folder of this name, and their
     origin."""
-    if name and name not in known and (not known or Path(name).is_dir()):
-        known, where, name = read_figures(Path(name)), name, None
-        if not known:
+    if name and name not in figures and (not figures or Path(name).is_dir()):
+        figures, where, name = read_figures(Path(name)), name, None
+        if not figures:
             raise ConfigError(no_statistics(Path(where)))
-    return (known[choose_key(known, name, where)] if known else None), where
+    return (figures[choose_key(figures, name, where)] if figures else None), where
 
 
 def width_of(figures: dict[str, list[float]]) -> int:
