@@ -279,7 +279,7 @@ class CriticWorker(NetworkWorker):
         }
 
     def value_loss(self, batch: RankBatch, micro_batch: Pass) -> tuple[Tensor, Tensor]:
-        scores, items = self.model.score(micro_batch.inputs(batch)), batch.select_loss_arrays(micro_batch.items)
+        scores, items = self.model.score(micro_batch.inputs(batch.inputs)), batch.select_loss_arrays(micro_batch.items)
         bounds = {"value_clip": self.algo.value_clip, "huber_delta": self.algo.huber_delta}
         weights = items.weights * float(micro_batch.counts)
         loss, _ = value_loss_sum(scores.values, items.values, items.returns, weights, **bounds)

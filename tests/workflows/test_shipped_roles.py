@@ -125,9 +125,9 @@ def scored(folder, *words, **roles):
     """What each conversation of an iteration was asked, its answer and its reward, with these roles."""
     with Talk(folder, "algo.filter=none", "run.samples=20", *words, placement=placed(**roles)) as run:
         run.some(1)
-        told, table = run.loop.source.samples, run.loop.source.table
-    rewards = {one["index"]: table[one["index"]].result.total_reward for one in told}
-    return [(one["turns"][0]["said"], one["turns"][0]["answer"], rewards[one["index"]]) for one in told]
+        samples, refs = run.loop.source.samples, run.loop.source.refs
+    rewards = {one["index"]: refs[one["index"]].result.total_reward for one in samples}
+    return [(one["turns"][0]["said"], one["turns"][0]["answer"], rewards[one["index"]]) for one in samples]
 
 
 def test_a_verifier_and_a_classifier_replace_rewards(tmp_path):
