@@ -172,10 +172,8 @@ class Component:
     devices: int = 1  # of every worker, all of one machine; a worker on cores has one
 
     def __post_init__(self) -> None:
-        if self.calls < 1 or self.items < 1:
-            raise ValueError(f"{self.name}: calls={self.calls} and items={self.items} must be at least 1")
-        if self.streams and self.ahead:
-            raise ValueError(f"{self.name}: ahead={self.ahead} items come before calls that need all, and it streams")
+        assert self.calls >= 1 and self.items >= 1, self
+        assert not (self.streams and self.ahead), self  # items ahead come before calls that need all
 
 
 @dataclass(frozen=True)
@@ -200,21 +198,13 @@ class Dataflow:
     lengths: Lengths | None = None  # of conversations, if items are conversations
 
     def __post_init__(self) -> None:
-        names = [c.name for c in self.components]
-        if len(set(names)) != len(names):
-            raise ValueError(f"components need names of their own: {', '.join(names)}")
-        if unknown := {end for e in self.edges for end in (e.source, e.target)} - set(names):
-            raise ValueError(f"edges name {', '.join(sorted(unknown))}; components: {', '.join(names)}")
-        if self.schedule not in SCHEDULES:
-            raise ValueError(f"schedule={self.schedule} should be one of {', '.join(SCHEDULES)}")
-        if self.groups and (self.passes > 1 or any(c.ahead or c.streams for c in self.components)):
-            raise ValueError("groups come in one pass, and nothing is encoded ahead of them")
-        if self.schedule == "periodic" and not self.groups:
-            raise ValueError("schedule=periodic needs groups that are learned from one by one")
-        for node in self.order:
-            askers = [name for name in node if self[name].splits]
-            if len(askers) != (len(node) > 1):
-                raise ValueError(f"in a cycle one component splits its items, elsewhere none; {node} has {askers}")
+        assert len(self.by_name) == len(self.components), self.components
+        assert {end for e in self.edges for end in (e.source, e.target)} <= self.by_name.keys(), self.edges
+        assert self.schedule in SCHEDULES and (self.groups or self.schedule != "periodic"), self.schedule
+        # Groups come in one pass, and nothing is encoded ahead of them.
+        assert not self.groups or (self.passes == 1 and not any(c.ahead or c.streams for c in self.components))
+        for node in self.order:  # in a cycle one component splits its items, elsewhere none
+            assert sum(self[name].splits for name in node) == (len(node) > 1), node
 
     def __getitem__(self, name: str) -> Component:
         return self.by_name[name]

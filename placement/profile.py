@@ -300,7 +300,7 @@ def profile_from_json(content: Any, name: str = "the profile") -> Profile:
             content.get("sources", {}),
             content.get("runs", ()),
         )
-    except (KeyError, TypeError, ValueError, AttributeError) as err:
+    except (KeyError, TypeError, ValueError, AttributeError, AssertionError) as err:
         raise PlacementError(f"{name} is damaged: {type(err).__name__}: {err}; measure again") from None
 
 

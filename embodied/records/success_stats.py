@@ -26,8 +26,7 @@ DRAWS = 10_000  # of a bootstrap
 
 def wilson(count: float, total: float) -> tuple[float, float]:
     """The 95% Wilson score interval of a rate: wilson(9, 10) is 59.6% to 98.2%."""
-    if not 0 <= count <= total or total == 0:
-        raise ValueError(f"there is no rate of {count} in {total}")
+    assert 0 <= count <= total and total, (count, total)
     rate, z2 = count / total, Z95**2
     centre = (rate + z2 / (2 * total)) / (1 + z2 / total)
     half = Z95 * math.sqrt(rate * (1 - rate) / total + z2 / (4 * total**2)) / (1 + z2 / total)

@@ -202,8 +202,7 @@ class LiberoEnv(MujocoEnv):
     def task_of(self, episode: EpisodeSpec) -> str:
         """The task of an episode; the tasks of a suite or a list take turns."""
         tasks = tasks_of(episode.task)
-        if unknown := [task for task in tasks if task not in self.all_tasks]:
-            raise ValueError(f"episode {episode.index} plays {unknown[0]}, which is not in env.task={self.config.task}")
+        assert {*tasks} <= {*self.all_tasks}, episode
         return tasks[episode.index % len(tasks)]
 
     def row(self, row: int) -> SceneRow:
