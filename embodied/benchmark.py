@@ -215,8 +215,8 @@ def run_all(
             hosts = [host for _, plan in planned.values() for host in host_plans(plan)]
             stack.callback(reserve_devices(address, hosts))
         timed_runs = {
-            mode: stack.enter_context(TimedRun(*each, folder / "logs" / mode, program, reserves=False))
-            for mode, each in planned.items()
+            mode: stack.enter_context(TimedRun(*placements, folder / "logs" / mode, program, reserves=False))
+            for mode, placements in planned.items()
         }
         order = list(timed_runs)
         for turn in range(rounds + WARM_UP):

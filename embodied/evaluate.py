@@ -260,21 +260,21 @@ def evaluate(parts: list[Part], source: PolicySource, policy: dict[str, Any], ou
     kept: PartialEvaluation | None = None
     episodes: list[EpisodeResult] = []
     evaluators: list[Evaluator] = []
-    for part in parts:
-        with open_workers(part, parts, source, tasks, out) as evaluator:
+    for planned_part in parts:
+        with open_workers(planned_part, parts, source, tasks, out) as evaluator:
             if kept is None:  # a refused evaluation leaves no files
                 kept = PartialEvaluation(out, asked_for(parts, source.config, policy), policy, notify=launch.say)
                 if kept.finished:
                     print(f"going on    {kept} were over already", flush=True)
             with going_on_later(kept):
-                episodes += evaluator.evaluate(out, out / "dataset" / name_of_part(part, parts), kept)
+                episodes += evaluator.evaluate(out, out / "dataset" / name_of_part(planned_part, parts), kept)
             evaluators.append(evaluator)
-            if part is parts[-1]:  # results are written together, for complete evaluations only
+            if planned_part is parts[-1]:  # results are written together, for complete evaluations only
                 show_results(source, write_evaluation(kept, evaluators, episodes), out)
                 film_failures(evaluator, out, episodes)
-    for part, evaluator in zip(parts[:-1], evaluators):
+    for planned_part, evaluator in zip(parts[:-1], evaluators):
         if evaluator.failures_to_film(out, episodes):
-            with open_workers(part, parts, source, tasks, out) as again:
+            with open_workers(planned_part, parts, source, tasks, out) as again:
                 again.read_spec()
                 film_failures(again, out, episodes)
     for video in worth_seeing((out / "videos").glob("*.mp4"))[:3]:

@@ -91,9 +91,9 @@ def export(loaded: Loaded, options: Options) -> None:
         if largest > options.tolerance:
             raise EmbodiedError(
                 f"the program's actions differ by {largest:.1e} from the policy's; if they may, set "
-                f"tolerance={2 * largest:.0e}, or try format={next(each for each in FORMATS if each != options.format)}"
+                f"tolerance={2 * largest:.0e}, or try format={next(one for one in FORMATS if one != options.format)}"
             )
-    rows = sum(num_rows(each.obs) for each in played)
+    rows = sum(num_rows(one.obs) for one in played)
     recipe = stored_recipe(source.folder) if source.folder else None
     print(f"compared    {rows} decisions: actions differ by at most {largest:.1e} from the policy's")
     print(f"exported    {out}: {', '.join(sorted(path.name for path in out.iterdir()))}")
@@ -120,12 +120,12 @@ def one_policy(loaded: Loaded) -> PolicySource:
 def play(config: RunConfig, source: PolicySource, file_format: str) -> tuple[Policy, list[Decision]]:
     """The policy, and its first decisions in the first evaluation episodes of its tasks, `ROWS` of them at a time."""
     policy, played = None, []
-    for part in one_env_each(config):
-        part, _ = launch.planned(part.model_copy(update={"policy": source.config}), learn=False)
-        kind = env_class(part.env)
-        protocol = choose_protocol(kind, part.env, part.eval.protocol)
-        options, tasks = protocol.apply(part.env), kind.tasks(part.env)
-        episodes = EpisodeList(part.eval.seed, "eval", tasks, protocol.stored_states)
+    for config_of_env in one_env_each(config):
+        config_of_env, _ = launch.planned(config_of_env.model_copy(update={"policy": source.config}), learn=False)
+        kind = env_class(config_of_env.env)
+        protocol = choose_protocol(kind, config_of_env.env, config_of_env.eval.protocol)
+        options, tasks = protocol.apply(config_of_env.env), kind.tasks(config_of_env.env)
+        episodes = EpisodeList(config_of_env.eval.seed, "eval", tasks, protocol.stored_states)
         with kind.explain_errors(options):
             env = make_env(options, ROWS)
         try:
@@ -158,7 +158,7 @@ def build(source: PolicySource, spec: EnvSpec, file_format: str) -> Policy:
 
 
 def decide(policy: Policy, obs: Observation) -> Decision:
-    obs = map_obs(lambda part: part if is_text(part) else host(part), obs)
+    obs = map_obs(lambda array: array if is_text(array) else host(array), obs)
     spec, draw = policy.noise_spec(), np.random.default_rng(0)
     shape = num_rows(obs), spec.width
     noise = draw.standard_normal(shape) if spec.kind == "normal" else draw.uniform(size=shape)
@@ -174,7 +174,7 @@ def instructions(policy: Policy, played: list[Decision], more: tuple[str, ...]) 
         raise ConfigError(f"instructions={[*more]} has no effect: this {policy.config.name} is told none; leave it out")
     if not (reads and policy.spec.instruction):
         return [policy.config.instruction] if reads else []
-    return [*dict.fromkeys([*(text for each in played for text in each.obs["instruction"]), *more])]
+    return [*dict.fromkeys([*(text for decision in played for text in decision.obs["instruction"]), *more])]
 
 
 def write(
@@ -191,7 +191,10 @@ def write(
     origin = {**source.described(), "version": version, "format": file_format, "provenance": provenance()}
     description = {"policy": ours, "env_spec": spec, "program": program, FROM: origin}
     runner = export_program.write(folder, file_format, description, policy, played[0].obs)
-    return max(difference(runner.act(each.obs, each.noise[:, : program["noise"]]), each.actions) for each in played)
+    return max(
+        difference(runner.act(decision.obs, decision.noise[:, : program["noise"]]), decision.actions)
+        for decision in played
+    )
 
 
 def difference(found: np.ndarray, wanted: np.ndarray) -> float:

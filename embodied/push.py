@@ -133,9 +133,9 @@ def recipe_without_places(recipe: Path) -> dict[str, Any]:
 def without_folders(value: Any) -> Any:
     """The values; absolute paths are cut to their last name."""
     if isinstance(value, dict):
-        return {key: without_folders(part) for key, part in value.items()}
+        return {key: without_folders(item) for key, item in value.items()}
     if isinstance(value, list):
-        return [without_folders(part) for part in value]
+        return [without_folders(item) for item in value]
     return Path(value).name if isinstance(value, str) and value.startswith("/") else value
 
 

@@ -167,7 +167,7 @@ class SimWorker(PlayerWorker):
         if self.away is not None:
             return self.away
         parts = [stage_state(stage) for stage in self.stages if stage.obs is not None]
-        return {name: np.concatenate([part[name] for part in parts]) for name in parts[0]} if parts else {}
+        return {name: np.concatenate([state[name] for state in parts]) for name in parts[0]} if parts else {}
 
     def set_state(self, state: dict[str, np.ndarray], episodes: EpisodeList) -> int:
         """Continue from `get_state` of all workers. Returns how many open episodes had to be abandoned."""

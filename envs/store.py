@@ -44,8 +44,8 @@ class StoringWorker(Worker):
 
     def forget_all_but(self, episodes: tuple[int, ...]) -> None:
         """Forget all stored episodes but these."""
-        left = parts_of({episode: part for episode, part in self.store.items() if episode in episodes})
-        self.store = {episode: part for part in left for episode in part.ids.tolist()}
+        left = parts_of({episode: trajectory for episode, trajectory in self.store.items() if episode in episodes})
+        self.store = {episode: trajectory for trajectory in left for episode in trajectory.ids.tolist()}
 
     def get_stored(self) -> dict[str, np.ndarray]:
         """The stored episodes, as arrays for a checkpoint; empty if there are none."""
@@ -138,17 +138,19 @@ class Stores:
 
 def parts_of(kept: dict[int, Trajectory]) -> list[Trajectory]:
     """The trajectories of `kept`, with these episodes only."""
-    wanted = gather((id(part), episode) for episode, part in kept.items()).values()
+    wanted = gather((id(trajectory), episode) for episode, trajectory in kept.items()).values()
     return [choose(kept[ids[0]], sorted(ids)) for ids in wanted]
 
 
 def arrays_of(trajectory: Trajectory) -> dict[str, np.ndarray]:
     """A trajectory as flat arrays, for a checkpoint."""
     flat = {"ids": trajectory.ids, "lengths": trajectory.lengths, **flat_dict(decisions_of(trajectory))}
-    return {name: part.astype(str) if is_text(part) else host(part) for name, part in flat.items()}
+    return {name: array.astype(str) if is_text(array) else host(array) for name, array in flat.items()}
 
 
 def trajectory_from(arrays: dict[str, np.ndarray]) -> Trajectory:
     """The trajectory that `arrays_of` was made of."""
-    tree = nested_dict({name: part.astype(object) if part.dtype.kind == "U" else part for name, part in arrays.items()})
+    tree = nested_dict(
+        {name: array.astype(object) if array.dtype.kind == "U" else array for name, array in arrays.items()}
+    )
     return Trajectory(**{"replay": {}, **tree})

@@ -265,14 +265,14 @@ def deal_groups(
     """
     size, best, lowest = len(groups[0]), {}, inf
     for cut in [2**power for power in range(size.bit_length()) if 2**power <= size]:
-        borders = [size * part // cut for part in range(cut + 1)]
+        borders = [size * border // cut for border in range(cut + 1)]
         parts = [group[begin:end] for group in groups for begin, end in pairwise(borders)]
-        at = [[cut * group + part for group in step for part in range(cut)] for step in steps]
-        costs = [cost(part) for part in parts]
-        ranks = deal(costs, num_ranks, at, [items(part) for part in parts], most_items)
+        at = [[cut * group + border for group in step for border in range(cut)] for step in steps]
+        costs = [cost(border) for border in parts]
+        ranks = deal(costs, num_ranks, at, [items(border) for border in parts], most_items)
         peak, mean = peak_and_mean(costs, ranks, num_ranks, at)
         if peak < lowest:
-            best = {one: rank for part, rank in zip(parts, ranks, strict=True) for one in part}
+            best = {one: rank for border, rank in zip(parts, ranks, strict=True) for one in border}
             lowest = peak
         if peak <= BALANCED * mean:
             break

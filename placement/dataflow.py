@@ -124,7 +124,7 @@ def dealt_ratio(lengths: Lengths, batch: np.ndarray, ranks: int) -> float:
         for rank in {rank_of[one] for one in group}:
             loads[rank] += cost([one for one in group if rank_of[one] == rank])
     degrees = [degree for degree in lengths.degrees if ranks % degree == 0]
-    together = [SequenceLoad(int(group.sum()), each) for group, each in zip(batch, whole)]
+    together = [SequenceLoad(int(group.sum()), cost_of_group) for group, cost_of_group in zip(batch, whole)]
     divided = divide_sequences(together, ranks, ExchangeCosts(), degrees).loads if len(degrees) > 1 else [np.inf]
     return float(min(loads.max(), max(divided)) * ranks / sum(whole))
 

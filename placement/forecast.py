@@ -188,16 +188,18 @@ def as_placement(
         workers: dict[str, int] = {}
         for zone in sorted(layer, key=lambda zone: several and not any(map(dataflow.is_learner, zone.components))):
             every = devices_of(pricer.classes[zone.device_class], topology)
-            each = {name: pricer.devices_of_worker(name, zone.device_class) for name in zone.components}
+            devices_of_worker = {name: pricer.devices_of_worker(name, zone.device_class) for name in zone.components}
             first = workers.get(zone.device_class, 0)
-            if max(each.values()) > 1:  # from the last ones on, where machines have a multiple
+            if max(devices_of_worker.values()) > 1:  # from the last ones on, where machines have a multiple
                 first = len(every) - zone.devices
             else:
                 workers[zone.device_class] = first + zone.devices
             devices = every[first : first + zone.devices]
             counts = {name: int(pricer.count(name, at, layout.stages)) for name in zone.components}
-            for roles in hosts_of(zone, counts, dataflow, alone={name for name in each if each[name] > 1}):
-                size = each[roles[0]]
+            for roles in hosts_of(
+                zone, counts, dataflow, alone={name for name in devices_of_worker if devices_of_worker[name] > 1}
+            ):
+                size = devices_of_worker[roles[0]]
                 devices_of_role = devices if size == 1 else whole_workers(devices, size)
                 placement[",".join(roles)] = text_of(devices_of_role[: size * counts[roles[0]]])
     on_cores = draws and all(pricer.classes[layout.zone_of(name).device_class].kind == "cpu" for name in askers)

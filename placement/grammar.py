@@ -225,13 +225,13 @@ def text_of(devices: Sequence[tuple[str, str, int]]) -> str:
 def split_cores(cores: tuple[int, ...], workers: int, part: str) -> list[tuple[int, ...]]:
     """Divides cores into equal, disjoint parts, one for each worker. A remainder is refused; `part` is the text to
     quote."""
-    each, rest = divmod(len(cores), workers)
-    if rest or not each:
+    cores_of_worker, rest = divmod(len(cores), workers)
+    if rest or not cores_of_worker:
         first = cores[0]
-        if not each:
+        if not cores_of_worker:
             works = f"cpu:{first}-{first + workers - 1}*{workers}, or fewer workers: cpu:{span(cores)}*{len(cores)}"
         else:
-            works = f"cpu:{span(cores[: each * workers])}*{workers}"
+            works = f"cpu:{span(cores[: cores_of_worker * workers])}*{workers}"
         uneven = f"{part!r} splits {number(len(cores), 'core')} among {workers} workers"
         raise PlacementError(f"{uneven}, which leaves no equal parts; try {works}")
-    return [cores[i * each : (i + 1) * each] for i in range(workers)]
+    return [cores[i * cores_of_worker : (i + 1) * cores_of_worker] for i in range(workers)]

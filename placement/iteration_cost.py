@@ -96,10 +96,10 @@ class Pricer:
         }
 
     def _num_places(self, name: str, device_class: str, devices: Array) -> Array:
-        if (each := self.devices_of_worker(name, device_class)) == 1:
+        if (devices_of_worker := self.devices_of_worker(name, device_class)) == 1:
             return devices
         on = self.classes[device_class]
-        return np.minimum(devices // each, on.count // on.num_nodes // each * on.num_nodes)
+        return np.minimum(devices // devices_of_worker, on.count // on.num_nodes // devices_of_worker * on.num_nodes)
 
     def devices_of_worker(self, name: str, device_class: str) -> int:
         return 1 if self.classes[device_class].kind == "cpu" else self.dataflow[name].devices
@@ -274,8 +274,8 @@ class Pricer:
         def of(layer: Layer, terms: Terms, which: str) -> Array:
             return max_of(0.0, *(terms[which, i] for i, zone in enumerate(layer) if zone.device_class == device_class))
 
-        idle = [of(layer, each, "idle") for layer, each in zip(layers, terms)]
-        active = [of(layer, each, "active") for layer, each in zip(layers, terms)]
+        idle = [of(layer, layer_terms, "idle") for layer, layer_terms in zip(layers, terms)]
+        active = [of(layer, layer_terms, "active") for layer, layer_terms in zip(layers, terms)]
         return max_of(*(sum(idle[:i]) + here + sum(idle[i + 1 :]) for i, here in enumerate(active)))
 
     def encoding_seconds(self, name: str, at: Mapping) -> Array:
@@ -444,11 +444,11 @@ class Pricer:
         its asker (`cuts`)."""
         (zone, devices), (home, home_devices) = at[name], at[asker]
         asking = np.maximum(self.table(asker, home.device_class, stages).workers[home_devices], 1)
-        each = self.dataflow[name].items / (asking * stages)
+        items_of_asker = self.dataflow[name].items / (asking * stages)
         cuts = self.parts_of_request(name, asker, at, stages)
-        each = np.where(cuts > 1, np.ceil(each / cuts), each)
+        items_of_asker = np.where(cuts > 1, np.ceil(items_of_asker / cuts), items_of_asker)
         waiting = 1 if zone is home else -(-asking // np.clip(devices, 1, asking))
-        return each, waiting, np.clip(self.dataflow[name].merges // each, 1, waiting)
+        return items_of_asker, waiting, np.clip(self.dataflow[name].merges // items_of_asker, 1, waiting)
 
     def parts_of_request(self, name: str, asker: str, at: Mapping, stages: int) -> Array:
         """The number of workers that a request is divided among. If requests are merged and there are more workers than

@@ -437,11 +437,11 @@ class PlacementPlan:
 def places(hosts: list[PlannedHost]) -> str:
     """The devices of equal hosts, as text."""
     if hosts[0].devices:
-        each = f", {len(hosts[0].devices)} each" if len(hosts[0].devices) > 1 and len(hosts) > 1 else ""
-        return f"{spans(device for host in hosts for device in host.devices)}{each}"
+        cores_of_host = f", {len(hosts[0].devices)} each" if len(hosts[0].devices) > 1 and len(hosts) > 1 else ""
+        return f"{spans(device for host in hosts for device in host.devices)}{cores_of_host}"
     cores = span(tuple({core for host in hosts for core in host.cores}))
-    each = f", {len(hosts[0].cores)} each" if len(hosts) > 1 else ""
-    return f"{'core' if cores.isdigit() else 'cores'} {cores}{each}"
+    cores_of_host = f", {len(hosts[0].cores)} each" if len(hosts) > 1 else ""
+    return f"{'core' if cores.isdigit() else 'cores'} {cores}{cores_of_host}"
 
 
 def drawn_on(hosts: list[PlannedHost]) -> str:

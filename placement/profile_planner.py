@@ -69,8 +69,8 @@ class Splits:
         home = next(other.device_class for other in self.layer if asker in other.components)
         parts = np.unique(self.pricer.table(asker, home, self.stages).workers[1:]) * self.stages
         equal = np.concatenate([marks for k in range(1, 17) for marks in (-(-parts // k), parts * k)])
-        each = self.pricer.devices_of_worker(name, zone.device_class)
-        return each * np.union1d(thinned(np.arange(1, count // each + 1)), equal[equal > 0])
+        devices_of_worker = self.pricer.devices_of_worker(name, zone.device_class)
+        return devices_of_worker * np.union1d(thinned(np.arange(1, count // devices_of_worker + 1)), equal[equal > 0])
 
     def at(self, rows: np.ndarray, known: int) -> Terms:
         """The terms of splits [zones, n]: indices of sizes, or of the largest size that a zone after `known` may have,
@@ -175,7 +175,9 @@ class Planner:
                 devices = [size[row] for size, row in zip(part.sizes, ours)]
                 terms[-1] |= self.pricer.overlapped_terms(part.layer, devices, part.stages)
             first += len(part.layer)
-        seconds = sum(self.pricer.layer_seconds(layer, each, chunks) for layer, each in zip(layers, terms))
+        seconds = sum(
+            self.pricer.layer_seconds(layer, layer_terms, chunks) for layer, layer_terms in zip(layers, terms)
+        )
         seconds = np.broadcast_to(seconds + self.dataflow.fixed_s, rows.shape[1:])
         fits = np.isfinite(seconds)
         for c in self.classes:

@@ -59,7 +59,7 @@ def span(numbers: tuple[int, ...]) -> str:
             parts[-1].append(number)
         else:
             parts.append([number])
-    return ",".join(str(part[0]) if len(part) == 1 else f"{part[0]}-{part[-1]}" for part in parts)
+    return ",".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in parts)
 
 
 def spans(devices: Iterable[str]) -> str:
@@ -315,5 +315,5 @@ def cores_beside(device: str, node: Node) -> tuple[int, ...]:
     near, cores = node.gpus, node.core_numbers
     if gpu.numa is not None and gpu.numa < len(node.numa) and node.numa[gpu.numa]:
         near, cores = tuple(other for other in node.gpus if other.numa == gpu.numa), node.numa[gpu.numa]
-    each, place = len(cores) // len(near), near.index(gpu)
-    return cores[place * each : (place + 1) * each] if each else cores
+    cores_of_gpu, place = len(cores) // len(near), near.index(gpu)
+    return cores[place * cores_of_gpu : (place + 1) * cores_of_gpu] if cores_of_gpu else cores

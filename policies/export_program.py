@@ -149,7 +149,7 @@ def argument(value: Any) -> Any:
     if isinstance(value, torch.fx.Node):
         return {"result": value.name}
     if isinstance(value, list | tuple):
-        return [argument(part) for part in value]
+        return [argument(item) for item in value]
     if isinstance(value, torch.device):
         return {"device": ""}
     kind = next((kind for cls, kind in OBJECTS.items() if isinstance(value, cls)), None)

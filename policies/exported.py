@@ -40,5 +40,5 @@ class ExportedPolicy(Policy):
         return PolicyOutput(actions, np.zeros(actions.shape, np.float32), np.zeros(len(actions), np.float32))
 
 
-def _on_host(part):
-    return part if isinstance(part, list) else host(part)
+def _on_host(array):
+    return array if isinstance(array, list) else host(array)

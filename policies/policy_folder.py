@@ -54,13 +54,13 @@ def checksums(folder: Path) -> Iterator[None]:
 
     def files() -> dict[Path, tuple[int, int, int]]:
         """Which files are here; no clock is asked, since it may be set meanwhile."""
-        found = {each: each.stat() for each in sorted(folder.rglob("*")) if each.is_file() and each != path}
-        return {each: (stat.st_ino, stat.st_mtime_ns, stat.st_size) for each, stat in found.items()}
+        found = {file: file.stat() for file in sorted(folder.rglob("*")) if file.is_file() and file != path}
+        return {file: (stat.st_ino, stat.st_mtime_ns, stat.st_size) for file, stat in found.items()}
 
     before = files()
     yield
-    written = [each for each, what in files().items() if before.get(each) != what]
-    sums = {str(each.relative_to(folder)): digest(each) for each in written}
+    written = [file for file, what in files().items() if before.get(file) != what]
+    sums = {str(file.relative_to(folder)): digest(file) for file in written}
     path.write_text(json.dumps({"files": sums}, indent=2) + "\n")
 
 

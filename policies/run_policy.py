@@ -28,7 +28,7 @@ class Policy:
         """The program's inputs by name."""
         parts = {f"images.{camera}": images for camera, images in observation.get("images", {}).items()}
         parts["state"] = observation.get("state")
-        rows = len(next(part for part in parts.values() if part is not None))
+        rows = len(next(array for array in parts.values() if array is not None))
         if prompts := self.program["prompts"]:
             texts = observation.get("instruction") or rows * [self.program["instruction"]]
             if unknown := [text for text in texts if text not in prompts]:

@@ -40,7 +40,7 @@ class TorchSession:
     def read(self, values, value):
         """An argument: numbers are themselves, results and other objects are named."""
         if isinstance(value, list):
-            return [self.read(values, part) for part in value]
+            return [self.read(values, item) for item in value]
         if isinstance(value, str) and value not in TEXTS:
             raise ValueError(f"{value!r} is no argument of an operation")
         if not isinstance(value, dict):

@@ -253,7 +253,7 @@ class PolicyWorker(Worker):
             return requests[0].episodes, requests[0].decisions
         alike = len({is_tensor(request.episodes) for request in requests}) == 1
         parts = zip(*((r.episodes, r.decisions) for r in requests), strict=True)
-        episodes, decisions = (concatenate(part if alike else [*map(host, part)]) for part in parts)
+        episodes, decisions = (concatenate(keys if alike else [*map(host, keys)]) for keys in parts)
         return episodes, decisions
 
     def _noise(self, episodes: Array, decisions: Array, stream: str) -> Array:
@@ -280,12 +280,12 @@ class PolicyWorker(Worker):
             check_finite(numbers)
             return
         seen = FiniteChecks()
-        for part in leaves(obs):
-            if is_tensor(part) and part.is_floating_point():
-                seen.note("seen", part)
+        for array in leaves(obs):
+            if is_tensor(array) and array.is_floating_point():
+                seen.note("seen", array)
         but = [mark.isnan() for mark in seen.wrong.values()]
-        for what, each in numbers.items():
-            self.checks.note(what, each, *but)
+        for what, array_of_answer in numbers.items():
+            self.checks.note(what, array_of_answer, *but)
 
     def _check_noted(self) -> None:
         """Raise if answers since the last call were not finite."""
@@ -295,12 +295,12 @@ class PolicyWorker(Worker):
 
 def check_finite(numbers: dict[str, Array]) -> None:
     """Raise if a policy's numbers are NaN or infinite. If all are finite, only one number leaves the device."""
-    tensors = [each for each in numbers.values() if is_tensor(each)]
-    fine = not tensors or bool(torch.stack([each.isfinite().all() for each in tensors]).all())
-    for what, each in numbers.items():
-        if fine if is_tensor(each) else np.isfinite(each).all():
+    tensors = [array for array in numbers.values() if is_tensor(array)]
+    fine = not tensors or bool(torch.stack([array.isfinite().all() for array in tensors]).all())
+    for what, array in numbers.items():
+        if fine if is_tensor(array) else np.isfinite(array).all():
             continue
-        if len(rows := np.flatnonzero(~finite_rows(each))):
+        if len(rows := np.flatnonzero(~finite_rows(array))):
             raise Unusable(f"the policy's {what} are NaN or infinite for rows {rows[:8].tolist()}")
 
 
@@ -308,7 +308,7 @@ def check_output(output: PolicyOutput, num: int, dim: int) -> None:
     """Refuse wrong outputs of `act`; numpy would silently broadcast some of them."""
     if not isinstance(output, PolicyOutput):
         raise WrongShape(f"the policy's act returned {type(output).__name__}, it must be a PolicyOutput")
-    actions, logprobs, values = (list(each.shape) for each in (output.actions, output.logprobs, output.values))
+    actions, logprobs, values = (list(array.shape) for array in (output.actions, output.logprobs, output.values))
     decisions = [num, *actions[1:2], dim]
     if actions != decisions or len(logprobs) != 3 or logprobs[:2] != actions[:2] or values != [num]:
         raise WrongShape(

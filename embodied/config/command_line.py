@@ -189,7 +189,7 @@ def run_to_resume(recipe: str, values: dict[str, Any], command: Command, schema:
 
     sources = recipe_sources(recipe, schema, [])
     sources.append(Source(COMMAND_LINE, Path.cwd(), flatten(schema, values, COMMAND_LINE, [])))
-    given = {key: own_path(schema, key, value, each.folder) for each in sources for key, value in each.values}
+    given = {key: own_path(schema, key, value, source.folder) for source in sources for key, value in source.values}
     name = str(given.get(("run", "name")) or usual_name(recipe, command))
     parent = Path(str(given.get(("run", "dir"), "runs")))
     run, notes = newest_run(parent, name)

@@ -366,7 +366,7 @@ def _own_path(root: Section, key: Key, value: Any, folder: Path, values: dict | 
         files = [str(folder / as_path(one)) if str(one).endswith(".bddl") else one for one in named]
         return files if isinstance(value, list) else files[0]
     if key == EVAL_SETS and isinstance(value, dict):
-        return {name: _set_with_path(each, folder) for name, each in value.items()}
+        return {name: _set_with_path(item, folder) for name, item in value.items()}
     if key in WITH_PATHS and isinstance(value, dict):
         return {name: _own_path(root, (*key, name), one, folder, None) for name, one in value.items()}
     if key[-1] in WITH_PATHS.get(key[:-1], ()) and isinstance(value, str) and not is_data_set(value):

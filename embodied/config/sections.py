@@ -240,7 +240,7 @@ def _named_sets(values: Any) -> Any:
         return values
     if odd := next((name for name in values if not re.fullmatch(r"[\w.-]+", str(name))), None):
         raise ValueError(f"{odd!r} names no set: letters, digits, _, - and dots; such as {{gsm8k: FILE}}")
-    return {name: {"file": each} if isinstance(each, str) else each for name, each in values.items()}
+    return {name: {"file": options} if isinstance(options, str) else options for name, options in values.items()}
 
 
 class EvalSection(Strict):

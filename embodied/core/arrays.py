@@ -197,28 +197,28 @@ def flat_dict(tree: dict[str, Any], above: str = "") -> dict[str, Any]:
 def nested_dict(flat: dict[str, Any]) -> dict[str, Any]:
     """{"images.top": 1} -> {"images": {"top": 1}}"""
     tree: dict[str, Any] = {}
-    for name, part in flat.items():
+    for name, array in flat.items():
         *groups, leaf = name.split(".")
         inner = tree
         for group in groups:
             inner = inner.setdefault(group, {})
-        inner[leaf] = part
+        inner[leaf] = array
     return tree
 
 
-def is_text(part: Any) -> bool:
+def is_text(array: Any) -> bool:
     """True if a leaf holds texts, as a list or as an array."""
-    return isinstance(part, list) or (isinstance(part, np.ndarray) and part.dtype.kind == "O")
+    return isinstance(array, list) or (isinstance(array, np.ndarray) and array.dtype.kind == "O")
 
 
 def text_arrays(obs: Observation) -> Observation:
     """The observation with its texts as an array, as it is sent."""
-    return map_obs(lambda part: np.array(part, object) if is_text(part) else part, obs)
+    return map_obs(lambda array: np.array(array, object) if is_text(array) else array, obs)
 
 
 def text_lists(obs: Observation) -> Observation:
     """The observation with its texts as a list, the form of envs and policies."""
-    return map_obs(lambda part: list(part) if is_text(part) else part, obs)
+    return map_obs(lambda array: list(array) if is_text(array) else array, obs)
 
 
 def num_rows(obs: Observation) -> int:

@@ -49,7 +49,7 @@ def parts_of(message: Message) -> list[dict[str, str]]:
 def pictures_in(said: Said) -> tuple[str, ...]:
     """The names of the shown pictures, in order."""
     messages = () if isinstance(said, str) else said
-    return tuple(part["image"] for each in messages for part in parts_of(each) if part["type"] == "image")
+    return tuple(part["image"] for message in messages for part in parts_of(message) if part["type"] == "image")
 
 
 def with_frames(said: Said, frames: int, every_s: float | None) -> Said:
@@ -77,7 +77,7 @@ def is_content(value: Any) -> bool:
     keys = {"text": {"type", "text"}, "image": {"type", "image"}}
     return isinstance(value, (list, tuple)) and all(
         isinstance(part, dict)
-        and all(isinstance(each, str) for each in part.values())
+        and all(isinstance(text, str) for text in part.values())
         and part.keys() == keys.get(part.get("type", ""))
         for part in value
     )

@@ -359,8 +359,8 @@ def stated_splits(readme: Path) -> list[tuple[str, str, list[str]]]:
         found = []
         for config in configs:
             files = config.get("data_files") or []
-            for each in files if isinstance(files, list) else [files]:
-                split, paths = (each["split"], each["path"]) if isinstance(each, dict) else ("train", each)
+            for file in files if isinstance(files, list) else [files]:
+                split, paths = (file["split"], file["path"]) if isinstance(file, dict) else ("train", file)
                 found.append((str(config["config_name"]), split, [paths] if isinstance(paths, str) else [*paths]))
         return found
     except (yaml.YAMLError, AttributeError, KeyError, TypeError):

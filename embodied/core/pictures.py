@@ -88,7 +88,7 @@ def opened_picture(name: str | bytes) -> Iterator[Image]:
             if image.width * image.height > MOST_PIXELS:
                 size = f"{image.width} x {image.height} pixels"
                 raise PictureError(f"the picture {short_name(name)} has {size}; at most {MOST_PIXELS:,} are read")
-            if any(part[0] == "bmp_rle" for part in image.tile):  # decoded byte by byte in Python
+            if any(tile[0] == "bmp_rle" for tile in image.tile):  # decoded byte by byte in Python
                 raise PictureError(f"the picture {short_name(name)} is a compressed BMP; send a PNG")
             yield image
     except Image.UnidentifiedImageError:
@@ -154,7 +154,7 @@ def load_video(name: str) -> Video:
     if counted is None or not (total := int(counted["frames"])):
         raise PictureError(f"the video {path} has no frames that ffmpeg reads; leave it out, or convert it")
     width, height = int(counted["width"]), int(counted["height"])
-    total_s = sum(60**place * float(part) for place, part in enumerate(counted["time"].split(b":")[::-1]))
+    total_s = sum(60**place * float(digits) for place, digits in enumerate(counted["time"].split(b":")[::-1]))
     wanted = max(1, round(total_s / float(every))) if every else total
     count = min(wanted, int(most or FRAMES), total)
     if width * height * count > MOST_VIDEO_PIXELS:

@@ -194,7 +194,7 @@ class PolicyClient(RequestClient):
     def answer(self) -> ActReply:
         """The answer to the last request, once all its parts have come."""
         parts: list[ActReply] = []
-        while sum(len(part.values) for part in parts) < self.rows:
+        while sum(len(came.values) for came in parts) < self.rows:
             reply = self.get()
             if reply is not None and self.queue.take_answer(reply.key):
                 parts.append(reply)
@@ -205,10 +205,10 @@ def join_answers(parts: list[ActReply]) -> ActReply:
     """The answer to a request that several workers answered in parts."""
     if len(parts) == 1:
         return parts[0]
-    parts.sort(key=lambda part: part.key[1])
-    outputs = [vars(part.output) for part in parts if part.output is not None]
-    final = [part.final_values for part in parts if part.final_values is not None]
-    values = concatenate([part.values for part in parts])
+    parts.sort(key=lambda reply: reply.key[1])
+    outputs = [vars(reply.output) for reply in parts if reply.output is not None]
+    final = [reply.final_values for reply in parts if reply.final_values is not None]
+    values = concatenate([reply.values for reply in parts])
     return replace(
         parts[0],
         key=(parts[0].key[0], 0, len(values)),

@@ -303,13 +303,13 @@ class ActRequest:
 
     def for_rows(self, rows: range) -> ActRequest:
         """A request for these rows only."""
-        part = slice(rows.start, rows.stop)
+        within = slice(rows.start, rows.stop)
         final = (self.final_rows >= rows.start) & (self.final_rows < rows.stop)
         return replace(
             self,
-            obs=map_obs(lambda array: array[part], self.obs),
-            episodes=self.episodes[part],
-            decisions=self.decisions[part],
+            obs=map_obs(lambda array: array[within], self.obs),
+            episodes=self.episodes[within],
+            decisions=self.decisions[within],
             final_obs=take_rows(self.final_obs, final) if self.final_obs is not None and final.any() else None,
             final_rows=self.final_rows[final] - rows.start,
             first=self.first + rows.start,
@@ -452,7 +452,7 @@ DECISIONS = (*FIELDS, "values", "next_values")  # arrays with a row per decision
 def decisions_of(trajectory: Trajectory) -> Observation:
     """All arrays with a row per decision, as one tree; without values if there are none."""
     fields = {name: getattr(trajectory, name) for name in ("obs", "replay", *DECISIONS)}
-    return {name: part for name, part in fields.items() if part is not None}
+    return {name: arrays for name, arrays in fields.items() if arrays is not None}
 
 
 def map_decisions(function: Callable, *trajectories: Trajectory) -> dict[str, Any]:
@@ -464,8 +464,8 @@ def join(parts: Sequence[Trajectory]) -> Trajectory:
     """The sequences of all parts, in the order of their ids."""
     if len(parts) == 1:
         return parts[0]
-    parts = sorted(parts, key=lambda part: int(part.ids[0]))
-    facts = {name: np.concatenate([getattr(part, name) for part in parts]) for name in ("ids", "lengths")}
+    parts = sorted(parts, key=lambda piece: int(piece.ids[0]))
+    facts = {name: np.concatenate([getattr(piece, name) for piece in parts]) for name in ("ids", "lengths")}
     joined = replace(parts[0], source="", **facts, **map_decisions(lambda *arrays: concatenate(arrays), *parts))
     return joined if (np.diff(joined.ids) > 0).all() else choose(joined, np.sort(joined.ids))
 

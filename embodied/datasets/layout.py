@@ -247,8 +247,8 @@ def check_entries(path: Path, entries: list[dict[str, Any]], info: dict[str, Any
 def check_entry(folder: Path, entry: dict[str, Any], videos: list[str]) -> None:
     """Raise ConfigError for an impossible entry."""
     counts = ["episode_index", "length", "dataset_from_index", "dataset_to_index"]
-    for part in ("data", *(f"videos/{name}" for name in videos)):
-        counts += [f"{part}/chunk_index", f"{part}/file_index"]
+    for file_kind in ("data", *(f"videos/{name}" for name in videos)):
+        counts += [f"{file_kind}/chunk_index", f"{file_kind}/file_index"]
     entry_name = f"{folder}: the entry of episode {entry.get('episode_index')}"
     for key in counts:
         if not is_count(entry.get(key)):

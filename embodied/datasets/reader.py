@@ -294,8 +294,8 @@ def entry_of(line: dict[str, Any], info: dict[str, Any]) -> dict[str, Any]:
     entry = {"episode_index": episode, "length": length, "tasks": line.get("tasks")}
     entry |= {"dataset_from_index": 0, "dataset_to_index": length, "success": None}
     videos = [f"videos/{name}" for name in layout.cameras(info["features"])]
-    for part in ("data", *videos):
-        entry |= {f"{part}/chunk_index": chunk, f"{part}/file_index": episode}
+    for file_kind in ("data", *videos):
+        entry |= {f"{file_kind}/chunk_index": chunk, f"{file_kind}/file_index": episode}
     return entry | {f"{video}/from_timestamp": 0.0 for video in videos}
 
 

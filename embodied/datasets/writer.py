@@ -105,8 +105,8 @@ class DatasetWriter:
         if not self.num_episodes:
             raise EmbodiedError(f"{self.path}: a dataset needs at least one episode")
         self._write_entries()
-        for part in (self._data, self._episodes, *self._videos.values()):
-            part.close()
+        for writer in (self._data, self._episodes, *self._videos.values()):
+            writer.close()
         write_tasks(self._root / layout.TASKS, list(self._tasks))
         write_json(self._root / layout.STATS, as_lists(self._stats))
         write_json(self._root / layout.INFO, self._info())
@@ -280,8 +280,8 @@ def episodes_schema(features: layout.Features):
     fields = {"episode_index": whole, "tasks": pa.list_(pa.string()), "length": whole}
     fields |= {"dataset_from_index": whole, "dataset_to_index": whole}
     videos = layout.cameras(features)
-    for part in ("data", "meta/episodes", *(f"videos/{name}" for name in videos)):
-        fields |= {f"{part}/chunk_index": whole, f"{part}/file_index": whole}
+    for file_kind in ("data", "meta/episodes", *(f"videos/{name}" for name in videos)):
+        fields |= {f"{file_kind}/chunk_index": whole, f"{file_kind}/file_index": whole}
     for name in videos:
         fields |= {f"videos/{name}/from_timestamp": time, f"videos/{name}/to_timestamp": time}
     for name in features:

@@ -257,12 +257,12 @@ def probe_site(
     if "policy" in site.parts:
         last_s = fit(measured["value"]) if "value" in measured else NOTHING
         policy = Cost(fit(measured["policy"]), bytes=needed["policy"], last_s=last_s, alone=alone["policy"])
-        costs["policy"] = with_moves(policy, [each["policy"] for each in moves], site.on)
+        costs["policy"] = with_moves(policy, [moves_of_worker["policy"] for moves_of_worker in moves], site.on)
     if learns:
         first = {name: median(next(iter(measured[name].values()))) for name in ("fixed", "ahead", "item_bytes")}
         learner = Cost(fit(measured["step"]), needed["learner"], first["fixed"], alone=alone["whole"])
         learner = replace(learner, ahead_s=first["ahead"], item_bytes=first["item_bytes"])
-        costs["learner"] = with_moves(learner, [each["learner"] for each in moves], site.on)
+        costs["learner"] = with_moves(learner, [moves_of_worker["learner"] for moves_of_worker in moves], site.on)
     on = {name: {str(site.on): cost} for name, cost in costs.items()}
     lengths = lengths_of(config, conversations, pass_cost) if conversations else None
     return Probed(on, horizon, median(resets or [0.0]), lengths)

@@ -175,10 +175,10 @@ class ProbeWorker(Worker):
                 encoding += [seconds / items for seconds in encoded]
         less, more = min(times[first]), min(times[first + 1])
         epoch = max(more - less, 0.1 * less)
-        each = [seconds / steps * epoch / less for seconds in times[first]]
+        update_s = [seconds / steps * epoch / less for seconds in times[first]]
         fixed = max(less - first * epoch, 0.0)
         return {
-            "step": each,
+            "step": update_s,
             "fixed": [fixed],
             "ahead": encoding if first > 1 else [0.0],
             "whole": [less + more],
@@ -430,6 +430,6 @@ class Items:
 
 def copies_of(played: Trajectory, copies: int) -> Trajectory:
     """Copies of the trajectories, as if `copies` sims had played them in separate env rows or episodes."""
-    each = int(played.ids.max()) + 1
-    parts = [replace(played, ids=played.ids + copy * each) for copy in range(copies)]
+    num_ids = int(played.ids.max()) + 1
+    parts = [replace(played, ids=played.ids + copy * num_ids) for copy in range(copies)]
     return replace(join(parts), source=played.source)

@@ -84,7 +84,7 @@ class Console:
             "episodes": len(finished),
             "recent_episodes": len(self.recent),
             **self._recent_means(),
-            **({"faults/error_episodes": errors} if (errors := sum(bool(each.error) for each in finished)) else {}),
+            **({"faults/error_episodes": errors} if (errors := sum(bool(result.error) for result in finished)) else {}),
             **text_numbers(finished, elapsed_s),
             **{name: value for name, value in numbers.items() if name != "env_steps"},
         }

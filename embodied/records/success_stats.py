@@ -320,7 +320,9 @@ def evaluation_numbers(results: dict[str, Any]) -> dict[str, float]:
     """The figures of an evaluation by the names of curves: eval/success_once and so on, if the env reports them; of
     every set of `eval.sets` eval/NAME/success_once."""
     parts = {"eval": results["overall"], **{f"eval/{name}": results["per_task"][name] for name in sets_in(results)}}
-    return {f"{part}/{name}": value for part, each in parts.items() for name, value in numbers_of(each).items()}
+    return {
+        f"{prefix}/{name}": value for prefix, measured in parts.items() for name, value in numbers_of(measured).items()
+    }
 
 
 def numbers_of(figures: dict[str, Any]) -> dict[str, float]:
@@ -336,7 +338,7 @@ def numbers_of(figures: dict[str, Any]) -> dict[str, float]:
 def sets_in(results: dict[str, Any]) -> dict[str, dict[str, Any]]:
     """The settings of the evaluated `eval.sets` by name; empty for other evaluations."""
     sets = results.get("protocol", {}).get("eval", {}).get("sets", {})
-    return {name: each for name, each in sets.items() if name in results.get("per_task", {})}
+    return {name: options for name, options in sets.items() if name in results.get("per_task", {})}
 
 
 def describe_results(results: dict) -> str:

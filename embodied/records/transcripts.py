@@ -101,7 +101,7 @@ def add_ends(run: Path, iteration: int, ends: Sequence[tuple[int, float]]) -> No
     MOST_ENDS conversations, evenly spaced ones are kept, with the longest."""
     count = min(len(ends), MOST_ENDS)
     places = [round((number + 1) * len(ends) / count) - 1 for number in range(count)]
-    tokens, seconds = (sorted(each) for each in zip(*ends, strict=True))
+    tokens, seconds = (sorted(column) for column in zip(*ends, strict=True))
     shown = {"tokens": [tokens[at] for at in places], "ended_s": [round(seconds[at], 3) for at in places]}
     with (run / ANSWERS).open("ab", buffering=0) as file:
         file.write(as_line({"iteration": iteration, "conversations": len(ends), **shown}))

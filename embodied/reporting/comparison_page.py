@@ -135,7 +135,7 @@ def differences(entries: list[ComparedRun]) -> list[page.Block]:
             notes.append(f"{entry.label} has no evaluation.")
             continue
         unlike, both = (other_prompts(first.run.last, entry.run.last), (first.run.last, entry.run.last))
-        ours, theirs = ([one for one in each.episodes if prompt_of(one) not in unlike] for each in both)
+        ours, theirs = ([one for one in evaluation.episodes if prompt_of(one) not in unlike] for evaluation in both)
         if unlike:
             notes.append(f"{len(unlike)} prompts read otherwise in {entry.label} than in {first.label}: left out.")
         paired = compare(ours, theirs)
@@ -184,14 +184,16 @@ def answers_to_same_prompts(entries: list[ComparedRun]) -> page.Block | None:
     if not all(one and one.of_text for one in evaluations):
         return None
     unlike = set().union(*[other_prompts(evaluations[0], one) for one in evaluations[1:]])
-    first = [{prompt_of(one): one for one in reversed(each.episodes) if not one.error} for each in evaluations]
+    first = [
+        {prompt_of(one): one for one in reversed(evaluation.episodes) if not one.error} for evaluation in evaluations
+    ]
     shared = sorted(set.intersection(*map(set, first)) - unlike)
     shared.sort(key=lambda prompt: len({sections.outcome(one[prompt]) for one in first}) == 1)
     wanted = [[one[prompt].index for prompt in shared[:MOST_PROMPTS]] for one in first]
-    written = [sections.transcripts_of(*each) for each in zip(evaluations, wanted, strict=True)]
+    written = [sections.transcripts_of(*evaluation) for evaluation in zip(evaluations, wanted, strict=True)]
     room, shown = page.Conversations(), []
     for prompt in shared[:MOST_PROMPTS]:
-        answers = [each[prompt] for each in first]
+        answers = [evaluation[prompt] for evaluation in first]
         if all(one.index in found for one, found in zip(answers, written, strict=True)):
             shown += [
                 room.show(

@@ -198,7 +198,7 @@ def finite(curve: Series) -> Series:
     """The series without points that have no finite number."""
     keep = [i for i, y in enumerate(curve.y) if y is not None and math.isfinite(y)]
     values = {name: getattr(curve, name) for name in ("x", "y", "low", "high")}
-    return replace(curve, **{name: [each[i] for i in keep] if each else [] for name, each in values.items()})
+    return replace(curve, **{name: [numbers[i] for i in keep] if numbers else [] for name, numbers in values.items()})
 
 
 def thinned(curve: Series) -> Series:
@@ -209,10 +209,10 @@ def thinned(curve: Series) -> Series:
     parts = [slice(i, i + size) for i in range(0, len(curve.x), size)]
     return replace(
         curve,
-        x=[curve.x[part][-1] for part in parts],
-        y=[fmean(curve.y[part]) for part in parts],
-        low=[min(curve.low[part] or curve.y[part]) for part in parts],
-        high=[max(curve.high[part] or curve.y[part]) for part in parts],
+        x=[curve.x[indices][-1] for indices in parts],
+        y=[fmean(curve.y[indices]) for indices in parts],
+        low=[min(curve.low[indices] or curve.y[indices]) for indices in parts],
+        high=[max(curve.high[indices] or curve.y[indices]) for indices in parts],
     )
 
 
@@ -308,9 +308,9 @@ def without_script(shown: Block) -> str:
     """The words and tables of a page as HTML."""
     words = [shown.get("state", ""), shown["words"], *shown["problems"]]
     parts = [f"<h1>{escape(shown['heading'])}</h1>", *(f"<p>{escape(str(line))}</p>" for line in words)]
-    for part in shown["sections"]:
-        parts.append(f"<h2>{escape(part['title'])}</h2><p>{escape(part['note'])}</p>")
-        for block in part["blocks"]:
+    for shown_section in shown["sections"]:
+        parts.append(f"<h2>{escape(shown_section['title'])}</h2><p>{escape(shown_section['note'])}</p>")
+        for block in shown_section["blocks"]:
             if block["kind"] == "text":
                 parts.append(f"<p>{escape(block['text'])}</p>")
             elif block["kind"] in ("table", "tiles"):
@@ -434,8 +434,8 @@ def samples_shown(samples: Sequence[dict[str, Any]]) -> list[Block]:
     shown = [room.sample(sample) for sample in ordered if sample["iteration"] in wanted]
     if not shown:
         return []
-    part = [text(f"{len(shown)} of {len(whole)} are shown.")] if len(shown) < len(whole) else []
-    return [*part, conversations(shown, "samples", legend=False)]
+    counted = [text(f"{len(shown)} of {len(whole)} are shown.")] if len(shown) < len(whole) else []
+    return [*counted, conversations(shown, "samples", legend=False)]
 
 
 def contents(message: Any) -> list[Block]:

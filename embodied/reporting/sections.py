@@ -49,7 +49,7 @@ def per_task_table(evaluation: Evaluation) -> page.Block:
 
 def evaluations_table(run: Run) -> page.Block:
     """A row per evaluation of a run. The first row is the policy that the run started from."""
-    rows = [(each.name, evaluation_cells(run, each)) for each in run.evaluations]
+    rows = [(evaluation.name, evaluation_cells(run, evaluation)) for evaluation in run.evaluations]
     if start := start_of(run):
         cells = {**evaluation_cells(run, start), "env steps": "-"}
         cells |= {"version": "-"} if "version" in cells else {}

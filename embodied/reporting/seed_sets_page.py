@@ -221,7 +221,7 @@ def curve_charts(sets: Sequence[SeedSet], colors: dict[str, int]) -> list[Block 
     """Charts of success, return, speed, answers and losses: every run, and the mean of each set with several runs."""
 
     def chart(key: str, title: str, x: str = "env_steps", **how: Any) -> Block | None:
-        series = [each for seed_set in sets for each in set_curves(seed_set, sets, key, x, colors)]
+        series = [curve for seed_set in sets for curve in set_curves(seed_set, sets, key, x, colors)]
         over = f" over {AXES[x]}" if key in SCORES else ""
         return lines(f"{title}{over}", series, y=title, x=AXES[x], **how)
 

@@ -94,7 +94,12 @@ def for_all_gpus(config: RunConfig, machines: Topology) -> RunConfig:
     count = max(1, machines.gpus)
     if not isinstance(where, str):
         with suppress(PlacementError):  # which planning reports
-            slots = [slot for roles, each in parse_map(where, more=True).items() if "sim" in roles for slot in each]
+            slots = [
+                slot
+                for roles, slots_of_roles in parse_map(where, more=True).items()
+                if "sim" in roles
+                for slot in slots_of_roles
+            ]
             count = len({(slot.node, slot.devices) for slot in slots})
     config = config.with_values("run", per_gpu=False).with_values("env", num_envs=count * env.num_envs)
     size = config.algo.minibatch_size
@@ -309,7 +314,7 @@ def visible_gpus(cards: list[Gpu], chosen: str | None) -> list[Gpu]:
     if chosen is None:
         return cards
     gpus: list[Gpu] = []
-    for name in (part.strip() for part in chosen.split(",")):
+    for name in (word.strip() for word in chosen.split(",")):
         same = [
             c for c in cards if name == str(c.card) or (name.startswith(("GPU-", "MIG-")) and c.uuid.startswith(name))
         ]
@@ -362,11 +367,12 @@ def with_slices(cards: list[Gpu], listed: str) -> list[Gpu]:
         elif match := re.search(r"MIG \S*\.(\d+)gb\S* .*\(UUID: (MIG-[\w-]+)\)", line):
             slices.append((float(match[1]) * 1e9, match[2]))
     parts = [
-        part
+        slice_of_card
         for card in cards
-        for part in [replace(card, memory_bytes=size, uuid=uuid) for size, uuid in of.get(card.uuid, ())] or [card]
+        for slice_of_card in [replace(card, memory_bytes=size, uuid=uuid) for size, uuid in of.get(card.uuid, ())]
+        or [card]
     ]
-    return [replace(part, index=index) for index, part in enumerate(parts)]
+    return [replace(slice_of_card, index=index) for index, slice_of_card in enumerate(parts)]
 
 
 def read_gpu(row: list[str], sys: Path) -> Gpu:
@@ -490,7 +496,7 @@ def saving_options(config: RunConfig, plan: PlacementPlan, machines: Topology, e
         chosen = chosen if excess(without) else without
     whole = with_options(config, chosen)
     caches = [whole, *smaller_caches(whole, plan)]
-    changed = next(each for each in caches if not any(need.excess for need in needs(each, plan, machines)))
+    changed = next(smaller for smaller in caches if not any(need.excess for need in needs(smaller, plan, machines)))
     order = [f"{section}.{key}" for section, values in chosen for key in values]
     words = [(word.partition("=")[0], word) for word in differences(config, changed)]
     return " ".join(word for _, word in sorted(words, key=lambda one: [*order, one[0]].index(one[0])))

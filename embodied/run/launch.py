@@ -580,7 +580,11 @@ def own_program(name: str) -> type[EmbodiedLoop]:
     if not (isinstance(program, type) and issubclass(program, EmbodiedLoop)):
         raise ConfigError(f"program={name} is not a workflow: derive it from embodied.EmbodiedLoop (docs/workflows.md)")
     check_roles(program.roles)
-    if lacking := [role.name for role in EmbodiedLoop.roles if role.name not in [own.name for own in program.roles]]:
+    if lacking := [
+        role.name
+        for role in EmbodiedLoop.roles
+        if role.name not in [role_of_program.name for role_of_program in program.roles]
+    ]:
         raise ConfigError(
             f"program={name} lacks {', '.join(lacking)}: EmbodiedLoop, from which it derives, calls their workers; "
             "declare these roles (docs/workflows.md)"

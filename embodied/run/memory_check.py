@@ -237,8 +237,8 @@ def divided_load(what: str, num_bytes: float, host: PlannedHost) -> Iterator[Loa
     """What an engine holds during rollouts and discards afterwards, equally on all GPUs of its worker."""
     gpus = [device for device in host.devices if device.startswith("gpu:")] or [""]
     for device in gpus:
-        part = num_bytes / len(gpus)
-        yield Load(what, part, host.node, device, ROLLOUT, discarded=part)
+        bytes_of_gpu = num_bytes / len(gpus)
+        yield Load(what, bytes_of_gpu, host.node, device, ROLLOUT, discarded=bytes_of_gpu)
 
 
 def role_bytes(config: RunConfig, memory: Memory | None, plan: PlacementPlan) -> dict[str, float]:
@@ -430,12 +430,12 @@ def deal(count: int, num_sims: int, num_tasks: int) -> list[list[int]]:
 def check_simulators(config: RunConfig, num_sims: int, memory_bytes: float, learn: bool = True) -> None:
     """Raise if machines with so much memory could not hold them."""
     env = config.env
-    each = sim_bytes(config, num_sims, learn)
-    if num_sims * each > memory_bytes:
+    bytes_of_sim = sim_bytes(config, num_sims, learn)
+    if num_sims * bytes_of_sim > memory_bytes:
         works = [*smaller_simulators(config, num_sims, memory_bytes, learn)] or ["fewer env.num_envs"]
         raise ConfigError(
-            f"{num_sims} sim workers of env.name={env.name} take about {gigabytes(each)} each, "
-            f"{gigabytes(num_sims * each)} in all, and this machine has {gigabytes(memory_bytes)}; try "
+            f"{num_sims} sim workers of env.name={env.name} take about {gigabytes(bytes_of_sim)} each, "
+            f"{gigabytes(num_sims * bytes_of_sim)} in all, and this machine has {gigabytes(memory_bytes)}; try "
             f"{', or '.join(works)}"
         )
 

@@ -131,9 +131,9 @@ def channels_in(item: Any) -> Iterable[Channel]:
     if isinstance(item, Channel):
         yield item
     elif isinstance(item, (list, tuple)):
-        for part in item:
-            if not isinstance(part, (str, int, float)):  # skip these quickly: items may have thousands
-                yield from channels_in(part)
+        for inner in item:
+            if not isinstance(inner, (str, int, float)):  # skip these quickly: items may have thousands
+                yield from channels_in(inner)
     elif isinstance(item, dict):
         yield from channels_in(list(item.values()))
     elif is_dataclass(item) and not isinstance(item, type):

@@ -239,7 +239,7 @@ class GpuRanks:
     def free(self) -> None:
         """Free the communicators of this rank, without the other ranks."""
         if self.group is not None and not self.sharded:
-            for group in {each.group for each in self.divided} | {self.group}:
+            for group in {division.group for division in self.divided} | {self.group}:
                 group.abort()
             self.group = None
 
@@ -262,8 +262,8 @@ class GpuRanks:
         with self.memory.measured():
             self.rendezvous.use_interface()
             self.group = self._communicator(self.worker.world_size)
-            for each in self.divided:
-                each.group = self.divide(each.size)
+            for division in self.divided:
+                division.group = self.divide(division.size)
 
     def _communicator(self, size: int) -> Any:
         import torch.distributed as dist
@@ -321,7 +321,7 @@ class RankGroup:
         came = [torch.empty_like(sent) for _ in self.ranks]
         with self._measure_sync():
             self.group.allgather([came], [sent]).wait()
-        return [each.view(tensor.dtype).view(tensor.shape) for each in came]
+        return [flat_tensor.view(tensor.dtype).view(tensor.shape) for flat_tensor in came]
 
     def send_from(self, place: int, tensor: Tensor) -> PendingTensor:
         """Begin to broadcast this member's tensor into the other members' tensors of the same shape."""

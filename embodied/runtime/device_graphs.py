@@ -108,7 +108,7 @@ class Recordings:
         self, name: Hashable, work: Callable[..., Observation], inputs: Observation, weights: Iterable[Tensor]
     ) -> Observation:
         """Returns the results of `work(**inputs)`; from the second call with such inputs on, by replaying a graph."""
-        shapes = [(path, each.dtype, each.shape) for path, each in flat_dict(inputs).items()]
+        shapes = [(path, tensor.dtype, tensor.shape) for path, tensor in flat_dict(inputs).items()]
         key = (name, *shapes, *(weight.data_ptr() for weight in weights))
         with torch.inference_mode():
             if key not in self.graphs:

@@ -39,7 +39,7 @@ class DeviceTensors:
 
     @property
     def away(self) -> bool:
-        return any(part.away for part in self.parts.values())
+        return any(tensors.away for tensors in self.parts.values())
 
     def offload(self, parts: Mapping[str, Iterable[Any]], emptied: Collection[str] = ()) -> None:
         """Moves these parts to the host; `emptied` parts come back as zeros."""

@@ -308,9 +308,9 @@ def buckets_of(version: int, tensors: Iterable[tuple[str, np.ndarray]]) -> Itera
     for name, whole in tensors:
         start = 0
         while start < len(whole):
-            part = whole[start : start + BUCKET_BYTES - size]
-            parts.append((name, start, part))
-            start, size = start + len(part), size + len(part)
+            piece = whole[start : start + BUCKET_BYTES - size]
+            parts.append((name, start, piece))
+            start, size = start + len(piece), size + len(piece)
             if size == BUCKET_BYTES:
                 yield Bucket(version, number, tuple(parts), sums_of(parts), last=False)
                 parts, size, number = [], 0, number + 1

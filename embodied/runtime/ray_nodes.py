@@ -77,7 +77,7 @@ class Connection:
             elif self._ours:
                 join(address, modules)
             if address is None:
-                self.own = RayNode("", ray.get_runtime_context().get_node_id(), _cores())
+                self.driver_node = RayNode("", ray.get_runtime_context().get_node_id(), _cores())
             else:
                 self._look_around()
         except BaseException:
@@ -93,7 +93,7 @@ class Connection:
                 f"the cluster has: {', '.join(sorted(self._nodes))}" if self._nodes else "no cluster.address is given"
             )
             raise ConfigError(f"placement names the node {name!r}, but {known}")
-        return self._nodes[name] if name else self.own
+        return self._nodes[name] if name else self.driver_node
 
     def is_lost(self, node: RayNode) -> bool:
         """True if Ray has noticed that this node is lost."""
@@ -106,7 +106,7 @@ class Connection:
     def ask(self, function: Callable[[int, int], Any]) -> dict[str, Any]:
         """Calls a function on every node with Ray's numbers of GPUs and cores; returns the results, the driver's node
         first."""
-        nodes = sorted(self._nodes.values(), key=lambda node: (node.id != self.own.id, node.name))
+        nodes = sorted(self._nodes.values(), key=lambda node: (node.id != self.driver_node.id, node.name))
         counts = [(node.id, (node.num_gpus, node.num_cpus)) for node in nodes]
         return dict(zip([node.name for node in nodes], answers(counts, function), strict=True))
 
@@ -124,7 +124,7 @@ class Connection:
             gpus, cpus = (int(node["Resources"].get(kind, 0)) for kind in ("GPU", "CPU"))
             ray_node = RayNode(node["NodeName"], node["NodeID"], cores[:cpus], gpus, cpus)
             if node["NodeID"] == this_node:
-                self.own = ray_node
+                self.driver_node = ray_node
             if ray_node.name in self._nodes:
                 raise ConfigError(
                     f"two nodes of the Ray cluster are called {ray_node.name!r}; "

@@ -267,10 +267,10 @@ class WeightStore:
             for name, blob in blobs:
                 if blob.spec != self.specs[name]:
                     raise EmbodiedError(f"weight {name} is {blob.spec} but was announced as {self.specs[name]}")
-                part = self._bytes_of(name, area)
-                part[:] = blob.data
+                stored_bytes = self._bytes_of(name, area)
+                stored_bytes[:] = blob.data
                 for checksums in [self._checksums[area]] if name in self.changing else self._checksums:
-                    checksums[name] = checksum(part)
+                    checksums[name] = checksum(stored_bytes)
                 changed.append(name)
             missing = (self.specs.keys() - self._checksums[area].keys()) | ({*self.changing} - {*changed})
             assert not missing, f"version {version} lacks {', '.join(sorted(missing)[:4])}"

@@ -371,10 +371,10 @@ class WorkerGroup:
 
     def __getitem__(self, rank: int | slice) -> WorkerGroup:
         ranks = rank if isinstance(rank, slice) else slice(rank, rank + 1 or None)
-        part = WorkerGroup(self._cluster, self.cls, self.role, self.workers[ranks], self.hosts[ranks])
-        if not part.workers:
+        group = WorkerGroup(self._cluster, self.cls, self.role, self.workers[ranks], self.hosts[ranks])
+        if not group.workers:
             raise IndexError(f"{self.role} has {len(self)} workers; there is no rank {rank}")
-        return part
+        return group
 
     def __repr__(self) -> str:
         return f"WorkerGroup({', '.join(self.workers)})"

@@ -544,8 +544,8 @@ async def bytes_of(request: web.Request, most: int | None = None) -> bytes:
         async with asyncio.timeout(BODY_S):
             if most is None:
                 return await request.read()
-            async for part in request.content.iter_chunked(1 << 20):
-                data += part
+            async for chunk in request.content.iter_chunked(1 << 20):
+                data += chunk
                 if len(data) > most:
                     raise BadRequest(f"a request has {most} bytes at most here", status=413)
     except TimeoutError:

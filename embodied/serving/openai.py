@@ -229,7 +229,7 @@ def read_tokenize(body: Any) -> Ask:
 
 def read_many(body: Any) -> list[Ask]:
     """Parses a body of /v1/completions/many."""
-    asks = [read_completion(each) for each in read(Together, body).requests]
+    asks = [read_completion(request) for request in read(Together, body).requests]
     for ask in asks:
         more = ask.stream, ask.echo, ask.stop, ask.top_logprobs, ask.prompt_logprobs is not None
         if any(more) or len(ask.prompts) * ask.n > 1:
@@ -257,7 +257,10 @@ def known_fields(body: Any, needed: str, others: Sequence[str]) -> dict[str, Any
         raise BadRequest(f"the request lacks {needed!r}", needed)
     for name, value in body.items():
         if name in NEUTRAL:
-            usual = [(each, isinstance(each, bool)) for each in (None, *NEUTRAL[name])]
+            usual = [
+                (value_without_effect, isinstance(value_without_effect, bool))
+                for value_without_effect in (None, *NEUTRAL[name])
+            ]
             if (value, isinstance(value, bool)) not in usual:
                 raise BadRequest(f"{name}={str(value)[:40]} is not supported; leave it out", name)
         elif name in others or (name not in READ and name not in ABOUT):
@@ -401,7 +404,7 @@ def end_of_choice(ask: Ask, choice: AnswerChoice) -> dict[str, Any]:
 def text_logprobs(ask: Ask, choice: AnswerChoice) -> dict[str, Any]:
     """The log-probs of an answer's tokens. With `echo` the prompt's come first; its first token has none."""
     scores: list[tuple[int, float, Sequence[tuple[int, float]]]]
-    scores = [(each.token, each.logprob, each.likeliest) for each in (choice.scores if ask.echo else ())]
+    scores = [(score.token, score.logprob, score.likeliest) for score in (choice.scores if ask.echo else ())]
     scores += zip(choice.tokens, choice.logprobs, choice.likeliest or [()] * len(choice.tokens))
     unscored = [choice.words(token) for token in (choice.prompt[:1] if ask.echo else ())]
     pieces = [*unscored, *(choice.words(token) for token, _, _ in scores)]
@@ -523,7 +526,7 @@ def check_places(tokens: Sequence[int], pictures: Sequence[str], sight: Any) -> 
     rest = [*tokens]
     for name in pictures:
         shown = [*sight.read(name).tokens]
-        first, begin = (next((at for at, each in enumerate(one) if each < 0), 0) for one in (shown, rest))
+        first, begin = (next((at for at, token in enumerate(one) if token < 0), 0) for one in (shown, rest))
         if rest[max(0, begin - first) :][: len(shown)] != shown:
             raise BadRequest("prompt: its places are not those of the pictures", "prompt")
         rest = rest[begin - first + len(shown) :]

@@ -376,13 +376,13 @@ def observation_of(request: dict, spec: EnvSpec, any_size: bool) -> Observation:
 
 def previous_of(given: Any, longest: int, width: int) -> Observation:
     """The actions that a chunk should continue [1, K, A], and their weights [1, K]."""
-    actions, weights = (given.get(part) if isinstance(given, dict) else None for part in ("actions", "weights"))
+    actions, weights = (given.get(field) if isinstance(given, dict) else None for field in ("actions", "weights"))
     if not (
         isinstance(actions, np.ndarray)
         and isinstance(weights, np.ndarray)
         and (actions.ndim, weights.shape) == (2, actions.shape[:1])
         and (len(actions) <= longest and actions.shape[1] == width)
-        and all(np.isfinite(part.astype(np.float32)).all() for part in (actions, weights))
+        and all(np.isfinite(field.astype(np.float32)).all() for field in (actions, weights))
     ):
         raise BadMessage(
             f"'previous' should hold actions [K, {width}], K at most {longest}, and weights [K], of finite numbers"

@@ -92,7 +92,7 @@ def part_of(topology: Topology, owned: Sequence[Sequence[str]], place: int) -> T
     nodes = []
     for node in topology.nodes:
         of_node = {*devices_of(replace(topology, nodes=(node,)))}
-        owners = [i for i, own in enumerate(owned) if of_node.intersection(own)]
+        owners = [i for i, owned_by_run in enumerate(owned) if of_node.intersection(owned_by_run)]
         if place not in owners:
             continue
         cores = tuple(core for core in node.core_numbers if on_node(node, f"cpu:{core}") in owned[place])

@@ -295,7 +295,7 @@ def find_roots(tree: wp.uint64, roots: wp.array(dtype=int)):
 def surface(points: np.ndarray, normals: np.ndarray) -> tuple[np.ndarray, ...]:
     """Two triangles for each cell of points [A, B, 3]."""
     number = np.arange(points[..., 0].size).reshape(points.shape[:2])
-    a, b, c, d = (part.ravel() for part in (number[:-1, :-1], number[1:, :-1], number[1:, 1:], number[:-1, 1:]))
+    a, b, c, d = (corners.ravel() for corners in (number[:-1, :-1], number[1:, :-1], number[1:, 1:], number[:-1, 1:]))
     faces = np.concatenate([np.stack([a, b, c], 1), np.stack([a, c, d], 1)])
     return points.reshape(-1, 3), faces, np.broadcast_to(normals, points.shape).reshape(-1, 3)
 

@@ -92,12 +92,15 @@ def question_in(row: dict[str, Any], where: str, data: Path) -> Said:
 
 def messages_in(value: Any, where: str) -> Said:
     fine = isinstance(value, list) and all(
-        isinstance(each, dict) and each.get("role") in ROLES and each.get("content") and is_content(each["content"])
-        for each in value
+        isinstance(message, dict)
+        and message.get("role") in ROLES
+        and message.get("content")
+        and is_content(message["content"])
+        for message in value
     )
     if not fine or not value:
         raise ConfigError(f'{where} must be a list of {{"role": "{"|".join(ROLES)}", "content": "..."}}')
-    return tuple({"role": each["role"], "content": each["content"]} for each in value)
+    return tuple({"role": message["role"], "content": message["content"]} for message in value)
 
 
 def question_column(row: dict[str, Any], where: str) -> str:
@@ -219,7 +222,7 @@ def with_pictures(asks: Said, shown: Mapping[str, Any], data: Path, where: str) 
 def names_of(column: str, given: Any, data: Path, where: str) -> list[str]:
     """The names of a row's pictures or videos."""
     file_of = picture_file if column == "images" else video_file
-    names = [file_of(each, data.absolute()) for each in given] if isinstance(given, list) else [None]
+    names = [file_of(file, data.absolute()) for file in given] if isinstance(given, list) else [None]
     if None in names:
         raise ConfigError(f"{where}: {column} must be a list of files{' or their bytes' * (column == 'images')}")
     if lost := next((name for name in names if not Path(name).is_file()), None):
@@ -451,7 +454,7 @@ class QuestionSets(Math):
 
     @classmethod
     def asked(cls, config: Any) -> list[Question]:
-        return [question for each in sets_of(config).values() for question in each]
+        return [question for questions_of_set in sets_of(config).values() for question in questions_of_set]
 
     @classmethod
     def num_questions(cls, config: Any, task: str) -> int | None:
@@ -475,7 +478,8 @@ def env_of_sets(sets: Mapping[str, Any], env: Any) -> ExternalEnvConfig:
     """The env that asks the questions of these sets (`eval.sets`), with the rows of the run's env."""
     name = f"{QuestionSets.__module__}:{QuestionSets.__name__}"
     named = {
-        each: {"file": str(one.file), "columns": one.columns, "questions": one.questions} for each, one in sets.items()
+        set_name: {"file": str(one.file), "columns": one.columns, "questions": one.questions}
+        for set_name, one in sets.items()
     }
     frames = [getattr(env, "frames", FRAMES), getattr(env, "frame_s", None)]
     kwargs = {"sets": named, "score_s": getattr(env, "score_s", 5.0), "frames": frames}
@@ -487,17 +491,17 @@ def notes_on_sets(sets: Mapping[str, Any], env: Any) -> list[str]:
     """Notes on rows that are left out, and on questions that training asks, too."""
     trained, notes = set(), []
     if env.name == "math" and env.file:
-        trained, notes = {repr(each.said) for each in questions(env)[0]}, left_out(env.file, env.columns)
+        trained, notes = {repr(question.said) for question in questions(env)[0]}, left_out(env.file, env.columns)
     for name, asked in sets_of(env_of_sets(sets, env)).items():
         notes += left_out(sets[name].file, sets[name].columns)
-        if both := sum(repr(each.said) in trained for each in asked):
+        if both := sum(repr(question.said) in trained for question in asked):
             notes.append(f"{both} of the {len(asked)} questions of eval.sets.{name} are trained on, too (env.file)")
     return notes
 
 
 def sets_of(config: Any) -> dict[str, list[Question]]:
     """The questions of every set, by its name."""
-    return {name: questions_of(name, each) for name, each in config.kwargs["sets"].items()}
+    return {name: questions_of(name, options) for name, options in config.kwargs["sets"].items()}
 
 
 def questions_of(name: str, options: dict[str, Any]) -> list[Question]:

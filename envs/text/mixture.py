@@ -66,7 +66,9 @@ def made_of(config: Any) -> dict[str, Part]:
 def options_of(name: str, options: dict[str, Any]) -> Any:
     """The config of one env of a mixture."""
     try:
-        return TypeAdapter(EnvConfig).validate_python({key: each for key, each in options.items() if key != "weight"})
+        return TypeAdapter(EnvConfig).validate_python(
+            {key: option for key, option in options.items() if key != "weight"}
+        )
     except ValidationError as err:
         first = err.errors()[0]
         where = ".".join(map(str, first["loc"])) or "name"
@@ -89,7 +91,7 @@ class Mixture(TextEnv):
     @classmethod
     def missing_files(cls, config: Any, machine: Any) -> dict[str, str]:
         files = [part.kind.missing_files(part.config, machine) for part in parts_of(config).values()]
-        return {what: how for each in files for what, how in each.items()}
+        return {what: how for files_of_env in files for what, how in files_of_env.items()}
 
     @classmethod
     def remarks(cls, config: Any, proofs: Path) -> list[str]:

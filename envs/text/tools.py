@@ -149,7 +149,9 @@ class Search:
         """`documents`: texts by title."""
         self.documents = dict(documents)
         self.counts = {title: Counter(words_of(f"{title} {text}")) for title, text in self.documents.items()}
-        self.mean = sum(sum(each.values()) for each in self.counts.values()) / max(1, len(self.counts))
+        self.mean = sum(sum(counts_of_tool.values()) for counts_of_tool in self.counts.values()) / max(
+            1, len(self.counts)
+        )
         self.holding: dict[str, list[str]] = {}  # titles of the documents that have a word
         for title, counts in self.counts.items():
             for word in counts:

@@ -407,7 +407,12 @@ def shortened_content(content: Any) -> Any:
     """The content of a message with its texts shortened; pictures stay."""
     if isinstance(content, str):
         return middle_left_out(content)
-    return [part | {"text": middle_left_out(part["text"])} if part["type"] == "text" else part for part in content]
+    return [
+        content_part | {"text": middle_left_out(content_part["text"])}
+        if content_part["type"] == "text"
+        else content_part
+        for content_part in content
+    ]
 
 
 def middle_left_out(text: str) -> str:

@@ -292,7 +292,7 @@ class VisionBackbone(nn.Module):
     def forward(self, pixels: Tensor, *words: Tensor) -> Tensor:
         """[N, 3 * towers, H, W] -> [N, patches, sum of the towers' dims]."""
         parts = pixels.split(3, dim=1)
-        return torch.cat([tower(part, *words) for tower, part in zip(self.towers(), parts, strict=True)], dim=-1)
+        return torch.cat([tower(image, *words) for tower, image in zip(self.towers(), parts, strict=True)], dim=-1)
 
 
 class Projector(nn.Module):

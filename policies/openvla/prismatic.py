@@ -217,8 +217,8 @@ class PrismaticPolicy(VLAPolicy):
         """Processed pixels of each camera [N, 3 * towers, size, size]."""
         ready = isinstance(obs.get("instruction"), dict)  # made by `as_tensors`
         frames = [obs["images"][camera] for camera in self.cameras]
-        frames = frames if ready else [tensor_of(part, self.device) for part in frames]
-        return [self.images(part, ready).to(self.dtype) for part in frames]
+        frames = frames if ready else [tensor_of(frame, self.device) for frame in frames]
+        return [self.images(frame, ready).to(self.dtype) for frame in frames]
 
     def _patch_features(self, *seen: Tensor) -> Tensor:
         return self.for_acting(network.VisionBackbone.forward)(self.vision_backbone, *seen)
@@ -278,9 +278,11 @@ class PrismaticPolicy(VLAPolicy):
         for kind in self.components():
             path = self.source.components.get(kind) if self.source else None
             prefix = "" if kind == "vision_backbone" else f"{kind}."
-            part = {name.removeprefix(prefix): w for name, w in weights.items() if name.startswith(f"{kind}.")}
+            weights_of_kind = {
+                name.removeprefix(prefix): w for name, w in weights.items() if name.startswith(f"{kind}.")
+            }
             name = path.stem if path else f"{kind}--0_checkpoint"
-            files.write_tensors(folder / f"{name}.safetensors", as_stored(path, part))
+            files.write_tensors(folder / f"{name}.safetensors", as_stored(path, weights_of_kind))
 
     def components(self) -> tuple[str, ...]:
         """Parts that upstream stores in separate files."""

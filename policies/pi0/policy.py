@@ -157,9 +157,9 @@ def augmented(pixels: Tensor, uniform: Tensor) -> Tensor:
 def random_crop(pixels: Tensor, uniform: Tensor) -> Tensor:
     """Crops images [B, 3, S, S] at a whole pixel and resizes them (bilinear)."""
     size = pixels.shape[-1]
-    part = int(size * CUT)
-    first = (uniform * (size - part + 1)).floor().clamp(max=size - part)  # [B, 2]
-    inside = ((torch.arange(size, device=pixels.device) + 0.5) * part / size - 0.5).clamp(0, part - 1)
+    kept_size = int(size * CUT)
+    first = (uniform * (size - kept_size + 1)).floor().clamp(max=size - kept_size)  # [B, 2]
+    inside = ((torch.arange(size, device=pixels.device) + 0.5) * kept_size / size - 0.5).clamp(0, kept_size - 1)
     rows, columns = (2 * (begin[:, None] + inside) / (size - 1) - 1 for begin in first.unbind(1))
     grid = torch.stack([columns[:, None].expand(-1, size, -1), rows[:, :, None].expand(-1, -1, size)], dim=-1)
     return F.grid_sample(pixels, grid, mode="bilinear", align_corners=True)

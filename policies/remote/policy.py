@@ -44,7 +44,7 @@ class RemoteWorker(PolicyWorker):
         return super().serve(*options, **more)
 
     def _act(self, requests: dict[int, ActRequest], rule: SamplingRule) -> dict[int, PolicyOutput]:
-        self.policy.asked = [each for request in requests.values() for each in self._connections(request)]
+        self.policy.asked = [connection for request in requests.values() for connection in self._connections(request)]
         return super()._act(requests, rule)
 
     def _connections(self, request: ActRequest) -> list[Connection]:

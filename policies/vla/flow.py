@@ -77,7 +77,7 @@ class FlowSettings:
         """Refuse adapters, and invalid sizes."""
         if self.published.get("use_peft"):
             raise ValueError("use_peft=true: merge the adapters into the weights first")
-        if not all(type(each) in (int, float) and 0 < each < math.inf for each in self.periods):
+        if not all(type(period) in (int, float) and 0 < period < math.inf for period in self.periods):
             raise ValueError(f"min_period and max_period should be positive numbers, not {self.periods}")
         check_sizes(self.horizon, self.action_dim, self.state_dim, self.max_tokens, self.language.depth)
 
@@ -85,7 +85,7 @@ class FlowSettings:
 def normalization_of(config: dict[str, Any], usual: str) -> str:
     """The normalisation in lerobot's config.json, or `usual`."""
     asked = config.get("normalization_mapping")
-    modes = {str(asked.get(part)).lower() for part in ("STATE", "ACTION")} if asked else {usual}
+    modes = {str(asked.get(feature)).lower() for feature in ("STATE", "ACTION")} if asked else {usual}
     if modes not in ({statistics.MEAN_STD}, {statistics.QUANTILES}):
         methods = f"{statistics.MEAN_STD}, {statistics.QUANTILES}"
         raise ValueError(f"it normalises by {', '.join(sorted(modes))}; known: {methods}")
@@ -309,9 +309,9 @@ class FlowPolicy(VLAPolicy):
             return  # our folders have them among the weights
         figures, where = statistics.figures_of(source.figures if source else {}, str(source and source.path), name)
         mode = self.settings.normalization
-        for scale, part, kind in ((self.action_scale, "actions", "action"), (self.state_scale, "state", "state")):
+        for scale, feature, kind in ((self.action_scale, "actions", "action"), (self.state_scale, "state", "state")):
             if figures:
-                scale.adopt(figures[part], mode, self._eps, f"the {kind} statistics of {where}")
+                scale.adopt(figures[feature], mode, self._eps, f"the {kind} statistics of {where}")
 
     @property
     def horizon(self) -> int:
@@ -372,7 +372,7 @@ class FlowPolicy(VLAPolicy):
         None if there are none."""
         if "previous" not in obs:
             return None
-        actions, weights = (tensor_of(obs["previous"][part], self.device) for part in ("actions", "weights"))
+        actions, weights = (tensor_of(obs["previous"][field], self.device) for field in ("actions", "weights"))
         missing = self.horizon - actions.shape[1]
         unit = F.pad(self._unit_actions(actions, obs), (0, 0, 0, missing))
         return unit, F.pad(weights.to(self.exact), (0, missing))[..., None]

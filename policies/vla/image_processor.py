@@ -37,8 +37,11 @@ def sent_constants(
 ) -> tuple[Tensor, ...]:
     """`exact`: the precision of numbers that are no arrays."""
     with torch.inference_mode(False):
-        parts = (part if isinstance(part, np.ndarray) else torch.tensor(part, dtype=exact) for part in make(*arguments))
-        return tuple(torch.as_tensor(part).to(device) for part in parts)
+        parts = (
+            constant if isinstance(constant, np.ndarray) else torch.tensor(constant, dtype=exact)
+            for constant in make(*arguments)
+        )
+        return tuple(torch.as_tensor(constant).to(device) for constant in parts)
 
 
 def given(*numbers: Any) -> Any:
@@ -94,7 +97,7 @@ def as_pillow(pixels: Tensor, shape: tuple[int, int], kernel: str) -> Tensor:
     for axis, wanted in ((3, shape[1]), (2, shape[0])):
         if levels.shape[axis] != wanted:
             places, units = constants(resize_taps, kernel, levels.shape[axis], wanted, device=pixels.device)
-            across = [-1 if each == axis else 1 for each in range(4)]
+            across = [-1 if dimension == axis else 1 for dimension in range(4)]
             summed = sum(
                 levels.index_select(axis, places[:, n]) * units[:, n].view(across) for n in range(units.shape[1])
             )
@@ -107,7 +110,7 @@ def as_tensorflow(frames: Tensor, size: int) -> Tensor:
     down, across = (
         torch.from_numpy(weights("lanczos3", length, size)).to(frames.device) for length in frames.shape[1:3]
     )
-    parts = [down @ part.permute(0, 3, 1, 2).double() @ across.T for part in frames.split(AT_ONCE)]
+    parts = [down @ frame.permute(0, 3, 1, 2).double() @ across.T for frame in frames.split(AT_ONCE)]
     return torch.cat(parts).round().clamp(0, 255).to(torch.uint8).permute(0, 2, 3, 1)
 
 
@@ -219,7 +222,7 @@ def filter_of(published: dict, size: int, strategy: str) -> str:
 
 
 def read_moments(stored: list[dict]) -> tuple[Moments, ...]:
-    moments = tuple((tuple(map(float, part["mean"])), tuple(map(float, part["std"]))) for part in stored)
+    moments = tuple((tuple(map(float, colors["mean"])), tuple(map(float, colors["std"]))) for colors in stored)
     if any(len(mean) != 3 or len(std) != 3 or min(std) <= 0 for mean, std in moments):
         raise ValueError(f"tvf_normalize_params should hold mean and std of three colours for each tower, not {stored}")
     return moments

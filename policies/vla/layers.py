@@ -82,7 +82,9 @@ class GroupedAttention(SideBySide):
         if read is not ALL or are_faster_apart(x, inputs):
             q_proj, k_proj, v_proj = inputs
             k, v = self.split(linear(x, k_proj)), self.split(linear(x, v_proj))
-            q, q_turn = (x, turn) if read is ALL else (x[:, read].contiguous(), [each[:, read] for each in turn])
+            q, q_turn = (
+                (x, turn) if read is ALL else (x[:, read].contiguous(), [rotation[:, read] for rotation in turn])
+            )
             q, k = rotate(self.split(linear(q, q_proj)), *q_turn), rotate(k, *turn)
         else:
             both = self.split(product(x, inputs))
@@ -237,9 +239,9 @@ def product(x: Tensor, linears: Sequence[nn.Module], add_to: Tensor | None = Non
     if apart or (down is not None and down.dtype != whole.dtype):
         return added(torch.cat([layer(x) for layer in linears], dim=-1), add_to)
     scales = [linears[number].scaling[ADAPTER] for number in adapted]
-    joint = Joint(whole, bias, down, [len(each) for each in weights], adapted, scales)
+    joint = Joint(whole, bias, down, [len(tensor) for tensor in weights], adapted, scales)
     inputs = (x, add_to, *ups, *downs, *weights, *biases)
-    if torch.is_grad_enabled() and any(each is not None and each.requires_grad for each in inputs):
+    if torch.is_grad_enabled() and any(tensor is not None and tensor.requires_grad for tensor in inputs):
         return JointProduct.apply(joint, *inputs)
     return joint.product(x, add_to, ups)[0]
 
@@ -309,7 +311,7 @@ class Joint:
         half = autocast_dtype(x)
         if half:
             tensors = (x, weight, bias, down, *ups)
-            x, weight, bias, down, *ups = (each if each is None else each.to(half) for each in tensors)
+            x, weight, bias, down, *ups = (tensor if tensor is None else tensor.to(half) for tensor in tensors)
         folded = add_to is not None and bias is None and add_to.dtype == weight.dtype
         with torch.autocast(x.device.type, enabled=False) if half else nullcontext():
             y = torch.addmm(add_to.flatten(0, -2), x, weight.t()) if folded else F.linear(x, weight, bias)

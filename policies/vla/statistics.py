@@ -57,13 +57,13 @@ class Statistics:
         return self.high - self.low + self.slack
 
     def from_unit(self, numbers: Tensor) -> Tensor:
-        low, width, mask = (tensor_of(part, numbers.device) for part in (self.low, self.width, self.mask))
+        low, width, mask = (tensor_of(limits, numbers.device) for limits in (self.low, self.width, self.mask))
         return torch.where(mask, 0.5 * (numbers + 1) * width + low, numbers.double())
 
     def to_unit(self, numbers: Tensor) -> Tensor:
         """Scales to [-1, 1] with clipping; -1 if a range has no width."""
         width = np.where(self.width == 0, 1.0, self.width)
-        low, width, mask = (tensor_of(part, numbers.device) for part in (self.low, width, self.mask))
+        low, width, mask = (tensor_of(limits, numbers.device) for limits in (self.low, width, self.mask))
         numbers = numbers.double()
         return torch.where(mask, 2 * (numbers - low) / width - 1, numbers).clamp(-1, 1)
 
@@ -122,8 +122,8 @@ class Ranges(nn.Module):
         """The ranges in the layout of published folders."""
         figures: Figures = {}
         for key, numbers in self.named_buffers():
-            part, _, name = key.rpartition("_")
-            figures.setdefault(part, {})[name] = host(numbers).tolist()
+            feature, _, name = key.rpartition("_")
+            figures.setdefault(feature, {})[name] = host(numbers).tolist()
         return {OWN: figures}
 
 
@@ -141,8 +141,8 @@ def default_ranges(spec: EnvSpec) -> Figures:
     """Default ranges: actions from -1 to 1, states within half a turn."""
     limits = {"action": (spec.action.dim, 1.0), "proprio": (spec.state_dim or 0, np.pi)}
     return {
-        part: {name: [limit if name in ("q99", "max") else -limit] * count for name in FIGURES}
-        for part, (count, limit) in limits.items()
+        feature: {name: [limit if name in ("q99", "max") else -limit] * count for name in FIGURES}
+        for feature, (count, limit) in limits.items()
     }
 
 
@@ -153,13 +153,13 @@ def dataset_ranges(folder: Path, spec: EnvSpec) -> Figures:
     figures, wanted = default_ranges(spec), {"action": spec.action.dim, "proprio": spec.state_dim or 0}
     with reading(folder / DATA_SET, ConfigError, f"{COUNT} {quote(str(folder))} writes it"):
         stats = read_json(folder / DATA_SET)
-        for part, count in ((part, count) for part, count in wanted.items() if count):
-            figures[part] = {name: stats[FEATURES[part]][name] for name in FIGURES}
-            for name, numbers in figures[part].items():
+        for feature, count in ((feature, count) for feature, count in wanted.items() if count):
+            figures[feature] = {name: stats[FEATURES[feature]][name] for name in FIGURES}
+            for name, numbers in figures[feature].items():
                 if not np.isfinite(np.array(numbers, np.float64)).all():
-                    raise ValueError(f"{name} of {FEATURES[part]} is {numbers}")
+                    raise ValueError(f"{name} of {FEATURES[feature]} is {numbers}")
                 if len(numbers) != count:
-                    raise ValueError(f"{FEATURES[part]} has {len(numbers)} numbers, the env {count}")
+                    raise ValueError(f"{FEATURES[feature]} has {len(numbers)} numbers, the env {count}")
     return figures
 
 
@@ -229,9 +229,9 @@ def write_scales(folder: Path, scales: Mapping[str, Scale], mode: str, eps: floa
     for file in folder.glob("policy_*.safetensors"):
         stored = {key: tensor_of_blob(blob).clone() for key, blob in read_safetensors(file).items()}
         before = {key: tensor.clone() for key, tensor in stored.items()}
-        for part, scale in scales.items():
+        for feature, scale in scales.items():
             for name, numbers in scale.figures(mode, eps).items():
-                if (tensor := stored.get(f"{WANTED[part][1]}.{name}")) is not None:
+                if (tensor := stored.get(f"{WANTED[feature][1]}.{name}")) is not None:
                     tensor.view(-1)[: len(numbers)] = numbers.to(tensor)
         if any(not torch.equal(tensor, before[key]) for key, tensor in stored.items()):
             specs = {key: spec_of(tensor) for key, tensor in stored.items()}
@@ -245,11 +245,13 @@ def write_scales(folder: Path, scales: Mapping[str, Scale], mode: str, eps: floa
 
 def are_of(figures: Moments, scales: Mapping[str, Scale], mode: str, eps: float) -> bool:
     """True if these scales are of these statistics."""
-    again = {part: Scale(len(scale.shift)) for part, scale in scales.items()}
-    for part, scale in again.items():
-        scale.adopt(figures[part], mode, eps, part)
+    again = {feature: Scale(len(scale.shift)) for feature, scale in scales.items()}
+    for feature, scale in again.items():
+        scale.adopt(figures[feature], mode, eps, feature)
     pairs = [
-        (getattr(again[part], name), getattr(scales[part], name)) for part in scales for name in ("shift", "scale")
+        (getattr(again[feature], name), getattr(scales[feature], name))
+        for feature in scales
+        for name in ("shift", "scale")
     ]
     return all(torch.allclose(one, other, rtol=1e-5, atol=1e-6) for one, other in pairs)
 
