@@ -65,8 +65,6 @@ def import_module(name: str, option: str) -> ModuleType:
         ) from None
     except EmbodiedError:
         raise
-    except SyntaxError as err:
-        raise ConfigError(f"{option}: importing {name} failed: {err.msg} ({err.filename}, line {err.lineno})") from err
     except (Exception, SystemExit) as err:
         raise ConfigError(f"{option}: importing {name} failed: {in_a_line(err)}{place(err)}") from err
 

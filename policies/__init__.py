@@ -50,14 +50,14 @@ def policy_class(name: str) -> type[Policy]:
         check_package(name)
     try:
         kind = getattr(importlib.import_module(module), attribute)
-    except ModuleNotFoundError as err:
-        raise ConfigError(f"policy.name={name!r}: {err}; is it importable from {Path.cwd()}?") from None
-    except AttributeError:
-        raise ConfigError(f"policy.name={name!r}: module {module} has no {attribute}") from None
     except (Exception, SystemExit) as err:
         last = traceback.extract_tb(err.__traceback__)[-1]
-        cause = f"{in_a_line(err)} ({last.filename}, line {last.lineno})"
-        raise ConfigError(f"policy.name={name!r}: importing {module} failed: {cause}") from err
+        line = (
+            ""
+            if last.filename == __file__ or "importlib" in last.filename
+            else f" ({last.filename}, line {last.lineno})"
+        )
+        raise ConfigError(f"policy.name={name!r} cannot be imported: {in_a_line(err)}{line}") from err
     from embodied.policies.base import Policy
 
     if not (isinstance(kind, type) and issubclass(kind, Policy)):
