@@ -85,6 +85,17 @@ def test_a_walk_counts_whole_functions_and_the_modules_that_they_name(wood):
     assert named == {"embodied/loop.py", "embodied/tools/saw.py", "embodied/tools/carried.py", "embodied/types.py"}
 
 
+def test_carriers_are_records_with_arrays_that_executed_lines_construct(wood):
+    texts = {
+        "embodied/held.py": "@dataclass\nclass Held:\n    rows: np.ndarray\n@dataclass\nclass Count:\n    rows: int\n",
+        "embodied/used.py": "from embodied.held import Count, Held\nclass Pair(NamedTuple):\n    both: list[Held]\n"
+        "def use():\n    Count(Held)\n    Pair([])\n    return Held\n",
+    }
+    wood.modules = {path: house.Module(path, text) for path, text in texts.items()}
+    assert wood.carriers == {"embodied.held.Held", "embodied.used.Pair"}
+    assert house.constructed(wood, {"embodied/used.py": {5, 6, 7}}) & wood.carriers == {"embodied.used.Pair"}
+
+
 @pytest.mark.slow
 def test_a_run_is_traced_in_all_of_its_processes():
     small = ("env.num_envs=2", "algo.rollout_decisions=4", "algo.minibatch_size=8", "cluster.backend=local")
