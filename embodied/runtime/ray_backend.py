@@ -214,7 +214,7 @@ class RayBackend(HostProcesses):
 
     def _is_lost(self, node: RayNode) -> bool:
         """True if Ray notices that this node is lost; it takes its time for another machine."""
-        until = time.monotonic() + (_LOST_S if node.id != self._connection.own.id else 0)
+        until = time.monotonic() + (_LOST_S if node.id != self._connection.driver_node.id else 0)
         while not self._stopping:
             with suppress(Exception):  # of Ray, which may not reach its own tables
                 if self._connection.is_lost(node):
