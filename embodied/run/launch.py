@@ -155,10 +155,8 @@ def planned(
     if learn:
         check_learners(config, plan, topology, roles)
         config = memory_check.with_checkpointing(config, plan, topology)
-    memory_lines = check_memory(
-        config, plan, topology, learn, lambda other: with_placement(other, topology, learn, roles)
-    )
-    return config, replace(plan, memory=memory_lines)
+    lines = check_memory(config, plan, topology, learn, lambda other: with_placement(other, topology, learn, roles))
+    return config, replace(plan, memory=lines)
 
 
 def check_where(config: RunConfig, dry: bool) -> None:
@@ -580,11 +578,8 @@ def own_program(name: str) -> type[EmbodiedLoop]:
     if not (isinstance(program, type) and issubclass(program, EmbodiedLoop)):
         raise ConfigError(f"program={name} is not a workflow: derive it from embodied.EmbodiedLoop (docs/workflows.md)")
     check_roles(program.roles)
-    if lacking := [
-        role.name
-        for role in EmbodiedLoop.roles
-        if role.name not in [role_of_program.name for role_of_program in program.roles]
-    ]:
+    names = {role.name for role in program.roles}
+    if lacking := [role.name for role in EmbodiedLoop.roles if role.name not in names]:
         raise ConfigError(
             f"program={name} lacks {', '.join(lacking)}: EmbodiedLoop, from which it derives, calls their workers; "
             "declare these roles (docs/workflows.md)"
