@@ -337,9 +337,10 @@ class OfRole:
         self.worker = worker
 
     def sum(self, values: Tensor) -> Tensor:
+        """In place, like all sums over ranks: `PolicyOptimizer` reads its gradients there."""
         if self.worker.world_size == 1:
             return values
-        return torch.as_tensor(self.worker.all_reduce(values.cpu().numpy()), device=values.device)
+        return values.copy_(torch.as_tensor(self.worker.all_reduce(values.cpu().numpy())))
 
     def gather(self, rows: np.ndarray) -> list[np.ndarray]:
         """The rows of all workers, which have as many."""
