@@ -52,11 +52,8 @@ def policy_class(name: str) -> type[Policy]:
         kind = getattr(importlib.import_module(module), attribute)
     except (Exception, SystemExit) as err:
         last = traceback.extract_tb(err.__traceback__)[-1]
-        line = (
-            ""
-            if last.filename == __file__ or "importlib" in last.filename
-            else f" ({last.filename}, line {last.lineno})"
-        )
+        ours = last.filename == __file__ or "importlib" in last.filename
+        line = "" if ours else f" ({last.filename}, line {last.lineno})"
         raise ConfigError(f"policy.name={name!r} cannot be imported: {in_a_line(err)}{line}") from err
     from embodied.policies.base import Policy
 
