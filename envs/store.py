@@ -123,7 +123,7 @@ class Stores:
         return Transfer(self.sent, by_source, calls)
 
     def lose(self, worker: str) -> None:
-        """A worker has died, and all that it stored is lost."""
+        """Mark the refs of all episodes that this dead worker stored as lost."""
         for ref in self.refs.values():
             ref.is_lost |= ref.worker == worker
 

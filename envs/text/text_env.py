@@ -70,9 +70,8 @@ class TextEnv(EnvCapabilities):
     """The most answers of a conversation, unless `env.max_episode_steps` is set."""
     num_held_out: ClassVar[int] = 200
     """The number of prompts for evaluations, which training never shows."""
-    _held_out: ClassVar[
-        dict[Any, tuple[list, frozenset, list]]
-    ] = {}  # drawn once in a process; last: the rest of `every`
+    # Drawn once in a process: the held-out questions, as a list and as a set, and the rest of `every`.
+    _held_out: ClassVar[dict[Any, tuple[list, frozenset, list]]] = {}
     source: str = ""
     """The task of this conversation, if it is not that of the spec."""
     group_size: int = 1

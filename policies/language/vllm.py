@@ -413,7 +413,7 @@ class FromFolder:
     # For our own engine
 
     def divide_logits(self, by: float) -> None:
-        """From now on all log-probs are those of logits divided by this, in float32."""
+        """Divide all logits by this temperature from now on, in float32, so that log-probs are those at it."""
         from vllm.model_executor.layers.logits_processor import LogitsProcessor
 
         for layer in self.model_runner.get_model().modules():

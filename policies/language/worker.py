@@ -56,11 +56,8 @@ class LanguageWorker(PolicyWorker):
         self.policy = make_policy(self.config, spec).eval().to(self.device)
         self.engine = make_engine(self.config, self.policy)
         self.policy.cache_tensors = self.engine.cache_tensors
-        self.last_message: tuple[Said, bool, tuple[int, ...]] = (
-            "",
-            False,
-            (),
-        )  # the last message, whether it came first
+        # The last message, whether it came first, and its tokens.
+        self.last_message: tuple[Said, bool, tuple[int, ...]] = ("", False, ())
         self._reset_numbers()
 
     def route(self, publication: Publication) -> str:
