@@ -65,10 +65,11 @@ class LearnerConfig(Strict):
         False,
         description="Split weights, gradients and optimizer state over the learners (FSDP2) instead of repeating them.",
     )
-    reduce_each_pass: bool = Field(
-        False,
+    reduce_each_pass: bool | None = Field(
+        None,
         description="With learner.shard: sum gradients over the learners after each pass, not once a step. Then no "
-        "learner holds a whole float32 gradient, but each pass needs an exchange.",
+        "learner holds a whole float32 gradient, but each pass needs an exchange. null: only if the plan does not fit "
+        "without it.",
     )
     sequence_degree: Literal["auto", 1, 2, 4, 8] = Field(
         1,

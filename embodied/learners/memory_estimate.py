@@ -2,7 +2,7 @@
 
 Activations are counted while the network saves them for its backward pass, without a formula. A trained half-precision
 weight takes 20 more bytes (a float32 copy, its gradient, Adam's two moments, and the vector for the all-reduce). A
-learner with shards still accumulates the whole float32 gradient, unless learner.reduce_each_pass is set.
+learner with shards still accumulates the whole float32 gradient, or a block's gradient (learner.reduce_each_pass).
 """
 
 from __future__ import annotations
@@ -49,7 +49,8 @@ class Memory:
     gathered: int = (
         0  # weights that a learner with shards holds unsharded: the largest block and weights outside blocks
     )
-    gradient: int = 0  # in float32, that a learner with shards adds up unsharded: all of it, or a block's
+    gradient: int = 0  # in float32, that a learner with shards adds up unsharded
+    gradient_of_block: int = 0  # the same if gradients are summed over the learners after each pass
     acting: int = 0  # KV cache of one env row
     deciding: int = 0  # the most memory at once of computing a decision of one env row
     products: float = 0.0  # multiplications of a forward pass of the longest conversation
@@ -124,19 +125,21 @@ def count(policy: Policy, config: LearnerConfig, inputs: dict[str, Any]) -> Memo
         training=sum(p.numel() * training_bytes(p) for p in trained),
         trained=num_bytes(trained),
         gathered=weights - sum(blocks) + max(blocks, default=0),
-        gradient=whole_gradient(policy, config),
+        gradient=whole_gradient(policy, False),
+        gradient_of_block=whole_gradient(policy, True),
         acting=acting_bytes(policy, config),
         activations=saved_bytes(policy, config, inputs),
         deciding=0 if policy.speaks else deciding_bytes(policy.to("meta")),
     )
 
 
-def whole_gradient(policy: Policy, config: LearnerConfig) -> int:
-    """Bytes of gradients that a learner with shards holds unsharded at a time."""
+def whole_gradient(policy: Policy, each_pass: bool) -> int:
+    """Bytes of gradients that a learner with shards holds unsharded at a time. `each_pass`: gradients are summed over
+    the learners after each pass, block by block."""
     every, *blocks = (
         EXACT * sum(p.numel() for p in module.parameters() if p.requires_grad) for module in (policy, *policy.blocks())
     )
-    return every - sum(blocks) + max(blocks, default=0) if config.reduce_each_pass else every
+    return every - sum(blocks) + max(blocks, default=0) if each_pass else every
 
 
 def acting_bytes(policy: Policy, config: LearnerConfig) -> int:

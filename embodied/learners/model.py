@@ -122,7 +122,7 @@ class Model:
         if self.first_backward is None:
             self.first_backward = perf_counter()
         if self.config.shard:
-            self.policy.set_requires_gradient_sync(last or self.config.reduce_each_pass)
+            self.policy.set_requires_gradient_sync(last or bool(self.config.reduce_each_pass))
         loss.backward()
 
     @torch.no_grad()

@@ -325,7 +325,7 @@ def in_shards(learner: LearnerWorker, moves: Moves) -> Moves:
         reference=num_bytes(learner._reference()),
         trained=num_bytes(trained),
         gathered=num_bytes(parameters) - sum(blocks) + max(blocks, default=0),
-        gradient=whole_gradient(learner.policy, learner.config),
+        gradient=whole_gradient(learner.policy, learner.config.reduce_each_pass is not False),
     )
     split = 2 * (memory.sharded(1) - memory.sharded(2))
     return replace(moves, bytes=memory.sharded(1), split_bytes=split)

@@ -413,8 +413,9 @@ def check_memory(
         saving = learn and (
             saving_options(*wanted, exact=True)
             or own_processes(*wanted)
-            or divided_engines(config, machines, replan)
+            or divided_engines(config, machines, replan, exact=True)
             or saving_options(*wanted)
+            or divided_engines(config, machines, replan)
         )
         works = saving or f"a smaller policy, fewer {fewer} or larger machines"
         lines = [f"memory: {line}" for line in memory_check.describe_memory(over)]
@@ -448,8 +449,9 @@ def own_processes(config: RunConfig, plan: PlacementPlan, machines: Topology) ->
     return f"placement='{json.dumps(places)}' {options}".strip() if fits or options else ""
 
 
-def divided_engines(config: RunConfig, machines: Topology, replan: Replan | None) -> str:
-    """The options with which vLLM divides every layer over several GPUs and the plan fits; "" if there are none."""
+def divided_engines(config: RunConfig, machines: Topology, replan: Replan | None, exact: bool = False) -> str:
+    """The options with which vLLM divides every layer over several GPUs and the plan fits; "" if there are none.
+    `exact`: only with options that change no result."""
     if replan is None or not config.policy.speaks or config.policy.engine != "vllm" or config.policy.worker_gpus > 1:
         return ""
     for parts in ENGINE_PARTS:
@@ -458,7 +460,7 @@ def divided_engines(config: RunConfig, machines: Topology, replan: Replan | None
             policy_class(changed.policy.name).check_division(changed.policy)
             _, plan = replan(changed)
             fits = not any(need.excess for need in needs(changed, plan, machines))
-            if (rest := "" if fits else saving_options(changed, plan, machines, exact=True)) or fits:
+            if (rest := "" if fits else saving_options(changed, plan, machines, exact)) or fits:
                 return f"policy.tensor_parallel={parts} placement=collocated {rest}".strip()
     return ""
 

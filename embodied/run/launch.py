@@ -154,7 +154,7 @@ def planned(
     check_room(config, plan, topology, learn)
     if learn:
         check_learners(config, plan, topology, roles)
-        config = memory_check.with_checkpointing(config, plan, topology)
+        config, plan = memory_check.with_saved_memory(config, plan, topology)
     lines = check_memory(config, plan, topology, learn, lambda other: with_placement(other, topology, learn, roles))
     return config, replace(plan, memory=lines)
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from itertools import product
 from math import lcm, prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -150,7 +151,7 @@ def measured_memory(config: RunConfig, ranks: int) -> Memory | None:
         return of_layers(config.policy.least_weights)
     rows = -(-(config.algo.minibatch_size or max(1, decisions_of(config))) // ranks)
     rows = min(rows, config.learner.micro_batch_size or rows)
-    alike = config.with_values("learner", micro_batch_size=rows, shard=False)
+    alike = config.with_values("learner", micro_batch_size=rows, shard=False, reduce_each_pass=None)
     alike = alike if config.policy.speaks else alike.with_values("policy", preset="full")
     alike = alike.with_values("policy", cache_gb=None) if config.policy.speaks else alike
     settings = alike.model_dump_json(include={"policy", "learner", "algo", "env", "roles"})
@@ -158,7 +159,8 @@ def measured_memory(config: RunConfig, ranks: int) -> Memory | None:
         from embodied.learners.memory_estimate import estimate
 
         counted[settings] = estimate(alike)
-    return counted[settings]
+    memory, whole = counted[settings], config.learner.reduce_each_pass is False
+    return memory and dataclasses.replace(memory, gradient=memory.gradient if whole else memory.gradient_of_block)
 
 
 def of_layers(num_weights: int) -> Memory:
@@ -312,15 +314,22 @@ def needs(config: RunConfig, plan: PlacementPlan, machines: Topology, learn: boo
     ]
 
 
-def with_checkpointing(config: RunConfig, plan: PlacementPlan, machines: Topology) -> RunConfig:
-    """The config with learner.checkpoint_activations=auto decided: the least to compute again that fits."""
-    if config.learner.checkpoint_activations != "auto":
-        return config
-    for which in (False, "half", "language", True):
-        decided = config.with_values("learner", checkpoint_activations=which)
-        if not any(need.excess for need in needs(decided, plan, machines)):
-            break
-    return decided
+def with_saved_memory(config: RunConfig, plan: PlacementPlan, machines: Topology) -> tuple[RunConfig, PlacementPlan]:
+    """The config with learner.checkpoint_activations=auto and learner.reduce_each_pass=null decided, and the plan with
+    the reason. The first of the options that fits: the least to compute again, and gradients summed once a step."""
+    again, each_pass = config.learner.checkpoint_activations, config.learner.reduce_each_pass
+    recomputed = (False, "half", "language", True) if again == "auto" else (again,)
+    reduced = (False, True) if each_pass is None and config.learner.shard else (each_pass,)
+    options = [
+        config.with_values("learner", checkpoint_activations=blocks, reduce_each_pass=exchanges)
+        for blocks, exchanges in product(recomputed, reduced)
+    ]
+    fitting = (option for option in options[:-1] if not any(need.excess for need in needs(option, plan, machines)))
+    decided = next(fitting, options[-1])
+    if not decided.learner.reduce_each_pass or each_pass:
+        return decided, plan
+    saving = "gradients are summed after each pass, since whole gradients do not fit (learner.reduce_each_pass)"
+    return decided, dataclasses.replace(plan, reason="; ".join(filter(None, [plan.reason, saving])))
 
 
 def describe_memory(memories: list[Need]) -> list[str]:

@@ -138,7 +138,7 @@ def test_learners_with_shards_hold_a_part_each_and_the_gradient_whole():
     assert memory.sharded(2) == (12 + 80) // 2 + 16 + 3 + 5
     assert replace(memory, reference=20).sharded(2) == memory.sharded(2) + 10
     policy = build(OpenVLAConfig, name="openvla")
-    step, each_pass = (whole_gradient(policy, LearnerConfig(shard=True, reduce_each_pass=on)) for on in (False, True))
+    step, each_pass = (whole_gradient(policy, each_pass) for each_pass in (False, True))
     assert step == 4 * sum(p.numel() for p in policy.parameters() if p.requires_grad) > each_pass > 0
 
 

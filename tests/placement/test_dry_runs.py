@@ -133,7 +133,7 @@ def test_activations_are_computed_again_where_memory_asks_for_it(monkeypatch, co
             return [memory_check.Need("", "gpu:0", room, (memory_check.Load("learner", taken, "", "gpu:0"),))]
 
         monkeypatch.setattr(memory_check, "needs", needs)
-        assert memory_check.with_checkpointing(config, None, None).learner.checkpoint_activations == which
+        assert memory_check.with_saved_memory(config, None, None)[0].learner.checkpoint_activations == which
 
 
 def test_a_run_that_does_not_fit_is_refused_with_options_that_save_memory(counted_as):

@@ -31,6 +31,7 @@ SHAPES = {  # layers, width, heads, of keys, mlp
     "Qwen2.5-14B": (48, 5120, 40, 8, 13824),
     "Qwen2.5-32B": (64, 5120, 40, 8, 27648),
 }
+SHARDED = ("learner.shard=true",)
 RECIPE = ("recipe=sums_grpo", "run.start_from=null", "policy.max_length=2048", "learner.pack_tokens=2048")
 
 
@@ -79,8 +80,8 @@ def test_seven_billion_weights_are_planned_for_machines_that_are_not_here(shape_
     ("gigabytes", "more", "advised"),
     [
         (80, ["policy.cache_gb=60"], "learner.shard=true policy.cache_gb=48"),
-        (48, ["learner.shard=true", "policy.cache_gb=8"], "learner.reduce_each_pass=true"),
-        (48, ["policy.cache_gb=8"], "learner.shard=true learner.reduce_each_pass=true"),
+        (48, [*SHARDED, "learner.reduce_each_pass=false", "policy.cache_gb=8"], "learner.reduce_each_pass=true"),
+        (48, ["policy.cache_gb=8"], "learner.shard=true"),
     ],
 )
 def test_the_advice_that_helps_most_comes_first_and_the_cache_is_as_large_as_fits(shape_of, gigabytes, more, advised):
@@ -150,7 +151,7 @@ def test_roles_that_a_recipe_adds_are_counted_too(shape_of):
 def test_a_critic_with_shards_is_planned_beside_learners_with_shards(shape_of, name, cluster, places, most):
     words = ["recipe=sums_ppo_critic", "run.start_from=null", f"policy.pretrained={shape_of(name)}"]
     words += ["policy.dtype=bfloat16", "policy.max_length=2048", "learner.pack_tokens=2048", "policy.max_running=32"]
-    words += ["learner.shard=true", "learner.reduce_each_pass=true", "learner.checkpoint_activations=true"]
+    words += [*SHARDED, "learner.checkpoint_activations=true"]
     sims = {"sim": "node0/cpu:0-3*4" if "x8" in cluster else "cpu:0-3*4"}
     words += [f"cluster.machines={cluster}", f"placement={json.dumps(sims | places)}"]
     config = load(words).config
@@ -184,12 +185,15 @@ def test_an_engine_on_several_gpus_is_advised_for_30_billion_weights_of_experts_
     shape |= {"moe_intermediate_size": 768, "max_position_embeddings": 40960, "tie_word_embeddings": False}
     about = {"model_type": "qwen3_moe", "architectures": ["Qwen3MoeForCausalLM"], **shape}
     (tmp_path / "config.json").write_text(json.dumps(about))
-    given = ["policy.engine=vllm", "policy.dtype=bfloat16", "policy.cache_gb=16", "learner.shard=true"]
+    given = ["policy.engine=vllm", "policy.dtype=bfloat16", "policy.cache_gb=16", *SHARDED]
     with pytest.raises(ConfigError, match="that is more than the machines have") as refused:
         planned(tmp_path, "2x8xGPU", *given)
     advised = str(refused.value).rpartition("try ")[2].split()
-    assert advised[0].startswith("policy.tensor_parallel=") and "learner.reduce_each_pass=true" in advised
-    assert "of 80 GB" in planned(tmp_path, "2x8xGPU", *given, *advised).memory[0]
+    assert advised[0].startswith("policy.tensor_parallel=") and "learner.reduce_each_pass=true" not in advised
+    plan = planned(tmp_path, "2x8xGPU", *given, *advised)
+    assert "of 80 GB" in plan.memory[0] and "gradients are summed after each pass" in plan.reason
+    with pytest.raises(ConfigError, match=r"try learner\.reduce_each_pass=true"):
+        planned(tmp_path, "2x8xGPU", *given, *advised, "learner.reduce_each_pass=false")
 
 
 TURNS = {  # the sum where it is larger: of the rollout
