@@ -53,7 +53,7 @@ class Pass:
 
     def inputs(self, inputs_of: Callable[[Tensor], dict[str, Any]]) -> dict[str, Any]:
         """The inputs of `Policy.forward`, given the function that makes them of this rank's items."""
-        return inputs_of(self.items)
+        return inputs_of(self.items) | ({} if self.counts else {"is_padding": True})
 
 
 class DividesPasses(Protocol):

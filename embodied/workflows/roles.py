@@ -151,7 +151,7 @@ class NetworkWorker(RelayWorker):
         """A pass with a made-up conversation."""
         tokens, mask = np.zeros((2, 1, 1), np.int32), np.array([[False], [True]])
         conversation = {"actions": tokens, "mask": mask, "lengths": np.array([2]), "groups": np.array([0])}
-        return self.model.score(conversation).values
+        return self.model.score(conversation | {"is_padding": True}).values
 
     def close(self) -> None:
         if self.learner.shard:

@@ -30,6 +30,7 @@ class ExpertLoads:
         self.rate, self.routers = rate, list(routers.values())
         self.adds_bias = rate is not None and not all(hasattr(router, BIAS) for router in self.routers)
         self.places: Tensor | None = None  # bool mask of the current tokens that are counted
+        self.ignores = False  # True: no tokens are counted
         self.counts = [torch.zeros(0)] * len(routers)
         if rate is not None:
             self._check(model.config.model_type, engine)
@@ -60,7 +61,8 @@ class ExpertLoads:
     @contextmanager
     def counting(self, places: Tensor) -> Iterator[None]:
         """Inside, count these tokens (a bool mask) in passes with gradients."""
-        self.places = places.reshape(-1) if self.routers and torch.is_grad_enabled() and not places.is_meta else None
+        counts = self.routers and not self.ignores and torch.is_grad_enabled() and not places.is_meta
+        self.places = places.reshape(-1) if counts else None
         try:
             yield
         finally:

@@ -106,6 +106,8 @@ def empty_model(config: PreTrainedConfig, dtype: torch.dtype) -> Any:
         cause = in_a_line(err).partition(". ")[0]
         raise ConfigError(f"a {config.model_type} cannot be run here: {cause}; take another model") from None
     model.config.dtype = dtype
+    if dtype == torch.float64:  # for which there are no grouped products of experts
+        model.set_experts_implementation("eager")
     for weight in model.state_dict(keep_vars=True).values():
         if weight.is_floating_point():
             weight.data = weight.data.to(dtype)

@@ -154,7 +154,9 @@ class LanguagePolicy(PublishedPolicy):
         """Score the tokens of R whole conversations, one after the other: "actions" [n, 1, 1], "mask" [n, 1] (False for
         the env's tokens, which score 0), "lengths" and "groups" [R]. Conversations of one group may share their prompt.
         A token's value is that of the text before it. With "ranks", several ranks score the same conversations
-        together; it has their group and the rank that owns the loss."""
+        together; it has their group and the rank that owns the loss. "is_padding": the pass only keeps other ranks
+        company, so experts do not count its tokens."""
+        self.experts.ignores = inputs.get("is_padding", False)
         tokens, mask, lengths, groups = (host(inputs[k]).reshape(-1) for k in ("actions", "mask", "lengths", "groups"))
         way = attention.attention_kernel(self.device, self.dtype)
         room = attention.wide_row(way, self.model.config.get_text_config().hidden_size)

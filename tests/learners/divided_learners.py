@@ -35,6 +35,7 @@ PACK = 128
 BASE = {"groups": len(ANSWERS), "group_size": SIZE, "epochs": 1, "minibatch_size": SIZE * 4, "lr": 1e-3}
 BASE |= {"adam_eps": 0.1, "max_grad_norm": None}
 GRPO = {"name": "grpo", **BASE}
+EXPERTS = {"preset": "tiny_moe", "dtype": "float32"}  # which grouped products need
 WAYS = {
     "fixed": (GRPO | {"kl_coef": 0.1}, {"sequence_degree": ranks}, {}),
     "auto": (GRPO | {"decoupled": True, "logprob_level": "episode"}, {"sequence_degree": "auto"}, {}),
@@ -45,16 +46,22 @@ WAYS = {
     "pictures": (GRPO, {"sequence_degree": ranks}, {"preset": "tiny_vl"}),
     "pictures sharded": (GRPO, {"sequence_degree": "auto", "shard": True}, {"preset": "tiny_vl"}),
     "pictures apart": (GRPO, {"shard": True}, {"preset": "tiny_vl"}),
+    "experts": (GRPO, {"shard": True}, EXPERTS),
+    "experts divided": (GRPO | {"kl_coef": 0.1}, {"sequence_degree": "auto", "shard": True}, EXPERTS),
 }
 SHOWN = {0: [64, 32], 1: [128], 2: [32, 32, 32], 5: [48]}  # pixels of the pictures in the prompts of these groups
 USED: list[set[int]] = [set()]  # degrees of this rank's passes, table by table
+
+
+def policy_of(preset: str):
+    return build(SPECS[preset], preset=preset, dtype="float32" if preset == EXPERTS["preset"] else "float64")
 
 
 def conversations(preset: str) -> Trajectory:
     """Groups of conversations, each a prompt of five tokens and an answer, and for a policy that sees pictures in some
     prompts; their log-probs are nearly the policy's."""
     draw, count = np.random.default_rng(0), len(ANSWERS) * SIZE
-    policy = build(SPECS[preset], preset=preset, dtype="float64")
+    policy = policy_of(preset)
     prompts = [*draw.integers(3, 90, (len(ANSWERS), 5))]
     names = {
         group: [drawing("count", 10 * group + at, size) for at, size in enumerate(sizes)]
@@ -91,7 +98,7 @@ def conversations(preset: str) -> Trajectory:
     )
 
 
-SPECS = {"tiny_gpt2": SPEC, "tiny_vl": SEES}
+SPECS = {"tiny_gpt2": SPEC, "tiny_moe": SPEC, "tiny_vl": SEES}
 DATA = {preset: conversations(preset) for preset in SPECS}
 IDS = DATA["tiny_gpt2"].ids
 SCORES, ADVANTAGES = (np.random.default_rng(seed).normal(size=len(IDS)) for seed in (7, 8))
@@ -106,11 +113,11 @@ def unit(preset: str, ids: np.ndarray, **about) -> list:
 def learned(name: str, rank: int, ranks: int) -> tuple[dict, dict]:
     """The weights and numbers of a rank after an update."""
     algo, options, policy = WAYS[name]
-    policy = {"preset": "tiny_gpt2"} | policy
+    policy = {"preset": "tiny_gpt2", "dtype": "float64"} | policy
     if ranks == 1:
         options = {"sequence_degree": 1}
     meet = None if ranks == 1 else RendezvousFile(f"{folder}/{name}", 500.0)
-    config = LanguageConfig(name="language", dtype="float64", **policy)
+    config = LanguageConfig(name="language", **policy)
     if name == "imitation":
         return imitated(config, LearnerConfig(pack_tokens=PACK, **options), rank, ranks, meet)
     kind = PPOConfig if algo["name"] == "ppo" else GRPOConfig
@@ -169,7 +176,7 @@ for name in WAYS:
             wanted = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118
             alone = json.loads(file.metadata()["numbers"])
     preset = WAYS[name][2].get("preset", "tiny_gpt2")
-    first = build(SPECS[preset], preset=preset, dtype="float64").state_dict()
+    first = policy_of(preset).state_dict()
     moved = max(float((wanted[key] - first[key]).abs().max()) for key in first)
     apart = max((float((weights[key] - wanted[key]).abs().max()) for key in weights), default=0.0)
     same = max(

@@ -10,12 +10,13 @@ HERE = Path(__file__).parent
 
 @pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_learners_that_divide_passes_end_with_the_weights_of_one(tmp_path, ranks):
-    """With passes of several degrees in one step, references, sharded weights, values, groups as they come, and
-    pictures in some of the prompts, in passes that ranks divide and in others."""
+    """With passes of several degrees in one step, references, sharded weights, values, groups as they come, mixtures of
+    experts, and pictures in some of the prompts, in passes that ranks divide and in others."""
     rows = run_ranks(HERE / "divided_learners.py", tmp_path, ranks)
-    assert len(rows) == 9 * ranks
+    assert len(rows) == 11 * ranks
     for way, apart, moved, degrees in rows:
-        assert float(apart) < 1e-10 < 1e-4 < float(moved), way
+        precision = 1e-4 if "experts" in way else 1e-10  # float32
+        assert float(apart) < precision and float(moved) > 1e-4, way
         assert degrees == {"fixed": str(ranks), "values": "2", "pictures": str(ranks)}.get(way, degrees), way
     assert any(len(degrees) > 1 for way, *_, degrees in rows if way == "auto"), "several degrees in one step"
 
