@@ -102,12 +102,10 @@ def read_description(folder: Path) -> tuple[Any, EnvSpec]:
                 f"train it with policy.name={family} policy.pretrained={folder}"
             )
         if "policy" not in content and (kind := content.get("model_type")):
-            from embodied.policies.language.config import SEEING
-
             raise CheckpointError(
                 f"{folder} holds a {kind}, and models of this kind are not supported: language models are those whose "
-                f"config.json names a ...ForCausalLM, or with images {', '.join(SEEING)}, and robot policies OpenVLA, "
-                "OpenVLA-OFT, Pi0, Pi0.5 and SmolVLA"
+                "config.json names a ...ForCausalLM, or with images Qwen2.5-VL, Idefics3 and SmolVLM, and robot "
+                "policies OpenVLA, OpenVLA-OFT, Pi0, Pi0.5 and SmolVLA"
             )
         if missing := [name for name in ("policy", "env_spec") if name not in content]:
             raise CheckpointError(f"{path} is not a policy of ours: it has no {' and no '.join(missing)}")

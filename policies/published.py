@@ -15,8 +15,7 @@ from torch import Tensor, nn
 
 from embodied.core.errors import CheckpointError
 from embodied.policies.base import Policy, check_like
-from embodied.policies.policy_folder import own_layer
-from embodied.policies.vla.lora import (
+from embodied.policies.lora import (
     initial_adapter,
     is_adapter,
     merged_weights,
@@ -24,6 +23,7 @@ from embodied.policies.vla.lora import (
     scaling_of,
     set_magnitudes,
 )
+from embodied.policies.policy_folder import own_layer
 from embodied.runtime.published_weights import Blob, blob_of, tensor_of
 
 

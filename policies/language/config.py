@@ -12,8 +12,7 @@ from embodied.core.errors import CheckpointError
 from embodied.core.files import as_path, read_object
 from embodied.core.options import LocalPath, never_with, only_with
 from embodied.core.plugins import ENGINE_CLASSES
-from embodied.policies.config import OF_SERVER, PublishedFolder
-from embodied.policies.vla.config import LoraOptions
+from embodied.policies.config import OF_SERVER, LoraOptions, PublishedFolder
 
 SEEING = ("qwen2_5_vl", "idefics3", "smolvlm")  # config.json's model_type of models that read pictures
 

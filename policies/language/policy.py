@@ -36,9 +36,9 @@ from embodied.policies.language.folder import HEADS, head_size, heads_of, scaled
 from embodied.policies.language.packing import Packed, into_passes, lay_out
 from embodied.policies.language.sight import SIGHTS, Sight, decoder_of, place_cost, tower_blocks_of
 from embodied.policies.language.tokenizer import READERS, ConversationTokenizer, tokenizer_of
+from embodied.policies.lora import add_lora, chosen_layers, initial_adapter, is_adapter, saved_layers
 from embodied.policies.policy_folder import CONFIG, copy_files, published_family, read_blobs, write_shards, write_values
 from embodied.policies.published import PublishedPolicy
-from embodied.policies.vla.lora import add_lora, chosen_layers, initial_adapter, is_adapter, saved_layers
 from embodied.runtime.published_weights import Blob
 
 COMPARED = 2e9  # limit of parameters for comparing the first layers with transformers in float32

@@ -50,9 +50,9 @@ from embodied.policies.language.config import LanguageConfig
 from embodied.policies.language.engine import Answer, Engine, Request, cache_bytes, seed_of
 from embodied.policies.language.folder import as_published
 from embodied.policies.language.http_messages import ArrivingWeights
+from embodied.policies.lora import merged_weights, scaling_of
 from embodied.policies.policy_folder import WEIGHTS as MODEL
 from embodied.policies.policy_folder import write_tensors
-from embodied.policies.vla.lora import merged_weights, scaling_of
 from embodied.runtime.device_memory import Offloader, num_bytes
 from embodied.runtime.published_weights import Blob, read_safetensors, tensor_of
 

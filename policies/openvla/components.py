@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from embodied.core.errors import CheckpointError, EmbodiedError
+from embodied.policies.lora import DOWN, LAYER, UP, is_adapter, merged_weights, product
 from embodied.policies.policy_folder import own_layer, write_tensors
-from embodied.policies.vla.lora import DOWN, LAYER, UP, is_adapter, merged_weights, product
 from embodied.runtime.published_weights import read_safetensors, tensor_of
 
 FILE = re.compile(

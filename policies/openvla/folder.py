@@ -12,8 +12,8 @@ from typing import Any
 from embodied.core.errors import CheckpointError
 from embodied.core.files import reading
 from embodied.policies import policy_folder as files
+from embodied.policies.lora import ADAPTER_CONFIG
 from embodied.policies.openvla.components import component_weights, find_components
-from embodied.policies.vla.lora import ADAPTER_CONFIG
 from embodied.policies.vla.policy import check_sizes
 from embodied.policies.vla.statistics import RANGES
 from embodied.runtime.published_weights import Blob, blob_of

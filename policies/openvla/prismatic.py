@@ -17,13 +17,13 @@ from embodied.core.errors import CheckpointError, ConfigError
 from embodied.core.files import reading
 from embodied.core.types import Array, EnvSpec, Observation
 from embodied.policies import policy_folder as files
+from embodied.policies.lora import add_lora
 from embodied.policies.openvla import folder as published
 from embodied.policies.openvla import network
 from embodied.policies.openvla.components import as_stored
 from embodied.policies.openvla.config import PrismaticConfig
 from embodied.policies.vla import layers, statistics
 from embodied.policies.vla.image_processor import processor_of
-from embodied.policies.vla.lora import add_lora
 from embodied.policies.vla.policy import KEYFRAMES, VLAPolicy, hashed_words, pad_rows
 from embodied.runtime.published_weights import Blob
 

@@ -2,98 +2,16 @@
 
 from __future__ import annotations
 
-import re
-from typing import Annotated, Any, Literal
+from typing import Literal
 
-from pydantic import (
-    AfterValidator,
-    BeforeValidator,
-    ConfigDict,
-    Field,
-    NonNegativeInt,
-    PositiveFloat,
-    PositiveInt,
-    model_validator,
-)
-from typing_extensions import TypedDict
+from pydantic import Field, NonNegativeInt
 
 from embodied.core.errors import ConfigError
 from embodied.core.options import Requirement
-from embodied.policies.config import CHUNKS, Chunks, PolicyOptions
+from embodied.policies.config import CHUNKS, Chunks, LoraOptions
 
-TOKENIZERS, ADAPTERS = Requirement(("tokenizers",), "vla"), Requirement(("peft",), "vla")
+TOKENIZERS = Requirement(("tokenizers",), "vla")
 MERGED_ROWS = 64  # merged env rows; a large network spends most of its time reading weights
-SETS = ("linear", "reference")  # of layers
-
-
-def a_set_or_names(value: Any) -> Any:
-    if not isinstance(value, str | list | tuple):
-        raise ValueError("should be linear, reference, or names of layers such as [q_proj, v_proj]")
-    return (value,) if isinstance(value, str) and value not in SETS else value
-
-
-LoraTargets = Annotated[Literal[SETS] | tuple[str, ...], BeforeValidator(a_set_or_names)]
-
-
-class LoraFields(TypedDict, total=False):
-    """peft's fields of a LoraConfig that `policy.lora_config` may set, with peft's meanings."""
-
-    __pydantic_config__ = ConfigDict(extra="forbid", allow_inf_nan=False)
-
-    use_dora: bool
-    use_rslora: bool
-    rank_pattern: dict[str, PositiveInt]
-    alpha_pattern: dict[str, PositiveFloat]
-    modules_to_save: tuple[str, ...]
-
-
-LORA_FIELDS = tuple(LoraFields.__annotations__)
-MOST_CHOICES = 5  # of a pattern; the time to match one grows exponentially with them
-
-
-def with_patterns(fields: LoraFields) -> LoraFields:
-    for name in (*fields.get("rank_pattern", ()), *fields.get("alpha_pattern", ())):
-        try:
-            re.compile(name)
-        except re.error as err:
-            raise ValueError(f"{name!r} is no regular expression for names of layers: {err}") from None
-        if len(re.findall(r"[*+?{)]", name)) > MOST_CHOICES or re.search(r"\)[*+{]", name):
-            raise ValueError(
-                f"{name!r} could take forever to match: it may repeat characters, not groups, and hold at most "
-                f"{MOST_CHOICES} of ) * + ? {{; name the layers, or parts of their names"
-            )
-    return fields
-
-
-class LoraOptions(PolicyOptions):
-    """Options of families that LoRA trains."""
-
-    lora_rank: int | None = Field(
-        None, gt=0, description="Train adapters of this rank beside frozen weights (LoRA); null: train all weights."
-    )
-    lora_scale: float = Field(1.0, gt=0, description="Factor of an adapter's output: its alpha / rank.")
-    lora_targets: LoraTargets = Field(
-        "linear",
-        description="Layers that get an adapter. linear: the used linear layers, without lm_head; reference: the "
-        "layers of the published recipes (peft 0.11's all-linear), with lm_head, patches and SigLIP's pooling; or a "
-        "list of names or their endings.",
-    )
-    lora_init: Literal["kaiming", "gaussian"] = Field(
-        "kaiming",
-        description="Initial values of an adapter's first matrix: peft's default, or with deviation 1 / rank, as in "
-        "OpenVLA's recipe.",
-    )
-    lora_config: Annotated[LoraFields, AfterValidator(with_patterns)] = Field(
-        default_factory=LoraFields,
-        description="More fields of peft's LoraConfig: use_dora, use_rslora, rank_pattern, alpha_pattern, "
-        "modules_to_save.",
-    )
-
-    @model_validator(mode="after")
-    def _adapters_exist(self) -> LoraOptions:
-        if self.lora_config and not self.lora_rank and not getattr(self, "lora_path", None):
-            raise ValueError("policy.lora_config describes adapters, and there are none: set policy.lora_rank")
-        return self
 
 
 class VLAConfig(LoraOptions):

@@ -28,13 +28,13 @@ from embodied.core.files import reading
 from embodied.core.types import EnvSpec, NoiseSpec, Observation, PolicyOutput
 from embodied.policies import policy_folder as files
 from embodied.policies.base import Scores
+from embodied.policies.lora import add_lora
 from embodied.policies.vla import flow_network as networks
 from embodied.policies.vla import statistics
 from embodied.policies.vla.config import FlowConfig
 from embodied.policies.vla.flow_network import Prefix
 from embodied.policies.vla.image_processor import with_bars
 from embodied.policies.vla.layers import allocate
-from embodied.policies.vla.lora import add_lora
 from embodied.policies.vla.policy import VLAPolicy, check_sizes
 from embodied.runtime.published_weights import Blob, read_safetensors, write_safetensors
 from embodied.runtime.published_weights import tensor_of as tensor_of_blob

@@ -17,7 +17,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-ADAPTER = "default"  # peft's name of a layer's adapter
+from embodied.policies.lora import ADAPTER
+
 EXACT = (torch.float32, torch.float64)
 ALL = slice(None)
 RotaryTables = tuple[Tensor, Tensor]  # of the rotary embedding [N, L, 1, head_dim]: cosines, and sines with signs

@@ -24,10 +24,10 @@ from torch import Tensor, nn
 from embodied.core.arrays import host, map_obs, num_rows, tensor_of
 from embodied.core.errors import CheckpointError, ConfigError
 from embodied.core.types import EnvSpec, Observation
+from embodied.policies.lora import is_adapter, read_adapters, with_adapter_options
 from embodied.policies.policy_folder import CONFIG, TOKENIZER, copy_files, write_shards
 from embodied.policies.published import PublishedPolicy
 from embodied.policies.vla.config import TOKENIZERS
-from embodied.policies.vla.lora import is_adapter, read_adapters, with_adapter_options
 from embodied.runtime.published_weights import Blob
 
 

@@ -33,7 +33,7 @@ from embodied.policies.language.folder import as_published
 from embodied.policies.language.http_messages import ParsedAnswer, WeightFolder, fingerprint
 from embodied.policies.language.servers.server_pool import LONGEST_S, PooledServer, ServerPool
 from embodied.policies.language.trust import check_logprobs, check_proof
-from embodied.policies.vla.lora import merged_weights, scaling_of
+from embodied.policies.lora import merged_weights, scaling_of
 from embodied.runtime.published_weights import blob_of
 
 if TYPE_CHECKING:

@@ -23,7 +23,7 @@ from embodied.core.errors import ConfigError
 from embodied.core.types import SamplingRule
 from embodied.policies.language.config import LanguageConfig
 from embodied.policies.language.engine import Request, Sampling, choose
-from embodied.policies.vla.lora import add_lora
+from embodied.policies.lora import add_lora
 
 MODELS = {
     "qwen3": qwen3,  # in float32, a step without modules

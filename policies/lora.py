@@ -21,14 +21,14 @@ from torch import Tensor, nn
 
 from embodied.core.errors import CheckpointError, ConfigError, nearest
 from embodied.core.files import reading
+from embodied.policies.config import ADAPTERS, LORA_FIELDS, LoraOptions
 from embodied.policies.policy_folder import own_layer, read_json, write_tensors
-from embodied.policies.vla.config import ADAPTERS, LORA_FIELDS, LoraOptions
-from embodied.policies.vla.layers import ADAPTER
 from embodied.runtime.published_weights import Blob, read_safetensors, tensor_of
 
 if TYPE_CHECKING:
     from peft import LoraConfig
 
+ADAPTER = "default"  # peft's name of a layer's adapter
 DOWN, UP = f".lora_A.{ADAPTER}.weight", f".lora_B.{ADAPTER}.weight"
 MAGNITUDE = f".lora_magnitude_vector.{ADAPTER}.weight"  # DoRA's magnitude of each row of a layer's weight
 LAYER = ".base_layer.weight"  # peft's name of the weight of an adapted layer
