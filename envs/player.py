@@ -56,11 +56,11 @@ from embodied.core.types import (
     in_sequences,
 )
 from embodied.envs.store import StoringWorker
-from embodied.envs.vector_env import VectorEnv
 from embodied.runtime import Channel, Timers, served_while_busy
 
 if TYPE_CHECKING:
     from embodied.core.chunks import LateActions
+    from embodied.envs.vector_env import VectorEnv
 
 OVER = object()  # the end of an iterator
 

@@ -247,9 +247,9 @@ def with_own_task(source: Source, tree: Tree) -> Source:
     if values.get(ENV_PYTHON, earlier.get("python")) is not None:  # its packages are in another interpreter
         return source
     before = earlier.get("name", DEFAULT_ENV)
-    takes_own_tasks = bool(ENV_CONFIGS[kind_of({"name": before})].task_base)
-    named = values.get(ENV_NAME, values.get(ENV_TASK) if takes_own_tasks else None)
-    simulator = None
+    named, simulator = values.get(ENV_NAME), None
+    if ENV_NAME not in values and ENV_TASK in values and ENV_CONFIGS[kind_of({"name": before})].task_base:
+        named = values[ENV_TASK]
     try:
         simulator = as_a_task(named)
     except ConfigError as err:  # reported again before a run; until then it may explain other mistakes
@@ -371,10 +371,12 @@ def _own_path(root: Section, key: Key, value: Any, folder: Path, values: dict | 
         return {name: _own_path(root, (*key, name), one, folder, None) for name, one in value.items()}
     if key[-1] in WITH_PATHS.get(key[:-1], ()) and isinstance(value, str) and not is_data_set(value):
         return str(folder / as_path(value))
+    if key[-1] == "name" or not isinstance(value, str):
+        return value
     section = root.section_at(key[:-1])
     field = section.field(key[-1], values) if section else None
     mark = path_mark(field) if field else None
-    if mark is None or not isinstance(value, str) or value in choices(field.annotation) or is_data_set(value):
+    if mark is None or value in choices(field.annotation) or is_data_set(value):
         return value
     path = folder / as_path(value)
     return value if mark.or_recipe and value in recipe_names() and not path.exists() else str(path)

@@ -35,7 +35,6 @@ from embodied.runtime.published_weights import Publication
 from embodied.workflows import roles_of_run
 from embodied.workflows.contract import ROLLOUT, UPDATE, Batch, BatchSource, Role
 from embodied.workflows.evaluator import Evaluator, evaluation_plan
-from embodied.workflows.horizon import Horizon
 from embodied.workflows.workers import Workers
 
 if TYPE_CHECKING:
@@ -136,11 +135,13 @@ class EmbodiedLoop:
             from embodied.workflows.demonstrations import open_data
 
             open_data(workers, workers.config.algo.imitation)
-        if not workers.config.algo.whole_episodes:
-            return Horizon(workers)
-        from embodied.workflows.groups import Groups
+        if workers.config.algo.whole_episodes:
+            from embodied.workflows.groups import Groups
 
-        return Groups(workers)
+            return Groups(workers)
+        from embodied.workflows.horizon import Horizon
+
+        return Horizon(workers)
 
     # One iteration
 

@@ -14,7 +14,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import cached_property, partial
 from time import perf_counter
 from typing import Any
 
@@ -41,25 +41,22 @@ NO_TOKENS = np.zeros(0, np.int32)  # before the first prompt: one object, so a m
 class TextWorker(PlayerWorker):
     def __init__(self, *options, **more) -> None:
         super().__init__(*options, **more)
-        self.shared: dict[str, Any] = {}  # objects that conversations of a config share, by the config as JSON
-        self.opened: list[Callable[[], None]] = []  # close these objects
-        self.free: dict[str, list[TextEnv]] = {}  # envs without a conversation, by the config as JSON
+        self.envs: dict[str, EnvsOfConfig] = {}  # by the config as JSON; evaluations are mostly of the same
         self.steps = SideBySide(self.config.side_by_side)
 
     def spec(self) -> EnvSpec:
         """Load the conversations' shared objects (a dataset may take seconds) and return the env's spec."""
-        return self._spec(self.config) if self.num_stages else self.eval_spec()
+        return self._envs_of(self.config).spec if self.num_stages else self.eval_spec()
 
     def eval_spec(self) -> EnvSpec:
         """The same for evaluations."""
-        return self._spec(self.eval_config)
+        return self._envs_of(self.eval_config).spec
 
-    def _spec(self, config: Any) -> EnvSpec:
-        kind = env_class(config)
-        if (key := config.model_dump_json()) not in self.shared:  # evaluations are mostly of the same
-            self.shared[key] = kind.load(config)
-            self.opened.append(partial(kind.unload, self.shared[key]))
-        return kind.env_spec(config)
+    def _envs_of(self, config: Any) -> EnvsOfConfig:
+        if (key := config.model_dump_json()) not in self.envs:
+            kind = env_class(config)
+            self.envs[key] = EnvsOfConfig(kind, config, kind.load(config))
+        return self.envs[key]
 
     def turns(self, tallies: Sequence[Tally], route: Route) -> Iterator[Iterator[None]]:
         yield self._converse(tallies, route)
@@ -84,14 +81,12 @@ class TextWorker(PlayerWorker):
         """The conversations of a job, with envs that no conversation uses."""
         job = tally.job
         if job.evaluation:
-            self.eval_spec()
             config, rows = self.eval_config, self.eval_rows
         else:
             config, rows = self.config, max(1, self.config.num_envs // self.world_size)
-        key, name = config.model_dump_json(), f"sim-{self.rank}"
+        name = f"sim-{self.rank}"
         writers = [stack.enter_context(record(job.recording, name)) for record in job.recording.recorders]
-        free = self.free.setdefault(key, [])
-        return Part(env_class(config), config, self.shared[key], tally, rows, writers, free)
+        return Part(self._envs_of(config), tally, rows, writers)
 
     def _keep_ended(self, ended: list[Conversation], tally: Tally, seconds: float) -> list[EpisodeResult]:
         """Keep ended conversations for learners; returns their results. A conversation with an unusable answer does not
@@ -112,8 +107,8 @@ class TextWorker(PlayerWorker):
 
     def close(self) -> None:
         self.steps.close()
-        for close in self.opened:
-            close()
+        for envs in self.envs.values():
+            envs.kind.unload(envs.shared)
 
 
 def written(ended: list[Conversation], writers: Sequence[Any]) -> list[EpisodeResult]:
@@ -147,22 +142,36 @@ class TurnTokens:
 
 
 @dataclass
-class Part:
-    """The conversations of a job, played with envs of one config, at most `rows` at a time."""
+class EnvsOfConfig:
+    """The envs of a config."""
 
     kind: type[TextEnv]
     config: Any
-    shared: Any
+    shared: Any  # what `load` has opened for all of them
+    free: list[TextEnv] = field(default_factory=list)  # envs without a conversation
+
+    @cached_property
+    def spec(self) -> EnvSpec:
+        return self.kind.env_spec(self.config)
+
+    def take_free(self) -> TextEnv:
+        return self.free.pop() if self.free else self.kind(self.config, self.shared)
+
+
+@dataclass
+class Part:
+    """The conversations of a job, played with envs of one config, at most `rows` at a time."""
+
+    envs: EnvsOfConfig
     tally: Tally
     rows: int
     writers: Sequence[Any] = ()  # of transcripts
-    free: list[TextEnv] = field(default_factory=list)  # envs that hold no conversation
 
     def __post_init__(self) -> None:
         self.waiting, self.open = deque(self.tally.job.episodes), 0
-        self.spec = self.kind.env_spec(self.config)
+        kind, self.config, self.spec = self.envs.kind, self.envs.config, self.envs.spec
         self.turns = self.spec.max_episode_steps
-        self.rewrites, self.plays_groups = self.kind.rewrites(self.config), self.kind.plays_groups(self.config)
+        self.rewrites, self.plays_groups = kind.rewrites(self.config), kind.plays_groups(self.config)
         self.rewards = RewardSum(self.config.rewards) if self.config.rewards else None
 
     def begin(self, timers: Timers) -> list[Conversation]:
@@ -195,14 +204,14 @@ class Part:
         """Make room for the next conversation; returns all conversations that have ended. Conversations of the group
         that the env has not played wait for another env."""
         self.open -= 1
-        self.free.append(conversation.env)
+        self.envs.free.append(conversation.env)
         self.waiting.extendleft(reversed(conversation.others))
         return [each for each in (*conversation.earlier, conversation) if not each.is_extra]
 
     def _opened(self, spec: EpisodeSpec, *others: EpisodeSpec) -> Conversation:
-        env = self.free.pop() if self.free else self.kind(self.config, self.shared)
+        env = self.envs.take_free()
         env.group_size = 1 + len(others)
-        said = checked_said(env.reset(spec), self.kind, self.spec.pictures)
+        said = checked_said(env.reset(spec), self.envs.kind, self.spec.pictures)
         return Conversation(spec._replace(task=env.source or spec.task), env, said, self, others=others)
 
 

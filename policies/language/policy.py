@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -267,7 +267,7 @@ class LanguagePolicy(PublishedPolicy):
     def end_step(self, sum_over_ranks: Callable[[Tensor], Tensor]) -> dict[str, float]:
         return self.experts.end_step(sum_over_ranks)
 
-    @property
+    @cached_property
     def decoder(self) -> Any:
         """The part of the model that reads tokens."""
         return decoder_of(self.model)
@@ -281,6 +281,10 @@ class LanguagePolicy(PublishedPolicy):
         return token_bytes(self.model)
 
     def pass_cost(self) -> tuple[float, float, float]:
+        return self._pass_cost
+
+    @cached_property
+    def _pass_cost(self) -> tuple[float, float, float]:
         """All weights count except embeddings and idle experts, and attention's two products of its width for half of
         the pairs."""
         weights = self.model.get_input_embeddings().weight.numel()  # of the head
@@ -301,7 +305,7 @@ class LanguagePolicy(PublishedPolicy):
 
     def count_work(self, positions: np.ndarray, places: float) -> None:
         """Count the work of a pass of tokens at these positions, and of pictures with `places` places."""
-        (token, pair, place), taught = self.pass_cost(), torch.is_grad_enabled()
+        (token, pair, place), taught = self._pass_cost, torch.is_grad_enabled()
         products = token * len(positions) + 2 * pair * float((positions + 1).sum()) + place * places
         self.trained_tokens += taught * len(positions)
         self.products += (3 if taught else 1) * products

@@ -37,7 +37,6 @@ from embodied.policies.language.engine import (
     likeliest_tokens,
 )
 from embodied.policies.language.sight import decoder_of
-from embodied.policies.language.trust import ProofWriter
 
 if TYPE_CHECKING:
     from embodied.policies.language.policy import LanguagePolicy
@@ -132,7 +131,7 @@ class SlotEngine(Engine):
         exact = next(self.model.parameters()).dtype == torch.float64
         self.logprobs = np.zeros((self.slots, 0), np.float64 if exact else np.float32)
         self.likeliest: list[Any] = [()] * self.slots  # by row, for the written tokens
-        self.proofs: list[ProofWriter] = [ProofWriter()] * self.slots  # by row
+        self.proofs: list[Any] = [None] * self.slots  # by row, the ProofWriter of an answer with a proof
         self.fast: Step | None = None
         self.totals = dict.fromkeys(("prefilled", "copied", "kept"), 0)  # numbers of tokens whose keys and values were
 
@@ -196,7 +195,11 @@ class SlotEngine(Engine):
             if self.sight:
                 self.behind[row] = self.lengths[row] - self.positions(request)[-1].max()
             self.counts[row], self.limits[row] = 0, request.max_tokens
-            self.likeliest[row], self.proofs[row] = (), ProofWriter()
+            self.likeliest[row], self.proofs[row] = (), None
+            if request.sampling.proves:
+                from embodied.policies.language.trust import ProofWriter
+
+                self.proofs[row] = ProofWriter()
             if row in had:
                 continue
             if (words := prefix(request)) in known:
@@ -374,8 +377,8 @@ class SlotEngine(Engine):
     def answer(self, row: int, truncated: bool, dropped: str = "") -> Answer:
         count = self.counts[row]
         written, logprobs = self.written[row, :count].copy(), self.logprobs[row, :count].copy()
-        told = self.likeliest[row][:count], self.proofs[row].proof()
-        return Answer(self.rows[row].key, written, logprobs, truncated, dropped, *told)
+        proof = self.proofs[row].proof() if self.proofs[row] else ()
+        return Answer(self.rows[row].key, written, logprobs, truncated, dropped, self.likeliest[row][:count], proof)
 
     def take_out(self, ended: list[int], stopped: Sequence[int] = ()) -> None:
         """Free these rows; the last rows move into their places. The keys and values of conversations that `stopped`

@@ -17,7 +17,7 @@ from embodied.envs.config import ExternalEnvConfig
 from embodied.envs.player import Tally
 from embodied.envs.text.side_by_side import SideBySide
 from embodied.envs.text.text_env import TextEnv, Turn
-from embodied.envs.text.worker import ConversationClient, Part, play_conversations, trajectory_of
+from embodied.envs.text.worker import ConversationClient, EnvsOfConfig, Part, play_conversations, trajectory_of
 from embodied.records.results import episode, episodes_csv
 from embodied.records.success_stats import summarize
 from embodied.runtime import Timers
@@ -81,9 +81,8 @@ def held(policy, indices, rows=2, meanwhile=None, kind=None, most=1, config=CONF
         return get()
 
     policy.replies.get = answered
-    playing = play_conversations(
-        [Part(kind or Counting, config, None, Tally(Job(specs, **more)), rows)], talk, Timers(), steps_of(most)
-    )
+    part = Part(EnvsOfConfig(kind or Counting, config, None), Tally(Job(specs, **more)), rows)
+    playing = play_conversations([part], talk, Timers(), steps_of(most))
     return {one.spec.index: one for ended in playing for one in ended}
 
 
