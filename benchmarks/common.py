@@ -61,7 +61,7 @@ def code_commit() -> str:
 
 def packages() -> dict[str, str]:
     """Versions of our packages."""
-    from embodied.run.run_folder import provenance
+    from embodied.records.progress import provenance
 
     return provenance()["packages"]
 

@@ -48,13 +48,12 @@ from embodied.plan import plan
 from embodied.profiling import stored_profiles
 from embodied.profiling.measure import measure as measure_profile
 from embodied.profiling.timed_run import Round, TimedRun, timed_forecast, typical
-from embodied.records.progress import timestamp
+from embodied.records.progress import provenance, timestamp
 from embodied.reporting import page
 from embodied.reporting.sections import is_move, pieces_of, worker_rows
 from embodied.run import launch
 from embodied.run.devices import draws_on_gpus, host_plans, machines, plan_of_map
 from embodied.run.launch import program_of
-from embodied.run.run_folder import provenance
 from embodied.runtime.backend import reserve_devices
 from embodied.system.machine import LoadMeter, load_before, under_load
 from embodied.workflows import roles_of_run

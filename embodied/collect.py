@@ -26,12 +26,12 @@ from embodied.envs import env_class, interpreter_of
 from embodied.envs.capabilities import AS_TRAINED, EnvCapabilities
 from embodied.envs.text.text_env import TextEnv
 from embodied.evaluate import players
+from embodied.records.progress import provenance
 from embodied.records.success_stats import describe_results, describe_tasks, summarize
 from embodied.run import launch
 from embodied.run.ending import Interruption
 from embodied.run.policy_source import PolicySource, find, resolved_recipe
 from embodied.run.rehearsal import rehearse
-from embodied.run.run_folder import provenance
 
 if TYPE_CHECKING:
     from embodied.datasets import Dataset

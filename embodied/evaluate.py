@@ -28,6 +28,7 @@ from embodied.envs.capabilities import choose_protocol
 from embodied.envs.own_modules import file_name
 from embodied.placement import PlacementPlan
 from embodied.policies.config import TEMPLATE
+from embodied.policies.policy_folder import read_json
 from embodied.records.results import (
     COMPARISON,
     RESULTS,
@@ -66,7 +67,7 @@ from embodied.run.policy_source import (
 )
 from embodied.run.published_models import compare_with_published, differing_before
 from embodied.run.rehearsal import check_all_fit, rehearse
-from embodied.run.run_folder import MANIFEST, policy_in, read_json, try_lock
+from embodied.run.run_folder import MANIFEST, policy_in, try_lock
 
 if TYPE_CHECKING:
     from embodied.runtime import Cluster

@@ -31,9 +31,9 @@ from embodied.envs import env_class, make_env
 from embodied.envs.capabilities import choose_protocol
 from embodied.evaluate import one_env_each
 from embodied.policies import check_methods, make_policy
+from embodied.records.progress import provenance
 from embodied.run import launch
 from embodied.run.policy_source import FROM, PolicySource, check_fits, find_all
-from embodied.run.run_folder import provenance
 from embodied.runtime.published_weights import array_of
 
 if TYPE_CHECKING:

@@ -32,10 +32,10 @@ from embodied.core.options import Strict
 from embodied.policies.config import POLICY_CONFIGS
 from embodied.policies.hub import HUB_ID
 from embodied.policies.policy_folder import CONFIG, published_family, read_json
+from embodied.records.progress import commit
 from embodied.records.success_stats import describe_results
 from embodied.run import launch
 from embodied.run.policy_source import PolicySource, find, resolved_recipe
-from embodied.run.run_folder import commit
 
 USAGE = "which policy, and where to? python -m embodied.push runs/NAME-DATE USER/NAME"
 CARD, RECIPE, FILM = "README.md", "recipe.yaml", "film.mp4"

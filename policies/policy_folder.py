@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from embodied.core.errors import CheckpointError
-from embodied.core.files import digest, read_object, reading
+from embodied.core.files import as_path, digest, read_object, reading
 from embodied.core.types import EnvSpec
 from embodied.policies.config import POLICY_CONFIGS, PublishedFolder
 from embodied.runtime.published_weights import Blob, array_of, blob_of, read_safetensors, spec_of, write_safetensors
@@ -218,6 +218,13 @@ def _read_shards(folder: Path) -> dict[str, Blob]:
 
 def read_json(path: Path) -> dict[str, Any]:
     return read_object(path, CheckpointError)
+
+
+def no_policy_in(text: str) -> str:
+    """The error for a path without a policy (no run, checkpoint or policy folder); else empty."""
+    if any((as_path(text) / file).is_file() for file in ("run.json", MANIFEST, CONFIG)):
+        return ""
+    return f"{text}: no policy in it; name a run folder, a checkpoint (v000123) or a policy folder"
 
 
 def read_weights(folder: Path) -> dict[str, np.ndarray]:

@@ -20,7 +20,7 @@ from safetensors.numpy import load_file
 from share_record import check_record
 from talking_runs import TALK, far
 
-from embodied.run.run_folder import read_json
+from embodied.policies.policy_folder import read_json
 from embodied.sharing.page import BUILDING, UPDATE, record_of
 from embodied.sharing.runs import read_shared_runs
 

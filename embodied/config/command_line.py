@@ -10,6 +10,7 @@ import json
 import os
 import re
 from collections.abc import Mapping, Sequence
+from glob import escape
 from pathlib import Path
 from typing import Any
 
@@ -185,8 +186,6 @@ def base_recipe(
 
 def run_to_resume(recipe: str, values: dict[str, Any], command: Command, schema: Section) -> Path | None:
     """The run for resume=auto; None: a new run begins. The recipe may set run.name and run.dir. Prints the run."""
-    from embodied.run.run_folder import newest_run
-
     sources = recipe_sources(recipe, schema, [])
     sources.append(Source(COMMAND_LINE, Path.cwd(), flatten(schema, values, COMMAND_LINE, [])))
     given = {key: own_path(schema, key, value, source.folder) for source in sources for key, value in source.values}
@@ -200,6 +199,19 @@ def run_to_resume(recipe: str, values: dict[str, Any], command: Command, schema:
         notes.append(f"goes on with {run}{'' if saved else ' from its start: it has saved nothing yet'}")
     print("\n".join(f"resume=auto {note}" for note in notes), flush=True)
     return run
+
+
+def newest_run(parent: Path, name: str) -> tuple[Path | None, list[str]]:
+    """The last run of this name, with or without checkpoints, or None; and a line for each newer folder that is no
+    run."""
+    dated = re.compile(re.escape(name) + r"-\d{8}-\d{6}(-\d+)?")
+    folders = [path for path in parent.glob(f"{escape(name)}-*") if dated.fullmatch(path.name) and path.is_dir()]
+    files = ("run.json", "config.yaml")  # that every run folder has
+    lacks = {path: next((file for file in files if not (path / file).is_file()), None) for path in folders}
+    whole = [path for path in folders if lacks[path] is None]
+    last = max(whole, key=lambda path: (path / "run.json").stat().st_mtime, default=None)
+    newer = sorted(path for path in folders if lacks[path] and (last is None or path.name > last.name))
+    return last, [f"{path} cannot be resumed: {lacks[path]} is missing" for path in newer]
 
 
 def usual_name(recipe: str, command: Command) -> str:
@@ -308,7 +320,7 @@ def texts(key: str, value: Any, problems: list[str]) -> tuple[str, ...]:
 def no_recipe_in(checkpoints: tuple[str, ...], env_is_named: bool = False) -> list[str]:
     """Problems of checkpoints outside runs; none if they exist and the env is named."""
     from embodied.policies.hub import is_hub_id
-    from embodied.run.run_folder import no_policy_in
+    from embodied.policies.policy_folder import no_policy_in
 
     problems, others = [], []
     for checkpoint in checkpoints:

@@ -18,6 +18,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import cache
 from importlib import metadata
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, get_args
@@ -238,6 +239,15 @@ class Requirement:
         """Raise an error if a package is missing that `what` needs."""
         if missing := [name for name in self.packages if not any(metadata.distributions(name=name))]:
             raise error(f"{what} needs {', '.join(missing)}, which is not installed: {self.install}")
+
+
+@cache
+def version_of(package: str) -> str | None:
+    """The version of an installed distribution; cached, since its whole metadata is parsed."""
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None
 
 
 # Of what is neither an env nor a policy; these state their own (`needs`)

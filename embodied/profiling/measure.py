@@ -37,11 +37,10 @@ from embodied.placement.profile import NOTHING, Cost, Curve, Profile, constant, 
 from embodied.placement.topology import DeviceClass
 from embodied.profiling import stored_profiles
 from embodied.profiling.timed_run import FEWEST_DECISIONS, Clock, calibrate
-from embodied.records.progress import timestamp
+from embodied.records.progress import commit, timestamp
 from embodied.run import devices, launch
 from embodied.run.launch import program_of
 from embodied.run.memory_check import CUDA_BYTES
-from embodied.run.run_folder import commit
 from embodied.system.machine import LoadMeter, load_before, under_load
 from embodied.workflows import roles_of_run
 from embodied.workflows.rl_loop import EmbodiedLoop

@@ -8,10 +8,15 @@ curves of `run.log` (`loggers.py`).
 from __future__ import annotations
 
 import json
+import os
+import platform
+import subprocess
 import sys
+import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from datetime import UTC, datetime
+from functools import cache
 from io import FileIO, StringIO
 from itertools import pairwise
 from pathlib import Path
@@ -19,6 +24,7 @@ from shlex import join, quote
 
 from embodied.core.errors import printable
 from embodied.core.files import encode, replace_text, show
+from embodied.core.options import ROOT, version_of
 from embodied.core.plugins import LOGGER_CLASSES
 from embodied.core.types import EpisodeResult
 from embodied.records.loggers import Logger, RayGauges
@@ -31,6 +37,8 @@ MEANS = {
     "return": "total_reward",
     "length": "length",
 }
+SIMULATORS = ("mani_skill", "sapien", "mujoco", "robosuite")
+PACKAGES = ("embodied-loop", "torch", "numpy", "gymnasium", *SIMULATORS, "transformers", "ray")
 LARGEST_GAP = 1.0  # nats of one action's log-prob; rounding in bfloat16 stays well below
 
 
@@ -367,3 +375,37 @@ def row_of(line: str) -> dict | None:
 
 def timestamp() -> str:
     return datetime.now(UTC).isoformat(timespec="seconds")
+
+
+def command_line() -> list[str]:
+    """The command that started this process, as its user typed it: `python -m embodied.train recipe=NAME`."""
+    if "-m" in sys.orig_argv[:-1]:
+        return ["python", *sys.orig_argv[sys.orig_argv.index("-m") :]]
+    return [Path(sys.argv[0]).name, *sys.argv[1:]]
+
+
+def provenance() -> dict:
+    """Origin of a result: command, code, packages, machine."""
+    return {
+        "command": command_line(),
+        "commit": commit(),
+        "host": platform.node(),
+        "python": platform.python_version(),
+        "platform": platform.platform(),
+        "cores": len(os.sched_getaffinity(0)),
+        "packages": {name: version for name in PACKAGES if (version := version_of(name))},
+        "time": time.time(),
+    }
+
+
+@cache  # cached: the commit of the imported code, even if files change later
+def commit() -> str | None:
+    """The commit of the code that runs, marked when it has uncommitted changes; None outside a checkout."""
+    if not (ROOT / ".git").exists():
+        return None
+    try:
+        command = ["git", "-C", str(ROOT), "describe", "--always", "--dirty", "--abbrev=12"]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=10, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return done.stdout.strip()

@@ -27,10 +27,11 @@ from typing_extensions import TypedDict  # pydantic requires this version below 
 from embodied.core.errors import CheckpointError
 from embodied.core.files import read_object, reading, replace_text
 from embodied.core.types import EpisodeResult
+from embodied.policies.policy_folder import read_json
+from embodied.records.progress import provenance
 from embodied.records.success_stats import compare, figures, of_text
 from embodied.records.transcripts import remove_transcripts
 from embodied.records.videos import remove_drafts
-from embodied.run.run_folder import provenance, read_json
 
 RESULTS = "results.json"
 EPISODES = "episodes.csv"

@@ -28,7 +28,8 @@ from embodied.envs import env_class
 from embodied.policies.config import ANSWERING, OF_SERVER, ONNX, PLAYING, TEMPLATE, RemoteConfig
 from embodied.policies.hub import check_model, fetch, is_hub_id
 from embodied.policies.language.config import LanguageConfig
-from embodied.run.run_folder import locate, name_of, read_json
+from embodied.policies.policy_folder import read_json
+from embodied.run.run_folder import locate, name_of
 
 if TYPE_CHECKING:
     from embodied.core.types import EnvSpec

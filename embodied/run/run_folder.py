@@ -1,6 +1,6 @@
 """The folder of a run: provenance, resolved recipe, metrics, checkpoints, evaluations, logs; never overwritten.
 
-The provenance of a result is its command, commit, packages and machine, in run.json and in every results.json. The
+The provenance of a result (`provenance` in `records/progress.py`) is in run.json and in every results.json. The
 driver of a run holds a lock on the run's log, which the kernel releases when the process ends.
 
 Checkpoints are written whole or not at all, as often as needed, and pruned. A checkpoint is written into a new folder
@@ -19,39 +19,32 @@ import os
 import platform
 import re
 import shutil
-import subprocess
 import sys
 import threading
 import time
 from collections.abc import Callable, Collection
 from contextlib import suppress
 from datetime import datetime
-from functools import cache
-from glob import escape
-from importlib import metadata
 from pathlib import Path
 from shlex import quote
 
 import numpy as np
 
 from embodied.core.errors import CheckpointError, ConfigError
-from embodied.core.files import as_path, digest, flush, in_words, read_object, replace_text
-from embodied.policies.policy_folder import AVERAGE, CHECKSUMS, MANIFEST, POLICY
-from embodied.records.progress import RunLog, timestamp
+from embodied.core.files import as_path, digest, flush, in_words, replace_text
+from embodied.policies.policy_folder import AVERAGE, CHECKSUMS, MANIFEST, POLICY, no_policy_in, read_json
+from embodied.records.progress import RunLog, provenance, timestamp
 
 DRIVER = "driver"
 REQUEST, ANSWER = "workers.request.json", "workers.answer.json"  # of python -m embodied.workers, and to it
 ENDING_S = 10.0  # wait for the processes of a killed command to end
-SIMULATORS = ("mani_skill", "sapien", "mujoco", "robosuite")
 STOPPED_AT_ONCE = "second "  # begins the cause in run.json of a run that a second signal has ended
-PACKAGES = ("embodied-loop", "torch", "numpy", "gymnasium", *SIMULATORS, "transformers", "ray")
 STATE = "state.json"
 SIMS = "sims.npz"
 COUNTERS = {  # counters that a resumed run continues, with their types
     **dict.fromkeys(("iteration", "version", "env_steps", "abandoned_episodes", "dropped_batches"), (int,)),
     "train_s": (int, float),
 }
-RECORD = ("run.json", "config.yaml")  # files that every run folder has
 NAME = re.compile(r"v(\d{6,})")
 DRAFT, DOOMED = ".writing-", ".removing-"  # a checkpoint while it is written, and while it is removed
 LARGEST = 1e18  # upper limit of a counter
@@ -89,50 +82,6 @@ def is_held(run: Path) -> bool | None:
         return None if free is None else not free
     finally:
         os.close(lock)
-
-
-def command_line() -> list[str]:
-    """The command that started this process, as its user typed it: `python -m embodied.train recipe=NAME`."""
-    if "-m" in sys.orig_argv[:-1]:
-        return ["python", *sys.orig_argv[sys.orig_argv.index("-m") :]]
-    return [Path(sys.argv[0]).name, *sys.argv[1:]]
-
-
-def provenance() -> dict:
-    """Origin of a result: command, code, packages, machine."""
-    return {
-        "command": command_line(),
-        "commit": commit(),
-        "host": platform.node(),
-        "python": platform.python_version(),
-        "platform": platform.platform(),
-        "cores": len(os.sched_getaffinity(0)),
-        "packages": {name: version for name in PACKAGES if (version := version_of(name))},
-        "time": time.time(),
-    }
-
-
-@cache
-def version_of(package: str) -> str | None:
-    """The version of an installed distribution; cached, since its whole metadata is parsed."""
-    try:
-        return metadata.version(package)
-    except metadata.PackageNotFoundError:
-        return None
-
-
-@cache  # cached: the commit of the imported code, even if files change later
-def commit() -> str | None:
-    """The commit of the code that runs, marked when it has uncommitted changes; None outside a checkout."""
-    root = Path(__file__).resolve().parents[2]
-    if not (root / ".git").exists():
-        return None
-    try:
-        command = ["git", "-C", str(root), "describe", "--always", "--dirty", "--abbrev=12"]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=10, check=True)
-    except (OSError, subprocess.SubprocessError):
-        return None
-    return done.stdout.strip()
 
 
 class RunFolder:
@@ -408,18 +357,6 @@ def by_hand(run: Path) -> set[int]:
     return {int(match[1]) for match in names if match}
 
 
-def newest_run(parent: Path, name: str) -> tuple[Path | None, list[str]]:
-    """The last run of this name, with or without checkpoints, or None; and a line for each newer folder that is no
-    run."""
-    dated = re.compile(re.escape(name) + r"-\d{8}-\d{6}(-\d+)?")
-    folders = [path for path in parent.glob(f"{escape(name)}-*") if dated.fullmatch(path.name) and path.is_dir()]
-    lacks = {path: next((file for file in RECORD if not (path / file).is_file()), None) for path in folders}
-    whole = [path for path in folders if lacks[path] is None]
-    last = max(whole, key=lambda path: (path / "run.json").stat().st_mtime, default=None)
-    newer = sorted(path for path in folders if lacks[path] and (last is None or path.name > last.name))
-    return last, [f"{path} cannot be resumed: {lacks[path]} is missing" for path in newer]
-
-
 def locate(text: str) -> tuple[Path, Path | None, Path | None]:
     """A run folder, a version folder or a policy folder -> (policy folder, checkpoint or None, run folder or None)."""
     path = as_path(text)
@@ -441,17 +378,6 @@ def policy_in(checkpoint: Path) -> Path:
     """The policy folder to play with: the mean of the last weights, if the run keeps one (algo.average)."""
     mean = checkpoint / AVERAGE
     return mean if mean.is_dir() else checkpoint / POLICY
-
-
-def no_policy_in(text: str) -> str:
-    """The error for a path without a policy (no run, checkpoint or policy folder); else empty."""
-    if any((as_path(text) / file).is_file() for file in ("run.json", MANIFEST, "config.json")):
-        return ""
-    return f"{text}: no policy in it; name a run folder, a checkpoint (v000123) or a policy folder"
-
-
-def read_json(path: Path) -> dict:
-    return read_object(path, CheckpointError)
 
 
 def files_of(folder: Path) -> list[str]:

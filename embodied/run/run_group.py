@@ -20,7 +20,8 @@ from embodied.config.read import write_yaml
 from embodied.config.recipe import RunConfig
 from embodied.core.errors import ConfigError, EmbodiedError
 from embodied.core.files import read_object, reading, replace_text
-from embodied.run.run_folder import STOPPED_AT_ONCE, is_held, provenance, try_lock, was_killed
+from embodied.records.progress import provenance
+from embodied.run.run_folder import STOPPED_AT_ONCE, is_held, try_lock, was_killed
 
 GROUP, LOG = "group.json", "logs/group.log"
 FORMAT = "embodied-group/1"

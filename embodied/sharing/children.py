@@ -25,11 +25,12 @@ from embodied.config.sections import LONGEST_NAME
 from embodied.core.errors import CheckpointError, printable
 from embodied.core.files import encode
 from embodied.placement.topology import number
+from embodied.policies.policy_folder import read_json
 from embodied.reporting.run_page import REPORT, report_or_say_why
 from embodied.reporting.seed_sets_page import in_order, in_words, sets_of
 from embodied.run import launch
 from embodied.run.ending import Interruption
-from embodied.run.run_folder import DRIVER, read_json
+from embodied.run.run_folder import DRIVER
 from embodied.run.run_group import ENDED, FINISHED, LOG, MISSING, OVER, Member, RunGroup, state_of
 from embodied.runtime.device_leases import SHARE
 from embodied.sharing.lease_server import RecordedLeases

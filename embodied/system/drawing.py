@@ -29,8 +29,8 @@ from typing import Any, get_args
 import numpy as np
 
 from embodied.core.files import cache_folder, replace_text
+from embodied.core.options import version_of
 from embodied.envs import env_class
-from embodied.run.run_folder import version_of
 from embodied.system.machine import END_S, Done, kill
 
 Seat = Mapping[str, str]  # a drawer's environment variables, `run.devices.environment`

@@ -25,9 +25,8 @@ from typing import Any
 
 from embodied.core import vulkan_driver
 from embodied.core.errors import EmbodiedError
-from embodied.core.options import ROOT, SERVERS, Requirement
+from embodied.core.options import ROOT, SERVERS, Requirement, version_of
 from embodied.envs.interpreter import locked
-from embodied.run.run_folder import version_of
 
 END_S = 10.0  # limit for a killed process to end
 PROBE_S = 180.0  # a simulator's first frame compiles shaders, which takes long on a busy machine
