@@ -137,6 +137,11 @@ class Completion:
         """A, the number of sampled tokens."""
         return len(self.logprobs)
 
+    @property
+    def num_said(self) -> int:
+        """P, the number of tokens of the env's message."""
+        return len(self.tokens) - len(self.logprobs)
+
 
 @dataclass(frozen=True)
 class CompletionBatch:

@@ -124,24 +124,6 @@ def written(ended: list[Conversation], writers: Sequence[Any]) -> list[EpisodeRe
 
 
 @dataclass
-class TurnTokens:
-    """The tokens of a turn: the env's message, then the answer."""
-
-    tokens: np.ndarray  # int32 [P + A]
-    logprobs: np.ndarray  # [A]
-    version: int
-    restarts: bool  # True if the stream restarts with the first token
-    # Of the last token:
-    reward: np.float32 = field(default_factory=np.float32)
-    cut_off: bool = False
-
-    @property
-    def num_said(self) -> int:
-        """P, the tokens of the env's message."""
-        return len(self.tokens) - len(self.logprobs)
-
-
-@dataclass
 class EnvsOfConfig:
     """The envs of a config."""
 
@@ -223,7 +205,9 @@ class Conversation:
     env: TextEnv
     said: Said  # the env's last message
     part: Part
-    answers: list[TurnTokens] = field(default_factory=list)  # the tokens of each turn
+    answers: list[Completion] = field(default_factory=list)  # the tokens of each turn
+    rewards: list[np.float32] = field(default_factory=list)  # of each answer's last token
+    cut_off: list[bool] = field(default_factory=list)  # each answer, or a later one without tokens
     turns: list[dict[str, Any]] = field(default_factory=list)  # for a transcript
     success: list[bool] = field(default_factory=list)  # of each turn
     pictures: list[str] = field(default_factory=list)  # that its tokens show
@@ -253,19 +237,19 @@ class Conversation:
 
     def append_answer(self, completion: Completion, turn: Turn, reward: float) -> None:
         """Append an answer and the env's turn."""
-        count = len(completion.tokens)
-        said = count - completion.num_sampled  # tokens of the env's message
         restarts = completion.restarts or 0 < self.forgotten == len(self.answers)
         self.needs_history |= completion.needs_history
         if completion.restarts:  # earlier pictures are shown again
             self.begin, self.first_picture = len(self.answers), len(self.pictures)
             self.pictures += [name for before in self.turns[self.forgotten :] for name in pictures_in(before["said"])]
-        if count:  # otherwise the conversation has no room for another turn
-            self.answers.append(TurnTokens(completion.tokens, completion.logprobs, completion.version, restarts))
+        if len(completion.tokens):  # otherwise the conversation has no room for another turn
+            self.answers.append(replace(completion, restarts=restarts))
+            self.rewards.append(np.float32())
+            self.cut_off.append(False)
         if self.answers:
-            self.answers[-1].reward = np.float32(self.answers[-1].reward + reward)
-            self.answers[-1].cut_off |= completion.truncated
-        if said:
+            self.rewards[-1] = np.float32(self.rewards[-1] + reward)
+            self.cut_off[-1] |= completion.truncated
+        if completion.num_said:
             self.pictures += pictures_in(self.said)
         self.success.append(turn.success)
         recorded = completion.logprobs if self.part.tally.job.evaluation else completion.logprobs[:0]
@@ -301,7 +285,7 @@ class Conversation:
             self.scores |= {name: self.scores.get(name, 0.0) + score for name, score in scores.items()}
             reward = rewards.total(scores)
         if self.answers:
-            self.answers[-1].reward = np.float32(self.answers[-1].reward + reward)
+            self.rewards[-1] = np.float32(self.rewards[-1] + reward)
         self.success[-1] = turn.success
         self.turns[-1]["reward"] += reward
         self.turns[-1]["facts"] |= turn.facts or {}
@@ -324,7 +308,7 @@ class Conversation:
     @property
     def num_sampled(self) -> int:
         """Tokens that the policy chose."""
-        return sum(len(each.logprobs) for each in self.answers)
+        return sum(answer.num_sampled for answer in self.answers)
 
     def result(self) -> EpisodeResult:
         spec, answers = self.spec, self.answers
@@ -335,11 +319,11 @@ class Conversation:
             init_state_id=spec.init_state_id,
             seed=spec.seed,
             length=len(self.turns),
-            total_reward=float(sum(each.reward for each in answers)),
+            total_reward=float(sum(self.rewards)),
             success_once=any(self.success) if counted else None,
             success_at_end=self.success[-1] if counted else None,
             error=self.problem,
-            truncated=any(each.cut_off for each in answers) if counted else None,
+            truncated=any(self.cut_off) if counted else None,
             tokens=self.num_sampled,
             prompt_tokens=answers[0].num_said if answers else 0,
             all_tokens=sum(len(each.tokens) for each in answers),
@@ -371,7 +355,7 @@ def trajectory_of(conversations: Iterable[Conversation]) -> Trajectory:
     ids = np.array([one.spec.index for one in conversations])
     lengths = np.array([sum(len(turn.tokens) for turn in one.answers) for one in conversations])
     turns = [turn for one in conversations for turn in one.answers]
-    sizes = np.array([(turn.num_said, len(turn.logprobs)) for turn in turns])
+    sizes = np.array([(turn.num_said, turn.num_sampled) for turn in turns])
     tokens, ends = np.concatenate([turn.tokens for turn in turns]), sizes.sum(axis=1).cumsum()
     count, firsts, lasts = len(tokens), ends - sizes.sum(axis=1), ends - 1
 
@@ -393,9 +377,9 @@ def trajectory_of(conversations: Iterable[Conversation]) -> Trajectory:
         obs=obs,
         actions=tokens[:, None, None],
         logprobs=at(mask, np.concatenate([turn.logprobs for turn in turns]), np.float32)[:, None, None],
-        rewards=at(lasts, [turn.reward for turn in turns], np.float32)[:, None],
+        rewards=at(lasts, [reward for one in conversations for reward in one.rewards], np.float32)[:, None],
         terminated=at(lengths.cumsum() - 1, True, bool)[:, None],
-        truncated=at(lasts, [turn.cut_off for turn in turns], bool)[:, None],
+        truncated=at(lasts, [is_cut for one in conversations for is_cut in one.cut_off], bool)[:, None],
         mask=mask[:, None],
         versions=np.array([turn.version for turn in turns]).repeat(sizes.sum(axis=1)),
         episodes=ids.repeat(lengths),
