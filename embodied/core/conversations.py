@@ -36,6 +36,7 @@ Said = Union[str, tuple[Message, ...]]  # noqa: UP007
 
 WRITES = "assistant"  # the role of the policy
 FIRST_PLACE = -1  # the token of a picture's first place; its next places are -2, -3
+SAMPLE_CHARACTERS = 2_000  # of a text in a sampled conversation
 ANOTHER_PROMPT = 2**40  # added to the number that keys the noise of a later prompt, which may reach the same places
 TOOL_CALL = re.compile(r"<tool_call>\s*(\{.*?\})\s*</tool_call>", re.DOTALL)  # as Qwen and Hermes write a call
 
@@ -81,6 +82,36 @@ def is_content(value: Any) -> bool:
         and part.keys() == keys.get(part.get("type", ""))
         for part in value
     )
+
+
+def shortened_turn(turn: dict[str, Any]) -> dict[str, Any]:
+    """A turn's message and answer, at most SAMPLE_CHARACTERS of each."""
+    said = turn["said"]
+    if not isinstance(said, str):
+        said = [{"role": message["role"], "content": shortened_content(message["content"])} for message in said]
+    facts = {name: middle_left_out(str(fact)) for name, fact in turn["facts"].items()}
+    words = middle_left_out(said) if isinstance(said, str) else said
+    return {"said": words, "answer": middle_left_out(turn["answer"]), "facts": facts}
+
+
+def shortened_content(content: Any) -> Any:
+    """The content of a message with its texts shortened; pictures stay."""
+    if isinstance(content, str):
+        return middle_left_out(content)
+    return [
+        content_part | {"text": middle_left_out(content_part["text"])}
+        if content_part["type"] == "text"
+        else content_part
+        for content_part in content
+    ]
+
+
+def middle_left_out(text: str) -> str:
+    """The text, or its beginning and end."""
+    half = SAMPLE_CHARACTERS // 2
+    if len(text) <= SAMPLE_CHARACTERS:
+        return text
+    return f"{text[:half]} [... {len(text) - 2 * half:,} characters left out ...] {text[-half:]}"
 
 
 @dataclass(frozen=True)

@@ -12,29 +12,41 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
+from statistics import median_low
 from time import perf_counter
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import numpy as np
 
-from embodied.core.conversations import FIRST_PLACE, Completion, Prompt, PromptBatch, Said, in_words, pictures_in
+from embodied.core.conversations import (
+    FIRST_PLACE,
+    Completion,
+    Prompt,
+    PromptBatch,
+    Said,
+    in_words,
+    pictures_in,
+    shortened_turn,
+)
 from embodied.core.errors import DeadlineExceeded, EmbodiedError
 from embodied.core.request_queue import RequestClient, Waiting
 from embodied.core.types import RESTART, EnvSpec, EpisodeResult, EpisodeSpec, Route, Trajectory
 from embodied.envs import env_class
 from embodied.envs.player import PlayerWorker, Tally
 from embodied.envs.text.rewards import RewardSum
-from embodied.envs.text.side_by_side import SideBySide
 from embodied.envs.text.text_env import TextEnv, Turn, checked_said
 from embodied.runtime import Timers
 
 LOOK_S = 0.01  # between two checks for answers while env steps run
 LONGEST_PROBLEM = 1_000  # characters in a table of episodes
-SAMPLE_CHARACTERS = 2_000  # of a text in a sampled conversation
 SAMPLE_TURNS = 20  # of a sampled conversation
+QUICK_S = 0.003  # if env steps mostly take less, they are played one after the other
+REMEMBERED = 16  # number of latest steps for this decision
+T = TypeVar("T")  # a conversation
 NO_TOKENS = np.zeros(0, np.int32)  # before the first prompt: one object, so a message of many prompts has it once
 
 
@@ -344,7 +356,7 @@ class Conversation:
             "tokens": ended.tokens,
             "error": ended.error,
             "turns": [
-                {**turn, **shorten_turn(turn), "tokens": [], "logprobs": []} for turn in self.turns[:SAMPLE_TURNS]
+                {**turn, **shortened_turn(turn), "tokens": [], "logprobs": []} for turn in self.turns[:SAMPLE_TURNS]
             ],
         }
 
@@ -386,37 +398,67 @@ def trajectory_of(conversations: Iterable[Conversation]) -> Trajectory:
     )
 
 
-def shorten_turn(turn: dict[str, Any]) -> dict[str, Any]:
-    """A turn's message and answer, at most SAMPLE_CHARACTERS of each."""
-    said = turn["said"]
-    if not isinstance(said, str):
-        said = [{"role": message["role"], "content": shortened_content(message["content"])} for message in said]
-    facts = {name: middle_left_out(str(fact)) for name, fact in turn["facts"].items()}
-    words = middle_left_out(said) if isinstance(said, str) else said
-    return {"said": words, "answer": middle_left_out(turn["answer"]), "facts": facts}
-
-
-def shortened_content(content: Any) -> Any:
-    """The content of a message with its texts shortened; pictures stay."""
-    if isinstance(content, str):
-        return middle_left_out(content)
-    return [
-        content_part | {"text": middle_left_out(content_part["text"])}
-        if content_part["type"] == "text"
-        else content_part
-        for content_part in content
-    ]
-
-
-def middle_left_out(text: str) -> str:
-    """The text, or its beginning and end."""
-    half = SAMPLE_CHARACTERS // 2
-    if len(text) <= SAMPLE_CHARACTERS:
-        return text
-    return f"{text[:half]} [... {len(text) - 2 * half:,} characters left out ...] {text[-half:]}"
-
-
 # Playing them with the policy workers' answers
+
+
+class SideBySide(Generic[T]):
+    """Plays env steps of at most `most` conversations at the same time, in threads, if they take long (tools, scores,
+    requests to servers). Quick steps stay in the worker's own thread: a thread would cost more than they do, and the
+    order of everything stays the same. The calls of an env never overlap.
+
+        steps.begin(conversation, pass_answer)      # an answer came; `pass_answer` lets its env step
+        for conversation, over in steps.take_ended(wait_for_one=True): ...
+    """
+
+    def __init__(self, most: int, quick_s: float = QUICK_S) -> None:
+        self.most, self.quick_s = most, quick_s
+        self.seconds: deque[float] = deque(maxlen=REMEMBERED)  # of the latest steps
+        self.begun: list[tuple[T, Future[bool]]] = []  # in the order of the answers
+        self.threads: ThreadPoolExecutor | None = None
+
+    @property
+    def busy(self) -> bool:
+        """True if a step has not been reported as ended."""
+        return bool(self.begun)
+
+    def begin(self, conversation: T, step: Callable[[], bool]) -> None:
+        """Begin a step; its function returns whether the conversation is over."""
+        if self.most > 1 and len(self.seconds) > 1 and median_low(self.seconds) > self.quick_s:
+            self.threads = self.threads or ThreadPoolExecutor(self.most, "env-step")
+            self.begun.append((conversation, self.threads.submit(self._timed, step)))
+        else:
+            done: Future[bool] = Future()
+            done.set_result(self._timed(step))
+            self.begun.append((conversation, done))
+
+    def take_ended(self, wait_for_one: bool) -> list[tuple[T, bool]]:
+        """The steps that have ended since the last call, in the order in which they began: (conversation, is it over).
+        Raises an exception that one of them raised."""
+        if wait_for_one and self.begun:
+            wait([step for _, step in self.begun], return_when=FIRST_COMPLETED)
+        begun, over = self.begun, []
+        self.begun = []
+        for conversation, step in begun:
+            (over if step.done() else self.begun).append((conversation, step))
+        return [(conversation, step.result()) for conversation, step in over]
+
+    def give_up(self) -> None:
+        """Forget all steps: steps that have not begun are cancelled, running steps are waited for."""
+        running = [step for _, step in self.begun if not step.cancel()]
+        self.begun = []
+        wait(running)
+
+    def close(self) -> None:
+        """End the threads."""
+        if self.threads:
+            self.threads.shutdown(wait=False, cancel_futures=True)
+
+    def _timed(self, step: Callable[[], bool]) -> bool:
+        began = perf_counter()
+        try:
+            return step()
+        finally:
+            self.seconds.append(perf_counter() - began)
 
 
 class ConversationClient(RequestClient):

@@ -15,9 +15,15 @@ from embodied.core.errors import DeadlineExceeded, EmbodiedError
 from embodied.core.types import RESTART, EpisodeSpec, Job, Servers, decisions_of, join
 from embodied.envs.config import ExternalEnvConfig
 from embodied.envs.player import Tally
-from embodied.envs.text.side_by_side import SideBySide
 from embodied.envs.text.text_env import TextEnv, Turn
-from embodied.envs.text.worker import ConversationClient, EnvsOfConfig, Part, play_conversations, trajectory_of
+from embodied.envs.text.worker import (
+    ConversationClient,
+    EnvsOfConfig,
+    Part,
+    SideBySide,
+    play_conversations,
+    trajectory_of,
+)
 from embodied.records.results import episode, episodes_csv
 from embodied.records.success_stats import summarize
 from embodied.runtime import Timers
