@@ -50,7 +50,7 @@ from embodied.profiling.measure import measure as measure_profile
 from embodied.profiling.timed_run import Round, TimedRun, timed_forecast, typical
 from embodied.records.progress import provenance, timestamp
 from embodied.reporting import page
-from embodied.reporting.sections import is_move, pieces_of, worker_rows
+from embodied.reporting.sections import pieces_of, worker_rows
 from embodied.run import launch
 from embodied.run.devices import draws_on_gpus, host_plans, machines, plan_of_map
 from embodied.run.launch import program_of
@@ -517,7 +517,7 @@ def timeline(mode: str, path: Path) -> list[page.Block]:
     moves = [
         [f"{span.start_s - begin:.3f} s", span.worker, span.name, f"{1e3 * (span.end_s - span.start_s):.2f} ms"]
         for span in sorted(spans, key=lambda span: span.start_s)
-        if is_move(span.name)
+        if span.name.startswith(("offload ", "onload "))
     ]
     moved = page.table(["at", "worker", "memory", "took"], moves, numeric=False)
     drawn = worker_rows(spans, f"{mode}: one iteration, piece by piece")

@@ -37,8 +37,7 @@ MEANS = {
     "return": "total_reward",
     "length": "length",
 }
-SIMULATORS = ("mani_skill", "sapien", "mujoco", "robosuite")
-PACKAGES = ("embodied-loop", "torch", "numpy", "gymnasium", *SIMULATORS, "transformers", "ray")
+PACKAGES = "embodied-loop torch numpy gymnasium mani_skill sapien mujoco robosuite transformers ray".split()
 LARGEST_GAP = 1.0  # nats of one action's log-prob; rounding in bfloat16 stays well below
 
 

@@ -17,7 +17,7 @@ from embodied.records.success_stats import Prompt, compare, prompt_of
 from embodied.records.transcripts import transcript_lines
 from embodied.reporting import page, sections, seed_sets_page
 from embodied.reporting.runs import Evaluation, Run, read_run
-from embodied.reporting.seed_sets_page import ComparedRun, SeedSet, sets_of, single_run
+from embodied.reporting.seed_sets_page import ComparedRun, SeedSet, sets_of
 from embodied.run.run_group import RunGroup, is_group, read_group
 
 MOST_PROMPTS = 20  # prompts whose answers are compared
@@ -77,7 +77,7 @@ def read_all(folders: Sequence[Path]) -> list[Run | SeedSet]:
 def with_names(shown: Sequence[Run | SeedSet]) -> list[SeedSet]:
     """All entries as sets of seeds, with distinct labels."""
     names = iter(distinct_labels([one for one in shown if isinstance(one, Run)]))
-    sets = [single_run(one, next(names)) if isinstance(one, Run) else one for one in shown]
+    sets = [SeedSet(next(names), [one], [None], [True]) if isinstance(one, Run) else one for one in shown]
     same = {one.label for one in sets if [other.label for other in sets].count(one.label) > 1}
     return [replace(one, label=f"{one.label} ({i})") if one.label in same else one for i, one in enumerate(sets, 1)]
 

@@ -451,11 +451,6 @@ def worker_pieces(spans: list[TimedSpan]) -> list[tuple[str, str, dict[str, list
     return workers
 
 
-def is_move(name: str) -> bool:
-    """True if a span is an offload or onload of memory."""
-    return name.startswith(("offload ", "onload "))
-
-
 def placement_chart(plan: dict[str, Any]) -> list[page.Block]:
     """A row per process and a column per device: processes that share a column take turns or share the device."""
     hosts = plan["hosts"]

@@ -67,11 +67,6 @@ class SeedSet:
         return self.runs[place].name if seed is None else f"seed {seed}"
 
 
-def single_run(run: Run, label: str) -> SeedSet:
-    """A set of a single run."""
-    return SeedSet(label, [run], [None], [True])
-
-
 def sets_of(group: RunGroup, beside_others: bool = False) -> list[SeedSet]:
     """A set for each setting of a group, in the order of the command line; `beside_others`: labels also name the
     group."""

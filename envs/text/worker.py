@@ -148,9 +148,6 @@ class EnvsOfConfig:
     def spec(self) -> EnvSpec:
         return self.kind.env_spec(self.config)
 
-    def take_free(self) -> TextEnv:
-        return self.free.pop() if self.free else self.kind(self.config, self.shared)
-
 
 @dataclass
 class Part:
@@ -203,9 +200,10 @@ class Part:
         return [each for each in (*conversation.earlier, conversation) if not each.is_extra]
 
     def _opened(self, spec: EpisodeSpec, *others: EpisodeSpec) -> Conversation:
-        env = self.envs.take_free()
+        envs = self.envs
+        env = envs.free.pop() if envs.free else envs.kind(envs.config, envs.shared)
         env.group_size = 1 + len(others)
-        said = checked_said(env.reset(spec), self.envs.kind, self.spec.pictures)
+        said = checked_said(env.reset(spec), envs.kind, self.spec.pictures)
         return Conversation(spec._replace(task=env.source or spec.task), env, said, self, others=others)
 
 

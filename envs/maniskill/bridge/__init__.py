@@ -31,14 +31,10 @@ def is_bridge(task: str | Sequence[str]) -> bool:
     return all(name in TWINS or name.startswith(PLATES) for name in tasks)
 
 
-def needed_assets(task: str) -> tuple[str, ...]:
-    """The assets of a bridge task."""
-    return (ROBOT, OBJECTS) if task.startswith(PLATES) else (ROBOT, SCENES)
-
-
 def missing_bridge_assets(task: str, folder: Path, exists: Callable[[Path], bool] = Path.exists) -> list[str]:
     """The assets of a bridge task that `folder` lacks."""
-    return [name for name in needed_assets(task) if not exists(folder / FILES[name])]
+    needed = (ROBOT, OBJECTS if task.startswith(PLATES) else SCENES)
+    return [name for name in needed if not exists(folder / FILES[name])]
 
 
 def asset_folder(environ: Mapping[str, str]) -> Path:
