@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from embodied.core import vulkan_driver
-from embodied.core.errors import EmbodiedError
+from embodied.core.errors import ConfigError, EmbodiedError
 
 # Libraries of SAPIEN and OpenCV, and their packages
 LIBRARIES = {"libGL.so.1": "libgl1", "libEGL.so.1": "libegl1", "libgthread-2.0.so.0": "libglib2.0-0"}
@@ -30,8 +30,14 @@ TIMEOUT_S = 600
 
 
 def main() -> int:
+    asked = sys.argv[1:]
+    if {"-h", "--help"} & {*asked}:
+        print(__doc__)
+        return 0
     try:
-        print(install("on_cores" in sys.argv[1:]))
+        if odd := [word for word in asked if word != "on_cores"]:
+            raise ConfigError(f"{odd[0]}: there is only on_cores; see python -m embodied.vulkan --help")
+        print(install("on_cores" in asked))
     except EmbodiedError as err:
         print(f"error: {err}", file=sys.stderr)
         return err.exit_code

@@ -238,9 +238,7 @@ class ManiSkillEnv(ReplayedEnv):
 
             return SmallArmExpert(self)
         if self.config.task == experts.ROLLING:
-            from embodied.envs.maniskill.rolling import RollBallExpert
-
-            return RollBallExpert(self)
+            return experts.RollBallExpert(self)
         return experts.ManiSkillExpert(self)
 
     @classmethod

@@ -13,7 +13,6 @@ from embodied.envs.libero.config import LiberoConfig
 from embodied.envs.libero.expert import grasps_at_rim
 from embodied.envs.maniskill import experts
 from embodied.envs.maniskill.config import ManiSkillConfig
-from embodied.envs.maniskill.rolling import share_among_joints
 from embodied.envs.pointmass.config import PointMassConfig
 from embodied.envs.pointmass.env import PointMassEnv
 
@@ -106,7 +105,7 @@ def test_maniskills_expert_rolls_the_ball_into_the_goal():
 def test_a_movement_shared_among_joints_is_nearly_as_wanted_and_no_joint_does_most_of_it():
     _, _, jacobian = experts.hand_pose(REST + np.random.default_rng(0).uniform(-0.3, 0.3, (8, 7)))
     twist = np.tile([0.02, 0.0, 0.0, 0.0, 0.0, 0.0], (8, 1))
-    shared = share_among_joints(jacobian[:, :3], twist[:, :3])
+    shared = experts.share_among_joints(jacobian[:, :3], twist[:, :3])
     assert np.allclose((jacobian[:, :3] @ shared[:, :, None])[:, :, 0], twist[:, :3], atol=2.5e-3)
     least_squares = np.linalg.pinv(jacobian[:, :3]) @ twist[:, :3, None]
     assert (np.abs(shared).max(axis=1) < 0.95 * np.abs(least_squares[:, :, 0]).max(axis=1)).all()
