@@ -51,9 +51,10 @@ NOT_PRODUCT = ("tests", "benchmarks", "examples")
 DEEP = ("embodied", "envs", "policies", "placement")  # folders that are counted by their folders
 LONG_MODULE, LONG_FUNCTION = 450, 60
 SHORT = ("run.start_from=null", "run.eval_every=null", "run.save_minutes=null", "eval.episodes=2", "eval.videos=0")
+TWO_OF_EACH = 'placement={"sim,policy": "fake:0-1", "learner": "fake:0-1"}'  # however many cores there are
 RECIPES = {
-    "maniskill_ppo": (),
-    "sums_grpo": ("run.iterations=30", "algo.filter=none"),  # an untrained policy's groups are all equal
+    "maniskill_ppo": (TWO_OF_EACH,),
+    "sums_grpo": (TWO_OF_EACH, "run.iterations=30", "algo.filter=none"),  # an untrained policy's groups are all equal
 }
 Def = (ast.FunctionDef, ast.AsyncFunctionDef)
 
