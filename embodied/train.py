@@ -344,7 +344,7 @@ def train(
         if checkpoint or origin:
             check_origins(loop, checkpoint, origin, folder)
         state = resume(loop, folder, checkpoint, console) if checkpoint else fresh(loop, folder)
-        total = loop.source.total_iterations()
+        total = loop.batch_source.total_iterations()
         if state["iteration"] >= total:
             console.nothing_left(state["iteration"], total)
         cluster.interrupt = interruption.check
@@ -444,8 +444,8 @@ def iterate(loop: EmbodiedLoop, state: dict, total: int, folder: RunFolder, cons
     state["abandoned_episodes"] += loop.rollouts.take_abandoned()
     state["train_s"] += elapsed
     folder.log.row(console.iteration(state, finished, numbers, elapsed, total))
-    folder.log.samples(state["iteration"], loop.source.samples)
-    folder.log.answers(state["iteration"], loop.source.ends)
+    folder.log.samples(state["iteration"], loop.batch_source.samples)
+    folder.log.answers(state["iteration"], loop.batch_source.ends)
 
 
 def save(loop: EmbodiedLoop, state: dict, saves: SaveClock, folder: RunFolder, console: Console) -> None:

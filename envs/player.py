@@ -189,22 +189,22 @@ class EpisodePlayer:
         at = np.flatnonzero(self.playing)
         return at, self.obs if self.playing.all() else take_rows(self.obs, at)
 
-    def ask(self, source: PolicyClient, **what: Any) -> None:
+    def ask(self, client: PolicyClient, **what: Any) -> None:
         """Request the decisions of the playing rows."""
         self.at, self.shown = self.observe_playing()
         if self.late is not None:
             self.shown = self.late.shown(self.shown, self.at)
-        source.ask(self.shown, *self.rows.noise_keys(self.at, self.shown), **what)
+        client.ask(self.shown, *self.rows.noise_keys(self.at, self.shown), **what)
 
-    def receive(self, source: PolicyClient) -> ActReply:
+    def receive(self, client: PolicyClient) -> ActReply:
         with self.timers.measure("wait"):
-            return source.answer()
+            return client.answer()
 
     def take(
-        self, source: PolicyClient, tally: Tally, record: Record | None = None, recorders: Sequence[Recorder] = ()
+        self, client: PolicyClient, tally: Tally, record: Record | None = None, recorders: Sequence[Recorder] = ()
     ) -> tuple[np.ndarray, ChunkResult]:
         """Play and record the answer to the last `ask`; returns the rows whose episodes ended, which stop playing."""
-        reply, episodes = self.receive(source), self.rows.episode[self.at]
+        reply, episodes = self.receive(client), self.rows.episode[self.at]
         actions = actions_of_all_rows(reply.output.actions, self.at, self.env.num_envs)
         if self.late is not None:
             actions = self.late.play(actions)
@@ -304,10 +304,10 @@ class Stage(EpisodePlayer):
         elapsed = head_start(self.env_ids, self.env.env_spec.max_episode_steps) if self.env.config.stagger else None
         self.reset(np.arange(self.env.num_envs), episodes, elapsed)
 
-    def ask_all(self, source: PolicyClient, value_only: bool = False) -> None:
+    def ask_all(self, client: PolicyClient, value_only: bool = False) -> None:
         """Request the next decision of every row, or only values at the end of a rollout."""
         final = {"final_obs": self.final_obs, "final_rows": self.final_rows}
-        self.ask(source, value_only=value_only, checked_later=True, **final)
+        self.ask(client, value_only=value_only, checked_later=True, **final)
 
     def go_on(self, done: np.ndarray, result: ChunkResult, episodes: EpisodeList) -> None:
         """Keep the last observations of truncated episodes, whose values are requested next, and begin the next
@@ -326,7 +326,7 @@ class Stage(EpisodePlayer):
 
 
 def play_horizon(
-    stage: Stage, tally: Tally, source: PolicyClient, record: Record, hand_on: Callable[[int], None]
+    stage: Stage, tally: Tally, client: PolicyClient, record: Record, hand_on: Callable[[int], None]
 ) -> Iterator[None]:
     """Play a job's horizon: every row continues its episode and then plays its own next ones. Yields when the next
     decision is requested. `hand_on(number)` hands on the decisions before this one."""
@@ -334,15 +334,15 @@ def play_horizon(
     stage.env.checks = FiniteChecks()  # numbers on a device are checked at the end
     if stage.obs is None:
         stage.reset_all(job.episodes)
-    stage.ask_all(source)
+    stage.ask_all(client)
     yield
     for decision in range(1, job.horizon + 1):
-        stage.go_on(*stage.take(source, tally, record), job.episodes)
-        stage.ask_all(source, value_only=decision == job.horizon)
+        stage.go_on(*stage.take(client, tally, record), job.episodes)
+        stage.ask_all(client, value_only=decision == job.horizon)
         if job.pieces and decision > 1 and (decision - 1) % job.pieces == 0:
             hand_on(decision - 1)  # the observation after the last decision is not valued yet
         yield
-    record.value(stage, stage.receive(source))
+    record.value(stage, stage.receive(client))
     stage.env.check_noted()
     stage.final_obs, stage.final_rows = None, np.empty(0, np.int64)
     hand_on(job.horizon)
@@ -352,7 +352,7 @@ def play_episodes(
     player: EpisodePlayer,
     tally: Tally,
     episodes: Sequence[EpisodeSpec],
-    source: PolicyClient,
+    client: PolicyClient,
     record: Record | None = None,
     stop: Callable[[], bool] = lambda: False,
 ) -> Iterator[None]:
@@ -377,15 +377,15 @@ def play_episodes(
             specs = [waiting.popleft() for _ in free]
             tally.add_begun(specs)
             player.begin(free, specs)
-            source.begin(free)
+            client.begin(free)
             for recorder in recorders:
                 recorder.begin(free, specs, player.obs.get("instruction"))
 
         refill(np.arange(player.env.num_envs))
         while player.playing.any() and not stop():
-            player.ask(source, rule=job.rule)
+            player.ask(client, rule=job.rule)
             yield
-            done, _ = player.take(source, tally, record, recorders)
+            done, _ = player.take(client, tally, record, recorders)
             refill(np.flatnonzero(~player.playing) if waiting and waiting[0].index in job.alone else done)
 
 

@@ -122,10 +122,10 @@ class SimWorker(PlayerWorker):
 
     def _play_horizon(self, tally: Tally, stage: Stage, servers: Servers) -> Iterator[None]:
         """Hand each learner rank the decisions of its env rows."""
-        record, source = Record(servers.source, tally.job.horizon), PolicyClient(servers)
+        record, client = Record(servers.source, tally.job.horizon), PolicyClient(servers)
         if tally.job.labels:
-            source = Labelled(servers, stage, self._expert_of(stage), tally.job.labels == "played")
-        return play_horizon(stage, tally, source, record, partial(self._hand_on, tally.job, record))
+            client = Labelled(servers, stage, self._expert_of(stage), tally.job.labels == "played")
+        return play_horizon(stage, tally, client, record, partial(self._hand_on, tally.job, record))
 
     def _expert_of(self, stage: Stage) -> Expert:
         """The expert that labels this stage's decisions. One that is made during open episodes begins in the middle."""
@@ -148,11 +148,11 @@ class SimWorker(PlayerWorker):
         """Play the episodes of an evaluation in separate envs, with the policy or with an expert of the task."""
         self.eval_spec()
         player, expert = EpisodePlayer(self.eval_env, self.timers), tally.job.expert
-        source: Any = PolicyClient(servers)
+        client: Any = PolicyClient(servers)
         if expert:
-            source = ExpertActions(self.eval_env.expert(expert, self.tick), player)
+            client = ExpertActions(self.eval_env.expert(expert, self.tick), player)
         stop = lambda: self.stopped  # noqa: E731
-        return play_episodes(player, tally, tally.job.episodes, source, stop=stop)
+        return play_episodes(player, tally, tally.job.episodes, client, stop=stop)
 
     def begin(self, episodes: EpisodeList, started: np.ndarray) -> None:
         """Take over from a dead worker, whose env rows had `started` episodes: begin their next ones."""

@@ -95,7 +95,7 @@ class GroupPool:
                 group = Group(
                     tuple(sorted(scores_of_group)), tuple(scores_of_group[e] for e in sorted(scores_of_group))
                 )
-                verdict = judge(group.scores, self.config, [self.solved.get(e, False) for e in group.episodes])
+                verdict = verdict_on(group.scores, self.config, [self.solved.get(e, False) for e in group.episodes])
                 self.counts[verdict] += 1
                 if verdict == "kept":
                     self.ready[number] = group
@@ -162,7 +162,7 @@ class GroupPool:
         self.counts.clear()
 
 
-def judge(scores: tuple[float, ...], config: PPOConfig | GRPOConfig, solved: Sequence[bool] = ()) -> str:
+def verdict_on(scores: tuple[float, ...], config: PPOConfig | GRPOConfig, solved: Sequence[bool] = ()) -> str:
     """Returns kept, equal or out_of_bounds, by the scores, or with algo.filter_metric=success by the successes."""
     if config.filter == "none":
         return "kept"

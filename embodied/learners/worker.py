@@ -169,10 +169,10 @@ class LearnerWorker(Worker):
         self.kept_bytes, self.encoded = 0, set[str]()  # features of whole episodes: their size and names
         buffer = RolloutBuffer(min(self.config.micro_batch_size or ENCODED, ENCODED), horizon)
         units, steps = [], PolicySteps(self.model, self.optimizer, self.algo)
-        look = partial(self._look, buffer, rows, sends_early and not begins_early)
+        encode = partial(self._encode_arrived, buffer, rows, sends_early and not begins_early)
         if begins_early:
             check_divisor(self.model, self.algo)
-        for unit in buffer.units(trajectories, batch, self.timers, look):
+        for unit in buffer.units(trajectories, batch, self.timers, encode):
             if not begins_early:
                 units.append(unit)
                 continue
@@ -204,14 +204,14 @@ class LearnerWorker(Worker):
         if self.gpus is not None:
             self.gpus.restore(self.collective)
 
-    def _look(self, buffer: RolloutBuffer, rows: np.ndarray | None, sends_early: bool, source: str) -> None:
+    def _encode_arrived(self, buffer: RolloutBuffer, rows: np.ndarray | None, sends_early: bool, source: str) -> None:
         """Encode the received data of these env rows; if whole episodes come early, compute columns for those of this
         source."""
         if rows is not None and self._encodes_once():
-            with self.timers.measure("look"):
+            with self.timers.measure("encode"):
                 buffer.encode(self.model, rows)
         elif rows is None and sends_early and not self.config.in_step:
-            with self.timers.measure("look"), self.computing.measured():
+            with self.timers.measure("encode"), self.computing.measured():
                 played = buffer.whole[source]
                 buffer.whole[source] = replace(played, replay=played.replay | self._columns(played))
 
@@ -236,7 +236,7 @@ class LearnerWorker(Worker):
         share = build_batch(played, unit, version, self.algo, self.collective, self.model, self.reference)
         if not self._encodes_once() or (self.encoded and self.encoded <= share.replay.keys()):
             return share
-        with self.timers.measure("look"):
+        with self.timers.measure("encode"):
             if buffer.features:
                 features = buffer.encoded(played.ids)
             else:

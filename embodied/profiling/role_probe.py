@@ -197,7 +197,7 @@ class ProbeWorker(Worker):
             started, before = perf_counter(), learner.timers.totals()
             self._learn(learner, part)
             if repeat:
-                encoding += [0.0] if self.grouped else learner.timers.seconds_since(before, "look")
+                encoding += [0.0] if self.grouped else learner.timers.seconds_since(before, "encode")
                 seconds.append(perf_counter() - started - encoding[-1])
             self.tick()
         needed = learner.needs().num_bytes

@@ -67,4 +67,4 @@ class ImitationLoop(EmbodiedLoop):
     command = "sft"
     roles = (*PLAYERS, replace(LEARNER, worker=imitator, arguments=imitator_arguments))
     plays = False
-    make_source = RecordedEpisodes
+    make_batch_source = RecordedEpisodes

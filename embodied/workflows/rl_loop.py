@@ -118,7 +118,7 @@ class EmbodiedLoop:
         start_folder = start_folder and start_folder.absolute()
         roles, evaluation = roles_of_run(type(self), config), evaluation_plan(config, cluster)
         self.workers = Workers(roles, config, cluster, evaluation, self.plays, notify, start_folder)
-        self.source: BatchSource = self.make_source(self.workers)
+        self.batch_source: BatchSource = self.make_batch_source(self.workers)
         self.evaluator, self.timers, self.spec = Evaluator(self.workers), self.workers.timers, self.workers.spec
         self.learners, self.weight_sync = self.workers.learners, self.workers.weight_sync
         self.rollouts, self.device_sharing = self.workers.rollouts, self.workers.device_sharing
@@ -129,7 +129,7 @@ class EmbodiedLoop:
         self.updating: tuple[Batch, Handle | None] | None = None  # a batch and its unfinished update
 
     @staticmethod
-    def make_source(workers: Workers) -> BatchSource:
+    def make_batch_source(workers: Workers) -> BatchSource:
         """The collector of PPO (a fixed horizon), or of GRPO and conversations (whole episodes in groups)."""
         if workers.config.algo.imitation:
             from embodied.workflows.demonstrations import open_data
@@ -169,11 +169,11 @@ class EmbodiedLoop:
         self.updating = None
         self.device_sharing.clear_progress()
         measured = {"time/publish_s": publish_s, "faults/restarts": self.rollouts.restarts - restarts}
-        return batch.finished, self.source.metrics(batch) | measured | losses
+        return batch.finished, self.batch_source.metrics(batch) | measured | losses
 
     def begin_update(self, batch: Batch, iteration: int, total: int) -> Handle | None:
         """Have the learners update on this batch."""
-        updating = self.source.update(batch, iteration, total)
+        updating = self.batch_source.update(batch, iteration, total)
         self.updating = batch, updating
         return updating
 
@@ -184,7 +184,7 @@ class EmbodiedLoop:
         with measured, self.device_sharing.phase(ROLLOUT), workers.ended_if_given_up():
             if self.lagging:
                 self.lagging.choose_version()
-            return self.source.collect(self.weight_sync.version)
+            return self.batch_source.collect(self.weight_sync.version)
 
     def act_with_newest(self) -> None:
         """Let policies act with the learners' weights after the lagging rollouts are collected."""
@@ -203,32 +203,30 @@ class EmbodiedLoop:
 
     def publish(self, version: int) -> float:
         """Use the learners' weights for rollouts from now on, under this version; returns the learners' seconds."""
-        with self.timers.measure("publish"):
-            with self.device_sharing.phase(UPDATE):
-                publishing = self.learners.publish(version)
-                publication = self.learner_results(publishing)[0]
-            with self.device_sharing.phase(ROLLOUT):
-                self.deliver(publication)
+        seconds = self._act_with(version)
         self.weight_sync.learned = version
         if self.lagging:
             self.lagging.begin(version)
-        return publishing.seconds("max")
+        return seconds
 
     @contextmanager
     def acting_with_mean(self) -> Iterator[None]:
         """Inside, policies act with the mean of the last weights, if the recipe keeps one."""
         if self.config.algo.average:
-            self._publish_again(mean=True)
+            self._act_with(self.version, mean=True)
         yield
         if self.config.algo.average:
-            self._publish_again(mean=False)
+            self._act_with(self.version)
 
-    def _publish_again(self, mean: bool) -> None:
+    def _act_with(self, version: int, mean: bool = False) -> float:
+        """Publish the learners' weights, or their mean, under this version, and let policies load them."""
         with self.timers.measure("publish"):
             with self.device_sharing.phase(UPDATE):
-                (publication, *_) = self.learner_results(self.learners.publish(self.version, mean))
+                publishing = self.learners.publish(version, mean)
+                publication = self.learner_results(publishing)[0]
             with self.device_sharing.phase(ROLLOUT):
                 self.deliver(publication)
+        return publishing.seconds("max")
 
     def deliver(self, publication: Publication) -> None:
         """Let policies load a published version and only act with it from now on."""
@@ -252,12 +250,12 @@ class EmbodiedLoop:
     @property
     def exhausted(self) -> str:
         """Why the run should end before its last iteration; empty otherwise."""
-        return self.source.exhausted
+        return self.batch_source.exhausted
 
     @property
     def solved(self) -> bool:
         """True if the run ends before its last iteration since every episode succeeds."""
-        return bool(self.exhausted) and self.source.solved
+        return bool(self.exhausted) and self.batch_source.solved
 
     @property
     def groups(self) -> list[WorkerGroup]:
@@ -277,7 +275,7 @@ class EmbodiedLoop:
     def save(self, checkpoints: Path, state: dict[str, Any]) -> Path:
         """Write a checkpoint of this version into the folder of checkpoints, with the run's counters."""
         with self.timers.measure("save"), self.workers.cluster.uninterrupted():
-            return self._write(checkpoints, state, self.source.save())
+            return self._write(checkpoints, state, self.batch_source.save())
 
     def save_what_is_learned(self, checkpoints: Path, state: dict[str, Any]) -> Path | None:
         """Write a checkpoint after a final failure of sim or policy workers, or after a rollout was given up; None
@@ -290,11 +288,11 @@ class EmbodiedLoop:
         if self.updating and self._has_learned(self.updating[1]):
             self.weight_sync.learned = state["version"] = self.version + 1
             state["iteration"] += 1
-            state["env_steps"] += int(self.source.metrics(self.updating[0])["env_steps"])
+            state["env_steps"] += int(self.batch_source.metrics(self.updating[0])["env_steps"])
         self.updating = None
         if not state["iteration"]:
             return None
-        given_up = self.source.abandon()
+        given_up = self.batch_source.abandon()
         state["abandoned_episodes"] += self.rollouts.take_abandoned()
         return self._write(checkpoints, state, given_up)
 
@@ -327,7 +325,7 @@ class EmbodiedLoop:
         self.publish(version)
         begun = self.workers.restore(sims)
         self.dropped += int(begun.pop(AHEAD, 0))
-        return self.source.restore(begun) if begun else 0
+        return self.batch_source.restore(begun) if begun else 0
 
 
 class LaggingVersions:

@@ -72,7 +72,190 @@ class ManiSkillEnv(ReplayedEnv):
     catalogue = "ManiSkill"
     other_folder = "MS_ASSET_DIR=folder with data/"
 
-    # Class methods, before an env is built
+    def __init__(self, config: ManiSkillConfig, num_envs: int) -> None:
+        config = self.resolve(config)
+        self.envs = build(config, num_envs)
+        self.batched = config.backend != "cpu"
+        env = self.envs[0]
+        low, high = action_bounds(env)
+        self._scale, self._offset = (high - low) / 2, (high + low) / 2
+        if is_bridge(config.task):
+            metres, radians = config.action_units or (1.0, 1.0)
+            self._scale = self.units = np.array([metres] * 3 + [radians] * 3 + [1.0], np.float32)
+        self._on_device = [tensor_of(array, env.device) for array in (self._scale, self._offset)]
+        with DRAWING:
+            if self.batched:
+                from embodied.envs.maniskill.cpu_batch import choose_drawing
+
+                choose_drawing(env)
+            info = env.reset(seed=0)[1]
+        limit = config.max_episode_steps or find_task(config.task).max_episode_steps or 100
+        seen = numbers(env, info, config)
+        spec = EnvSpec(
+            action=ActionSpec(len(low)),
+            state_dim=int(seen["state"].shape[-1]),
+            privileged_dim=int(seen["privileged"].shape[-1]) if config.privileged else None,
+            images=dict.fromkeys(config.cameras, (*config.image_size, 3)),
+            instruction=hasattr(env, "get_language_instruction"),
+            max_episode_steps=limit,
+            has_success="success" in info,
+            control_hz=float(env.control_freq),
+            backend=config.backend,
+        )
+        if config.cameras:
+            from embodied.envs.maniskill.images import check_cameras
+
+            check_cameras(env, config.cameras)
+        super().__init__(config, num_envs, spec)
+        for each in self.envs:
+            self._prepare(each)
+        self._numbers = {name: np.zeros((num_envs, part.shape[-1]), np.float32) for name, part in seen.items()}
+        self._info_now: dict[str, Any] | None = None  # info of the batched env until its state is observed
+        self._cameras: dict[int, Any] = {}
+        self._overflows: Any = None
+        if config.backend == "cuda":
+            from embodied.envs.maniskill.gpu_memory import Overflows
+
+            self._overflows = Overflows()
+
+    @property
+    def gives_tensors(self) -> bool:
+        """True if observations, rewards and success stay on the simulator's device."""
+        return self.config.backend == "cuda"
+
+    def video_problem(self) -> str:
+        return "" if self.envs[0].backend.render_device else NO_DRAWING
+
+    def drawn_by(self) -> str:
+        device = self.envs[0].backend.render_device
+        return "" if device is None else device.name if device.is_cuda() else "lavapipe"
+
+    def _reset_rows(self, rows: np.ndarray, episodes: list[EpisodeSpec]) -> Array | None:
+        if self._overflows is not None:
+            self._overflows.check(str(self.config.task), self.num_envs)
+        if self.batched:
+            from embodied.envs.maniskill.cpu_batch import begin_episodes
+
+            seeds, states = ([getattr(one, key) for one in episodes] for key in ("seed", "init_state_id"))
+            self._info_now = info = begin_episodes(self.envs[0], rows, seeds, states)
+            if not self.env_spec.has_success:
+                return None
+            return info["success"] if self.gives_tensors else host(info["success"])[rows]
+        import torch
+
+        success = np.zeros(len(rows), bool)
+        for i, (row, episode) in enumerate(zip(rows, episodes, strict=True)):
+            chosen = {"episode_id": torch.tensor([episode.init_state_id])} if episode.init_state_id >= 0 else {}
+            with DRAWING:
+                obs, info = self.envs[row].reset(seed=episode.seed, options=chosen)
+            if info["reconfigure"]:
+                self._cameras.pop(row, None)  # its scene no longer exists
+                self._prepare(self.envs[row])
+            self._keep_row(row, obs, info)
+            success[i] = bool(info.get("success", False))
+        return success
+
+    def _step(self, actions: np.ndarray, active: np.ndarray) -> StepResult:
+        if self.batched:
+            return self._step_batch(actions, active)
+        actions = (actions * self._scale + self._offset).astype(np.float32)
+        rewards, failed, success = np.zeros(self.num_envs, np.float32), *np.zeros((2, self.num_envs), bool)
+        for row in np.flatnonzero(active):
+            obs, reward, _, _, info = self.envs[row].step(for_robots(self.envs[row], actions[row]))
+            self._keep_row(row, obs, info)
+            rewards[row] = float(reward)
+            failed[row], success[row] = bool(info.get("fail", False)), bool(info.get("success", False))
+        return StepResult(rewards, self._ends(failed), success if self.env_spec.has_success else None)
+
+    def _step_batch(self, actions: np.ndarray, active: np.ndarray) -> StepResult:
+        """ManiSkill's own step without an observation, which is needed only at the end of a chunk."""
+        import torch
+
+        env = self.envs[0]
+        with torch.no_grad():
+            if self.config.backend == "cpu_batched":
+                env.scene.px.advance_only(np.flatnonzero(active).tolist())
+            scale, offset = self._on_device
+            wanted = tensor_of(actions, env.device).float() * scale + offset
+            taken = env._step_action(for_robots(env, wanted))
+            env._elapsed_steps += 1
+            info = env.get_info()
+            reward = env.get_reward(obs=None, action=taken, info=info)
+        self._info_now = info
+        given = (lambda tensor: tensor) if self.gives_tensors else host
+        failed = given(info["fail"]) if "fail" in info else None
+        success = given(info["success"]) if "success" in info else None
+        return StepResult(given(reward), self._ends(failed), success)
+
+    def _ends(self, failed: Array | None) -> Array:
+        """Failures that end episodes; without failures no data leaves the device."""
+        ends = failed is not None and self.config.on_failure == "terminate"
+        return failed if ends else np.zeros(self.num_envs, bool)
+
+    def _observe(self) -> Observation:
+        if self._info_now is not None:
+            import torch
+
+            with torch.no_grad():
+                seen = self._numbers_of(self.envs[0], self._info_now)
+                as_kept = (lambda tensor: tensor) if self.gives_tensors else host
+                self._numbers = {name: as_kept(part.float()) for name, part in seen.items()}
+            self._info_now = None
+        texts = {}
+        if self.env_spec.instruction:
+            texts["instruction"] = [text for env in self.envs for text in env.get_language_instruction()]
+        if not self.gives_tensors:
+            return {**{name: part.copy() for name, part in self._numbers.items()}, **texts}
+        return {**self._numbers, **self._all_images(), **texts}
+
+    def _numbers_of(self, env: Any, info: dict[str, Any]) -> dict[str, Any]:
+        return numbers(env, info, self.config)
+
+    def _keep_row(self, row: int, obs: Any, info: dict[str, Any]) -> None:
+        """Keep the numbers of a plain env, which has already computed a full state."""
+        whole = self.config.state == "full" and not self.config.relative_positions
+        seen = {"state": obs} if whole else self._numbers_of(self.envs[row], info)
+        for name, part in seen.items():
+            self._numbers[name][row] = host(part)[0]
+
+    def _prepare(self, env: Any) -> None:
+        """Adjust a scene after ManiSkill has built it."""
+        if self.config.fast_images:
+            from embodied.envs.maniskill.images import simplify_meshes
+
+            simplify_meshes(env)
+
+    def _all_images(self) -> Observation:
+        """The images of all rows at once, as a GPU draws them."""
+        if not self.config.cameras:
+            return {}
+        from embodied.envs.maniskill.images import paint_all
+
+        return {"images": paint_all(self.envs[0], self.config.cameras)}
+
+    def _paint(self, rows: np.ndarray) -> dict[str, np.ndarray]:
+        from embodied.envs.maniskill.images import paint
+
+        where = [(self.envs[0], row) if self.batched else (self.envs[row], 0) for row in rows.tolist()]
+        seen = [paint(env, scene, self.config.cameras) for env, scene in where]
+        return {camera: np.stack([images[camera] for images in seen]) for camera in self.config.cameras}
+
+    def render_rows(self, rows: np.ndarray) -> np.ndarray:
+        from embodied.envs.maniskill.images import video_frames
+
+        if self.config.backend == "cuda":
+            return host(self.envs[0].render_rgb_array())[rows]
+        return video_frames(self.envs, self.batched, rows, self._cameras, self.config.video_size)
+
+    def make_single(self, changes: dict[str, Any]) -> Any:
+        """One plain env of ManiSkill's, with these options changed."""
+        return build(self.config.model_copy(update=changes), 1)[0]
+
+    def close_extras(self, **_: Any) -> None:
+        for env in self.envs:
+            env.close()
+
+    # Mostly class methods, before an env is built: what a task needs, how it is planned and checked
 
     @classmethod
     def plays_together(cls, config: ManiSkillConfig) -> bool:
@@ -262,191 +445,6 @@ class ManiSkillEnv(ReplayedEnv):
         for task in cls.tasks(config):
             if task not in BATCHED_TASKS or config.robot or config.modules:
                 tasks.check_choices(config.model_copy(update={"task": task}))
-
-    # The env
-
-    def __init__(self, config: ManiSkillConfig, num_envs: int) -> None:
-        config = self.resolve(config)
-        self.envs = build(config, num_envs)
-        self.batched = config.backend != "cpu"
-        env = self.envs[0]
-        low, high = action_bounds(env)
-        self._scale, self._offset = (high - low) / 2, (high + low) / 2
-        if is_bridge(config.task):
-            metres, radians = config.action_units or (1.0, 1.0)
-            self._scale = self.units = np.array([metres] * 3 + [radians] * 3 + [1.0], np.float32)
-        self._on_device = [tensor_of(array, env.device) for array in (self._scale, self._offset)]
-        with DRAWING:
-            if self.batched:
-                from embodied.envs.maniskill.cpu_batch import choose_drawing
-
-                choose_drawing(env)
-            info = env.reset(seed=0)[1]
-        limit = config.max_episode_steps or find_task(config.task).max_episode_steps or 100
-        seen = numbers(env, info, config)
-        spec = EnvSpec(
-            action=ActionSpec(len(low)),
-            state_dim=int(seen["state"].shape[-1]),
-            privileged_dim=int(seen["privileged"].shape[-1]) if config.privileged else None,
-            images=dict.fromkeys(config.cameras, (*config.image_size, 3)),
-            instruction=hasattr(env, "get_language_instruction"),
-            max_episode_steps=limit,
-            has_success="success" in info,
-            control_hz=float(env.control_freq),
-            backend=config.backend,
-        )
-        if config.cameras:
-            from embodied.envs.maniskill.images import check_cameras
-
-            check_cameras(env, config.cameras)
-        super().__init__(config, num_envs, spec)
-        for each in self.envs:
-            self._prepare(each)
-        self._numbers = {name: np.zeros((num_envs, part.shape[-1]), np.float32) for name, part in seen.items()}
-        self._info_now: dict[str, Any] | None = None  # info of the batched env until its state is observed
-        self._cameras: dict[int, Any] = {}
-        self._overflows: Any = None
-        if config.backend == "cuda":
-            from embodied.envs.maniskill.gpu_memory import Overflows
-
-            self._overflows = Overflows()
-
-    @property
-    def gives_tensors(self) -> bool:
-        """True if observations, rewards and success stay on the simulator's device."""
-        return self.config.backend == "cuda"
-
-    def video_problem(self) -> str:
-        return "" if self.envs[0].backend.render_device else NO_DRAWING
-
-    def drawn_by(self) -> str:
-        device = self.envs[0].backend.render_device
-        return "" if device is None else device.name if device.is_cuda() else "lavapipe"
-
-    def _reset_rows(self, rows: np.ndarray, episodes: list[EpisodeSpec]) -> Array | None:
-        if self._overflows is not None:
-            self._overflows.check(str(self.config.task), self.num_envs)
-        if self.batched:
-            from embodied.envs.maniskill.cpu_batch import begin_episodes
-
-            seeds, states = ([getattr(one, key) for one in episodes] for key in ("seed", "init_state_id"))
-            self._info_now = info = begin_episodes(self.envs[0], rows, seeds, states)
-            if not self.env_spec.has_success:
-                return None
-            return info["success"] if self.gives_tensors else host(info["success"])[rows]
-        import torch
-
-        success = np.zeros(len(rows), bool)
-        for i, (row, episode) in enumerate(zip(rows, episodes, strict=True)):
-            chosen = {"episode_id": torch.tensor([episode.init_state_id])} if episode.init_state_id >= 0 else {}
-            with DRAWING:
-                obs, info = self.envs[row].reset(seed=episode.seed, options=chosen)
-            if info["reconfigure"]:
-                self._cameras.pop(row, None)  # its scene no longer exists
-                self._prepare(self.envs[row])
-            self._keep_row(row, obs, info)
-            success[i] = bool(info.get("success", False))
-        return success
-
-    def _step(self, actions: np.ndarray, active: np.ndarray) -> StepResult:
-        if self.batched:
-            return self._step_batch(actions, active)
-        actions = (actions * self._scale + self._offset).astype(np.float32)
-        rewards, failed, success = np.zeros(self.num_envs, np.float32), *np.zeros((2, self.num_envs), bool)
-        for row in np.flatnonzero(active):
-            obs, reward, _, _, info = self.envs[row].step(for_robots(self.envs[row], actions[row]))
-            self._keep_row(row, obs, info)
-            rewards[row] = float(reward)
-            failed[row], success[row] = bool(info.get("fail", False)), bool(info.get("success", False))
-        return StepResult(rewards, self._ends(failed), success if self.env_spec.has_success else None)
-
-    def _step_batch(self, actions: np.ndarray, active: np.ndarray) -> StepResult:
-        """ManiSkill's own step without an observation, which is needed only at the end of a chunk."""
-        import torch
-
-        env = self.envs[0]
-        with torch.no_grad():
-            if self.config.backend == "cpu_batched":
-                env.scene.px.advance_only(np.flatnonzero(active).tolist())
-            scale, offset = self._on_device
-            wanted = tensor_of(actions, env.device).float() * scale + offset
-            taken = env._step_action(for_robots(env, wanted))
-            env._elapsed_steps += 1
-            info = env.get_info()
-            reward = env.get_reward(obs=None, action=taken, info=info)
-        self._info_now = info
-        given = (lambda tensor: tensor) if self.gives_tensors else host
-        failed = given(info["fail"]) if "fail" in info else None
-        success = given(info["success"]) if "success" in info else None
-        return StepResult(given(reward), self._ends(failed), success)
-
-    def _ends(self, failed: Array | None) -> Array:
-        """Failures that end episodes; without failures no data leaves the device."""
-        ends = failed is not None and self.config.on_failure == "terminate"
-        return failed if ends else np.zeros(self.num_envs, bool)
-
-    def _observe(self) -> Observation:
-        if self._info_now is not None:
-            import torch
-
-            with torch.no_grad():
-                seen = self._numbers_of(self.envs[0], self._info_now)
-                as_kept = (lambda tensor: tensor) if self.gives_tensors else host
-                self._numbers = {name: as_kept(part.float()) for name, part in seen.items()}
-            self._info_now = None
-        texts = {}
-        if self.env_spec.instruction:
-            texts["instruction"] = [text for env in self.envs for text in env.get_language_instruction()]
-        if not self.gives_tensors:
-            return {**{name: part.copy() for name, part in self._numbers.items()}, **texts}
-        return {**self._numbers, **self._all_images(), **texts}
-
-    def _numbers_of(self, env: Any, info: dict[str, Any]) -> dict[str, Any]:
-        return numbers(env, info, self.config)
-
-    def _keep_row(self, row: int, obs: Any, info: dict[str, Any]) -> None:
-        """Keep the numbers of a plain env, which has already computed a full state."""
-        whole = self.config.state == "full" and not self.config.relative_positions
-        seen = {"state": obs} if whole else self._numbers_of(self.envs[row], info)
-        for name, part in seen.items():
-            self._numbers[name][row] = host(part)[0]
-
-    def _prepare(self, env: Any) -> None:
-        """Adjust a scene after ManiSkill has built it."""
-        if self.config.fast_images:
-            from embodied.envs.maniskill.images import simplify_meshes
-
-            simplify_meshes(env)
-
-    def _all_images(self) -> Observation:
-        """The images of all rows at once, as a GPU draws them."""
-        if not self.config.cameras:
-            return {}
-        from embodied.envs.maniskill.images import paint_all
-
-        return {"images": paint_all(self.envs[0], self.config.cameras)}
-
-    def _paint(self, rows: np.ndarray) -> dict[str, np.ndarray]:
-        from embodied.envs.maniskill.images import paint
-
-        where = [(self.envs[0], row) if self.batched else (self.envs[row], 0) for row in rows.tolist()]
-        seen = [paint(env, scene, self.config.cameras) for env, scene in where]
-        return {camera: np.stack([images[camera] for images in seen]) for camera in self.config.cameras}
-
-    def render_rows(self, rows: np.ndarray) -> np.ndarray:
-        from embodied.envs.maniskill.images import video_frames
-
-        if self.config.backend == "cuda":
-            return host(self.envs[0].render_rgb_array())[rows]
-        return video_frames(self.envs, self.batched, rows, self._cameras, self.config.video_size)
-
-    def make_single(self, changes: dict[str, Any]) -> Any:
-        """One plain env of ManiSkill's, with these options changed."""
-        return build(self.config.model_copy(update=changes), 1)[0]
-
-    def close_extras(self, **_: Any) -> None:
-        for env in self.envs:
-            env.close()
 
 
 def draws_on_gpu(config: ManiSkillConfig) -> bool:

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from embodied.algorithms.advantages import group_advantages, returns_to_go
 from embodied.algorithms.config import GRPOConfig
-from embodied.algorithms.groups import GroupPool, judge
+from embodied.algorithms.groups import GroupPool, verdict_on
 
 
 def config(**options):
@@ -80,7 +80,7 @@ def test_equal_scores_teach_nothing_whatever_rounding_does(score, unit):
     """A unit in the last place of a sum in float64, and of what a reward network says in float32."""
     scores = np.full((1, 3), score) + np.array([[0.0, unit, -unit]])
     assert not group_advantages(scores).any()
-    assert judge(tuple(scores[0]), config()) == "equal"
+    assert verdict_on(tuple(scores[0]), config()) == "equal"
 
 
 def test_a_decision_pays_for_its_own_divergence_and_what_comes_after():
@@ -100,7 +100,7 @@ def test_a_decision_pays_for_its_own_divergence_and_what_comes_after():
     ],
 )
 def test_the_filter(scores, options, verdict):
-    assert judge(scores, config(**options)) == verdict
+    assert verdict_on(scores, config(**options)) == verdict
 
 
 def test_dropped_groups_are_not_replaced_unless_asked_to():
@@ -184,11 +184,11 @@ def test_bounds_hold_for_the_rate_of_success_where_the_filter_says_so():
     bounds = {"filter_low": 0.25, "filter_high": 0.75, "group_size": 4, "filter": "drop"}
     returns, success = config(**bounds), config(**bounds, filter_metric="success")
     shaped = (3.0, 5.0, 4.0, 6.0)  # returns of a shaped reward: their mean says nothing about success
-    assert judge(shaped, returns) == "out_of_bounds"
-    assert judge(shaped, success, [False, True, False, True]) == "kept"
-    assert judge(shaped, success, [False, False, False, True]) == "kept"  # 0.25: bounds are kept
-    assert judge(shaped, success, [False] * 4) == judge(shaped, success, [True] * 4) == "out_of_bounds"
-    assert judge((1.0,) * 4, success, [False, True, False, True]) == "equal"  # nothing to learn from, as ever
+    assert verdict_on(shaped, returns) == "out_of_bounds"
+    assert verdict_on(shaped, success, [False, True, False, True]) == "kept"
+    assert verdict_on(shaped, success, [False, False, False, True]) == "kept"  # 0.25: bounds are kept
+    assert verdict_on(shaped, success, [False] * 4) == verdict_on(shaped, success, [True] * 4) == "out_of_bounds"
+    assert verdict_on((1.0,) * 4, success, [False, True, False, True]) == "equal"  # nothing to learn from, as ever
 
 
 def test_successes_of_carried_episodes_are_kept_and_saved():

@@ -383,7 +383,7 @@ def test_every_iteration_writes_some_of_its_conversations_down_spread_over_its_g
 def test_no_more_conversations_are_written_down_than_were_asked_for(tmp_path):
     with Talk(tmp_path, "run.samples=0", placement=ONE_OF_EACH) as run:
         run.some(1)
-        assert run.loop.source.samples == []
+        assert run.loop.batch_source.samples == []
 
 
 @pytest.mark.parametrize("options", [(), ("eval.num_envs=1",)], ids=str)
