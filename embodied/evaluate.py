@@ -340,11 +340,11 @@ def players(config: RunConfig, cluster: Cluster, source: PolicySource, all_tasks
     """Workers that play with a policy; raises ConfigError if it does not fit the env. `all_tasks` are all tasks of the
     evaluation; this env plays some of them."""
     from embodied.workflows.evaluator import Evaluator, evaluation_plan
-    from embodied.workflows.rl_loop import PLAYERS
+    from embodied.workflows.rl_loop import EVALUATION_ROLES
     from embodied.workflows.workers import Workers
 
     plan = evaluation_plan(config, cluster, all_tasks)
-    workers = Workers(PLAYERS, config, cluster, plan, notify=launch.say)
+    workers = Workers(EVALUATION_ROLES, config, cluster, plan, notify=launch.say)
     check_fits(source, config.env, workers.spec)
     workers.adopt(source.weights_for(workers.spec))
     return Evaluator(workers)

@@ -13,7 +13,7 @@ from embodied.envs import env_class
 from embodied.runtime import Handle
 from embodied.workflows.contract import BatchSource
 from embodied.workflows.demonstrations import open_data
-from embodied.workflows.rl_loop import LEARNER, PLAYERS, EmbodiedLoop, learner_arguments
+from embodied.workflows.rl_loop import EVALUATION_ROLES, LEARNER, EmbodiedLoop, learner_arguments
 
 if TYPE_CHECKING:
     from embodied.config.recipe import RunConfig
@@ -65,6 +65,6 @@ class ImitationLoop(EmbodiedLoop):
     """The embodied loop with learners that imitate, and batches from a dataset."""
 
     command = "sft"
-    roles = (*PLAYERS, replace(LEARNER, worker=imitator, arguments=imitator_arguments))
+    roles = (*EVALUATION_ROLES, replace(LEARNER, worker=imitator, arguments=imitator_arguments))
     plays = False
     make_batch_source = RecordedEpisodes

@@ -94,7 +94,7 @@ LEARNER = Role(
     holds_policy=True,
 )
 AHEAD = "schedule.ahead"  # in a checkpoint: the number of batches that were collected ahead
-PLAYERS = (SIM, POLICY)  # the roles of an evaluation
+EVALUATION_ROLES = (SIM, POLICY)  # the roles of an evaluation
 
 
 class EmbodiedLoop:

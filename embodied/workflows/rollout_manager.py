@@ -135,7 +135,7 @@ class Round:
     seconds: float  # of the slowest sim
 
 
-class Players(Protocol):
+class RolloutWorkers(Protocol):
     """What rounds need of a program's `Workers`."""
 
     config: RunConfig
@@ -154,7 +154,7 @@ class Players(Protocol):
 class RolloutManager:
     """Plays rounds; from its construction on, sim and policy workers that die are replaced."""
 
-    def __init__(self, workers: Players) -> None:
+    def __init__(self, workers: RolloutWorkers) -> None:
         """All workers are built."""
         self.cluster, self.sims, self.policies = workers.cluster, workers.sims, workers.policies
         self.spec, self.weight_sync = workers.spec, workers.weight_sync
@@ -239,8 +239,7 @@ class RolloutManager:
         if self.remarks:
             self.remarks.go_on()
             self._drop_everywhere(self.remarks)
-        ended = self._collect_results(calls, jobs.keys())
-        return replace(ended, sources={sim: tuple(one.source for one in routes[sim][:stages]) for sim in jobs})
+        return self._collect_results(calls, {sim: tuple(one.source for one in routes[sim][:stages]) for sim in jobs})
 
     def _drop_everywhere(self, remarks: Remarks) -> None:
         """Let all policy workers drop the servers that one of them has dropped."""
@@ -251,8 +250,8 @@ class RolloutManager:
                     remarks.add(remark)
         remarks.dropped.clear()
 
-    def _collect_results(self, calls: dict[int, Handle], training: Collection[int]) -> Round:
-        """The results of a round's calls; the evaluation hears of its own."""
+    def _collect_results(self, calls: dict[int, Handle], sources: dict[int, tuple[str, ...]]) -> Round:
+        """The results of a round's calls, with these sources of training; the evaluation hears of its own."""
         done = {sim: call for sim, call in calls.items() if call.succeeded()}
         failures = {sim: next(iter(calls[sim].failed.values())).cause for sim in calls.keys() - done}
         lost = {self.sims.hosts[sim] for sim in failures}
@@ -263,7 +262,7 @@ class RolloutManager:
             for sim in results.keys() & evaluation.jobs.keys():
                 evaluation.add_report(Report(self._evaluation_name, finished=results[sim][-1].finished))
         seconds = max((call.seconds() for call in done.values()), default=0.0)
-        return Round({sim: results[sim][0] for sim in results.keys() & training}, {}, failures, seconds)
+        return Round({sim: results[sim][0] for sim in results.keys() & sources.keys()}, sources, failures, seconds)
 
     @property
     def _evaluation_name(self) -> str:
