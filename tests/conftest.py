@@ -145,28 +145,32 @@ HOSTS_IMPORT = (
 def kept_fork_servers():
     """Lets the hosts of all clusters in this process fork from one server, which has imported the modules that most
     hosts need; hosts of simulators and of pretended GPUs fork, too. A server and a fresh host take seconds of processor
-    time to start. Commands in separate processes, tests/runtime and tests marked `as_users_do` start fresh hosts."""
+    time to start. Commands in separate processes, tests of how hosts start and tests marked `as_users_do` start fresh
+    hosts."""
     from embodied.runtime import local, processes
 
-    kept: dict[str, processes.ForkServer] = {}  # by the number of threads, which libraries read when they are loaded
+    kept: dict[tuple, processes.ForkServer] = {}
     starter = ThreadPoolExecutor(1)  # a server ends with the thread that starts it, as a cluster's threads do with it
 
-    class KeptServers:
-        def fork(self, boot, env, modules, fds):
-            if not modules and Path("/dev/nvidiactl").exists():
-                return None  # it may use CUDA
-            threads = env.get("OMP_NUM_THREADS", "")
-            if threads not in kept:
-                unmarked = {name: value for name, value in env.items() if name != processes.MARK}
-                kept[threads] = starter.submit(processes.ForkServer, unmarked, HOSTS_IMPORT, boot["path"]).result()
-            return kept[threads].fork(boot, env, fds)
+    def servers_with(imports):
+        class KeptServers:
+            def fork(self, boot, env, modules, fds):
+                if not modules and Path("/dev/nvidiactl").exists():
+                    return None  # it may use CUDA
+                threads = env.get("OMP_NUM_THREADS", "") if "torch" in imports else ""  # which is read at the import
+                if (key := (imports, threads)) not in kept:
+                    unmarked = {name: value for name, value in env.items() if name != processes.MARK}
+                    kept[key] = starter.submit(processes.ForkServer, unmarked, imports, boot["path"]).result()
+                return kept[key].fork(boot, env, fds)
 
-        def close(self):
-            """They are for the next cluster, and for hosts that replace dead ones of this one; in a run, and in
-            tests/runtime, these start fresh."""
+            def close(self):
+                """They are for the next cluster, and for hosts that replace dead ones of this one; in a run, and in
+                tests of how hosts start, these start fresh."""
 
-    local.ForkServers = KeptServers
-    yield
+        return KeptServers
+
+    local.ForkServers = servers_with(HOSTS_IMPORT)
+    yield servers_with
     local.ForkServers = processes.ForkServers
     for server in kept.values():
         server.close()

@@ -71,11 +71,19 @@ def seldom_looked_through():
     gc.freeze()
 
 
+STARTS = ("test_fork_server", "test_groups", "test_leaving", "test_process_title")  # are about how hosts start
+
+
 @pytest.fixture(autouse=True, scope="module")
-def fork_servers_as_in_a_run():
-    """Every cluster here starts and ends its own."""
+def light_fork_servers(request, kept_fork_servers):
+    """In some files every cluster starts and ends its own, as in a run. In the others hosts fork from a kept one, which
+    is there before a test looks at what is there."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("embodied.runtime.local.ForkServers", ForkServers)
+        if request.module.__name__.endswith(STARTS):
+            patch.setattr("embodied.runtime.local.ForkServers", ForkServers)
+        else:
+            patch.setattr("embodied.runtime.local.ForkServers", kept_fork_servers(("pytest", "torch")))
+            Cluster("local", [HostPlan("first", ("a",))]).close()
         yield
 
 
