@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from embodied.core.errors import DeadlineExceeded, StepGivenUp, WorkerFailed
 from embodied.runtime import Cluster, HostPlan, Needs, Timers, Worker, share_devices
-from embodied.runtime.device_leases import GB, Action, Claim, Coordinator, LeaseError
+from embodied.runtime.device_leases import GB, Claim, Coordinator, LeaseError
 from embodied.runtime.device_sharing import DeviceSharing
 
 
@@ -66,16 +66,6 @@ def test_a_worker_that_joins_a_gang_holds_its_devices_with_it_and_frees_them_whe
     assert coordinator.holders.keys() == {"fake:0", "fake:1"} and coordinator.used_bytes("fake:2") == 0
 
 
-def test_of_two_gangs_that_wait_the_one_of_the_earlier_tier_is_served_whatever_their_place_in_the_workflow():
-    gangs = {name: [Claim(f"{name}-0", ("d:0",))] for name in ("act", "learn", "save")}
-    coordinator = Coordinator({"d:0": 0}, gangs, tiers={"act": 1})
-    finish(coordinator, coordinator.acquire("save"))
-    finish(coordinator, coordinator.acquire("act"))
-    finish(coordinator, coordinator.acquire("learn"))
-    finish(coordinator, coordinator.release("save"))
-    assert coordinator.granted("learn") and not coordinator.granted("act")
-
-
 def test_who_came_to_need_more_in_its_turn_makes_room_from_then_on():
     rollout, update = [Claim("policy-0", ("fake:0",), gives_back=False)], [Claim("learner-0", ("fake:0",), 9, 2)]
     coordinator = Coordinator({"fake:0": 10}, {"rollout": rollout, "update": update}, ["policy-0", "learner-0"])
@@ -90,19 +80,6 @@ def test_who_came_to_need_more_in_its_turn_makes_room_from_then_on():
         coordinator.revise([Claim("policy-0", ("fake:0",), 9)])
 
 
-def test_nobody_loads_before_room_was_made():
-    coordinator = hybrid(10)
-    finish(coordinator, coordinator.acquire("rollout"))
-    coordinator.release("rollout")
-    (first,) = coordinator.acquire("update")
-    assert first == Action("offload", "policy-0", "update")
-    assert not coordinator.granted("update")
-    (second,) = coordinator.done(first)
-    assert second.verb == "onload"
-    coordinator.done(second)
-    assert coordinator.granted("update")
-
-
 def test_what_can_never_fit_is_refused_with_the_arithmetic():
     with pytest.raises(LeaseError) as caught:
         hybrid(6.5)
@@ -115,26 +92,6 @@ def test_what_can_never_fit_is_refused_with_the_arithmetic():
 
 def gang(name, *devices):
     return [Claim(f"{name}-{i}", (device,)) for i, device in enumerate(devices)]
-
-
-def test_a_gang_gets_all_its_devices_or_none():
-    devices = {"d:0": 0, "d:1": 0}
-    coordinator = Coordinator(devices, {"a": gang("a", "d:0"), "b": gang("b", "d:0", "d:1"), "c": gang("c", "d:1")})
-    finish(coordinator, coordinator.acquire("a"))
-    assert coordinator.acquire("b") == []
-    assert not coordinator.granted("b")
-    assert coordinator.acquire("c") == []  # b is before c in the workflow and waits for this device
-    finish(coordinator, coordinator.release("a"))
-    assert coordinator.granted("b") and not coordinator.granted("c")
-    finish(coordinator, coordinator.release("b"))
-    assert coordinator.granted("c")
-
-
-def test_gangs_on_devices_of_their_own_never_wait():
-    coordinator = Coordinator({"d:0": 0, "d:1": 0}, {"a": gang("a", "d:0"), "b": gang("b", "d:1")})
-    for name in ("a", "b"):
-        finish(coordinator, coordinator.acquire(name))
-        assert coordinator.granted(name)
 
 
 def test_asking_twice_and_giving_back_twice_are_mistakes():
@@ -184,21 +141,6 @@ def test_no_order_of_events_breaks_the_rules():
             assert all(coordinator.used_bytes(d) <= 20 for d in devices), seed
             assert all(c.worker in coordinator.resident for name in held for c in gangs[name])
             assert held or pending or not waiting  # somebody can always go on
-
-
-def test_gangs_of_an_earlier_tier_go_first_and_preemptible_ones_give_way_to_them():
-    gangs = {"act": gang("act", "d:0"), "learn": gang("learn", "d:0")}
-    coordinator = Coordinator({"d:0": 0}, gangs, tiers={"act": 1}, preemptible=["act"])
-    finish(coordinator, coordinator.acquire("act"))
-    assert coordinator.leaving() == set()
-    coordinator.acquire("learn")
-    assert coordinator.leaving() == coordinator.in_the_way("learn") == {"act"}
-    finish(coordinator, coordinator.release("act"))
-    coordinator.acquire("act")
-    assert coordinator.granted("learn") and coordinator.leaving() == set()  # a learner gives way to nobody
-    coordinator.cancel("act")
-    finish(coordinator, coordinator.release("learn"))
-    assert not coordinator.granted("act") and not coordinator.holders
 
 
 def test_nobody_gives_way_to_one_that_would_still_wait_for_another():

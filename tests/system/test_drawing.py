@@ -32,8 +32,13 @@ def drawn(**kwargs):
 
 FAULTS = [  # (what the drawer does, what the probe says)
     ({"fault": "abort", "at": 4}, "drawer-0: its process died with SIGABRT, at picture 3"),
-    ({"fault": "again", "at": 5}, "drawer-0 draws the picture before once more (number 4)"),
-    ({"fault": "driver"}, "drawer-0: ImportError: Cannot initialize a EGL device display, before it began"),
+    *(
+        pytest.param(*case, marks=pytest.mark.slow)
+        for case in (
+            ({"fault": "again", "at": 5}, "drawer-0 draws the picture before once more (number 4)"),
+            ({"fault": "driver"}, "drawer-0: ImportError: Cannot initialize a EGL device display, before it began"),
+        )
+    ),
 ]
 
 

@@ -111,13 +111,13 @@ def test_engines_on_a_learners_device_change_when_and_not_what(tmp_path):
 
 
 def test_an_answer_that_an_engine_had_begun_goes_on_elsewhere_from_the_tokens_that_are_written(monkeypatch, tmp_path):
-    """The second engine has to leave twenty times, each time after a drawn number of tokens."""
+    """The second engine has to leave eight times, each time after a drawn number of tokens."""
     wanted, left, tokens, draw = threading.Event(), [], count(1), np.random.default_rng(45)
     due = [0]
     take, leaving, release = LanguageWorker._take, Coordinator.leaving, Coordinator.release
 
     def until_asked_to_leave(worker, requests, *about):
-        if worker.rank == 1 and worker.engine.running and (now := next(tokens)) >= due[0] and len(left) < 20:
+        if worker.rank == 1 and worker.engine.running and (now := next(tokens)) >= due[0] and len(left) < 8:
             due[0] = now + draw.integers(1, 6)
             wanted.set()
             sharing.changes += 1
@@ -137,16 +137,16 @@ def test_an_answer_that_an_engine_had_begun_goes_on_elsewhere_from_the_tokens_th
         return release(coordinator, gang)
 
     placement = {"sim": "fake:0", "policy": "fake:1-2", "learner": "fake:2"}
-    asked = ("pipeline.schedule=async", "policy.max_running=2", "policy.max_tokens=8", "run.iterations=6")
+    asked = ("pipeline.schedule=async", "policy.max_running=2", "policy.max_tokens=8", "run.iterations=3")
     with Talk(tmp_path / "alone", *asked, placement=placement) as run:
-        alone = told(run.some(6))
+        alone = told(run.some(3))
     with Talk(tmp_path / "left", *asked, placement=placement) as run:
         sharing = run.loop.device_sharing
         monkeypatch.setattr(LanguageWorker, "_take", until_asked_to_leave)
         monkeypatch.setattr(Coordinator, "leaving", has_to_leave)
         monkeypatch.setattr(Coordinator, "release", gives_back)
-        rows = run.some(6)
-    assert told(rows) == alone and len(left) == 20
+        rows = run.some(3)
+    assert told(rows) == alone and len(left) == 8
     assert sum(row["engine/resumed"] for _, row in rows) > 0
     assert sum(row["engine/tokens"] for _, row in rows) == sum(
         tokens for episodes in alone for _, tokens, _ in episodes

@@ -169,7 +169,6 @@ AT_WORK = [
 MOMENTS = ("update", "publish", "load")
 
 
-@pytest.mark.as_users_do
 @pytest.mark.parametrize(("recipe", "placement"), AT_WORK)
 def test_a_host_that_dies_while_learners_update_or_publish_is_replaced(tmp_path, recipe, placement):
     with Run.shipped(tmp_path, recipe, "local", UPDATES[placement]) as run:

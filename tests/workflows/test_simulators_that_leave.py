@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 from needed import requires
-from stepped import GRPO, ITERATIONS, PPO, Run
+from stepped import GRPO, PPO, Run
 
 from embodied.envs import sim_worker
 from embodied.envs.pointmass.env import PointMassEnv
@@ -27,7 +27,7 @@ def built(monkeypatch):
     return envs
 
 
-def played(folder, recipe, leaves, iterations=ITERATIONS):
+def played(folder, recipe, leaves, iterations=3):
     folder.mkdir()
     with Run(folder, *recipe, "pipeline.stages=2") as run:
         sims, numbers = run.loop.workers.sims, []
@@ -45,7 +45,7 @@ def test_a_simulator_that_left_goes_on_as_if_it_had_stayed(recipe, built, tmp_pa
     numbers, weights = played(tmp_path / "stays", recipe, leaves=False)
     stayed = len(built)
     found, others = played(tmp_path / "leaves", recipe, leaves=True)
-    assert len(built) == stayed * (2 + ITERATIONS)
+    assert len(built) == stayed * (2 + 3)
     assert found == numbers and all(np.array_equal(weights[name], others[name]) for name in weights)
 
 

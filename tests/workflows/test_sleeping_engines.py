@@ -15,7 +15,7 @@ from embodied.learners.worker import LearnerWorker
 from embodied.workflows.rl_loop import EmbodiedLoop
 from embodied.workflows.workers import Workers
 
-ITERATIONS = 20
+ITERATIONS = 6
 HYBRID = {"sim": "fake:0", "policy,learner": "fake:1"}
 COLLOCATED = {"sim": "fake:0", "policy": "fake:1", "learner": "fake:1"}
 sleep = SleepyVLLM.sleep
