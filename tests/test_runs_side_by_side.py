@@ -11,11 +11,13 @@ import subprocess
 import sys
 import time
 from contextlib import contextmanager, suppress
-from itertools import product
+from importlib.util import find_spec
+from itertools import groupby, product
 from pathlib import Path
 
 import numpy as np
 import pytest
+from pages import Page
 from safetensors.numpy import load_file
 from share_record import check_record
 from talking_runs import TALK, far
@@ -339,6 +341,28 @@ def test_a_second_ctrl_c_stops_all_runs_at_once_and_they_can_be_resumed(alone, t
     run(tmp_path, "share", "resume=s")
     same(tmp_path, f"s-{A}", alone["robot"])
     same(tmp_path, f"s-{B}", alone["talker"])
+
+
+@pytest.mark.skipif(find_spec("trl") is None, reason="TRL is not installed (pip install trl)")
+def test_trls_trainer_takes_turns_with_a_run_that_learns_what_it_learns_alone(alone, tmp_path):
+    """The program of the page: each of its steps is a turn. The run stands still until the program waits."""
+    program, hold = "program:trl", tmp_path / "robot-env"
+    hold.touch()
+    share = Share(tmp_path, "folder=s", DEVICES, *words(tmp_path, "robot"))
+    share.until((Page("share_protocol.md").write(tmp_path) / "s" / "share.json").exists)
+    with (tmp_path / "trl.txt").open("w") as said:
+        command = [sys.executable, "trl_turns.py", "s", "fake:0,fake:1", "6"]
+        trl = subprocess.Popen(command, cwd=tmp_path, stdout=said, stderr=subprocess.STDOUT)
+    share.until(lambda: trl.poll() is not None or (program in share.record.runs and share.waits(program)))
+    hold.unlink()
+    assert trl.wait(WAIT_S) == 0, (tmp_path / "trl.txt").read_text()
+    assert "steps 6 of 6 rewards" in (tmp_path / "trl.txt").read_text()
+    assert share.process.wait(WAIT_S) == 0, (tmp_path / "said.txt").read_text()
+    check_record(share.lines[1:], {A, program})
+    holders = [hold.run for hold in share.record.holds if hold.device == "fake:0"]
+    turns = [name for name, _ in groupby(holders)]
+    assert holders.count(program) == 7 and turns.count(A) > 3, "six steps, a start, and the run between them"
+    same(tmp_path, f"s-{A}", alone["robot"])
 
 
 # Whoever is killed in whatever phase
