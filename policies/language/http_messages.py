@@ -54,8 +54,8 @@ class ParsedAnswer:
     proof: Sequence[Any] = ()  # its blocks as text
 
 
-def body_of(request: Request, model: str, proves: bool = False) -> dict[str, Any]:
-    """The JSON for /v1/completions to continue a conversation."""
+def body_of(request: Request, model: str, proves: bool = False, divided_by: float = 1.0) -> dict[str, Any]:
+    """The JSON for /v1/completions to continue a conversation. `divided_by`: what the server divides its logits by."""
     how, rule = request.sampling, request.sampling.rule
     stream = how.stream.removeprefix("act/")
     ours = {"proof": True} if proves else {}  # vLLM's server has an option for all of its log-probs
@@ -65,7 +65,7 @@ def body_of(request: Request, model: str, proves: bool = False) -> dict[str, Any
         "model": model,
         "prompt": [int(token) for token in request.tokens],
         "max_tokens": request.max_tokens,
-        "temperature": rule.temperature,
+        "temperature": rule.temperature / divided_by,
         "seed": seed_of(request),
         "noise": {"seed": how.seed, "stream": stream, "episode": int(request.episode)},
         "stop_token_ids": sorted(map(int, how.stops)),

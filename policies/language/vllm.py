@@ -385,10 +385,12 @@ class FromFolder:
 
     load_from("/shared/v3")                                    # where sees_folder("/shared/v3")
     receive_bucket(first), ..., receive_bucket(last), load_received()      # elsewhere
+    divide_logits(0.8)                                                     # log-probs at policy.temperature
     """
 
     arriving: Any = None  # buckets of weights
     emptied: Any = None  # part -> what was freed, for a CPU
+    dividing: Any = ()  # hooks that divide logits
 
     def sees_folder(self, folder: str) -> bool:
         return Path(folder).is_dir()
@@ -410,15 +412,23 @@ class FromFolder:
         with torch.inference_mode(False), torch.no_grad():
             replace_weights(self, ((name, tensor_of(blob)) for name, blob in blobs.items()))
 
-    # For our own engine
-
     def divide_logits(self, by: float) -> None:
         """Divide all logits by this temperature from now on, in float32, so that log-probs are those at it."""
+        for hook in self.dividing:
+            hook.remove()
+        self.dividing = []
+        if by == 1:
+            return
         from vllm.model_executor.layers.logits_processor import LogitsProcessor
 
         for layer in self.model_runner.get_model().modules():
-            if by != 1 and isinstance(layer, LogitsProcessor):
-                layer.register_forward_hook(lambda _, __, logits: None if logits is None else logits.float() / by)
+            if isinstance(layer, LogitsProcessor):
+                hook = layer.register_forward_hook(
+                    lambda _, __, logits: None if logits is None else logits.float() / by
+                )
+                self.dividing.append(hook)
+
+    # For our own engine
 
     def cache_bytes(self) -> int:
         """Bytes of its keys and values."""

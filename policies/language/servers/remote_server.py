@@ -104,6 +104,7 @@ class RemoteServer:
     settings: dict[str, Any] = {}  # noqa: RUF012  replaced whole
     session: Any = None
     model, owner = "", ""
+    divided_by = 1.0  # temperature by which it divides all logits before it samples; requests are relative to it
 
     def __init__(self, url: str, token: str | None, answer_s: float) -> None:
         self.url, self.token, self.answer_s = url.rstrip("/").removesuffix("/v1"), token, answer_s
@@ -195,6 +196,22 @@ class RemoteServer:
         if self.max_length and self.max_length < max_length:
             limits = f"{self.max_length} tokens at most, and this policy of {max_length}"
             raise ConfigError(f"{self.name} has conversations of {limits}; try policy.max_length={self.max_length}")
+
+    async def divide_logits(self, temperature: float, draws_from_all: bool) -> None:
+        """Make vLLM divide its logits, so that log-probs are those among all tokens at this temperature, whichever
+        tokens requests leave out. Without our extension nothing changes, and requests must draw from all tokens."""
+        self.divided_by = 1.0
+        if self.owner == "vllm":
+            with contextlib.suppress(InsideFailed, Refused):
+                asked = {"method": "divide_logits", "args": [temperature]}
+                if await self.call("POST", RPC, asked, missing=None) is not None:
+                    self.divided_by = temperature
+        if not (self.is_ours or draws_from_all or self.divided_by == temperature):
+            raise ConfigError(
+                f"{self.name} is no server of ours, and policy.top_p, policy.top_k or policy.min_p is set: it tells "
+                "log-probs of all tokens at temperature 1 alone; try policy.temperature=1, or vLLM's server with "
+                f"VLLM_SERVER_DEV_MODE=1 and --worker-extension-cls {EXTENSION}"
+            )
 
     async def load(self, folder: Path, name: str, tied: bool) -> None:
         """Make the server load the weights of a folder under this name; of a folder that it does not see, in

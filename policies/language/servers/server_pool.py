@@ -194,18 +194,14 @@ class ServerPool:
         self.settings |= {"lora_rank": self.lora_rank}
         for server in self.servers:
             if server.remote.owner:
-                self.check_settings(server.remote)
+                await self.check_settings(server.remote)
         for server in self.servers:
             self.start(server, self.keep(server))
 
-    def check_settings(self, remote: RemoteServer) -> None:
+    async def check_settings(self, remote: RemoteServer) -> None:
         remote.check_settings(self.settings, self.max_length, self.shows)
         drawn = SamplingRule(top_p=self.config.top_p, top_k=self.config.top_k, min_p=self.config.min_p)
-        if self.config.temperature != 1 and not (remote.is_ours or drawn.draws_from_all):
-            raise ConfigError(
-                f"{remote.name} is no server of ours, and policy.top_p, policy.top_k or policy.min_p is set: it tells "
-                f"log-probs of all tokens at temperature 1 alone; try policy.temperature=1"
-            )
+        await remote.divide_logits(self.config.temperature, drawn.draws_from_all)
 
     @property
     def lora_rank(self) -> int | None:
@@ -318,7 +314,7 @@ class ServerPool:
         """Returns once the server has the current weights."""
         remote, name = server.remote, None
         await remote.look(self.away_s)
-        self.check_settings(remote)
+        await self.check_settings(remote)
         await self.named.wait()
         while name != self.wanted:
             name = self.wanted
@@ -480,7 +476,9 @@ class ServerPool:
     async def ask(self, server: PooledServer, requests: dict[int, Request], began: float) -> None:
         """Send these requests to a server, in one call."""
         remote, left, proves = server.remote, dict(requests), server.remote.is_ours and self.config.verify is not None
-        bodies = {number: body_of(request, remote.model, proves) for number, request in requests.items()}
+        bodies = {
+            number: body_of(request, remote.model, proves, remote.divided_by) for number, request in requests.items()
+        }
         try:
             async with contextlib.aclosing(remote.answers(bodies)) as answers:
                 async for number, answer in answers:

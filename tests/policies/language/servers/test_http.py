@@ -110,14 +110,29 @@ def test_at_another_temperature_log_probs_are_of_it_and_are_compared_with_the_le
         assert engine.metrics()["largest_gap_0"] == gap
 
 
-def test_only_our_servers_tell_log_probs_of_all_tokens_at_another_temperature_and_draw_from_few():
-    policy = build(dtype="float64", temperature=0.7, **SIZES)
-    with (
-        scripted(lambda request, body: {"data": [{"id": "m", "owned_by": "vllm"}]}) as url,
-        pytest.raises(ConfigError, match="of ours"),
-    ):
-        with engine_at(url, policy, None, top_k=5):
-            pass
+@pytest.mark.parametrize("status", [200, 404, 500])
+def test_vllms_server_draws_from_few_tokens_at_another_temperature_if_its_workers_divide_the_logits(status):
+    """404: without development routes; 500: without our extension."""
+    policy, asked = build(dtype="float64", temperature=0.8, **SIZES), []
+
+    def reply(request, body):
+        asked.append((request.path, body))
+        said = {"results": [None], "choices": [], "data": [{"id": "m", "owned_by": "vllm"}]}
+        return web.json_response(said, status=status if request.path == "/collective_rpc" else 200)
+
+    few = {"temperature": 0.8, "top_k": 5}
+    with scripted(reply) as url:
+        if status != 200:
+            with pytest.raises(ConfigError, match="--worker-extension-cls"), engine_at(url, policy, None, top_k=5):
+                pass
+            return
+        with engine_at(url, policy, None, top_k=5, away_s=0.2) as engine:
+            engine.load(policy.state_dict(), 1)
+            with pytest.raises(EmbodiedError):  # its answers are empty
+                answers(engine, ASKED, **few, logprob_temperature=0.8)
+    assert ("/collective_rpc", {"method": "divide_logits", "args": [0.8]}) in asked
+    (body, *_) = (body for path, body in asked if path == "/v1/completions")
+    assert (body["temperature"], body["top_k"]) == (1.0, 5)
 
 
 @pytest.mark.parametrize("served_rank", [None, 2])
@@ -566,6 +581,7 @@ def test_vllms_server_takes_weights_from_a_folder_or_in_buckets(sees, policy, tm
         engine.load(policy.state_dict(), 1)
         assert version == [engine.name]
     assert list(dict.fromkeys(said)) == [
+        "divide_logits",
         "sees_folder",
         *(["load_from"] if sees else ["receive_bucket", "load_received"]),
     ]
