@@ -154,15 +154,16 @@ def test_what_a_policy_and_a_learner_with_shards_need_is_what_a_run_counts():
     policy.cache_bytes = 1000  # it acts in
     moves = probes.moves(2)
     assert moves["policy"].bytes == moves["policy"].weight_bytes + 1000 == policy.needs().num_bytes
-    sharing = config.model_copy(update={"learner": config.learner.model_copy(update={"shard": True})})
-    probes.config = sharing
-    split = probes.moves(2)["learner"]
     parameters = list(policy.policy.parameters())  # all of them trained, in float32
     weights, blocks = num_bytes(parameters), [num_bytes(block.parameters()) for block in policy.policy.blocks()]
-    for ranks in (2, 4):
-        # Its rows of the weights, of two moments and twice of the gradient; the whole gradient; a block and the rest.
-        needed = split.bytes - split.split_bytes * (1 - 1 / ranks)
-        assert needed == pytest.approx(5 * weights / ranks + weights + weights - sum(blocks) + max(blocks), abs=10)
+    block = weights - sum(blocks) + max(blocks)  # a block and the rest
+    for each_pass, gradient in (False, weights), (None, block):  # null: a plan may choose what needs less
+        probes.config = config.with_values("learner", shard=True, reduce_each_pass=each_pass)
+        split = probes.moves(2)["learner"]
+        for ranks in (2, 4):
+            # Its rows of the weights, of two moments and twice of the gradient; the gradient; a block's weights.
+            needed = split.bytes - split.split_bytes * (1 - 1 / ranks)
+            assert needed == pytest.approx(5 * weights / ranks + gradient + block, abs=10)
 
 
 def test_an_iteration_of_whole_episodes_is_one_round_of_all_groups():
