@@ -125,15 +125,15 @@ def count(policy: Policy, config: LearnerConfig, inputs: dict[str, Any]) -> Memo
         training=sum(p.numel() * training_bytes(p) for p in trained),
         trained=num_bytes(trained),
         gathered=weights - sum(blocks) + max(blocks, default=0),
-        gradient=whole_gradient(policy, False),
-        gradient_of_block=whole_gradient(policy, True),
+        gradient=unsharded_gradient(policy, False),
+        gradient_of_block=unsharded_gradient(policy, True),
         acting=acting_bytes(policy, config),
         activations=saved_bytes(policy, config, inputs),
         deciding=0 if policy.speaks else deciding_bytes(policy.to("meta")),
     )
 
 
-def whole_gradient(policy: Policy, each_pass: bool) -> int:
+def unsharded_gradient(policy: Policy, each_pass: bool) -> int:
     """Bytes of gradients that a learner with shards holds unsharded at a time. `each_pass`: gradients are summed over
     the learners after each pass, block by block."""
     every, *blocks = (

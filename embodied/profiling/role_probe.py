@@ -40,7 +40,7 @@ from embodied.core.types import (
 from embodied.envs import env_class
 from embodied.envs.sim_worker import SimWorker
 from embodied.envs.store import arrays_of
-from embodied.learners.memory_estimate import Memory, whole_gradient
+from embodied.learners.memory_estimate import Memory, unsharded_gradient
 from embodied.learners.worker import LearnerWorker
 from embodied.policies import make_policy
 from embodied.policies.worker import PolicyWorker
@@ -325,7 +325,7 @@ def in_shards(learner: LearnerWorker, moves: Moves) -> Moves:
         reference=num_bytes(learner._reference()),
         trained=num_bytes(trained),
         gathered=num_bytes(parameters) - sum(blocks) + max(blocks, default=0),
-        gradient=whole_gradient(learner.policy, learner.config.reduce_each_pass is not False),
+        gradient=unsharded_gradient(learner.policy, learner.config.reduce_each_pass is not False),
     )
     split = 2 * (memory.sharded(1) - memory.sharded(2))
     return replace(moves, bytes=memory.sharded(1), split_bytes=split)

@@ -14,7 +14,7 @@ from embodied.algorithms.config import PPOConfig
 from embodied.config.recipe import load
 from embodied.core.types import ActionSpec, EnvSpec
 from embodied.learners.config import LearnerConfig
-from embodied.learners.memory_estimate import Memory, count, estimate, kept_by_pass, made_up, whole_gradient
+from embodied.learners.memory_estimate import Memory, count, estimate, kept_by_pass, made_up, unsharded_gradient
 from embodied.learners.model import Model, PolicyOptimizer
 from embodied.policies import make_policy
 from embodied.policies.openvla.config import OpenVLAConfig, OpenVLAOFTConfig
@@ -138,7 +138,7 @@ def test_learners_with_shards_hold_a_part_each_and_the_gradient_whole():
     assert memory.sharded(2) == (12 + 80) // 2 + 16 + 3 + 5
     assert replace(memory, reference=20).sharded(2) == memory.sharded(2) + 10
     policy = build(OpenVLAConfig, name="openvla")
-    step, each_pass = (whole_gradient(policy, each_pass) for each_pass in (False, True))
+    step, each_pass = (unsharded_gradient(policy, each_pass) for each_pass in (False, True))
     assert step == 4 * sum(p.numel() for p in policy.parameters() if p.requires_grad) > each_pass > 0
 
 
