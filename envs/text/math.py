@@ -4,7 +4,8 @@ by math-verify in a separate process. `env.solve_rate` chooses training question
 model's share of right answers. A row of a published data set has
 
 - a question: `question` or `problem` (asked as a message, with the request to box the result); `prompt`, as text that
-  is continued as it is, or as messages; or `messages`. With `images` it shows pictures, each at an <image> in the text,
+  is continued as it is (from the final answer if it ends with `\\boxed{`, `####` or `Answer:`), or as messages; or
+  `messages`. With `images` it shows pictures, each at an <image> in the text,
   or all before a text without one: files beside the data set, or bytes in its rows, as in geometry3k. With `videos` it
   shows frames of video files, each video at a <video> (`env.frames`, `env.frame_s`);
 - its answer: `answer`, `solutions` with several accepted answers, `reward_model.ground_truth` as in verl's data sets,
@@ -54,6 +55,12 @@ class Question:
     solutions: tuple[str, ...]
     solve_rate: float | None = None
     mark: str = ""  # precedes the final answer; empty: it is boxed
+
+    @property
+    def begins_answer(self) -> bool:
+        """Whether the prompt is a text that ends with the mark or an open box, so that the model continues with the
+        final answer."""
+        return isinstance(self.said, str) and self.said.rstrip().endswith(self.mark or BOX)
 
 
 def parsed(row: dict[str, Any], where: str, data: Path, columns: Mapping[str, str] = {}) -> Question | None:
@@ -173,23 +180,29 @@ def after_mark(text: str, mark: str) -> str | None:
     return THOUSANDS.sub("", line.strip(" .*$")) or None
 
 
-def final_answer_in(answer: str, mark: str) -> str | None:
-    """The final answer of a model: after the mark that the question asks for, else in its last box; None if missing."""
+def final_answer_in(answer: str, mark: str, begun: bool = False) -> str | None:
+    """The final answer of a model: after the mark that the question asks for, else in its last box, else after the mark
+    or open box that the prompt ends with (`begun`); None if missing."""
+    if begun and not mark and (inside := before_brace(answer)):
+        return inside
     after = after_mark(answer, mark) if mark else None
-    return boxed_answer(answer) if after is None else boxed_answer(after) or after
+    found = boxed_answer(answer) if after is None else boxed_answer(after) or after
+    return after_mark(mark + answer, mark) if begun and mark and found is None else found
 
 
 def boxed_answer(text: str) -> str | None:
     """The content of the last box with balanced braces; None if the text has none."""
-    begin = text.rfind(BOX)
-    if begin < 0:
-        return None
-    begin += len(BOX)
+    _, opened, inside = text.rpartition(BOX)
+    return before_brace(inside) if opened else None
+
+
+def before_brace(text: str) -> str | None:
+    """The text before the brace that closes an earlier one; None if there is none."""
     depth = 1
-    for at in range(begin, len(text)):
-        depth += {"{": 1, "}": -1}.get(text[at], 0)
+    for at, letter in enumerate(text):
+        depth += {"{": 1, "}": -1}.get(letter, 0)
         if not depth:
-            return text[begin:at].strip()
+            return text[:at].strip()
     return None
 
 
@@ -341,7 +354,7 @@ class Math(TextEnv):
     def step(self, answer: str) -> Turn:
         solutions = self.question.solutions
         mark = self.question.mark
-        given, facts = final_answer_in(answer, mark), {"expected": solutions[0]}
+        given, facts = final_answer_in(answer, mark, self.question.begins_answer), {"expected": solutions[0]}
         if given is None:
             return Turn(facts={**facts, "problem": f"nothing follows {mark}" if mark else "nothing is boxed"})
         success, problem = given in solutions, ""
@@ -353,7 +366,8 @@ class Math(TextEnv):
 
     def solution(self) -> str:
         mark, solution = self.question.mark, self.question.solutions[0]
-        return f"{mark} {solution}" if mark else f"{BOX}{solution}}}"
+        before = "" if self.question.begins_answer else mark or BOX
+        return f"{before} {solution}" if mark else f"{before}{solution}}}"
 
 
 def questions(config: Any) -> tuple[list[Question], list[Question]]:

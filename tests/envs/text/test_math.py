@@ -123,6 +123,22 @@ def test_questions_are_asked_as_messages_prompts_as_text(tmp_path):
     assert env.question.solutions == ("2",), "dollars do not count"
 
 
+@pytest.mark.parametrize(
+    ("prompt", "solution", "right", "wrong"),
+    [
+        ("1+1=\\boxed{", "2}", ["2}.", "2} 5+5=\\boxed{10}", "\\boxed{2}"], ["2", "3}", ""]),
+        ("1+1? Answer:", " 2", ["2.\n3", "one more: \\boxed{2}", "3? Answer: 2"], ["3\n2", ""]),
+    ],
+)
+def test_a_prompt_that_ends_with_the_mark_or_an_open_box_is_continued(tmp_path, prompt, solution, right, wrong):
+    file = written(tmp_path / "a.jsonl", {"prompt": prompt, "answer": 2})
+    env = env_of(config(file, held_out=str(file)))
+    env.reset(EpisodeSpec("math", 0, 0, 0))
+    assert env.solution() == solution
+    assert all(env.step(answer).success for answer in (solution, *right))
+    assert not any(env.step(answer).success for answer in wrong)
+
+
 def test_a_box_that_reads_like_a_solution_is_right_without_being_compared(tmp_path):
     scorer = Says("4/2")
     env = env_of(config(written(tmp_path / "a.jsonl", SUM, {**SUM, "question": "Again?"})), scorer)
