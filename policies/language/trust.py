@@ -124,24 +124,25 @@ class ProofBlock:
 
     def error(self, states: Tensor) -> float:
         """The norm of the difference between the block's numbers and these states, as a share of the numbers' norm;
-        omitted larger numbers count, too. 1 or more if the block does not match the states at all."""
+        omitted larger numbers count, too. 1 or more if the block does not match the states at all, or has no
+        finite means."""
         flat = states.detach().double().flatten().cpu()
         count, places = min(KEPT, len(flat)), self.places.astype(np.int64)
         if not len(self.numbers) == len(places) == count or places[-1] >= len(flat) or (np.diff(places) <= 0).any():
             return 1.0
+        if len(self.means) != len(dimensions(states)) or not np.isfinite(self.means).all():
+            return 1.0  # without them `shift` would say nothing
         own = flat[torch.from_numpy(places)]
         far = (torch.from_numpy(self.numbers.astype(np.float64)) - own).norm() / own.norm().clamp(min=1e-30)
         left_out = 1 - own.abs().sum() / flat.abs().topk(count).values.sum()
         return float(torch.nan_to_num(far, nan=1.0).clamp(max=1) + left_out)
 
     def shift(self, states: Tensor) -> np.ndarray:
-        """The differences of the means [M] from those of these states, relative to the states' sizes; zeros if the
-        means are not as many, or not finite."""
+        """The differences of the means [M] from those of these states, relative to the states' sizes."""
         states = states.detach().float()[:, dimensions(states)]
         sizes = states.square().mean(0).sqrt()
         own, sizes = (each.cpu().numpy() for each in (states.mean(0), sizes + 0.1 * sizes.mean()))
-        is_valid = len(self.means) == len(own) and np.isfinite(self.means).all()
-        return (self.means - own) / np.maximum(sizes, 1e-30) if is_valid else np.zeros_like(own)
+        return (self.means - own) / np.maximum(sizes, 1e-30)
 
 
 def dimensions(states: Tensor) -> Tensor:

@@ -196,7 +196,7 @@ def test_a_block_that_was_not_computed_does_not_fit_and_one_that_cannot_be_read_
     for wrong in (true_but_small, shuffled, far_away, empty, no_numbers):
         assert wrong.error(states) > 0.5
     for means in (honest.means[:3], np.full_like(honest.means, np.nan)):
-        assert not replace(honest, means=means).shift(states).any()
+        assert replace(honest, means=means).error(states) == 1
     for text in (None, 7, "a", "!!!!", base64.b64encode(b"12345").decode()):
         with pytest.raises(ValueError, match="a block of the proof cannot be read"):
             ProofBlock.from_text(text)
