@@ -83,8 +83,8 @@ def check_trains(loaded: Loaded, program: type[EmbodiedLoop]) -> Loaded:
     if loaded.recipe and program is EmbodiedLoop and not by_rl and commands_of_recipe(loaded.recipe) == ["sft"]:
         raise ConfigError(
             f"recipe={loaded.recipe} imitates demonstrations: python -m embodied.sft "
-            f"{quote(f'recipe={loaded.recipe}')}; to train by RL in its env, set its start: run.start_from=RUN, or "
-            "null for a new policy"
+            f"{quote(f'recipe={loaded.recipe}')}; to train by RL in its env, give the recipe a section algo, or "
+            "set its start here: run.start_from=RUN, or null for a new policy"
         )
     if loaded.recipe and "_published_" in loaded.recipe:
         from embodied.run.published_models import recipes_to_train

@@ -137,7 +137,21 @@ def parse(
             except (yaml.YAMLError, ValueError) as err:
                 reason = yaml_problem(err).removeprefix("line 1: ")
                 problems.append(f"{arg}: the value is not YAML ({reason}); quote it for the shell: '{key}=...'")
+            if lost := key_without_space(values.get(key)):
+                del values[key]
+                spaced = lost.replace(":", ": ", 1)
+                problems.append(
+                    f"{arg}: a space is missing after a colon; write {{{spaced}, ...}} and quote it for the shell"
+                )
     return flags, values, problems
+
+
+def key_without_space(value: Any) -> str:
+    """The first key of a map in braces of which YAML reads every key:value as a key alone; empty if there is none."""
+    if isinstance(value, dict) and value and all(given is None and ":" in str(key) for key, given in value.items()):
+        return str(next(iter(value)))
+    inside = value if isinstance(value, list) else value.values() if isinstance(value, dict) else []
+    return next(filter(None, map(key_without_space, inside)), "")
 
 
 # The base recipe

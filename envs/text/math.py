@@ -85,7 +85,7 @@ def question_in(row: dict[str, Any], where: str, data: Path) -> Said:
     """The question of a row, as text or messages."""
     key = question_column(row, where)
     value = row[key]
-    if key == "messages" or (key == "prompt" and isinstance(value, list)):
+    if key == "messages" or isinstance(value, list):
         said = messages_in(value, f"{where}: {key}")
     elif not isinstance(value, str):
         raise ConfigError(f"{where}: {key} must be text, it is {type(value).__name__}")
@@ -129,14 +129,23 @@ def answer_column(row: dict[str, Any], where: str) -> str:
 
 
 def which_columns(row: dict[str, Any]) -> str:
-    """The columns of a row and the option that names two of them: the longest text as the question, the shortest as the
-    answer."""
-    inside = {key: f" ({', '.join(value)})" for key, value in row.items() if isinstance(value, dict)}
-    sizes = {key: len(str(value)) for key, value in row.items() if isinstance(value, str | int | float)}
-    first = max((key for key in sizes if isinstance(row[key], str)), key=sizes.__getitem__, default="COLUMN")
+    """The columns of a row and the option that names two of them: the longest text or messages as the question, the
+    shortest text as the answer."""
+    maps = {key: value for key, value in row.items() if isinstance(value, dict)}
+    inside = {key: f" ({', '.join(value)})" for key, value in maps.items()}
+    cells = row | {f"{key}.{name}": cell for key, value in maps.items() for name, cell in value.items()}
+    sizes = {
+        key: len(str(cell)) for key, cell in cells.items() if isinstance(cell, str | int | float) or in_turns(cell)
+    }
+    first = max((key for key in sizes if isinstance(cells[key], str | list)), key=sizes.__getitem__, default="COLUMN")
     last = min((key for key in sizes if key != first), key=sizes.__getitem__, default="COLUMN")
     columns = ", ".join(f"{key}{inside.get(key, '')}" for key in row) or "none"
     return f"its columns are {columns}; name them, such as env.columns={{question: {first}, answer: {last}}}"
+
+
+def in_turns(cell: Any) -> bool:
+    """Whether a cell holds messages."""
+    return isinstance(cell, list) and bool(cell) and all(isinstance(message, dict) for message in cell)
 
 
 def value_at(row: dict[str, Any], key: str) -> Any:
@@ -169,8 +178,12 @@ def final_answer(text: str) -> str:
 
 def mark_of(said: Said) -> str:
     """What a question wants before the final answer; empty for a box."""
-    text = said if isinstance(said, str) else "\n".join(map(in_words, said))
+    text = text_of(said)
     return "" if BOX in text else next((mark for mark in MARKS if mark in text), "")
+
+
+def text_of(said: Said) -> str:
+    return said if isinstance(said, str) else "\n".join(map(in_words, said))
 
 
 def after_mark(text: str, mark: str) -> str | None:
@@ -303,7 +316,7 @@ class Math(TextEnv):
     def remarks(cls, config: Any, proofs: Path) -> list[str]:
         """Notes on rows without a final answer, and on a file so short that few of its questions are held out."""
         paths = filter(None, (config.file, config.held_out))
-        notes = [line for path in paths for line in left_out(path, config.columns)]
+        notes = [line for path in paths for line in notes_on_file(path, config.columns)]
         count = len(questions(config)[1])
         if config.held_out is None and count < FEW:
             every = len(read(config.file, config.columns))
@@ -401,11 +414,16 @@ def read(path: Path, columns: dict[str, str]) -> list[Question]:
     return read_counted(path, columns)[0]
 
 
-def left_out(path: Path, columns: dict[str, str]) -> list[str]:
-    """A note on rows without a final answer, if there are any."""
+def notes_on_file(path: Path, columns: dict[str, str]) -> list[str]:
+    """Notes on rows without a final answer, and on questions that do not say how to mark it, if there are any."""
     kept, rows = read_counted(path, columns)
-    lost = rows - len(kept)
-    return [f"{lost} of the {rows} rows of {path} state no final answer and are left out"] if lost else []
+    notes = [f"{rows - len(kept)} of the {rows} rows of {path} state no final answer and are left out"]
+    unmarked = sum(not question.mark and BOX not in text_of(question.said) for question in kept)
+    unasked = (
+        f"{unmarked} of the {len(kept)} questions of {path} do not ask for the answer in {BOX}}}, after #### or after "
+        "Answer:, and an answer without a box is wrong; policy.system can ask for the box"
+    )
+    return notes * (len(kept) < rows) + [unasked] * (unmarked > 0)
 
 
 def read_counted(path: Path, columns: dict[str, str]) -> tuple[list[Question], int]:
@@ -505,9 +523,9 @@ def notes_on_sets(sets: Mapping[str, Any], env: Any) -> list[str]:
     """Notes on rows that are left out, and on questions that training asks, too."""
     trained, notes = set(), []
     if env.name == "math" and env.file:
-        trained, notes = {repr(question.said) for question in questions(env)[0]}, left_out(env.file, env.columns)
+        trained, notes = {repr(question.said) for question in questions(env)[0]}, notes_on_file(env.file, env.columns)
     for name, asked in sets_of(env_of_sets(sets, env)).items():
-        notes += left_out(sets[name].file, sets[name].columns)
+        notes += notes_on_file(sets[name].file, sets[name].columns)
         if both := sum(repr(question.said) in trained for question in asked):
             notes.append(f"{both} of the {len(asked)} questions of eval.sets.{name} are trained on, too (env.file)")
     return notes

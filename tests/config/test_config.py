@@ -163,6 +163,7 @@ def test_all_mistakes_are_told_at_once_with_key_reason_and_source(recipe):
         ("a" + ".a" * 5000 + "=1", "a.a: unknown key"),
         ("env.discrete=maybe", "env.discrete='maybe': should be a valid boolean"),
         ("policy.hidden=[1", "the value is not YAML"),
+        ("env.kwargs={a:b,c:1}", "a space is missing after a colon; write {a: b, ...}"),
         ("run.steps=100", "did you mean 'run.env_steps'?"),
         ("config=x.yaml", "did you mean 'recipe'?"),
         ("my.yaml", "write recipe=my.yaml"),

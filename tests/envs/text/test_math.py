@@ -165,6 +165,10 @@ def test_a_comparison_that_takes_too_long_is_a_wrong_answer(tmp_path):
         (r'{"prompt": "\ud800", "answer": "1"}', "line 2: not JSON: .*surrogates not allowed"),
         ({"question": "1+1?"}, r"no answer \(answer, solutions, .*; its columns are question; name them"),
         ({"query": "1+1?", "result": "2"}, r"no question .* are query, result; .*{question: query, answer: result}"),
+        (
+            {"talk": [{"role": "user", "content": "1+1?"}], "meta": {"gold": "2"}},
+            r"no question .* are talk, meta \(gold\); .*{question: talk, answer: meta.gold}",
+        ),
         ({**SUM, "prompt": "1+1="}, r"several questions \(question, prompt\)"),
         ({"problem": "1+1?", "reward_model": {"style": "rule"}}, r"are problem, reward_model \(style\)"),
     ],
@@ -179,9 +183,10 @@ GSM8K = {"question": "How many?", "answer": "48/2 = <<48/2=24>>24 clips, 1,000 m
 MATH = {"problem": "Find x.", "level": "Level 5", "type": "Algebra", "solution": "So $x = \\boxed{\\frac{1}{2}}$."}
 MATH_500 = {**MATH, "answer": "\\frac{1}{2}", "subject": "Algebra", "unique_id": "test/1.json"}
 ASKS_FOR_MARK = 'Let\'s think step by step and output the final answer after "####".'
+ASKED = f"How many? {ASKS_FOR_MARK}"
 VERL = {
     "data_source": "openai/gsm8k",
-    "prompt": [{"role": "user", "content": f"How many? {ASKS_FOR_MARK}"}],
+    "prompt": [{"role": "user", "content": ASKED}],
     "ability": "math",
     "reward_model": {"ground_truth": "1024", "style": "rule"},
     "extra_info": {"answer": GSM8K["answer"], "index": 0, "question": "How many?", "split": "train"},
@@ -199,12 +204,13 @@ ODD = {"query": "Find x.", "extra_info": {"result": "3"}, "solution": "long"}
         (GSM8K, {}, f"How many?\n{INSTRUCTION}", "1024", "\\boxed{1024}"),
         (MATH, {}, f"Find x.\n{INSTRUCTION}", "\\frac{1}{2}", "\\boxed{\\frac{1}{2}}"),
         (MATH_500, {}, f"Find x.\n{INSTRUCTION}", "\\frac{1}{2}", "\\boxed{\\frac{1}{2}}"),
-        (VERL, {}, f"How many? {ASKS_FOR_MARK}", "1024", "so 1,024\n#### 1,024"),
-        (VERL, {}, f"How many? {ASKS_FOR_MARK}", "1024", "#### \\boxed{1024}."),
+        (VERL, {}, ASKED, "1024", "so 1,024\n#### 1,024"),
+        (VERL, {}, ASKED, "1024", "#### \\boxed{1024}."),
         (DAPO, {}, DAPO["prompt"][0]["content"], "1024", "Hence\n**Answer:** $1024$."),
         (DAPO_PROCESSED, {}, f"2+32?\n{INSTRUCTION}", "34", "\\boxed{34}"),
         (OPEN_R1, {}, f"Find x.\n{INSTRUCTION}", "1/2", "\\boxed{1/2}"),
         (ODD, {"question": "query", "answer": "extra_info.result"}, f"Find x.\n{INSTRUCTION}", "3", "\\boxed{3}"),
+        (ODD | {"query": VERL["prompt"]}, {"question": "query", "answer": "extra_info.result"}, ASKED, "3", "#### 3"),
         (VERL, {"prompt": "extra_info.question"}, f"How many?\n{INSTRUCTION}", "1024", "\\boxed{1024}"),
     ],
 )
@@ -262,7 +268,8 @@ def test_questions_lie_in_parquet_or_in_a_folder_of_datasets_too_and_are_chosen_
     assert questions(config(tmp_path / "a.parquet")) == questions(config(saved)) == lines
     train, _ = questions(config(saved, solve_rate=[0.2, 0.4]))
     assert [one.said for one in train] == ["2+1=", "3+1=", "4+1="]
-    assert "5% of the 10 questions" in Math.remarks(config(saved, solve_rate=[0.2, 0.4]), tmp_path)[0]
+    unmarked, few = Math.remarks(config(saved, solve_rate=[0.2, 0.4]), tmp_path)
+    assert "10 of the 10 questions" in unmarked and "5% of the 10 questions" in few
     with pytest.raises(ConfigError, match=r"leaves none of the 9 questions of .*, of which 9 have a solve_rate"):
         questions(config(saved, solve_rate=[0.95, 1]))
     (tmp_path / "bad.parquet").write_bytes(b"PAR1 and more")
