@@ -163,7 +163,8 @@ def follow(
                 except WorkerFailed as err:
                     if not err.lost_state or interruption.requested or lives.died("run", time.monotonic()) is not None:
                         raise
-                    remaining = plan_without(err, loaded, program) if config.cluster.joined else plan
+                    decided, remaining = without_node(err, loaded, program) if config.cluster.joined else (config, plan)
+                    changes.config = config = config.model_copy(update={"learner": decided.learner})
                     checkpoint = newest_of(folder, err, lives, console, moves=remaining != plan)
                     if remaining != (changes.plan if config.cluster.joined else plan):
                         plan = changes.plan = remaining
@@ -190,10 +191,11 @@ def newest_of(folder: RunFolder, error: WorkerFailed, lives: Supervisor, console
     return checkpoint
 
 
-def plan_without(error: WorkerFailed, loaded: Loaded, program: type[EmbodiedLoop]) -> PlacementPlan:
-    """The plan for the cluster's remaining nodes. Raises the error again if there is no such plan."""
+def without_node(error: WorkerFailed, loaded: Loaded, program: type[EmbodiedLoop]) -> tuple[RunConfig, PlacementPlan]:
+    """The config, decided again, and the plan for the cluster's remaining nodes. Raises the error again if there is no
+    such plan."""
     try:
-        return launch.planned(loaded.config, roles=program.roles)[1]
+        return launch.planned(loaded.config, roles=roles_of_run(program, loaded.config))
     except EmbodiedError as problem:
         launch.say(f"without the lost node there is no plan: {problem}")
         raise error from None

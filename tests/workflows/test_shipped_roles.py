@@ -16,6 +16,7 @@ from transformers import AutoModelForSequenceClassification, LlamaConfig
 from embodied import train
 from embodied.config.recipe import load
 from embodied.core.conversations import Completion, CompletionBatch
+from embodied.core.errors import WorkerFailed
 from embodied.core.types import Servers
 from embodied.policies.language.engine import Request, make_engine
 from embodied.policies.language.tokenizer import of_characters
@@ -232,3 +233,9 @@ def test_recipes_add_their_roles_to_a_program_that_trains():
     config = load(["recipe=sums_ppo_critic", "roles.reference=true", "algo.kl_coef=0.1", "roles.judge=start"]).config
     names = [role.name for role in roles_of_run(EmbodiedLoop, config)]
     assert names == ["sim", "policy", "learner", "reward", "judge", "reference", "critic"]
+
+
+def test_a_run_that_lost_a_node_is_planned_again_with_its_critic():
+    loaded = load(["recipe=sums_ppo_critic"])
+    _, plan = train.without_node(WorkerFailed("learner-0", "its node is gone"), loaded, EmbodiedLoop)
+    assert plan.count("critic")
