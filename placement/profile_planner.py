@@ -8,9 +8,9 @@ chunks, and the components that offload their memory between turns. If learners 
 A way is a candidate without the sizes of its zones, and a split gives every zone a size. For every way, the search
 gives zone after zone all its sizes. If each other zone had all devices that are left, the terms of the price could not
 be lower than `Splits.bounds`, and splits whose seconds are then no lower than those of the fastest known layout are
-dropped. The first search extends only the BEAM most promising splits by a zone, and finds a fast layout. Up to EXACT
-devices of a class a second one extends all of them, so that the result is that of an exhaustive search. Above, sizes
-come from a grid if there are many.
+dropped. The first search extends only BEAM splits by a zone: those with the lowest bounds, and others that leave more
+devices to the next zones. Up to EXACT devices of a class a second search extends all splits, so that the result is that
+of an exhaustive search. Above, sizes come from a grid if there are many.
 """
 
 from __future__ import annotations
@@ -82,6 +82,22 @@ class Splits:
         }
 
 
+def most_promising(seconds: np.ndarray, free: np.ndarray, width: int | None) -> np.ndarray:
+    """The indices of `width` splits, the lowest seconds first. Half have the lowest seconds. The other half are splits
+    of which no faster one leaves as many devices free, then the same among the rest, and so on."""
+    rest = np.lexsort((-free, seconds))
+    if width is None or len(rest) <= width:
+        return rest
+    chosen, rest = np.split(rest, [width // 2])
+    while len(chosen) < width:
+        most = np.maximum.accumulate(free[rest])
+        leads = np.append(True, free[rest[1:]] > most[:-1])
+        front = rest[leads]
+        spread = np.linspace(0, len(front) - 1, min(len(front), width - len(chosen))).astype(int)
+        chosen, rest = np.append(chosen, front[spread]), rest[~leads]
+    return chosen
+
+
 def lowest_to(term: np.ndarray, axis: int) -> np.ndarray:
     """The least value up to each place on an axis."""
     return np.minimum.accumulate(term, axis) if term.ndim > axis and term.shape[axis] > 1 else term
@@ -95,11 +111,9 @@ class Planner:
         self.classes = tuple(c for c in classes if c.count)
         self.pricer = Pricer(dataflow, profile, self.classes)
         self.stages = stages if any(len(node) > 1 for node in dataflow.order) else (1,)
-        self.swaps = subsets([c.name for c in dataflow.components if self.pricer.can_swap(c.name)])
-        if self._always_fits():
-            self.swaps = [frozenset()]
-        names = {name for swapped in self.swaps for name in swapped}
-        self.is_swapped = {name: np.array([name in swapped for swapped in self.swaps]) for name in names}
+        able = [] if self._always_fits() else [c.name for c in dataflow.components if self.pricer.can_swap(c.name)]
+        self.swaps = [frozenset(names) for size in range(len(able) + 1) for names in combinations(able, size)]
+        self.is_swapped = {name: np.array([name in swapped for swapped in self.swaps]) for name in able}
         self.layers = cache(self._layers)
         self.splits = cache(partial(Splits, self.pricer))
         self.least = cache(self._least)
@@ -137,7 +151,8 @@ class Planner:
         places = [(number, zone.device_class) for number, layer in enumerate(layers) for zone in layer]
         beside = np.array([[place == other for other in places] for place in places], int)
         smallest = np.array([size[0] for size in sizes])
-        spare = np.array([self.pricer.classes[name].count for _, name in places]) - beside @ smallest
+        counts = np.array([self.pricer.classes[name].count for _, name in places])
+        spare = counts - beside @ smallest
         rows = np.zeros((len(sizes) + 1, len(self.swaps)), int)  # indices of sizes, and of a set of swapped components
         rows[-1] = np.arange(len(self.swaps))
         for known in range(len(sizes) + 1):
@@ -154,7 +169,8 @@ class Planner:
             kept = np.flatnonzero(fits & (seconds < best[0] * (1 - ROUNDING)))
             if not len(kept):
                 return best
-            kept = kept[np.argsort(seconds[kept], kind="stable")][:width]
+            free = (left[known:, kept] / counts[known:, None]).sum(axis=0)
+            kept = kept[most_promising(seconds[kept], free, width)]
             rows = rows[:, kept]
         numbers = iter(int(size[row[0]]) for size, row in zip(sizes, rows))
         sized = tuple(tuple(replace(zone, devices=next(numbers)) for zone in layer) for layer in layers)
@@ -226,11 +242,6 @@ class Planner:
             return max(self.pricer.table(component.name, on.name, 1).bytes.max(), cost.bytes.at(component.items))
 
         return all(sum(needs(f, c) for f in self.dataflow.components) <= c.memory_bytes for c in self.classes)
-
-
-def subsets(names: Sequence[str]) -> list[frozenset[str]]:
-    """All sets of these names, small ones first."""
-    return [frozenset(s) for size in range(len(names) + 1) for s in combinations(names, size)]
 
 
 def thinned(sizes: np.ndarray) -> np.ndarray:

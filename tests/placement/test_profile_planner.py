@@ -93,6 +93,30 @@ def test_on_a_cluster_few_splits_are_priced_and_none_is_much_faster(memory):
         assert not other.fits or other.seconds > 0.99 * best
 
 
+@pytest.mark.parametrize("seed", [56, 354])
+def test_a_much_wider_first_search_finds_no_layout_that_is_much_faster(seed, monkeypatch):
+    planner = Planner(*large_case(seed))
+    modes = planner.modes()
+    monkeypatch.setattr(profile_planner, "BEAM", 1024)
+    for mode, wide in planner.modes().items():
+        assert wide is None or modes[mode].price.seconds < 1.01 * wide.price.seconds
+
+
+def large_case(seed):
+    """Up to 1,024 devices of a class, and work for them."""
+    rng = random.Random(100_000 + seed)
+    more = rng.choice([1, 2, 2])
+    dataflow, profile, classes = random_case(rng, rng.choice([1, 1, 2]), 4, more)
+    most = rng.choice([128, 300, 1024])
+    counts = [rng.randint(65, most) if rng.random() < 0.8 or i == 0 else c.count for i, c in enumerate(classes)]
+    times = rng.choice([8, 32, 128])
+    dataflow = replace(dataflow, components=tuple(replace(c, items=times * c.items) for c in dataflow.components))
+    classes = [replace(c, count=count) for c, count in zip(classes, counts, strict=True)]
+    made = dataflow, replace(profile, dataflow=dataflow), classes
+    schedule = rng.choice(["sync", "sync", "periodic", "async"])
+    return made if schedule == "sync" else scheduled(rng, made, schedule)
+
+
 def split(layer, devices, rng):
     borders = [0, *sorted(rng.sample(range(1, devices), len(layer) - 1)), devices]
     return tuple(replace(zone, devices=end - first) for zone, (first, end) in zip(layer, pairwise(borders)))
