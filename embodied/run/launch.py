@@ -12,7 +12,6 @@ import sys
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 from pathlib import Path
-from shlex import quote
 from textwrap import wrap
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -125,8 +124,8 @@ def planned(
     """The config with every "auto" of the env decided, and the plan. Refuses recipes that cannot run on this machine; a
     `dry` run may be planned for other machines. `roles` are the program's."""
     roles = roles_of(roles)
-    check_where(config, dry)
     topology = machines(config)
+    check_where(config, dry)
     kind = env_class(config.env)
     config, physics = devices.with_gpu_physics(config, topology, dry, say) if learn else (config, "")
     config = with_env(config, kind, topology, learn, dry)
@@ -166,7 +165,7 @@ def check_where(config: RunConfig, dry: bool) -> None:
     if (named := config.cluster.machines) and not dry:
         raise ConfigError(
             f"cluster.machines={named} is for planning: add --dry-run, or leave it out; "
-            f"python -m embodied.plan recipe=NAME {quote(f'cluster={named}')} compares placements there"
+            "`python -m embodied.plan` with the same words compares placements there"
         )
 
 

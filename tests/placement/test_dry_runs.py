@@ -196,6 +196,8 @@ def test_declared_machines_are_shown_and_nothing_is_started(capsys):
     assert "1 x policy + learner on gpu:0 of node1" in told and "ray: one process per host" in told
     assert train.main(asked) == 2
     assert "cluster.machines=2x4xGPU is for planning: add --dry-run" in capsys.readouterr().err
+    assert train.main([asked[0], "cluster=8xH1000"]) == 2
+    assert "8xH1000 does not describe machines; examples: 8xGPU" in capsys.readouterr().err
     assert evaluate.main(["checkpoint=random", "env.name=pointmass", "cluster.machines=8xGPU", "--dry-run"]) == 0
 
 
