@@ -4,6 +4,7 @@ folder that MS_ASSET_DIR names, or beside the checkout."""
 import ctypes
 import gc
 import os
+import resource
 import sys
 import tempfile
 from concurrent.futures import ThreadPoolExecutor
@@ -53,6 +54,24 @@ def pytest_runtest_teardown():
         LIBC.malloc_trim(0)
         kept_bytes = resident_bytes()
     kept_bytes = min(kept_bytes, bytes_now)
+
+
+worker_peaks = []  # bytes
+
+
+def pytest_sessionfinish(session):
+    if hasattr(session.config, "workeroutput"):
+        session.config.workeroutput["peak_bytes"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+@pytest.hookimpl(optionalhook=True)  # also without xdist
+def pytest_testnodedown(node):
+    worker_peaks.append(getattr(node, "workeroutput", {}).get("peak_bytes", 0))  # 0 if it crashed
+
+
+def pytest_terminal_summary(terminalreporter):
+    if worker_peaks:
+        terminalreporter.write_line(f"memory of a worker: at most {max(worker_peaks) / 1e9:.2f} GB")
 
 
 @pytest.fixture(scope="session", autouse=True)
