@@ -12,6 +12,7 @@ of a conversation's last token. The other tokens' rewards are the env's if score
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
@@ -506,7 +507,8 @@ class JudgedWorker(ScoringWorker):
         ]
 
     def question(self, talk: Talk) -> str:
-        return self.roles.judge_prompt.replace("{asked}", talk.asked).replace("{answer}", talk.answer)
+        parts = {"{asked}": talk.asked, "{answer}": talk.answer}  # either may hold the other's name
+        return re.sub("{asked}|{answer}", lambda name: parts[name[0]], self.roles.judge_prompt)
 
 
 class JudgeClient(RequestClient):

@@ -22,7 +22,7 @@ from embodied.policies.language.engine import Request, make_engine
 from embodied.policies.language.tokenizer import of_characters
 from embodied.policies.policy_folder import read_weights
 from embodied.serving.config import TOKEN
-from embodied.workflows import roles_of_run
+from embodied.workflows import roles, roles_of_run
 from embodied.workflows.rl_loop import EmbodiedLoop
 from embodied.workflows.roles import JudgeClient, JudgeWorker
 
@@ -227,6 +227,12 @@ def test_a_judge_that_answers_slowly_is_asked_less():
         zip(questions, questions, strict=True)
     )
     assert {name: len(asked) for name, asked in judges.asked.items()} == {"fast": 6, "slow": 2}
+
+
+def test_a_judge_reads_names_of_its_prompt_in_a_conversation_as_text():
+    worker = SimpleNamespace(roles=SimpleNamespace(judge_prompt="{asked} Is {answer} right?"))
+    talk = roles.Talk(0, "Fill {answer} in.", "{asked}")
+    assert roles.JudgedWorker.question(worker, talk) == "Fill {answer} in. Is {asked} right?"
 
 
 def test_recipes_add_their_roles_to_a_program_that_trains():
