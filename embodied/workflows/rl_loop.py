@@ -262,7 +262,8 @@ class EmbodiedLoop:
         return list(self.workers.groups.values())
 
     def take_dropped(self) -> int:
-        """Number of batches collected before the checkpoint and collected again after resuming, since the last call."""
+        """Number of batches collected before the checkpoint and replaced by new ones after resuming, since the last
+        call."""
         count, self.dropped = self.dropped, 0
         return count
 
