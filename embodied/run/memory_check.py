@@ -579,12 +579,13 @@ def check_scorers(config: RunConfig) -> None:
 
 
 def remarks(config: RunConfig, learns: bool) -> Iterator[str]:
-    """Notes for the first screen about the model in a folder: settings for its size."""
-    policy, algo = config.policy, config.algo
+    """Notes for the first screen: imitated questions that evaluations ask, and settings for the size of a model."""
+    policy, algo, file = config.policy, config.algo, getattr(config.env, "file", None)
+    if file and config.sft.data == file and config.env.held_out is None:
+        yield "evaluations ask questions that are imitated, since sft.data has all of env.file; try env.held_out=FILE"
     if not (learns and policy.speaks and policy.published and policy.pretrained) or config.sft.data:
         return
-    whole = not policy.lora_rank and not policy.train_layers
-    better = {"lr": 1e-6} if whole and algo.lr > HIGHEST_LR else {}
+    better = {"lr": 1e-6} if algo.lr > HIGHEST_LR and not (policy.lora_rank or policy.train_layers) else {}
     better |= {"adam_eps": 1e-8} if algo.adam_eps > HIGHEST_EPS else {}
     if better and (weights := num_weights(config)) >= LARGE_MODEL:
         keys = " and ".join(f"algo.{key}={value:g} (now {getattr(algo, key):g})" for key, value in better.items())

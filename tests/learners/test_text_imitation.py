@@ -157,7 +157,7 @@ def test_passes_in_parts_are_the_same_passes(schedule):
     one.close()
 
 
-def test_a_model_imitates_worked_solutions_of_a_file_and_is_evaluated_on_the_way(tmp_path):
+def test_a_model_imitates_worked_solutions_of_a_file_and_is_evaluated_on_the_way(tmp_path, capsys):
     pytest.importorskip("math_verify")
     folder = publish(tmp_path / "model", "qwen3", False, PLAIN, positions=256)
     rows = [{"question": f"{n}+1?", "answer": f"It is \\boxed{{{n + 1}}}."} for n in range(40)]
@@ -173,6 +173,7 @@ def test_a_model_imitates_worked_solutions_of_a_file_and_is_evaluated_on_the_way
         "cluster.backend=inline",
     ]
     assert main(["recipe=math_sft", *words, 'placement={"sim,policy": "cpu:0", learner: "cpu:0"}']) == 0
+    assert "evaluations ask questions that are imitated" in capsys.readouterr().out
     (run,) = (tmp_path / "runs").iterdir()
     assert {path.name for path in (run / "eval").iterdir()} == {"v000001", "v000002"}
     rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
