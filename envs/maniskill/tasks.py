@@ -132,6 +132,7 @@ def is_listed(config: ManiSkillConfig) -> bool:
 def to_prove(config: ManiSkillConfig) -> str:
     """The command that proves a task."""
     settings = {"task": config.task, "control_mode": control_of(config), "robot": config.robot}
+    settings |= {"solver_iterations": config.solver_iterations, "object_set": config.object_set}
     settings |= {"modules": f"[{','.join(config.modules)}]" if config.modules else None}
     settings |= {"reward_mode": config.reward_mode if config.reward_mode != "normalized_dense" else None}
     return f"python -m embodied.check {join(f'env.{key}={value}' for key, value in settings.items() if value)}"

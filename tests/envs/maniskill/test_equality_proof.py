@@ -2,6 +2,7 @@
 single envs cost."""
 
 import json
+import shlex
 import sys
 from pathlib import Path
 
@@ -14,8 +15,8 @@ from embodied.config.recipe import load
 from embodied.envs import env_class
 from embodied.envs.maniskill import env as maniskill_env
 from embodied.envs.maniskill.config import ManiSkillConfig
-from embodied.envs.maniskill.equality_proof import compare, larger
-from embodied.envs.maniskill.tasks import BATCHED_TASKS
+from embodied.envs.maniskill.equality_proof import DECIDES, compare, larger, proof_path
+from embodied.envs.maniskill.tasks import BATCHED_TASKS, to_prove
 from embodied.run import launch
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # ManiSkill's and SAPIEN's own
@@ -177,3 +178,12 @@ class Lies(BaseEnv):
     def compute_normalized_dense_reward(self, obs, action, info):
         return self.ball.pose.p[:, 2]
 """
+
+
+def test_the_command_that_is_named_proves_what_a_run_asks_for(tmp_path):
+    asked = {"task": "PickCube-v1", "control_mode": "pd_ee_delta_pos", "robot": "fetch", "reward_mode": "sparse"}
+    config = ManiSkillConfig(**asked, solver_iterations=4)
+    named = load(["run.iterations=1", *to_prove(config).split()[3:]], entry="check").config.env
+    assert proof_path(named, tmp_path) == proof_path(config, tmp_path)
+    words = shlex.split(to_prove(config.model_copy(update={"modules": ("my_robots",), "object_set": "test"})))[3:]
+    assert {word.partition("=")[0] for word in words} == {f"env.{key}" for key in DECIDES}
