@@ -138,7 +138,7 @@ class ProofBlock:
         return float(torch.nan_to_num(far, nan=1.0).clamp(max=1) + left_out)
 
     def shift(self, states: Tensor) -> np.ndarray:
-        """The differences of the means [M] from those of these states, relative to the states' sizes."""
+        """How far the block's means [M] are from the means of these states, relative to the sizes of the states."""
         states = states.detach().float()[:, dimensions(states)]
         sizes = states.square().mean(0).sqrt()
         own, sizes = (each.cpu().numpy() for each in (states.mean(0), sizes + 0.1 * sizes.mean()))
