@@ -580,8 +580,8 @@ def check_scorers(config: RunConfig) -> None:
 
 def remarks(config: RunConfig, learns: bool) -> Iterator[str]:
     """Notes for the first screen: imitated questions that evaluations ask, and settings for the size of a model."""
-    policy, algo, env = config.policy, config.algo, config.env
-    if env.name == "math" and env.file and config.sft.data == env.file and not (env.held_out or config.eval.sets):
+    policy, algo, file = config.policy, config.algo, getattr(config.env, "file", None)
+    if file and config.sft.data == file and not (getattr(config.env, "held_out", file) or config.eval.sets):
         yield "evaluations ask questions that are imitated, since sft.data has all of env.file; try env.held_out=FILE"
     if not (learns and policy.speaks and policy.published and policy.pretrained) or config.sft.data:
         return
