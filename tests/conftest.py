@@ -88,8 +88,13 @@ def pytest_xdist_auto_num_workers(config):
     return len(os.sched_getaffinity(0)) + 1
 
 
-DRAWING = ("tests/envs/maniskill/", "tests/test_bridge_evaluation.py")  # files whose tests draw ManiSkill's scenes
 PAGES = "tests/test_pages.py"
+DRAWING = (  # what draws ManiSkill's scenes
+    "tests/envs/maniskill/",
+    "tests/test_bridge_evaluation.py",
+    "tests/test_published_page.py",
+    f"{PAGES}::test_a_page_is_followed[own_task.md",
+)
 TOGETHER = {  # files that one worker runs, since what they share takes seconds to start or hundreds of megabytes
     "drawing": DRAWING,
     "Ray": ("tests/runtime/",),
@@ -118,10 +123,9 @@ def pytest_xdist_make_scheduler(config, log):
 
     class Files(LoadScopeScheduling):
         def _split_scope(self, nodeid):
-            if nodeid.startswith(PAGES):  # of which each has a folder of its own
-                return nodeid
             together = (name for name, files in TOGETHER.items() if nodeid.startswith(files))
-            return next(together, None) or super()._split_scope(nodeid)
+            of_its_own = nodeid if nodeid.startswith(PAGES) else super()._split_scope(nodeid)  # each page has a folder
+            return next(together, of_its_own)
 
         def _assign_work_unit(self, node):
             if scope := next((scope for first in FIRST for scope in self.workqueue if scope.startswith(first)), None):
@@ -133,7 +137,8 @@ def pytest_xdist_make_scheduler(config, log):
 
 @pytest.fixture(scope="session")
 def kept_renderer():
-    """The software driver compiles its shaders for seconds, once more whenever nobody held a renderer in between."""
+    """The software driver computes a table of reflections for 20 seconds, once more whenever nobody held a renderer in
+    between."""
     if Path("/dev/nvidiactl").exists():
         return None
     from embodied.core.vulkan_driver import ensure_vulkan

@@ -17,7 +17,7 @@ from embodied.records.results import read_results
 
 INLINE = ["cluster.backend=inline", 'placement={"sim,policy": "cpu:0", learner: "cpu:0"}']
 TINY = ["run.iterations=1", "env.num_envs=4", "algo.rollout_decisions=8", "algo.minibatch_size=32", "eval.episodes=2"]
-ONNX = pytest.param("onnx", marks=pytest.mark.skipif(not find_spec("onnxruntime"), reason="the extra onnx is missing"))
+NEEDS_ONNX = pytest.mark.skipif(not find_spec("onnxruntime"), reason="the extra onnx is missing")
 ROBOT = ["recipe=pointmass_ppo_pi0_tiny", "algo.minibatch_size=8", "env.num_envs=2"]
 
 
@@ -48,8 +48,15 @@ def exported(runs, tmp_path_factory):
     return of
 
 
-@pytest.mark.parametrize("kind", ["torch", ONNX])
-@pytest.mark.parametrize("name", ["mlp", "pi0"])
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [
+        ("mlp", "torch"),
+        pytest.param("mlp", "onnx", marks=NEEDS_ONNX),
+        ("pi0", "torch"),
+        pytest.param("pi0", "onnx", marks=[NEEDS_ONNX, pytest.mark.slow]),
+    ],
+)
 def test_an_exported_policy_plays_the_episodes_of_its_checkpoint(name, kind, runs, exported, tmp_path):
     folder = exported(name, kind)
     played = []

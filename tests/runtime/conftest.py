@@ -71,7 +71,7 @@ def seldom_looked_through():
     gc.freeze()
 
 
-STARTS = ("test_fork_server", "test_groups", "test_leaving", "test_process_title")  # are about how hosts start
+STARTS = ("test_fork_server", "test_leaving", "test_process_title")  # are about how hosts start
 
 
 @pytest.fixture(autouse=True, scope="module")

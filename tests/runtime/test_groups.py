@@ -326,6 +326,7 @@ def test_an_idle_host_that_dies_is_noticed(processes):
             counters[0].sleep(1).wait()
 
 
+@pytest.mark.as_users_do
 def test_a_host_gets_its_environment_before_it_imports_anything(processes, monkeypatch):
     monkeypatch.setenv("EMBODIED_DEVICE", "gpu:0")  # says the user's shell, and it is not for it to say
     core = max(os.sched_getaffinity(0))
@@ -335,6 +336,7 @@ def test_a_host_gets_its_environment_before_it_imports_anything(processes, monke
         assert own_gpu() == "", "nor is the driver told"
 
 
+@pytest.mark.as_users_do
 def test_a_host_starts_without_heavy_imports(processes):
     with Cluster(processes, [HostPlan("one", ("count",))], timeout_s=60) as cluster:
         heavy = {"torch", "mani_skill", "sapien", "ray", "pydantic"}
