@@ -55,7 +55,7 @@ OFT = re.search(
 )
 PAGES = {
     "README.md": [
-        Step("train recipe=pointmass_ppo$", ("finished after", "processes local"), "cluster.backend=local"),
+        Step("train recipe=pointmass_ppo$", "finished after"),
         Step("evaluate checkpoint=runs/pointmass", "success_once"),
         Step("report runs/pointmass", "report.html"),
         Step("train resume=", "resumed from", "run.iterations=3"),
@@ -64,7 +64,7 @@ PAGES = {
         Step("train .* --dry-run", "hybrid"),
         Step("doctor", slow=True),
         Step("list$", "pointmass_ppo"),
-        Step("embodied.train(", re.compile(r" [\d.]+ [\d.]+$"), swap=("=(200|40)", "=4")),
+        Step("embodied.train(", re.compile(r" [\d.]+ [\d.]+$"), swap=('=(200|40)"', '=4", "cluster.backend=inline"')),
     ],
     "first_ten_minutes.md": [
         Step("train recipe=pointmass_ppo$", "finished after"),
@@ -128,8 +128,8 @@ PAGES = {
     ],
     "cluster.md": [Step("train .*backend=ray$", "finished", f"{FEW} cluster.backend=ray placement=auto", slow=True)],
     "comparing.md": [
-        Step("train .*seeds=0-4$", ("2 of 2 runs finished", "IQM of 2 seeds"), SEEDS),
-        Step("train .*seeds=0-4$", "which exists already", SEEDS),
+        Step("train .*seeds=0-4$", ("2 of 2 runs finished", "IQM of 2 seeds"), SEEDS, slow=True),
+        Step("train .*seeds=0-4$", "which exists already", SEEDS, slow=True),
         Step("train .*--dry-run", ("5 runs", "2 at once, each on cores of its own")),
         Step("sweep .*algo.lr=1e-4", "6 of 6 runs finished", f"{SEEDS} cluster.backend=inline", slow=True),
         Step("sweep .*policy.hidden", "4 of 4 runs finished", f"{SEEDS} seeds=0 cluster.backend=inline", slow=True),
@@ -139,7 +139,7 @@ PAGES = {
             slow=True,
             swap=('"seeds=0-1"', f"*{[*SEEDS.split(), 'eval.videos=0', 'cluster.backend=inline']}"),
         ),
-        Step("report", "html"),
+        Step("report", "html", slow=True),
     ],
     "sharing.md": [
         Step("share .*--dry-run", "pointmass_ppo-2 owns"),

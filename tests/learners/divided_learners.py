@@ -49,6 +49,7 @@ WAYS = {
     "experts": (GRPO, {"shard": True}, EXPERTS),
     "experts divided": (GRPO | {"kl_coef": 0.1}, {"sequence_degree": "auto", "shard": True}, EXPERTS),
 }
+FEW = WAYS.keys() - {"pictures", "pictures apart", "experts"}  # what two ranks learn in
 SHOWN = {0: [64, 32], 1: [128], 2: [32, 32, 32], 5: [48]}  # pixels of the pictures in the prompts of these groups
 USED: list[set[int]] = [set()]  # degrees of this rank's passes, table by table
 
@@ -160,7 +161,7 @@ def watched(table: PassTable, *inputs) -> list:
 
 
 plain, PassTable.passes = PassTable.passes, watched
-for name in WAYS:
+for name in [name for name in WAYS if ranks > 2 or name in FEW]:
     wanted_file = Path(folder, f"alone {name}.safetensors")  # meetings remove what begins with their name
     if rank == 0:
         wanted, alone = learned(name, 0, 1)

@@ -212,7 +212,7 @@ def test_a_batch_and_an_update_wait_as_often_for_their_device_however_many_steps
     config = MLPConfig(hidden=(8,), chunk=toy.C, normalize_observations=True)
     data, built, waits = toy.rollout(toy.make(), 0), [], []
     made = "actions logprobs rewards values next_values".split()
-    for epochs, size in ((1, 24), (4, 4)):
+    for epochs, size in ((1, 24), (2, 8)):
         card = CountedWaits()
         policy = card.take(make_policy(config, toy.ENV, 0))
         with card:
