@@ -79,7 +79,7 @@ def every_mode(chosen: tuple[str, ...]) -> tuple[str, ...]:
 
 
 def every_schedule(chosen: tuple[str, ...]) -> tuple[str, ...]:
-    return OVERLAPPING if "all" in chosen else tuple(one for one in chosen if one != "none")
+    return OVERLAPPING if "all" in chosen else tuple(schedule for schedule in chosen if schedule != "none")
 
 
 Mode: Any = Literal["all", "collocated", "disaggregated", "hybrid", "custom"]
@@ -441,7 +441,7 @@ def benchmark_page(results: Sequence[Any], header: dict[str, Any]) -> page.Block
     for result in results:
         plans = [f"{mode}: {layout_of(result, mode)}" for mode in result.expected]
         refused = [f"{mode} was not run: {reason}" for mode, reason in result.refused.items()]
-        traced = [part for mode, path in result.traces.items() for part in timeline(mode, Path(path))]
+        traced = [bar for mode, path in result.traces.items() for bar in timeline(mode, Path(path))]
         blocks = [
             page.table(*shown_table(result)),
             *[page.text(line, note=False) for line in conclusions(result)],

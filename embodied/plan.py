@@ -131,7 +131,7 @@ class Planned:
     @cached_property
     def of_schedules(self) -> dict[str, dict[str, Any]]:
         """The forecasts of the fastest layouts of schedules."""
-        return {one: self.forecast(choice) for one, choice in self.schedules.items() if not isinstance(choice, str)}
+        return {name: self.forecast(choice) for name, choice in self.schedules.items() if not isinstance(choice, str)}
 
     def forecast(self, choice: Choice) -> dict[str, Any]:
         """What is predicted of a layout, and its measured seconds where it has been timed."""

@@ -120,7 +120,7 @@ def write_episode(folder: Path, number: int, out: Path | None) -> Path:
     import rerun
 
     evaluation = read_run(folder).last
-    episode = next((one for one in evaluation.episodes if one.index == number), None) if evaluation else None
+    episode = next((played for played in evaluation.episodes if played.index == number), None) if evaluation else None
     if not evaluation or not episode:
         raise ConfigError(f"{folder} has no episode {number}; name one that is in the evaluation's episodes.csv")
     video, steps = videos_by_episode(evaluation).get(number), recorded_steps(evaluation, number)
@@ -159,7 +159,7 @@ def layout(views: Any, pictures: list[str], curves: list[str]) -> Any:
 
 def recorded_steps(evaluation: Evaluation, number: int) -> dict[str, np.ndarray] | None:
     """The arrays [T, ...] of an episode in the evaluation's dataset, by name; None without a dataset."""
-    written = [one.index for one in evaluation.episodes if not one.error]  # in the order of the dataset
+    written = [played.index for played in evaluation.episodes if not played.error]  # in the order of the dataset
     if number not in written or not (evaluation.folder / "dataset").is_dir():
         return None
     from embodied.datasets import read_dataset

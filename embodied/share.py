@@ -131,7 +131,7 @@ class ShareOrder:
 
 
 def read_order(argv: Sequence[str]) -> ShareOrder:
-    own, problems, words = launch.split_keys([word for word in argv if word not in ("--dry-run", "--plan")], OWN)
+    named, problems, words = launch.split_keys([word for word in argv if word not in ("--dry-run", "--plan")], OWN)
     order = ShareOrder(dry="--dry-run" in argv, plan="--plan" in argv)
     common: list[str] = []
     for word in words:
@@ -145,11 +145,11 @@ def read_order(argv: Sequence[str]) -> ShareOrder:
         its = {word.partition("=")[0] for word in run}
         run += [word for word in common if word.partition("=")[0] not in its]
     for name in ("folder", "resume", "join"):
-        setattr(order, name, as_path(str(own[name])) if name in own else None)
-    order.devices, order.rule = str(own.get("devices", "")), str(own.get("rule", "lend"))
+        setattr(order, name, as_path(str(named[name])) if name in named else None)
+    order.devices, order.rule = str(named.get("devices", "")), str(named.get("rule", "lend"))
     if order.rule not in RULES:
         problems.append(f"rule={order.rule}: should be {' or '.join(RULES)}")
-    order.weights = read_weights(own.get("weights"), len(order.runs), problems)
+    order.weights = read_weights(named.get("weights"), len(order.runs), problems)
     if order.resume and (order.runs or common):
         problems.append(f"resume={order.resume} continues the runs of that folder; leave {words[0]} out")
     elif order.join and len(order.runs) != 1:
@@ -166,7 +166,7 @@ def read_weights(given: Any, count: int, problems: list[str]) -> tuple[float, ..
         return (1.0,) * count
     parts = given.split(",") if isinstance(given, str) else given if isinstance(given, list) else [given]
     try:
-        weights = tuple(float(part) for part in parts)
+        weights = tuple(float(number) for number in parts)
     except (TypeError, ValueError):
         weights = ()
     if len(weights) != count or any(not 0 < weight < 1e6 for weight in weights):
@@ -431,8 +431,8 @@ def generates_on(
             other: costs[other].rollout_s(len(own[other])) * len(own[other]) * costs[other].weight for other in costs
         }
         rivals = sum(work[other] * generating[other] for other in others)
-        part = (devices - kept) * work[run] / (work[run] + rivals)
-        return min(devices, max(part, mine if costs[run].stays else 1))
+        share = (devices - kept) * work[run] / (work[run] + rivals)
+        return min(devices, max(share, mine if costs[run].stays else 1))
     free = devices - len({device for each in costs for device in own[each]})
     idle = sum(
         len(own[other]) * (cost.wait_s - cost.switch_s) / whole[other]

@@ -146,7 +146,7 @@ class PageServer(ThreadingHTTPServer):
         try:
             found = Path("/", path.lstrip("/")).resolve()
             root = next(root for root in self.roots if found.is_relative_to(root))
-            hidden = any(part.startswith(".") for part in found.relative_to(root).parts)
+            hidden = any(name.startswith(".") for name in found.relative_to(root).parts)
             if not hidden and found.exists():
                 return found
         except (StopIteration, ValueError, OSError, RuntimeError):

@@ -111,8 +111,8 @@ def fetch_from_backports(icd: Path) -> str:
 
 def download(folder: Path) -> Path:
     """Download the package with a source list, an index and a cache of our own; returns its file."""
-    for part in ("lists/partial", "cache/archives/partial"):
-        (folder / part).mkdir(parents=True, exist_ok=True)
+    for name in ("lists/partial", "cache/archives/partial"):
+        (folder / name).mkdir(parents=True, exist_ok=True)
     mirror = bookworm_mirror()
     sources = folder / "sources.list"
     sources.write_text(f"deb {mirror.options}{mirror.uri} bookworm-backports main\n")

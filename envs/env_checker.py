@@ -351,13 +351,13 @@ class Checker:
         if not difference <= (0.0 if exact else self.atol):
             fail(rule, f"{what} (by {difference:.3g})")
 
-    def expect_same_episode(self, rule: str, one: Played, other: Played, what: str, exact: bool = False) -> None:
-        for t, (a, b) in enumerate(zip(one.obs, other.obs, strict=True)):
-            live = np.flatnonzero(~one.done[:, :t].any(axis=1))
+    def expect_same_episode(self, rule: str, first: Played, other: Played, what: str, exact: bool = False) -> None:
+        for t, (a, b) in enumerate(zip(first.obs, other.obs, strict=True)):
+            live = np.flatnonzero(~first.done[:, :t].any(axis=1))
             self.expect_equal(rule, rows_of(a, live), rows_of(b, live), f"{what}: observations after step {t}", exact)
         atol = 0.0 if exact else self.atol
         for name in ("rewards", "terminated", "truncated", "success"):
-            a, b = getattr(one, name), getattr(other, name)
+            a, b = getattr(first, name), getattr(other, name)
             if a is not None and not np.allclose(a.astype(float), b.astype(float), rtol=atol, atol=atol):
                 fail(rule, f"{what}: {name}")
 
@@ -400,7 +400,7 @@ class Played:
 
 
 def copy_of(obs: Observation) -> Observation:
-    return map_obs(lambda part: np.array(part, object if is_text(part) else None), obs)
+    return map_obs(lambda array: np.array(array, object if is_text(array) else None), obs)
 
 
 def rows_of(obs: Observation, rows: Any) -> Observation:
@@ -409,7 +409,7 @@ def rows_of(obs: Observation, rows: Any) -> Observation:
 
 def flat(obs: Observation, row: int) -> np.ndarray:
     """All observed numbers of a row as one vector (texts do not change inside an episode)."""
-    numbers = [np.asarray(part[row], float).ravel() for part in leaves(obs) if not is_text(part)]
+    numbers = [np.asarray(array[row], float).ravel() for array in leaves(obs) if not is_text(array)]
     return np.concatenate([np.empty(0), *numbers])
 
 

@@ -336,7 +336,7 @@ class VectorEnv(EnvCapabilities, GymnasiumVectorEnv):
         for them."""
         names = ["terminated", "truncated"] if self._stays else ["terminated", "truncated", "success"]
         names += [] if self._reward.on_device else ["rewards"]
-        parts = {name: part for name in names if is_tensor(part := getattr(step, name))}
+        parts = {name: flags for name in names if is_tensor(flags := getattr(step, name))}
         if not parts:
             return step
         read = zip(parts, on_host([*parts.values()]), strict=True)

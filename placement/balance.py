@@ -272,7 +272,7 @@ def deal_groups(
         ranks = deal(costs, num_ranks, at, [items(border) for border in parts], most_items)
         peak, mean = peak_and_mean(costs, ranks, num_ranks, at)
         if peak < lowest:
-            best = {one: rank for border, rank in zip(parts, ranks, strict=True) for one in border}
+            best = {unit: rank for border, rank in zip(parts, ranks, strict=True) for unit in border}
             lowest = peak
         if peak <= BALANCED * mean:
             break

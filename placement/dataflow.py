@@ -115,14 +115,14 @@ def dealt_ratio(lengths: Lengths, batch: np.ndarray, ranks: int) -> float:
     members = [[(group, place) for place in range(size)] for group in range(groups)]
 
     def cost(part: Sequence[tuple[int, int]]) -> float:
-        return PassCost(lengths.item, lengths.pair).of([int(batch[one]) for one in part], lengths.prompt)
+        return PassCost(lengths.item, lengths.pair).of([int(batch[episode]) for episode in part], lengths.prompt)
 
     whole = [cost(group) for group in members]
     rank_of = deal_groups(members, cost, ranks)
     loads = np.zeros(ranks)
     for group in members:
-        for rank in {rank_of[one] for one in group}:
-            loads[rank] += cost([one for one in group if rank_of[one] == rank])
+        for rank in {rank_of[member] for member in group}:
+            loads[rank] += cost([member for member in group if rank_of[member] == rank])
     degrees = [degree for degree in lengths.degrees if ranks % degree == 0]
     together = [SequenceLoad(int(group.sum()), cost_of_group) for group, cost_of_group in zip(batch, whole)]
     divided = divide_sequences(together, ranks, ExchangeCosts(), degrees).loads if len(degrees) > 1 else [np.inf]

@@ -140,7 +140,7 @@ def why_not(planner: Planner, mode: str) -> str:
         return f"{', '.join(apart)} need {len(apart)} devices of their own, and there are {devices}"
     runs_on = planner.pricer.runs_on()
     for c in planner.classes:
-        bound = [part for part in apart if all(runs_on[name] == {c.name} for name in part.split(" and "))]
+        bound = [roles for roles in apart if all(runs_on[name] == {c.name} for name in roles.split(" and "))]
         if c.count < len(bound):
             return f"{', '.join(bound)} need {len(bound)} of {c} of their own, and there is {c.count}"
     roomy = [replace(c, memory_bytes=float("inf")) for c in planner.classes]

@@ -90,7 +90,7 @@ class Slot:
 
 def parse_devices(text: str) -> list[Slot]:
     """One slot per worker."""
-    return [slot for part in text.split(",") for slot in _parse_part(part.strip(), text)]
+    return [slot for word in text.split(",") for slot in _parse_part(word.strip(), text)]
 
 
 def _parse_part(part: str, whole: str) -> list[Slot]:
@@ -202,7 +202,7 @@ def join_devices(slots: Sequence[Slot], count: int) -> list[Slot]:
             on = f" of {node}" if node else ""
             raise PlacementError(f"{given}, and {len(devices)} GPUs{on} cannot be divided so; name a multiple")
         parts = [tuple(devices[first : first + count]) for first in range(0, len(devices), count)]
-        together += [replace(slots_of_node[0], devices=part) for part in parts]
+        together += [replace(slots_of_node[0], devices=devices_of_worker) for devices_of_worker in parts]
     return together
 
 

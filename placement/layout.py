@@ -120,10 +120,10 @@ def arrangements(
     """Every way to put components into zones, and zones onto device classes on which their components run."""
     for parts in partitions(tuple(components)):
         choices = [
-            [c.name for c in classes if c.count and all(c.name in runs_on[name] for name in part)] for part in parts
+            [c.name for c in classes if c.count and all(c.name in runs_on[name] for name in group)] for group in parts
         ]
         for chosen in product(*choices):
-            yield tuple(Zone(part, name) for part, name in zip(parts, chosen))
+            yield tuple(Zone(group, name) for group, name in zip(parts, chosen))
 
 
 def partitions(items: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...], ...]]:

@@ -212,7 +212,7 @@ def with_roles_beside(group: tuple[str, list[Device]], more: Sequence[PlacedRole
 
 def with_those_beside(name: str, roles: Sequence[PlacedRole]) -> list[str]:
     """A role and all roles beside it, also indirectly."""
-    return [name, *(one for role in roles if role.home == name for one in with_those_beside(role.name, roles))]
+    return [name, *(placed for role in roles if role.home == name for placed in with_those_beside(role.name, roles))]
 
 
 def with_drawing(placement: dict[str, Any], machines: Topology) -> dict[str, Any]:
@@ -243,8 +243,8 @@ def devices_of(machines: Topology, kind: str, together: int = 1) -> list[Device]
         [(node.name if several else "", kind, i) for i in range(node.cores if kind == "cpu" else len(node.gpus))]
         for node in machines.nodes
     ]
-    parts = [[each[first : first + together] for first in range(0, len(each), together)] for each in numbers]
-    return [device for turn in zip_longest(*parts) for part in turn if part is not None for device in part]
+    parts = [[devices[first : first + together] for first in range(0, len(devices), together)] for devices in numbers]
+    return [device for turn in zip_longest(*parts) for block in turn if block is not None for device in block]
 
 
 # Which group gets which devices

@@ -228,7 +228,7 @@ class Profile:
     def measured_s(self, forecast: Mapping[str, Any]) -> float | None:
         """The median seconds of an iteration of this work under this placement; None if it was never timed."""
         runs = [run for run in self.runs if all(run[key] == forecast[key] for key in SAME)]
-        return median(one["seconds"] for one in runs[-1]["rounds"]) if runs else None
+        return median(timed["seconds"] for timed in runs[-1]["rounds"]) if runs else None
 
     def check_speed(self, classes: Sequence[DeviceClass]) -> None:
         """Refuse costs in which a device does more operations a second than its data sheet allows."""

@@ -147,7 +147,7 @@ class Planner:
         """The faster one of `best` and the fastest split of a way that fits, with `width` splits extended by a zone."""
         layers, stages, chunks = way
         parts = [self._splits(layer, stages) for layer in layers]
-        sizes = [size for part in parts for size in part.sizes]
+        sizes = [size for splits in parts for size in splits.sizes]
         places = [(number, zone.device_class) for number, layer in enumerate(layers) for zone in layer]
         beside = np.array([[place == other for other in places] for place in places], int)
         smallest = np.array([size[0] for size in sizes])
@@ -183,14 +183,14 @@ class Planner:
         may fit in memory."""
         terms, first = [], 0
         swapped = {name: swaps[rows[-1]] for name, swaps in self.is_swapped.items()}
-        for part in parts:
-            ours = rows[first : first + len(part.layer)]
-            terms.append(part.at(ours, known - first))
-            terms[-1] |= self.pricer.swap_terms(part.layer, terms[-1], swapped)
+        for splits in parts:
+            ours = rows[first : first + len(splits.layer)]
+            terms.append(splits.at(ours, known - first))
+            terms[-1] |= self.pricer.swap_terms(splits.layer, terms[-1], swapped)
             if known == len(rows) - 1:
-                devices = [size[row] for size, row in zip(part.sizes, ours)]
-                terms[-1] |= self.pricer.overlapped_terms(part.layer, devices, part.stages)
-            first += len(part.layer)
+                devices = [size[row] for size, row in zip(splits.sizes, ours)]
+                terms[-1] |= self.pricer.overlapped_terms(splits.layer, devices, splits.stages)
+            first += len(splits.layer)
         seconds = sum(
             self.pricer.layer_seconds(layer, layer_terms, chunks) for layer, layer_terms in zip(layers, terms)
         )

@@ -55,17 +55,17 @@ def add_lora(parts: Mapping[str, nn.Module], config: LoraOptions, whole: Iterabl
 
     whole = [*whole]
     kept = {id(p) for layer in whole for p in layer.parameters() if p.requires_grad}
-    saved = [layer for prefix, part in parts.items() for layer in saved_layers(part, config, prefix)]
-    untouched = {id(layer) for layer in [*whole, *(part for layer in saved for part in layer.modules())]}
+    saved = [layer for prefix, module in parts.items() for layer in saved_layers(module, config, prefix)]
+    untouched = {id(layer) for layer in [*whole, *(module for layer in saved for module in layer.modules())]}
     names: list[str] = []
-    for prefix, part in parts.items():
-        layers = {name: layer for name, layer in part.named_modules() if id(layer) not in untouched}
-        frozen = not any(p.requires_grad and id(p) not in kept for p in part.parameters())
+    for prefix, module in parts.items():
+        layers = {name: layer for name, layer in module.named_modules() if id(layer) not in untouched}
+        frozen = not any(p.requires_grad and id(p) not in kept for p in module.parameters())
         chosen = [] if frozen else chosen_layers(layers, config.lora_targets, prefix)
-        part.requires_grad_(False)
+        module.requires_grad_(False)
         if chosen:
-            inject_adapter_in_model(peft_config(config, chosen, prefix), part, adapter_name=ADAPTER)
-        for parameter in (p for p in part.parameters() if id(p) in kept):
+            inject_adapter_in_model(peft_config(config, chosen, prefix), module, adapter_name=ADAPTER)
+        for parameter in (p for p in module.parameters() if id(p) in kept):
             parameter.requires_grad_(True)
         names += [f"{prefix}.{name}" for name in chosen]
     for layer in saved:
@@ -136,7 +136,7 @@ def peft_config(config: LoraOptions, layers: Collection[str], prefix: str = "") 
 
 def of_layer(patterns: Mapping[str, Any] | None, layer: str, usual: Any) -> Any:
     """The value of the first pattern that matches a layer's name, else `usual`; matching like peft's rank_pattern."""
-    return next((each for end, each in (patterns or {}).items() if re.match(rf"(.*\.)?({end})$", layer)), usual)
+    return next((value for end, value in (patterns or {}).items() if re.match(rf"(.*\.)?({end})$", layer)), usual)
 
 
 def scaling_of(config: LoraOptions) -> Scaling:

@@ -109,7 +109,7 @@ def token_gae(
     paid = side_by_side(rewards[sampled])[:-1, :, None]
     results = gae(paid, terminated[:-1], np.zeros_like(played), played, guess, nothing, gamma, lam)
     advantages, returns = np.zeros(len(sampled)), np.zeros(len(sampled))
-    advantages[sampled], returns[sampled] = (each[at] for each in results)
+    advantages[sampled], returns[sampled] = (result[at] for result in results)
     return advantages, returns
 
 
@@ -181,7 +181,7 @@ def moments(numbers: np.ndarray, weights: np.ndarray) -> Moments:
 def merge_moments(parts: Sequence[Sequence[float]]) -> Moments:
     """The moments of all parts, e.g. one per learner rank (rows of an array are fine). Same order, same bits."""
     count, mean, m2 = 0.0, 0.0, 0.0
-    for n, part_mean, part_m2 in (map(float, part) for part in parts):
+    for n, part_mean, part_m2 in (map(float, moments) for moments in parts):
         if not n:
             continue
         shift, total = part_mean - mean, count + n

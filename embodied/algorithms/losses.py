@@ -67,7 +67,7 @@ def loss_sum(
             logprobs, *others, config.kl_estimator, level_within_episode(config.logprob_level)
         )
         loss = loss + config.kl_coef * parts["reference_kl"]
-    return loss, {name: part.detach() for name, part in parts.items()} | stats
+    return loss, {name: term.detach() for name, term in parts.items()} | stats
 
 
 def _surrogate(logprobs: Tensor, entropy: Tensor, items: LossItems, config: AlgoConfig) -> tuple[Tensor, Tensor, Stats]:

@@ -368,8 +368,8 @@ def likely_keys(key: str, our_keys: list[str]) -> list[str]:
     if as_word(key) in our_keys:
         return [as_word(key)]
     ours: dict[str, list[str]] = {}
-    for one in our_keys:
-        ours.setdefault(one.rpartition(".")[2], []).append(one)
+    for our_key in our_keys:
+        ours.setdefault(our_key.rpartition(".")[2], []).append(our_key)
     if word in USUAL:
         return in_section(section, USUAL[word], our_keys)
     if word in ours:
@@ -379,8 +379,8 @@ def likely_keys(key: str, our_keys: list[str]) -> list[str]:
         for name, keys in USUAL.items()
         if name not in our_keys and (matching := in_section(section, keys, our_keys))
     }
-    beside = [one for one in our_keys if section and one.startswith(f"{section}.")]
-    for names in ({one.rpartition(".")[2]: [one] for one in beside}, ours | theirs):
+    beside = [our_key for our_key in our_keys if section and our_key.startswith(f"{section}.")]
+    for names in ({our_key.rpartition(".")[2]: [our_key] for our_key in beside}, ours | theirs):
         if near := difflib.get_close_matches(word, list(names), 1, CLOSE):
             return names[near[0]]
     return difflib.get_close_matches(key, our_keys, 1, FAR)

@@ -328,7 +328,7 @@ def texts(key: str, value: Any, problems: list[str]) -> tuple[str, ...]:
     values = value if isinstance(value, list) else [value]
     if not values:
         problems.append(f"{key}=[]: name at least one")
-    return tuple(text(key, one, problems) for one in values)
+    return tuple(text(key, word, problems) for word in values)
 
 
 def no_recipe_in(checkpoints: tuple[str, ...], env_is_named: bool = False) -> list[str]:

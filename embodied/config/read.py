@@ -54,7 +54,7 @@ class Command:
 
 def is_one_of(key: str, keys: Iterable[str]) -> bool:
     """True for these keys, and for keys of a map among them."""
-    return any(key == one or key.startswith(f"{one}.") for one in keys)
+    return any(key == name or key.startswith(f"{name}.") for name in keys)
 
 
 @dataclass(frozen=True)
@@ -297,11 +297,11 @@ def note_left_out(tree: Tree, key: Key, value: Any, model: Any, dropped: list[st
         return
     *above, _ = key
     before, fields = tree.section(tuple(above)) or {}, model.model_fields
-    reported = [one for one in dropped if one in before and (*above, one) not in dict(source.values)]
+    reported = [left for left in dropped if left in before and (*above, left) not in dict(source.values)]
     reported = [
-        one
-        for one in reported
-        if one not in fields or before[one] != fields[one].get_default(call_default_factory=True)
+        left
+        for left in reported
+        if left not in fields or before[left] != fields[left].get_default(call_default_factory=True)
     ]
     if reported:
         whose = f"{'.'.join(key)}={write_yaml(value)}"
@@ -363,12 +363,12 @@ def own_path(root: Section, key: Key, value: Any, folder: Path, values: dict | N
 def _own_path(root: Section, key: Key, value: Any, folder: Path, values: dict | None) -> Any:
     if key == ENV_TASK:
         named = value if isinstance(value, list) else [value]
-        files = [str(folder / as_path(one)) if str(one).endswith(".bddl") else one for one in named]
+        files = [str(folder / as_path(entry)) if str(entry).endswith(".bddl") else entry for entry in named]
         return files if isinstance(value, list) else files[0]
     if key == EVAL_SETS and isinstance(value, dict):
         return {name: _set_with_path(item, folder) for name, item in value.items()}
     if key in WITH_PATHS and isinstance(value, dict):
-        return {name: _own_path(root, (*key, name), one, folder, None) for name, one in value.items()}
+        return {name: _own_path(root, (*key, name), entry, folder, None) for name, entry in value.items()}
     if key[-1] in WITH_PATHS.get(key[:-1], ()) and isinstance(value, str) and not is_data_set(value):
         return str(folder / as_path(value))
     if key[-1] == "name" or not isinstance(value, str):

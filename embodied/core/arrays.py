@@ -166,9 +166,9 @@ Observation = dict[str, Any]
 def map_obs(function: Callable, *observations: Observation) -> Observation:
     """The function's result for every leaf. With several observations it gets the leaves of the same name."""
     mapped: Observation = {}
-    for name, part in observations[0].items():
+    for name, array in observations[0].items():
         parts = [obs[name] for obs in observations]
-        mapped[name] = map_obs(function, *parts) if isinstance(part, dict) else function(*parts)
+        mapped[name] = map_obs(function, *parts) if isinstance(array, dict) else function(*parts)
     return mapped
 
 

@@ -115,7 +115,7 @@ def nearest(name: str, names: Iterable[str], cutoff: float = 0.5, before: str = 
     """ "; did you mean ...?" with at most `count` similar names, or nothing. Names of the same words come first."""
     names = list(names)
     words = sorted(re.split("[_-]", name))
-    same = [one for one in names if sorted(re.split("[_-]", one)) == words]
+    same = [other for other in names if sorted(re.split("[_-]", other)) == words]
     near = same[:count] or difflib.get_close_matches(name, names, count, cutoff)
     return f"{before}did you mean {' or '.join(map(repr, near))}?" if near else ""
 

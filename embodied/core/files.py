@@ -375,15 +375,15 @@ def files_of_split(
     if kind is None:
         raise ConfigError(f"{name} has no files {' or '.join(HUB_KINDS)}; convert it, and name the file here")
     readable = [file for file in there if fnmatch(file, kind)]
-    stated = [each for each in stated if any(fnmatch(file, path) for file in readable for path in each[2])]
+    stated = [entry for entry in stated if any(fnmatch(file, path) for file in readable for path in entry[2])]
     if not stated:
         stated = [("default", split, [f"*{split}*"]) for split in SPLITS if any(split in file for file in readable)]
         folders = {PurePosixPath(file).parts[0] for file in readable if "/" in file} - {"data"}
         stated += [(folder, split, [f"{folder}/*{split}*"]) for folder in sorted(folders) for _, split, _ in stated]
-        stated = [each for each in stated if any(fnmatch(file, each[2][0]) for file in readable)]
+        stated = [entry for entry in stated if any(fnmatch(file, entry[2][0]) for file in readable)]
         stated = stated or [("default", "train", ["*"])]
-    fitting = [each for each in stated if {*parts} <= {*each[:2]}]
-    if len(fitting) > 1 and (usual := [each for each in fitting if each[0] == "default"]):
+    fitting = [entry for entry in stated if {*parts} <= {*entry[:2]}]
+    if len(fitting) > 1 and (usual := [entry for entry in fitting if entry[0] == "default"]):
         fitting = usual
     if len(fitting) != 1:
         addresses = ", ".join(

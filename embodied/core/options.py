@@ -108,8 +108,8 @@ def setting(config: Any, key: str, section: str) -> str:
 def owner_of(config: Any, key: str) -> tuple[Any, str]:
     """The section of a dotted key, and the key's last part."""
     *above, name = key.split(".")
-    for part in above:
-        config = getattr(config, part)
+    for section in above:
+        config = getattr(config, section)
     return config, name
 
 
@@ -185,8 +185,8 @@ def check_size(name: str, value: float) -> None:
 
 def types_of(annotation: Any) -> list[Any]:
     """The types in an annotation; `X | None` and `Annotated[X, ...]` are unwrapped."""
-    parts = [part for part in get_args(annotation) if isinstance(part, type) or get_args(part)]
-    return [annotation, *(kind for part in parts for kind in types_of(part))]
+    parts = [argument for argument in get_args(annotation) if isinstance(argument, type) or get_args(argument)]
+    return [annotation, *(kind for argument in parts for kind in types_of(argument))]
 
 
 @dataclass(frozen=True)

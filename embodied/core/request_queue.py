@@ -42,7 +42,7 @@ class Waiting:
     def split(self, count: int) -> tuple[Waiting, Waiting]:
         """The first `count` rows, and the rest."""
         parts = [self.request.for_rows(rows) for rows in (range(count), range(count, self.rows))]
-        first, rest = (replace(self, key=part.key, request=part, rows=part.rows) for part in parts)
+        first, rest = (replace(self, key=piece.key, request=piece, rows=piece.rows) for piece in parts)
         return first, rest
 
 
@@ -167,7 +167,7 @@ class RequestClient:
 
     def _send(self) -> None:
         for worker, requests in self.queue.take().items():
-            for message in self.messages([one.request for one in requests]):
+            for message in self.messages([waiting.request for waiting in requests]):
                 self.channels[worker].put(message)
 
     def messages(self, requests: list[Any]) -> Sequence[Any]:

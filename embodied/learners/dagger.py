@@ -139,7 +139,7 @@ class Aggregate:
         self._join((self.numbers, self.obs, self.labels), (numbers[rows], take_rows(obs, rows), labels[rows]))
 
     def _join(self, *parts: tuple[np.ndarray, Observation, np.ndarray]) -> None:
-        parts = tuple(part for part in parts if len(part[0])) or parts[:1]
+        parts = tuple(items for items in parts if len(items[0])) or parts[:1]
         self.numbers = np.concatenate([numbers for numbers, _, _ in parts])
         self.obs = join_rows([obs for _, obs, _ in parts])
         self.labels = np.concatenate([labels for _, _, labels in parts])
@@ -162,7 +162,7 @@ class Aggregate:
         return {"obs": obs, "actions": labels, "mask": torch.ones(len(rows), 1, dtype=torch.bool)}
 
     def save(self, path: Path) -> None:
-        as_saved = map_obs(lambda part: part.astype(str) if is_text(part) else part, self.obs)
+        as_saved = map_obs(lambda array: array.astype(str) if is_text(array) else array, self.obs)
         np.savez(path, numbers=self.numbers, labels=self.labels, **flat_dict({"obs": as_saved}))
 
     def load(self, saved: list[dict[str, np.ndarray]], rank: int, ranks: int) -> None:
@@ -170,7 +170,7 @@ class Aggregate:
         parts = []
         for arrays in saved:
             obs = nested_dict({name[4:]: array for name, array in arrays.items() if name.startswith("obs.")})
-            obs = map_obs(lambda part: part.astype(object) if part.dtype.kind == "U" else part, obs)
+            obs = map_obs(lambda column: column.astype(object) if column.dtype.kind == "U" else column, obs)
             parts.append((arrays["numbers"], obs, arrays["labels"]))
         self._join(*parts)
         share = env_blocks(len(self), ranks)[rank]

@@ -306,7 +306,7 @@ class TextImitationLearner(ImitationLearner):
         else:
             rule = getattr(self.env, "frames", FRAMES), getattr(self.env, "frame_s", None)
             turns = given[block.start : block.stop]
-            examples = [tuple((with_frames(said, *rule), answer) for said, answer in each) for each in turns]
+            examples = [tuple((with_frames(said, *rule), answer) for said, answer in talk) for talk in turns]
         self.demos = ExampleTokens(self.policy, examples, block.start, total)
         self.sizes = np.concatenate(self.collective.gather(self.demos.sizes))  # sizes of all ranks' conversations
         return total

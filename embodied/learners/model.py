@@ -193,7 +193,7 @@ def recompute(policy: Policy, which: bool | str = True) -> None:
 
 def without_towers(policy: Policy) -> list[nn.Module]:
     """The blocks that are no part of a vision tower."""
-    towers = {id(part) for name, part in policy.named_modules() if "vision" in name}
+    towers = {id(module) for name, module in policy.named_modules() if "vision" in name}
     return [block for block in policy.blocks() if id(block) not in towers]
 
 
@@ -398,7 +398,7 @@ class PolicyOptimizer:
         self.gradients = self._by_parameter(self.summed[: sum(self.sizes)])
 
     def _by_parameter(self, flat: Tensor) -> list[Tensor]:
-        return [part.view_as(master) for part, master in zip(flat.split(self.sizes), self.masters, strict=True)]
+        return [gradient.view_as(master) for gradient, master in zip(flat.split(self.sizes), self.masters, strict=True)]
 
     def _gradient(self, p: Tensor, master: Tensor) -> Tensor:
         grad = p.grad if master.grad is None else master.grad
@@ -469,16 +469,16 @@ class Adam:
         torch._foreach_add_(steps, 1)
         first = 0
         for group, lr in zip(self.groups, rates, strict=True):
-            part = slice(first, first := first + len(group))
+            block = slice(first, first := first + len(group))
             if not group:
                 continue
             torch._fused_adamw_(
                 group,
-                gradients[part],
-                means[part],
-                squares[part],
+                gradients[block],
+                means[block],
+                squares[block],
                 [],
-                steps[part],
+                steps[block],
                 amsgrad=False,
                 beta1=self.betas[0],
                 beta2=self.betas[1],

@@ -74,7 +74,7 @@ def typical(rounds: Sequence[Round]) -> Round:
 
 def timed_forecast(predicted: Mapping[str, Any], rounds: Sequence[Round]) -> dict[str, Any]:
     """A run as a profile keeps it: the forecast, and the rounds under its placement."""
-    return {**predicted, "rounds": [asdict(one) for one in rounds]}
+    return {**predicted, "rounds": [asdict(timed) for timed in rounds]}
 
 
 class TimedRun:
@@ -243,7 +243,7 @@ def calibrate(
             pricer = Pricer(profile.dataflow, profile, classes)
         profile = (with_turns if not place else with_apart)(profile, pricer, layout, seen)
     choices = [Choice(Pricer(profile.dataflow, profile, classes), layout) for layout in layouts]
-    runs = [timed_forecast(forecast(one, topology, draws), timed[one.layout]) for one in choices]
+    runs = [timed_forecast(forecast(choice, topology, draws), timed[choice.layout]) for choice in choices]
     return replace(with_sim(profile, -resets_s), runs=runs)
 
 

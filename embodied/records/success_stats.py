@@ -192,7 +192,7 @@ def compare_answers(first: list[EpisodeResult], second: list[EpisodeResult]) -> 
     single = all(len(a) == len(b) == 1 for a, b in pairs)
 
     def differ(number: str) -> dict[str, Any] | None:
-        numbers = [[[getattr(one, number) for one in side] for side in pair] for pair in pairs]
+        numbers = [[[getattr(result, number) for result in side] for side in pair] for pair in pairs]
         numbers = [(a, b) for a, b in numbers if None not in a and None not in b]
         return compare_means([fmean(map(float, b)) - fmean(map(float, a)) for a, b in numbers])
 

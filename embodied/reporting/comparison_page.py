@@ -30,11 +30,11 @@ IRRELEVANT = {"env.num_envs", "eval.num_envs", "eval.videos"}  # keys that chang
 def comparison(given: Sequence[Run | SeedSet], beside: Path, group: RunGroup | None = None) -> page.Block:
     """The page; links are relative to the folder `beside`. `group`: the group of all these runs, if they are one."""
     sets = with_names(given)
-    colors = {one.label: place for place, one in enumerate(sets)}
-    runs = [run for one in sets for run in one.runs]
-    singles = len(sets) > 1 and all(len(one.runs) == 1 and not one.missing for one in sets)
+    colors = {seed_set.label: place for place, seed_set in enumerate(sets)}
+    runs = [run for seed_set in sets for run in seed_set.runs]
+    singles = len(sets) > 1 and all(len(seed_set.runs) == 1 and not seed_set.missing for seed_set in sets)
     entries = seed_sets_page.entries_of(sets, colors)
-    dots = seed_sets_page.DOTS_NOTE * (len(sets) == 1 or any(len(one.runs) == 1 for one in sets))
+    dots = seed_sets_page.DOTS_NOTE * (len(sets) == 1 or any(len(seed_set.runs) == 1 for seed_set in sets))
     note = SINGLES_NOTE if singles else seed_sets_page.CURVES_NOTE + dots
     curves = page.section("Curves", *seed_sets_page.curve_charts(sets, colors), note=note)
     of_runs = (
@@ -117,10 +117,10 @@ def distinct_labels(runs: list[Run]) -> list[str]:
     """Folder names, with as much of their paths as is needed to distinguish them."""
     parts = [run.folder.resolve().parts for run in runs]
     for length in range(1, max(map(len, parts), default=0) + 1):
-        names = ["/".join(one[-length:]) for one in parts]
+        names = ["/".join(path[-length:]) for path in parts]
         if len(set(names)) == len(names):
             return names
-    return [f"{'/'.join(one)} ({i})" for i, one in enumerate(parts, 1)]
+    return [f"{'/'.join(path)} ({i})" for i, path in enumerate(parts, 1)]
 
 
 def differences(entries: list[ComparedRun]) -> list[page.Block]:
@@ -167,7 +167,7 @@ def difference_cells(paired: dict[str, Any]) -> dict[str, object]:
 
 def other_prompts(first: Evaluation, second: Evaluation) -> set[Prompt]:
     """The numbers of prompts whose texts differ between both transcripts."""
-    ours, theirs = (prompts_read(one) for one in (first, second))
+    ours, theirs = (prompts_read(evaluation) for evaluation in (first, second))
     return {prompt for prompt in ours.keys() & theirs.keys() if ours[prompt] != theirs[prompt]}
 
 
@@ -268,7 +268,7 @@ def settings_of(seed_set: SeedSet) -> dict[str, Any]:
     """The settings of the runs of a set, with all values of a key that differs among them."""
     settings_by_run = [settings(run) for run in seed_set.runs]
     return {
-        key: ", ".join(dict.fromkeys(str(each.get(key)) for each in settings_by_run))
+        key: ", ".join(dict.fromkeys(str(recipe.get(key)) for recipe in settings_by_run))
         for key in dict.fromkeys(chain.from_iterable(settings_by_run))
     }
 

@@ -282,10 +282,10 @@ def learning_charts(run: Run) -> list[page.Block | None]:
     ages, layers = (numbered_names(names, begin) for begin in (AGE, LOAD))
     names = [name for name in names if name not in (*ages, *layers)]
     curves = {name.removeprefix(LOSSES): curve(run, name, name.removeprefix(LOSSES)) for name in names}
-    fixed = {name: each.y[0] for name, each in curves.items() if len(set(each.y)) == 1 and len(each.y) > 1}
+    fixed = {name: series.y[0] for name, series in curves.items() if len(set(series.y)) == 1 and len(series.y) > 1}
     same = ", ".join(f"{name} {page.short(value)}" for name, value in fixed.items())
     return [
-        *[page.lines(name, [each]) for name, each in curves.items() if name not in fixed],
+        *[page.lines(name, [series]) for name, series in curves.items() if name not in fixed],
         staleness_chart(run, ages) if len(ages) > 1 else None,
         experts_chart(run, layers),
         page.text(f"The same all the time: {same}.") if same else None,

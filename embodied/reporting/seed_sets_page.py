@@ -256,15 +256,15 @@ def mean_curve(seed_set: SeedSet, name: str, x: str, color: int, band: bool, lab
     have."""
     done = seed_set.done if len(seed_set.done) > 1 else seed_set.runs
     curves = [curve(run, name, "", x=x) for run in done]
-    curves = [each for each in curves if len(each.x) > 1]
+    curves = [series for series in curves if len(series.x) > 1]
     if len(curves) < 2:
         return []
-    first, last = max(each.x[0] for each in curves), min(each.x[-1] for each in curves)
-    at = sorted({point for each in curves for point in each.x if first <= point <= last})
+    first, last = max(series.x[0] for series in curves), min(series.x[-1] for series in curves)
+    at = sorted({point for series in curves for point in series.x if first <= point <= last})
     if len(at) < 2:
         return []
     at = np.array(at) if len(at) <= MOST_POINTS else np.linspace(first, last, MOST_POINTS)
-    mean, low, high = mean_with_interval([np.interp(at, each.x, each.y) for each in curves])
+    mean, low, high = mean_with_interval([np.interp(at, series.x, series.y) for series in curves])
     label = f"{label}, mean of {len(curves)}" if label else f"mean of {len(curves)}"
     bounds = (low.tolist(), high.tolist()) if band else ((), ())
     return [Series(label, at.tolist(), mean.tolist(), *bounds, color=color)]
@@ -368,6 +368,6 @@ def commits(runs: Sequence[Run]) -> list[str]:
     """The distinct commits of the code that started or resumed the runs."""
     hashes: list[str] = []
     for run in runs:
-        made = [run.provenance, *(one.get("provenance", {}) for one in run.info.get("resumed", []))]
-        hashes += [str(one["commit"]) for one in made if one.get("commit")]
+        made = [run.provenance, *(session.get("provenance", {}) for session in run.info.get("resumed", []))]
+        hashes += [str(session["commit"]) for session in made if session.get("commit")]
     return list(dict.fromkeys(hashes))

@@ -180,7 +180,7 @@ def answering(config: Any, loaded: Loaded | None) -> Any:
 
 def playing(config: Any, loaded: Loaded | None) -> Any:
     """The policy's options, with the command line's options of how its actions are computed and played."""
-    asked = [key for key in PLAYING if any(is_one_of(one, [key]) for one in loaded.asked)] if loaded else []
+    asked = [key for key in PLAYING if any(is_one_of(asked_key, [key]) for asked_key in loaded.asked)] if loaded else []
     return with_playing(config, policy_options(loaded, asked) if asked else {})
 
 

@@ -71,7 +71,7 @@ def reference_of(name: str, task: str | Sequence[str]) -> tuple[PublishedModel, 
     if name not in models:
         raise ConfigError(f"eval.reference={name!r}: there are {', '.join(models)}{nearest(name, models)}")
     model = models[name]
-    suites = {one.partition("/")[0] for one in ([task] if isinstance(task, str) else task)}
+    suites = {task_name.partition("/")[0] for task_name in ([task] if isinstance(task, str) else task)}
     if len(suites) > 1 or not suites <= model.rates.keys():
         raise ConfigError(
             f"eval.reference={name} has published rates for env.task={'|'.join(model.rates)}, and here is "

@@ -76,7 +76,7 @@ class ListedRuns:
     def change(self, member: Any, **facts: Any) -> Any:
         """Record facts about a member, at once; returns the member with them."""
         changed = replace(member, **facts)
-        self.members = tuple(changed if one.key == member.key else one for one in self.members)
+        self.members = tuple(changed if other.key == member.key else other for other in self.members)
         self.write()
         return changed
 
@@ -176,7 +176,7 @@ def why_different(group: RunGroup, wanted: RunGroup) -> str:
         keys = [key for key in {**group.asked, **wanted.asked} if group.asked.get(key) != wanted.asked.get(key)]
         return f"of other {', '.join(sorted(keys))}"
     marks = {member.setting: member.recipe for member in group.members}
-    changed = [one.setting for one in wanted.members if marks.get(one.setting, one.recipe) != one.recipe]
+    changed = [new.setting for new in wanted.members if marks.get(new.setting, new.recipe) != new.recipe]
     return f"the recipe has changed since{f' ({changed[0]})' if changed[0] else ''}" if changed else ""
 
 

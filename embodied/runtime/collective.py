@@ -54,8 +54,8 @@ class Threads:
     def sum(self, values: Tensor) -> Tensor:
         first, *others = self._exchange(values.clone())
         values.copy_(first)
-        for part in others:
-            values += part
+        for of_rank in others:
+            values += of_rank
         return values
 
     def gather(self, rows: np.ndarray) -> list[np.ndarray]:
@@ -96,7 +96,7 @@ class Gloo:
         padded[: len(tensor)] = tensor
         parts = [torch.zeros_like(padded) for _ in range(self.world_size)]
         self.group.allgather([parts], [padded]).wait()
-        return [part[: int(count)].numpy() for part, count in zip(parts, counts, strict=True)]
+        return [of_rank[: int(count)].numpy() for of_rank, count in zip(parts, counts, strict=True)]
 
 
 class SharedMemory:
@@ -121,8 +121,8 @@ class SharedMemory:
         slots[self.rank] = mine
         self._wait()
         np.add(slots[0], slots[1], out=mine)
-        for part in slots[2:]:
-            mine += part
+        for of_rank in slots[2:]:
+            mine += of_rank
         return values
 
     def gather(self, rows: np.ndarray) -> list[np.ndarray]:
@@ -140,7 +140,7 @@ class SharedMemory:
         shown = [
             slot[HEAD : HEAD + count * row].copy().view(array.dtype) for slot, count in zip(slots, counts, strict=True)
         ]
-        return [part.reshape(count, *array.shape[1:]) for part, count in zip(shown, counts, strict=True)]
+        return [of_rank.reshape(count, *array.shape[1:]) for of_rank, count in zip(shown, counts, strict=True)]
 
     def _next(self, size: int) -> np.ndarray:
         """The slots of the next round [ranks, bytes], with room for this size."""

@@ -114,8 +114,8 @@ class RayBackend(HostProcesses):
         self.processes[plan.name] = RayProcess(plan, log, progress, None, node.name, life=life, agent=agent)
         if before is not None:
             before.progress.release()
-        for each in list(self._agents.values()):  # a listener removes those that are lost
-            each.actor.place.remote({plan.name: (life, agent.actor)})
+        for other in list(self._agents.values()):  # a listener removes those that are lost
+            other.actor.place.remote({plan.name: (life, agent.actor)})
         agent.actor.spawn.remote(plan)
 
     def call(self, host: str, message: tuple, packed: Payload | None = None) -> None:

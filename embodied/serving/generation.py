@@ -147,9 +147,9 @@ class Generation:
 
         def abort(done: Future[int]) -> None:
             requests = [*self.writing, *(waiting.request for waiting in self.queue.waiting)]
-            unwanted = [one for one in requests if names is None or {*one.names} & {*names}]
-            for one in unwanted:
-                self.finish(one, self.engine.cancel(one) or empty_answer(one.request()), "abort")
+            unwanted = [request for request in requests if names is None or {*request.names} & {*names}]
+            for request in unwanted:
+                self.finish(request, self.engine.cancel(request) or empty_answer(request.request()), "abort")
             self.queue.drop(lambda waiting: waiting.request in unwanted)
             resolve_future(done, len(unwanted))
 
@@ -244,7 +244,7 @@ class Generation:
         first = waiting[0].request
         if writing and time.monotonic() - first.since < GATHER_S:
             return 0
-        return 1 if first.alone or any(one.alone for one in writing) else self.engine.slots
+        return 1 if first.alone or any(conversation.alone for conversation in writing) else self.engine.slots
 
     def begin_answer(self, conversation: ServedConversation) -> None:
         if conversation.scores is not None:
@@ -258,21 +258,21 @@ class Generation:
         self.engine.abort()
         conversations = self.writing
         if len(conversations) > 1:
-            for one in conversations:
-                one.alone = True
+            for conversation in conversations:
+                conversation.alone = True
             self.queue.workers({})  # all wait again
             return
-        for one in conversations:
-            self.queue.take_answer(one)
-            resolve_future(one.written, error=EmbodiedError(FAILS))
-        own = Sampling(0, ROUND, SamplingRule(), frozenset())
-        self.engine.add(Request(None, [min(self.policy.tokenizer.stops)], 1, 0, own))
+        for conversation in conversations:
+            self.queue.take_answer(conversation)
+            resolve_future(conversation.written, error=EmbodiedError(FAILS))
+        check = Sampling(0, ROUND, SamplingRule(), frozenset())
+        self.engine.add(Request(None, [min(self.policy.tokenizer.stops)], 1, 0, check))
         while self.engine.running:
             self.engine.step()
 
     def report_progress(self) -> None:
         """Report progress to streaming requests, and end answers that contain a stop text."""
-        if not any(each.stop or each.on_progress for each in self.writing):
+        if not any(talk.stop or talk.on_progress for talk in self.writing):
             return
         for answer in self.engine.so_far():
             conversation: ServedConversation = answer.key
@@ -329,15 +329,15 @@ class Generation:
             return known
         stored = self.policy.read_weights(source) if isinstance(source, Path) else source
         self.policy.check_names(stored)
-        own = self.policy.state_dict(keep_vars=True)
+        ours = self.policy.state_dict(keep_vars=True)
         weights = {name: tensor_of(blob) for name, blob in stored.items()}  # read once: they may be deleted
         for name, new in weights.items():
-            check_like(name, new, own[name])
+            check_like(name, new, ours[name])
             if new.is_floating_point() and not torch.isfinite(new.float() if new.itemsize == 1 else new).all():
                 raise CheckpointError(f"weight {name} has numbers that are not finite")
         with torch.no_grad():
             for name, new in weights.items():
-                own[name].copy_(new)
+                ours[name].copy_(new)
         blobs = ((name, blob_of(new)) for name, new in weights.items())
         self.version, self.fingerprint = version, fingerprint(version, blobs)
         self.begin()

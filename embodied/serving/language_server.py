@@ -319,7 +319,7 @@ class LanguageServer:
         with self.admitted(*asks):
             await self.pictures.process(*asks)
             numbered = [(ask, next(self.numbers)) for ask in asks]
-            conversations = await asyncio.to_thread(lambda: [self.conversations(*each)[0] for each in numbered])
+            conversations = await asyncio.to_thread(lambda: [self.conversations(*asked)[0] for asked in numbered])
             return await self.send(request, "application/x-ndjson", conversations, line)
 
     async def send(

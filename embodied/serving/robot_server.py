@@ -53,7 +53,7 @@ class ClientRequest:
     def shapes(self) -> list[tuple[str, tuple[int, ...]]]:
         """The images' shapes by camera, and those of a chunk to continue; a pass of the policy needs equal ones."""
         parts = {**self.obs.get("images", {}), **self.obs.get("previous", {})}
-        return sorted((name, part.shape) for name, part in parts.items())
+        return sorted((name, array.shape) for name, array in parts.items())
 
 
 class Answers:

@@ -199,7 +199,7 @@ def gantt(records: Mapping[str, tuple[ShareRecord, float]]) -> Block:
                 rows.append(Row(name, {name: [(begins + start, begins + end) for start, end in run.waits]}, "waits"))
         end = record.makespan_s()
         charts.append(Rows(f"{title}; {short(end)} s", rows, longest, begins + end))
-    names = [f"{name}{part}" for name in runs for part in ("", f" {UPDATE}")]
+    names = [f"{name}{suffix}" for name in runs for suffix in ("", f" {UPDATE}")]
     return rows_chart("which run had which device", charts, "seconds", names=names)
 
 
@@ -326,7 +326,7 @@ class ShareRecord:
     def trained_s(self, run: str | None = None) -> float:
         """Seconds from then on until the last iteration of the run, or of all, ended."""
         runs = [self.runs[run]] if run else self.runs.values()
-        ends = [one.trained_s for one in runs if one.trained_s is not None]
+        ends = [member.trained_s for member in runs if member.trained_s is not None]
         return max(0.0, max(ends, default=0.0) - self.begun_s(run))
 
     def device_seconds(self) -> dict[str, float]:

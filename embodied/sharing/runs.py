@@ -128,7 +128,7 @@ def placement_for(
         # A worker on GPUs of two owners would begin only while both have no work.
         of_one_owner = lambda device: (device.rpartition("/")[0], owners[device])  # noqa: E731
         lent = whole_workers(lent, config.policy.worker_gpus, of_one_owner)
-        slots, renders = with_borrowed(slots, lent, topology), {"sim": [r for each in renders.values() for r in each]}
+        slots, renders = with_borrowed(slots, lent, topology), {"sim": [r for cards in renders.values() for r in cards]}
     return {
         roles: {"devices": ",".join(on), "render": ",".join(renders[roles])} if renders.get(roles) else ",".join(on)
         for roles, on in slots.items()
@@ -172,11 +172,11 @@ def check_memory(runs: Sequence[tuple[str, RunConfig, PlacementPlan]], topology:
     """Raise ConfigError if the runs do not fit into the memory of a machine or of a GPU."""
     names = [name for name, _, _ in runs]
     sums = memory_sums(runs, topology)
-    if not (problems := [each.text(names) for each in sums if not each.fits(names)]):
+    if not (problems := [memory.text(names) for memory in sums if not memory.fits(names)]):
         return
     fewer = chain.from_iterable(combinations(names, count) for count in range(len(names) - 1, 0, -1))
-    fit = next((some for some in islice(fewer, MOST_SETS) if all(each.fits(some) for each in sums)), ())
-    short = [each.text(fit) for each in sums if fit and not each.fits(names)]
+    fit = next((some for some in islice(fewer, MOST_SETS) if all(memory.fits(some) for memory in sums)), ())
+    short = [memory.text(fit) for memory in sums if fit and not memory.fits(names)]
     advice = f"these fit: {', '.join(fit)} ({'; '.join(short)})" if fit else "a smaller policy, or fewer env.num_envs"
     raise ConfigError(
         "\n".join([*(f"memory: {line}" for line in problems), f"that is more than the machines have; {advice}"])
@@ -255,7 +255,7 @@ def read_shared_runs(folder: Path) -> SharedRuns:
         raise ConfigError(f"{folder} holds no runs that share devices: the folder of a share has a {SHARE}")
     content = read_listed(folder / SHARE, FORMAT)
     with reading(folder / SHARE):
-        runs = [SharedRun(**{**one, "words": tuple(one["words"]), "own": tuple(one["own"])}) for one in content["runs"]]
+        runs = [SharedRun(**{**run, "words": tuple(run["words"]), "own": tuple(run["own"])}) for run in content["runs"]]
         return SharedRuns(folder, tuple(content["devices"]), content["rule"], tuple(runs), content["socket"])
 
 

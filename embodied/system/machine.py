@@ -294,7 +294,7 @@ class LoadMeter:
 def own_cpu_s() -> float:
     """Seconds of computing of this process and of its children that have ended."""
     used = (resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
-    return sum(one.ru_utime + one.ru_stime for one in used)
+    return sum(usage.ru_utime + usage.ru_stime for usage in used)
 
 
 def load_before() -> dict[str, Any]:

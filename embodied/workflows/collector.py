@@ -47,7 +47,7 @@ class Batch:
     def add_round(self, played: Round) -> None:
         """Add the results of a round."""
         parts = [*played.played.values()]
-        self.ends += [(tokens, self.seconds + seconds) for part in parts for tokens, seconds in part.ends]
+        self.ends += [(tokens, self.seconds + seconds) for of_sim in parts for tokens, seconds in of_sim.ends]
         self.played += parts
         self.seconds += played.seconds
         self.rounds += 1
@@ -60,7 +60,7 @@ class Batch:
     @property
     def problems(self) -> list[str]:
         """Reasons for discarded episodes."""
-        return [problem for part in self.played for problem in part.problems]
+        return [problem for of_sim in self.played for problem in of_sim.problems]
 
 
 class Collector(BatchSource):
@@ -178,11 +178,11 @@ class Collector(BatchSource):
     def metrics(self, batch: Batch) -> dict[str, float]:
         parts, sims = batch.played, len(self.rollouts.sims)
         return {
-            "env_steps": sum(part.env_steps for part in parts),
+            "env_steps": sum(of_sim.env_steps for of_sim in parts),
             "time/rollout_s": batch.seconds,
-            "time/step_s": sum(part.step_s for part in parts) / sims,
-            "time/reset_s": sum(part.reset_s for part in parts) / sims,
-            "time/act_s": sum(part.wait_s for part in parts) / sims,
+            "time/step_s": sum(of_sim.step_s for of_sim in parts) / sims,
+            "time/reset_s": sum(of_sim.reset_s for of_sim in parts) / sims,
+            "time/act_s": sum(of_sim.wait_s for of_sim in parts) / sims,
             **batch.metrics,
         }
 

@@ -77,7 +77,7 @@ class Dealer:
         than dividing `dealt`."""
         if self.divides is None:
             return dealt
-        parts = [part for group in groups for part in gather((dealt[episode], episode) for episode in group).items()]
+        parts = [share for group in groups for share in gather((dealt[episode], episode) for episode in group).items()]
         kept = self._divided([(episodes, rank) for rank, episodes in parts])
         free = self._divided([(group, None) for group in groups])
         if max(kept.loads) <= max(free.loads):

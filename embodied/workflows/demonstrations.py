@@ -55,7 +55,7 @@ def count_items(env: EnvConfig, options: SFTConfig | KeptImitation) -> int:
 
     dataset = read_dataset(options.data, images=False, names=options.names)
     dataset.check_whole(options.episodes)
-    return sum(each["length"] for each in dataset.entries[: options.episodes])
+    return sum(entry["length"] for entry in dataset.entries[: options.episodes])
 
 
 def check_examples(env: EnvConfig, options: SFTConfig | KeptImitation, kind: type[TextEnv]) -> int:

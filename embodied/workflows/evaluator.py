@@ -97,7 +97,7 @@ def plan_of_sets(config: RunConfig, num_sims: int) -> EvaluationPlan:
     ]
     episodes = [EpisodeSpec(name, number, options.seed, index) for index, (name, number) in enumerate(asked)]
     rows = eval_rows(len(episodes), options.num_envs or config.env.num_envs, num_sims)
-    rules = {name: (rule_of(options, each), each.max_tokens) for name, each in options.sets.items()}
+    rules = {name: (rule_of(options, of_set), of_set.max_tokens) for name, of_set in options.sets.items()}
     return EvaluationPlan(protocol, config.env, episodes, len(episodes), rows, rules)
 
 

@@ -64,7 +64,7 @@ class GroupTransfer:
 
     def arrived(self) -> bool:
         """True if the whole group was sent; False if a sim died first."""
-        return all(len(one.succeeded()) == len(one.calls) for one in self.transfers.values())
+        return all(len(transfer.succeeded()) == len(transfer.calls) for transfer in self.transfers.values())
 
     def units(self) -> Iterator[tuple[int, Unit]]:
         """The unit of each rank, without advantages."""
@@ -197,7 +197,7 @@ class Groups(Collector):
             for episode in remarks.suspects & self.refs.keys():
                 self.refs[episode].is_lost = True
             remarks.suspects.clear()
-        results = [result for part in played.played.values() for result in part.finished]
+        results = [result for of_sim in played.played.values() for result in of_sim.finished]
         if self.relays.worker_groups and not self.relays.streams:
             self.record(self._relayed(results))
         else:
@@ -239,7 +239,7 @@ class Groups(Collector):
                 else:
                     self._lose_group(group)
             elif rewards:
-                self.record(self.ended[one]._replace(total_reward=rewards[one]) for one in passage.episodes)
+                self.record(self.ended[episode]._replace(total_reward=rewards[episode]) for episode in passage.episodes)
             else:
                 self._leave_out(passage.episodes)
 
@@ -340,7 +340,7 @@ class Groups(Collector):
         saved = tuple(result for result in results if result)  # that sims had ended before they died
         batch.played += [Played(sum(result.length for result in saved), saved)] if saved else []
         batch.finished = sorted(
-            (result for part in batch.played for result in part.finished), key=lambda one: one.index
+            (result for of_sim in batch.played for result in of_sim.finished), key=lambda one: one.index
         )
         self.rollouts.finish_calls(*finishing)
         batch.metrics |= metrics_of(finishing) | self._metrics()
@@ -413,7 +413,7 @@ class Groups(Collector):
         whose ranks run their passes together, some for every rank."""
         places, in_step = range(len(group.episodes)), self.config.learner.in_step
         parts = [[place] for place in places] if in_step else [[*places]]
-        costs = [self.dealer.cost([group.episodes[place] for place in part]) for part in parts]
+        costs = [self.dealer.cost([group.episodes[place] for place in share]) for share in parts]
         shares: dict[int, list[int]] = {rank: [] for rank in range(len(self.channels))} if in_step else {}
         for number in sorted(range(len(parts)), key=lambda number: -costs[number]):
             rank = int(np.argmin(self.loads))
@@ -479,9 +479,9 @@ class Groups(Collector):
     def save(self) -> dict[str, np.ndarray]:
         """The pool and its stored episodes."""
         stores = self.stores.groups[self.relays.deciding]
-        parts = [part for part in self.rollouts.ask(stores.get_stored) if part]
+        parts = [state for state in self.rollouts.ask(stores.get_stored) if state]
         names = parts[0] if parts else ()
-        return self._pool_state() | {f"kept.{name}": np.concatenate([part[name] for part in parts]) for name in names}
+        return self._pool_state() | {f"kept.{name}": np.concatenate([state[name] for state in parts]) for name in names}
 
     def abandon(self) -> dict[str, np.ndarray]:
         """The pool without kept episodes, which were lost with the sims, and without those that were sent to learners,

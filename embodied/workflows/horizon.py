@@ -66,10 +66,10 @@ class Horizon(Collector):
         self.counter.begin(report.begun)
 
     def add_round(self, played: Round) -> None:
-        for sim, part in played.played.items():
+        for sim, of_sim in played.played.items():
             stages = played.sources[sim]
             self.sources |= zip(stages, np.split(self.rollouts.rows(sim), len(stages)), strict=True)
-            self.rollouts.abandoned_episodes -= self.counter.finish(part.finished)
+            self.rollouts.abandoned_episodes -= self.counter.finish(of_sim.finished)
         self.missing = [sim for sim in self.missing if sim not in played.played]
 
     def remaining_units(self) -> Iterator[tuple[int, Unit]]:
@@ -82,7 +82,7 @@ class Horizon(Collector):
             "train/balance_ratio": max(map(len, rows)) / float(np.mean([*map(len, rows)])),
             **self._pass_roles(sources),
         }
-        batch.finished = [result for part in batch.played for result in part.finished]
+        batch.finished = [result for of_sim in batch.played for result in of_sim.finished]
         for rank, (of_rank, slices) in enumerate(zip(rows, sources, strict=True)):
             yield rank, Unit(slices, of_rank)
 
@@ -103,8 +103,8 @@ class Horizon(Collector):
 
     def save(self) -> dict[str, np.ndarray]:
         """The state of all env rows, one array row per env id."""
-        parts = [part for part in self.rollouts.ask(self.rollouts.sims.get_state) if part]
-        return {name: np.concatenate([part[name] for part in parts]) for name in parts[0]} if parts else {}
+        parts = [rows for rows in self.rollouts.ask(self.rollouts.sims.get_state) if rows]
+        return {name: np.concatenate([rows[name] for rows in parts]) for name in parts[0]} if parts else {}
 
     def abandon(self) -> dict[str, np.ndarray]:
         """The number of episodes begun by each row; a resumed run begins the next episodes."""

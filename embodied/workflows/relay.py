@@ -57,11 +57,11 @@ class RelayWorker(StoringWorker):
         outlet at the same place. Returns the metrics."""
         came: list[tuple[Trajectory, Channel]] = []
         for channel, wanted, outlet in zip(channels, sources, outlets, strict=True):
-            came += [(part, outlet) for part in received(channel, batch, wanted)]
+            came += [(trajectory, outlet) for trajectory in received(channel, batch, wanted)]
         came.sort(key=lambda item: item[0].ids[0])  # they arrive in any order
-        parts, metrics = self.relay([part for part, _ in came])
-        for part, (taken, outlet) in zip(parts, came, strict=True):
-            outlet.put(replace(part, source=taken.source), key=batch)
+        parts, metrics = self.relay([trajectory for trajectory, _ in came])
+        for trajectory, (taken, outlet) in zip(parts, came, strict=True):
+            outlet.put(replace(trajectory, source=taken.source), key=batch)
         return metrics
 
     def stream_rollouts(self, batch: int, inlet: Channel, outlets: Sequence[tuple[range, Channel]]) -> dict[str, float]:
@@ -76,8 +76,8 @@ class RelayWorker(StoringWorker):
                 counted = {(number, source) for number, sources in enumerate(item) for source in sources}
                 continue
             number = next(number for number, (rows, _) in enumerate(outlets) if int(item.ids[0]) in rows)
-            (part,) = self.add([item])
-            outlets[number][1].put(replace(part, source=item.source, first=item.first, last=item.last), key=batch)
+            (trajectory,) = self.add([item])
+            outlets[number][1].put(replace(trajectory, source=item.source, first=item.first, last=item.last), key=batch)
             ended |= {(number, item.source)} if item.last else set()
         return self.finish()
 
@@ -94,15 +94,15 @@ class RelayWorker(StoringWorker):
     ) -> dict[int, float]:
         """Get groups that have come, and store the results. Groups that came together have a key in the channel, their
         sources, and their episodes. Returns each episode's new total reward."""
-        parts = [part for key, sources, groups in came for part in groups_from(received(channel, key, sources), groups)]
+        parts = [unit for key, sources, groups in came for unit in groups_from(received(channel, key, sources), groups)]
         if self.merges:
             return self._store(self.add(parts) if parts else [])
-        return self._store([result for part in parts for result in self.add([part])])
+        return self._store([result for unit in parts for result in self.add([unit])])
 
     def _store(self, parts: list[Trajectory]) -> dict[int, float]:
         """Store these episodes; returns their total rewards."""
-        self.store |= {episode: part for part in parts for episode in part.ids.tolist()}
-        rewards = [zip(part.ids.tolist(), total_rewards(part), strict=True) for part in parts]
+        self.store |= {episode: trajectory for trajectory in parts for episode in trajectory.ids.tolist()}
+        rewards = [zip(trajectory.ids.tolist(), total_rewards(trajectory), strict=True) for trajectory in parts]
         return {episode: reward for each in rewards for episode, reward in each}
 
 
@@ -110,8 +110,8 @@ def received(channel: Channel, key: int, sources: Sequence[str]) -> list[Traject
     """The items that these sources put into a channel; items of other sources come from dead workers."""
     came: dict[str, Trajectory] = {}
     while not came.keys() >= {*sources}:
-        part = channel.get(key=key)
-        came[part.source] = part
+        item = channel.get(key=key)
+        came[item.source] = item
     return [came[source] for source in sources]
 
 

@@ -137,7 +137,7 @@ class NetworkWorker(RelayWorker):
             return []
         with self.computing.measured():
             trajectories = self.with_column(join(parts))
-        return [choose(trajectories, part.ids) for part in parts]
+        return [choose(trajectories, unit.ids) for unit in parts]
 
     def with_column(self, played: Trajectory) -> Trajectory:
         """The trajectories with the role's column added."""
@@ -200,7 +200,7 @@ class CriticWorker(NetworkWorker):
         lr: float | None,
         iterations: int,
     ) -> None:
-        rate = next(each for each in (lr, algo.value_lr, algo.lr) if each is not None)
+        rate = next(given for given in (lr, algo.value_lr, algo.lr) if given is not None)
         self.lr_factor = partial(scheduled, algo, total=iterations)  # as the policy's learning rate falls
         algo = algo.model_copy(update={"lr": rate, "value_lr": rate})
         super().__init__(policy.model_copy(update={"value_head": True}), algo, learner, seed, device, rendezvous)
@@ -390,12 +390,12 @@ class ScoringWorker(RelayWorker):
         self.tokenizer = tokenizer_of(self.config, spec.max_episode_steps != 1)
 
     def add(self, parts: list[Trajectory]) -> list[Trajectory]:
-        talks = [self.talks(part) for part in parts]
+        talks = [self.talks(unit) for unit in parts]
         scores = iter(self.scores([talk for each in talks for talk in each]))
         results = [
-            self.with_rewards(part, [next(scores) for _ in each]) for part, each in zip(parts, talks, strict=True)
+            self.with_rewards(unit, [next(scores) for _ in each]) for unit, each in zip(parts, talks, strict=True)
         ]
-        self.paid_parts += [(int(part.ids[0]), float(part.rewards.sum()), len(part.ids)) for part in results]
+        self.paid_parts += [(int(unit.ids[0]), float(unit.rewards.sum()), len(unit.ids)) for unit in results]
         return results
 
     def finish(self) -> dict[str, float]:

@@ -302,12 +302,12 @@ class RolloutManager:
     def _wait_for_deaths(self, calls: Collection[Handle], tasks: list[BackgroundTask]) -> dict[str, Failure]:
         """Hosts that died while these calls ran; {} when the calls are done."""
         while True:
-            deaths = self.cluster.wait_for_calls(*calls, until=lambda: any(one.is_due() for one in tasks))
-            due = [one for one in tasks if one.is_due()]
+            deaths = self.cluster.wait_for_calls(*calls, until=lambda: any(task.is_due() for task in tasks))
+            due = [task for task in tasks if task.is_due()]
             if deaths or not due:
                 return deaths
-            for one in due:
-                one.go_on()
+            for task in due:
+                task.go_on()
 
     def finish_calls(self, *handles: Handle, until: Callable[[], bool] = lambda: False) -> None:
         """Wait for calls, or until something is due. Workers that die meanwhile are replaced, and their calls count as
@@ -606,7 +606,7 @@ class Broker:
         place = sim, stage % self.stages
         block = block_of(*place, len(manager.sims), self.stages, self._staying(), manager.divides)
         channels = {self.takers[policy].name: manager.requests[policy] for policy in block}
-        return Servers(source, channels, frozenset(one.name for one in self.takers.values()) - channels.keys())
+        return Servers(source, channels, frozenset(taker.name for taker in self.takers.values()) - channels.keys())
 
 
 def block_of(sim: int, stage: int, sims: int, stages: int, policies: list[int], divides: bool) -> list[int]:

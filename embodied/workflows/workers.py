@@ -65,7 +65,7 @@ class Workers:
         self.spec: EnvSpec = self.sims.spec().wait()[0]
         self._build(start_folder)
         self.device_sharing = self._share_devices()
-        self.weight_sync = WeightSync(cluster, self.policies, self.device_sharing, lambda one: one.build(self.spec))
+        self.weight_sync = WeightSync(cluster, self.policies, self.device_sharing, lambda group: group.build(self.spec))
         self.rollouts = RolloutManager(self)
 
     @property
@@ -118,11 +118,11 @@ class Workers:
     def _need_snapshot(self, learning: list[tuple[str, int]], acting: list[tuple[str, int]]) -> bool:
         """True if policies are in other processes than the learners, unless learner processes hold the GPU of
         learner-0."""
-        gpus = {host.name: {each for each in host.devices if "gpu:" in each} for host in self.cluster.hosts}
+        gpus = {host.name: {device for device in host.devices if "gpu:" in device} for host in self.cluster.hosts}
         learner_gpus = gpus[self.learners.hosts[0]]
         shared = [learner_gpus and learner_gpus == gpus[host] for host in self.policies.hosts]
         pairs = zip(acting, shared, strict=True)
-        return any(each not in learning and not (alike and each[0] == learning[0][0]) for each, alike in pairs)
+        return any(device not in learning and not (alike and device[0] == learning[0][0]) for device, alike in pairs)
 
     @property
     def _acts_during_update(self) -> bool:
@@ -160,7 +160,7 @@ class Workers:
             group, first = self.groups[role.name], f"{role.name}-0."
             parts = [cut_names(state, f"{worker}.") or cut_names(state, first) for worker in group.workers]
             with self.device_sharing.phase(role.phase):
-                group.set_state.each([(part,) for part in parts]).wait()
+                group.set_state.each([(share,) for share in parts]).wait()
             state = {name: array for name, array in state.items() if not name.startswith(f"{role.name}-")}
         return state
 

@@ -91,8 +91,8 @@ def missing():
 
 class Zip(zip):
     def __new__(cls, *parts, strict=False):
-        parts = [list(part) for part in parts] if strict else parts
-        if strict and len({len(part) for part in parts}) > 1:
+        parts = [list(column) for column in parts] if strict else parts
+        if strict and len({len(column) for column in parts}) > 1:
             raise ValueError("the parts of zip differ in length")
         return super().__new__(cls, *parts)
 

@@ -154,11 +154,11 @@ class Wire:
             parts = [self._packed(getattr(value, name), arrays) for name in names]
             return {"type": [type(value).__name__, parts]}
         if isinstance(value, dict):
-            return {"dict": [[key, self._packed(part, arrays)] for key, part in value.items()]}
+            return {"dict": [[key, self._packed(item, arrays)] for key, item in value.items()]}
         if is_text(value) and isinstance(value, np.ndarray):
             return {"texts": value.tolist()}
         if isinstance(value, (list, tuple)):
-            return {type(value).__name__: [self._packed(part, arrays) for part in value]}
+            return {type(value).__name__: [self._packed(item, arrays) for item in value]}
         return value
 
     def _unpacked(self, tree: Any, memory: np.ndarray, places: list[int]) -> Any:
@@ -170,12 +170,12 @@ class Wire:
             size = int(np.prod(shape)) * np.dtype(dtype).itemsize
             return memory[places[number] : places[number] + size].view(dtype).reshape(shape)
         if kind == "dict":
-            return {key: self._unpacked(part, memory, places) for key, part in value}
+            return {key: self._unpacked(item, memory, places) for key, item in value}
         if kind in ("list", "tuple"):
-            parts = [self._unpacked(part, memory, places) for part in value]
+            parts = [self._unpacked(item, memory, places) for item in value]
             return parts if kind == "list" else tuple(parts)
         if kind == "type":
-            return TYPES[value[0]](*[self._unpacked(part, memory, places) for part in value[1]])
+            return TYPES[value[0]](*[self._unpacked(item, memory, places) for item in value[1]])
         if kind == "options":
             return self.options(self._unpacked(value, memory, places))
         return Path(value) if kind == "path" else np.array(value, object)

@@ -130,8 +130,8 @@ def arrays_of(model: Any) -> dict[str, Any]:
 
 def digest(model: Mapping[str, Any]) -> str:
     """The same for equal models."""
-    parts = [part for value in model.values() for part in (value if isinstance(value, list) else [value])]
-    return sha256(b"".join(np.ascontiguousarray(part).tobytes() for part in parts)).hexdigest()
+    parts = [array for value in model.values() for array in (value if isinstance(value, list) else [value])]
+    return sha256(b"".join(np.ascontiguousarray(array).tobytes() for array in parts)).hexdigest()
 
 
 def image_of(model: Any, texture: int) -> np.ndarray:

@@ -355,7 +355,7 @@ class StateLayout:
 
 def state_layout(tasks: Sequence[TaskFiles | Scene]) -> StateLayout:
     """The layout that fits all these tasks; for the user's own tasks it is read from their scenes."""
-    counts = [count_built(each) if isinstance(each, Scene) else count_things(each) for each in tasks]
+    counts = [count_built(task) if isinstance(task, Scene) else count_things(task) for task in tasks]
     return StateLayout(*(max(count) for count in zip(*counts, strict=True)))
 
 

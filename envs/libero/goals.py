@@ -47,8 +47,8 @@ class Goal:
         """int [2, geoms]: in the first and in the second part of which pairs a geom is."""
         bits = np.zeros((2, num_geoms), np.int32)
         for at, pair in enumerate(self.pairs):
-            for part, geoms in enumerate(pair):
-                bits[part, geoms] |= 1 << at
+            for side, geoms in enumerate(pair):
+                bits[side, geoms] |= 1 << at
         return bits
 
     def _term(self, name: str, *states: Any) -> Term:

@@ -368,11 +368,11 @@ def shape_of(m: Any, kind: int, size: np.ndarray, data: int, material: int) -> S
         (points, faces, normals), size = make(size), size[list(axes)]
         normals = (normals / np.maximum(size, 1e-9))[faces]
         return Shape(points * size, faces, normals, places_of(m, points, size, material)[faces])
-    part = slice(m.mesh_faceadr[data], m.mesh_faceadr[data] + m.mesh_facenum[data])
-    faces, points = m.mesh_face[part], m.mesh_vert[m.mesh_vertadr[data] :][: m.mesh_vertnum[data]]
-    normals = m.mesh_normal[m.mesh_facenormal[part] + m.mesh_normaladr[data]]
+    rows = slice(m.mesh_faceadr[data], m.mesh_faceadr[data] + m.mesh_facenum[data])
+    faces, points = m.mesh_face[rows], m.mesh_vert[m.mesh_vertadr[data] :][: m.mesh_vertnum[data]]
+    normals = m.mesh_normal[m.mesh_facenormal[rows] + m.mesh_normaladr[data]]
     if m.mesh_texcoordadr[data] >= 0:
-        places = m.mesh_texcoord[m.mesh_facetexcoord[part] + m.mesh_texcoordadr[data]]
+        places = m.mesh_texcoord[m.mesh_facetexcoord[rows] + m.mesh_texcoordadr[data]]
         return Shape(points, faces, normals, np.pad(places, ((0, 0), (0, 0), (0, 1))))
     a, b, c = np.moveaxis(points[faces], 1, 0)
     flat = np.cross(b - a, c - a)[:, None]

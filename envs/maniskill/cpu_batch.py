@@ -323,12 +323,12 @@ class DrawsOnHost(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name, kwargs = getattr(func, "__name__", ""), kwargs or {}
-        given = [each for each in args if isinstance(each, torch.Tensor)]
+        given = [value for value in args if isinstance(value, torch.Tensor)]
         device = kwargs.get("device") or (given[0].device if given else None)
         if name not in DRAWS or device is None:
             return func(*args, **kwargs)
         there = {"device": "cpu"} if "device" in kwargs else {}
-        drawn = func(*(each.cpu() if isinstance(each, torch.Tensor) else each for each in args), **kwargs | there)
+        drawn = func(*(value.cpu() if isinstance(value, torch.Tensor) else value for value in args), **kwargs | there)
         return given[0].copy_(drawn) if name.endswith("_") else drawn.to(device)
 
 
@@ -387,7 +387,7 @@ class EpisodeDraws:
             if attempt >= pairs:
                 unfinished = places < (rows + 1) * pairs
                 rows, places = rows[unfinished], places[unfinished]
-                state = [part.take(rows, axis=1) for part in state]
+                state = [array.take(rows, axis=1) for array in state]
             points[places], accepted = points_in_square(twister_words(*state))
             places += accepted
         numbers = normals_of(points).reshape(-1, 2 * pairs)[:, :count]

@@ -109,7 +109,7 @@ class ManiSkillEnv(ReplayedEnv):
         super().__init__(config, num_envs, spec)
         for each in self.envs:
             self._prepare(each)
-        self._numbers = {name: np.zeros((num_envs, part.shape[-1]), np.float32) for name, part in seen.items()}
+        self._numbers = {name: np.zeros((num_envs, value.shape[-1]), np.float32) for name, value in seen.items()}
         self._info_now: dict[str, Any] | None = None  # info of the batched env until its state is observed
         self._cameras: dict[int, Any] = {}
         self._overflows: Any = None
@@ -136,7 +136,7 @@ class ManiSkillEnv(ReplayedEnv):
         if self.batched:
             from embodied.envs.maniskill.cpu_batch import begin_episodes
 
-            seeds, states = ([getattr(one, key) for one in episodes] for key in ("seed", "init_state_id"))
+            seeds, states = ([getattr(spec, key) for spec in episodes] for key in ("seed", "init_state_id"))
             self._info_now = info = begin_episodes(self.envs[0], rows, seeds, states)
             if not self.env_spec.has_success:
                 return None
@@ -199,13 +199,13 @@ class ManiSkillEnv(ReplayedEnv):
             with torch.no_grad():
                 seen = self._numbers_of(self.envs[0], self._info_now)
                 as_kept = (lambda tensor: tensor) if self.gives_tensors else host
-                self._numbers = {name: as_kept(part.float()) for name, part in seen.items()}
+                self._numbers = {name: as_kept(array.float()) for name, array in seen.items()}
             self._info_now = None
         texts = {}
         if self.env_spec.instruction:
             texts["instruction"] = [text for env in self.envs for text in env.get_language_instruction()]
         if not self.gives_tensors:
-            return {**{name: part.copy() for name, part in self._numbers.items()}, **texts}
+            return {**{name: array.copy() for name, array in self._numbers.items()}, **texts}
         return {**self._numbers, **self._all_images(), **texts}
 
     def _numbers_of(self, env: Any, info: dict[str, Any]) -> dict[str, Any]:
@@ -215,8 +215,8 @@ class ManiSkillEnv(ReplayedEnv):
         """Keep the numbers of a plain env, which has already computed a full state."""
         whole = self.config.state == "full" and not self.config.relative_positions
         seen = {"state": obs} if whole else self._numbers_of(self.envs[row], info)
-        for name, part in seen.items():
-            self._numbers[name][row] = host(part)[0]
+        for name, array in seen.items():
+            self._numbers[name][row] = host(array)[0]
 
     def _prepare(self, env: Any) -> None:
         """Adjust a scene after ManiSkill has built it."""

@@ -59,7 +59,7 @@ def compare(env_class: type[VectorEnv], config: ManiSkillConfig) -> tuple[dict[s
     if is_bridge(config.task):  # otherwise random actions mean a metre, which is out of reach: the arm would never move
         config = config.model_copy(update={"action_units": (FASTEST, FASTEST_TURN)})
     both = [config.model_copy(update={"backend": name, "on_success": "continue"}) for name in ("cpu_batched", "cpu")]
-    envs = [env_class(one, ROWS) for one in both]
+    envs = [env_class(options, ROWS) for options in both]
     worst = {"initial": 0.0, "state": 0.0, "reward": 0.0, "success": 0}
     rng = np.random.default_rng(0)
     limit = envs[0].env_spec.max_episode_steps

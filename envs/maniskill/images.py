@@ -59,8 +59,8 @@ def paint_all(env: Any, cameras: tuple[str, ...]) -> dict[str, Any]:
     wanted = {"rgb": True, "depth": False, "position": False, "segmentation": composed}
     seen = {name: scene_cameras[name].get_obs(**wanted) for name in cameras}
     if composed:
-        return {name: env.before_photos(one["rgb"], one["segmentation"]) for name, one in seen.items()}
-    return {name: one["rgb"] for name, one in seen.items()}
+        return {name: env.before_photos(picture["rgb"], picture["segmentation"]) for name, picture in seen.items()}
+    return {name: picture["rgb"] for name, picture in seen.items()}
 
 
 def look(env: Any, scene: int, camera: Any, square: bool = False) -> np.ndarray:

@@ -85,7 +85,7 @@ class PlanReplay:
 
     def _near(self, hand: np.ndarray, turned: np.ndarray, stop: int, metres: float, radians: float) -> np.ndarray:
         """bool: True for waypoints from the aim to `stop` within these distances."""
-        places, turns = (part[self.aim : stop + 1] for part in self.plan.hands)
+        places, turns = (array[self.aim : stop + 1] for array in self.plan.hands)
         near = np.linalg.norm(places - hand, axis=1) <= metres
         return near & (np.linalg.norm(turn_between(turned, turns), axis=1) <= radians) if self.turns else near
 

@@ -188,7 +188,7 @@ def lacking(asset: str) -> list[str]:
         return [] if importlib.util.find_spec(SVG) else [SVG]
     grouped = asset in assets.DATA_GROUPS
     parts = assets.expand_data_group_into_individual_data_source_ids(asset) if grouped else [asset]
-    return sorted(part for part in parts if not assets.is_data_source_downloaded(part))
+    return sorted(name for name in parts if not assets.is_data_source_downloaded(name))
 
 
 @contextlib.contextmanager
@@ -323,7 +323,7 @@ def numbers(env: Any, info: dict[str, Any], config: ManiSkillConfig) -> dict[str
     from mani_skill.utils import common
 
     parts = groups(env, info, config)
-    return {name: common.flatten_state_dict(part, use_torch=True, device=env.device) for name, part in parts.items()}
+    return {name: common.flatten_state_dict(tree, use_torch=True, device=env.device) for name, tree in parts.items()}
 
 
 def groups(env: Any, info: dict[str, Any], config: ManiSkillConfig) -> dict[str, dict[str, Any]]:
@@ -331,13 +331,13 @@ def groups(env: Any, info: dict[str, Any], config: ManiSkillConfig) -> dict[str,
     full = env.obs_mode == "state"  # some tasks compute it in their own way
     extra = {} if full else env._get_obs_extra(info)
     if config.state == "joints":  # e.g. PullCube-v1's goal tells the cube's initial position
-        extra = {name: part for name, part in extra.items() if "tcp" in name and "_to_" not in name}
+        extra = {name: tree for name, tree in extra.items() if "tcp" in name and "_to_" not in name}
     parts = {"state": env._get_obs_state_dict(info) if full else {"agent": env._get_obs_agent(), "extra": extra}}
     if config.privileged:
         before = env._obs_mode, env.obs_mode_struct.state  # tasks read one or the other
         env._obs_mode, env.obs_mode_struct.state = "state", True
         try:
-            parts["privileged"] = {name: part for name, part in env._get_obs_extra(info).items() if name not in extra}
+            parts["privileged"] = {name: tree for name, tree in env._get_obs_extra(info).items() if name not in extra}
         finally:
             env._obs_mode, env.obs_mode_struct.state = before
         if not parts["privileged"]:
@@ -351,9 +351,9 @@ def relative_positions(extra: dict[str, Any]) -> dict[str, Any]:
     """Offsets [N, 3] from every position that a task names to every later one: tcp_pose, goal_pos and obj_pose give
     tcp_to_goal, tcp_to_obj and goal_to_obj. The task's own offsets, like tcp_to_obj_pos, are skipped."""
     places = {
-        name.removesuffix("_pose").removesuffix("_pos"): part[..., :3]
-        for name, part in extra.items()
-        if getattr(part, "ndim", 0) == 2 and "_to_" not in name and (part.shape[-1] == 7 or name.endswith("_pos"))
+        name.removesuffix("_pose").removesuffix("_pos"): values[..., :3]
+        for name, values in extra.items()
+        if getattr(values, "ndim", 0) == 2 and "_to_" not in name and (values.shape[-1] == 7 or name.endswith("_pos"))
     }
     return {f"{a}_to_{b}": places[b] - places[a] for a, b in combinations(places, 2)}
 
@@ -378,7 +378,7 @@ def action_bounds(env: Any) -> tuple[np.ndarray, np.ndarray]:
     """The smallest and the largest action [A], robot by robot."""
     space = env.single_action_space
     parts = list(space.values()) if isinstance(space, Dict) else [space]
-    return np.concatenate([part.low for part in parts]), np.concatenate([part.high for part in parts])
+    return np.concatenate([box.low for box in parts]), np.concatenate([box.high for box in parts])
 
 
 def for_robots(env: Any, actions: Any) -> Any:
@@ -386,5 +386,5 @@ def for_robots(env: Any, actions: Any) -> Any:
     space = env.single_action_space
     if not isinstance(space, Dict):
         return actions
-    ends = np.cumsum([part.shape[0] for part in space.values()]).tolist()
+    ends = np.cumsum([box.shape[0] for box in space.values()]).tolist()
     return {name: actions[..., begin:end] for name, begin, end in zip(space, [0, *ends], ends, strict=False)}

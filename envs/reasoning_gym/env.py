@@ -132,7 +132,7 @@ def dataset_of(name: str, options: str) -> Any:
     if name == "composite" and isinstance(options.get("datasets"), list):
         from reasoning_gym.composite import DatasetSpec
 
-        options["datasets"] = [DatasetSpec(**{"weight": 1, "config": {}, **one}) for one in options["datasets"]]
+        options["datasets"] = [DatasetSpec(**{"weight": 1, "config": {}, **entry}) for entry in options["datasets"]]
     return reasoning_gym.create_dataset(name, **options)
 
 

@@ -510,8 +510,8 @@ def env_of_sets(sets: Mapping[str, Any], env: Any) -> ExternalEnvConfig:
     """The env that asks the questions of these sets (`eval.sets`), with the rows of the run's env."""
     name = f"{QuestionSets.__module__}:{QuestionSets.__name__}"
     named = {
-        set_name: {"file": str(one.file), "columns": one.columns, "questions": one.questions}
-        for set_name, one in sets.items()
+        set_name: {"file": str(chosen.file), "columns": chosen.columns, "questions": chosen.questions}
+        for set_name, chosen in sets.items()
     }
     frames = [getattr(env, "frames", FRAMES), getattr(env, "frame_s", None)]
     kwargs = {"sets": named, "score_s": getattr(env, "score_s", 5.0), "frames": frames}

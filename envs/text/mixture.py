@@ -58,8 +58,8 @@ def made_of(config: Any) -> dict[str, Part]:
         if not kind.speaks:
             raise ConfigError(f"env.mixture.{name}: env.name={its.name} is no text env; leave it out")
         tasks = kind.tasks(its)
-        each = Part(name, kind, its, options.get("weight", 1) / len(tasks), tasks)
-        parts |= {(name if len(tasks) == 1 else f"{name}/{task}"): replace(each, tasks=(task,)) for task in tasks}
+        made = Part(name, kind, its, options.get("weight", 1) / len(tasks), tasks)
+        parts |= {(name if len(tasks) == 1 else f"{name}/{task}"): replace(made, tasks=(task,)) for task in tasks}
     return parts
 
 

@@ -178,14 +178,14 @@ class TextEnv(EnvCapabilities):
         key = type(self), spec.task, self._settings
         if key not in self._held_out:
             first = first_questions(question, generator(0, "held out", spec.task), self.held_out(self.config))
-            known = frozenset(first)
-            self._held_out[key] = first, known, [each for each in every if each not in known]
-        in_order, known, rest = self._held_out[key]
+            held_out = frozenset(first)
+            self._held_out[key] = first, held_out, [drawn for drawn in every if drawn not in held_out]
+        in_order, held_out, rest = self._held_out[key]
         if spec.init_state_id >= 0:
             return in_order[spec.init_state_id % len(in_order)]
         if spec.question >= 0 and rest:
             return rest[spec.question % len(rest)]
-        return training_question(type(self).__name__, question, spec.seed, spec.task, known)
+        return training_question(type(self).__name__, question, spec.seed, spec.task, held_out)
 
     # Methods for callers
 

@@ -114,7 +114,7 @@ class TextWorker(PlayerWorker):
                 continue
             kept.append(conversation)
         if kept:
-            self.store |= dict.fromkeys([one.spec.index for one in kept], trajectory_of(kept))
+            self.store |= dict.fromkeys([talk.spec.index for talk in kept], trajectory_of(kept))
         return [conversation.result() for conversation in kept]
 
     def close(self) -> None:
@@ -197,7 +197,7 @@ class Part:
         self.open -= 1
         self.envs.free.append(conversation.env)
         self.waiting.extendleft(reversed(conversation.others))
-        return [each for each in (*conversation.earlier, conversation) if not each.is_extra]
+        return [ended for ended in (*conversation.earlier, conversation) if not ended.is_extra]
 
     def _opened(self, spec: EpisodeSpec, *others: EpisodeSpec) -> Conversation:
         envs = self.envs
@@ -302,13 +302,13 @@ class Conversation:
 
     def context(self) -> np.ndarray:
         """The tokens that the next message follows, unless the policy renders the conversation anew."""
-        before = [each.tokens for each in self.answers[self.begin :]]
+        before = [turn.tokens for turn in self.answers[self.begin :]]
         return np.concatenate(before) if before else NO_TOKENS
 
     def history(self) -> tuple[tuple[Said, np.ndarray], ...]:
         """The messages and answers so far, for a policy that needs them."""
-        known = self.answers[self.forgotten :] if self.needs_history else ()
-        answers = [each.tokens[each.num_said :] for each in known]
+        turns = self.answers[self.forgotten :] if self.needs_history else ()
+        answers = [each.tokens[each.num_said :] for each in turns]
         return tuple((turn["said"], answer) for turn, answer in zip(self.turns[self.forgotten :], answers))
 
     def shown_pictures(self) -> list[str]:
@@ -336,8 +336,8 @@ class Conversation:
             truncated=any(self.cut_off) if counted else None,
             tokens=self.num_sampled,
             prompt_tokens=answers[0].num_said if answers else 0,
-            all_tokens=sum(len(each.tokens) for each in answers),
-            places=sum(int((each.tokens < 0).sum()) for each in answers) if self.pictures else 0,
+            all_tokens=sum(len(turn.tokens) for turn in answers),
+            places=sum(int((turn.tokens < 0).sum()) for turn in answers) if self.pictures else 0,
             rewards=self.scores or None,
         )
 
@@ -345,7 +345,7 @@ class Conversation:
         """The conversation as a line of samples.jsonl: without log-probs and the middle of long texts."""
         ended = self.result()
         return {
-            "version": max((each.version for each in self.answers), default=-1),
+            "version": max((answer.version for answer in self.answers), default=-1),
             "index": ended.index,
             "task": ended.task,
             "success": ended.success_once,
@@ -361,10 +361,10 @@ class Conversation:
 
 def trajectory_of(conversations: Iterable[Conversation]) -> Trajectory:
     """All tokens of these conversations as decisions; the env's tokens are masked."""
-    conversations = sorted(conversations, key=lambda one: one.spec.index)
-    ids = np.array([one.spec.index for one in conversations])
-    lengths = np.array([sum(len(turn.tokens) for turn in one.answers) for one in conversations])
-    turns = [turn for one in conversations for turn in one.answers]
+    conversations = sorted(conversations, key=lambda talk: talk.spec.index)
+    ids = np.array([talk.spec.index for talk in conversations])
+    lengths = np.array([sum(len(turn.tokens) for turn in talk.answers) for talk in conversations])
+    turns = [turn for talk in conversations for turn in talk.answers]
     sizes = np.array([(turn.num_said, turn.num_sampled) for turn in turns])
     tokens, ends = np.concatenate([turn.tokens for turn in turns]), sizes.sum(axis=1).cumsum()
     count, firsts, lasts = len(tokens), ends - sizes.sum(axis=1), ends - 1
@@ -378,8 +378,8 @@ def trajectory_of(conversations: Iterable[Conversation]) -> Trajectory:
     if conversations[0].part.spec.pictures:
         begins = np.flatnonzero(tokens == FIRST_PLACE)
         obs["picture"] = np.full(count, "", object)  # its name where one begins
-        obs["picture"][begins] = [name for one in conversations for name in one.shown_pictures()]
-    if any(one.needs_history or one.part.rewrites for one in conversations):
+        obs["picture"][begins] = [name for talk in conversations for name in talk.shown_pictures()]
+    if any(talk.needs_history or talk.part.rewrites for talk in conversations):
         obs[RESTART] = at(firsts, [turn.restarts for turn in turns], bool)
     return Trajectory(
         ids=ids,
@@ -387,9 +387,9 @@ def trajectory_of(conversations: Iterable[Conversation]) -> Trajectory:
         obs=obs,
         actions=tokens[:, None, None],
         logprobs=at(mask, np.concatenate([turn.logprobs for turn in turns]), np.float32)[:, None, None],
-        rewards=at(lasts, [reward for one in conversations for reward in one.rewards], np.float32)[:, None],
+        rewards=at(lasts, [reward for talk in conversations for reward in talk.rewards], np.float32)[:, None],
         terminated=at(lengths.cumsum() - 1, True, bool)[:, None],
-        truncated=at(lasts, [is_cut for one in conversations for is_cut in one.cut_off], bool)[:, None],
+        truncated=at(lasts, [is_cut for talk in conversations for is_cut in talk.cut_off], bool)[:, None],
         mask=mask[:, None],
         versions=np.array([turn.version for turn in turns]).repeat(sizes.sum(axis=1)),
         episodes=ids.repeat(lengths),
@@ -475,8 +475,8 @@ class ConversationClient(RequestClient):
 
     def ask(self, conversations: Iterable[Conversation]) -> None:
         """Send these conversations to the policies."""
-        prompts = [self._prompt(one) for one in conversations]
-        self.put(*(Waiting(one.number, one, 1, one.episode, one.has_more_turns) for one in prompts))
+        prompts = [self._prompt(prompt) for prompt in conversations]
+        self.put(*(Waiting(prompt.number, prompt, 1, prompt.episode, prompt.has_more_turns) for prompt in prompts))
 
     def _prompt(self, conversation: Conversation) -> Prompt:
         self.number += 1
@@ -548,8 +548,8 @@ def pass_answer(conversation: Conversation, completion: Completion) -> bool:
         turn = conversation.env.cut_short(turn)
     over = turn.done or turn.ends_sample or not turn.said or last
     if turn.dropped:
-        for one in (*conversation.earlier, conversation):
-            one.problem = " ".join(str(turn.dropped).split())[:LONGEST_PROBLEM]
+        for scored in (*conversation.earlier, conversation):
+            scored.problem = " ".join(str(turn.dropped).split())[:LONGEST_PROBLEM]
         conversation.append_answer(completion, Turn(), 0.0)
         return True
     reward = own_reward(turn, conversation, completion.text)
@@ -560,8 +560,8 @@ def pass_answer(conversation: Conversation, completion: Completion) -> bool:
         checked_said(turn.said, type(conversation.env), conversation.part.spec.pictures)
     if turn.ends_sample:
         conversation.begin_next()
-    for one, score in zip((*conversation.earlier, conversation), turn.scores or ()):
-        one.add_score(score)
+    for scored, score in zip((*conversation.earlier, conversation), turn.scores or ()):
+        scored.add_score(score)
     return over and not turn.ends_sample
 
 

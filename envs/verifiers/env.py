@@ -505,7 +505,7 @@ class Verifiers(TextEnv):
         runs, self.example = self.example.runs, None
         if not self.config.together:
             return self.scored(ended)
-        by_run = {each["run"]: each for each in ended["runs"]}
+        by_run = {result["run"]: result for result in ended["runs"]}
         if len({*runs} & by_run.keys()) < len(runs):
             return Turn(dropped="the environment has not scored all runs of its agents")
         return Turn(scores=[self.scored(by_run[run]) for run in runs])

@@ -197,7 +197,7 @@ def built(env, name):
 
 def turns_of(env):
     """The most answers of a rollout; 0 if the environment does not say."""
-    turns = [turns_of(one) for one in env.envs] if hasattr(env, "envs") else [getattr(env, "max_turns", 0)]
+    turns = [turns_of(inner) for inner in env.envs] if hasattr(env, "envs") else [getattr(env, "max_turns", 0)]
     return 0 if min(turns) < 1 else max(turns)
 
 
@@ -260,7 +260,7 @@ class TasksetEnvironment:
         """The agents that a config type or a config has, by name."""
         fields = type(config).model_fields if isinstance(config, self.vf.EnvConfig) else config.model_fields
         named = {name: getattr(config, name, field.default) for name, field in fields.items()}
-        return {name: one for name, one in named.items() if isinstance(one, self.vf.AgentConfig)}
+        return {name: agent for name, agent in named.items() if isinstance(agent, self.vf.AgentConfig)}
 
     def with_chat(self, taskset, default):
         """The default for an agent without a harness: it chats in this process."""

@@ -98,7 +98,7 @@ def attention_mask(packed: Packed, kernel: str, device: torch.device, window: in
         rows, width = packed.ids.shape
         return torch.ones(rows, 1, width, width, dtype=torch.bool, device=device)
     parts = (packed.blocks, packed.segments, packed.order)
-    blocks, segments, order = (torch.from_numpy(part).to(device) for part in parts)
+    blocks, segments, order = (torch.from_numpy(array).to(device) for array in parts)
     sees, (rows, width) = rule(blocks, segments, order, window), blocks.shape
     if kernel == DENSE:
         row, place = torch.arange(rows, device=device), torch.arange(width, device=device)
@@ -145,7 +145,7 @@ def special_attention(
     if softcap is None and s_aux is None:
         out, _ = AttentionInterface()[DENSE](module, query, key, value, mask, scaling=scaling)
         return out, None
-    key, value = (each.repeat_interleave(query.shape[1] // each.shape[1], 1) for each in (key, value))
+    key, value = (tensor.repeat_interleave(query.shape[1] // tensor.shape[1], 1) for tensor in (key, value))
     scores = query @ key.mT * (query.shape[-1] ** -0.5 if scaling is None else scaling)
     scores = scores if softcap is None else softcap * torch.tanh(scores / softcap)
     scores = scores.masked_fill(~mask, -torch.inf)
@@ -195,7 +195,7 @@ def parts_of_ranks(packed: Packed, count: int) -> list[Packed]:
     """
     width = packed.ids.shape[1]
     more = [(0, 0), (0, -width % count)]
-    ids, segments = (np.pad(each, more) for each in (packed.ids, packed.segments))
+    ids, segments = (np.pad(array, more) for array in (packed.ids, packed.segments))
     positions = np.pad(packed.positions, more + [(0, 0)] * (packed.positions.ndim - 2))
     whole = replace(packed, blocks=np.pad(packed.blocks, more, constant_values=-1), segments=segments)
     whole = replace(whole, order=np.pad(packed.order, more))
@@ -238,8 +238,8 @@ class DividedPass:
 
     def _to_heads(self, parts: Sequence[Tensor]) -> Callable[[], list[Tensor]]:
         """Begin to exchange [N, B, heads/N, W/N, D]; the result waits for [B, heads/N, W, D]."""
-        wait = travel(self.group, torch.cat([part.flatten(1) for part in parts], 1))
-        sizes, shapes = [part[0].numel() for part in parts], [part.shape for part in parts]
+        wait = travel(self.group, torch.cat([tensor.flatten(1) for tensor in parts], 1))
+        sizes, shapes = [tensor[0].numel() for tensor in parts], [tensor.shape for tensor in parts]
         return lambda: [
             each.view(shape).movedim(0, 3).flatten(2, 3)
             for each, shape in zip(wait().split(sizes, 1), shapes, strict=True)
@@ -331,8 +331,8 @@ def divided_attention(
 
     def of_heads(query: Tensor, key: Tensor, value: Tensor, half: int) -> Tensor:
         if sinks is not None:  # of these heads
-            own = sinks.chunk(ranks.group.size)[ranks.group.place]
-            options["s_aux"] = own.chunk(len(own) // query.shape[1])[half]
+            ours = sinks.chunk(ranks.group.size)[ranks.group.place]
+            options["s_aux"] = ours.chunk(len(ours) // query.shape[1])[half]
         out, _ = AttentionInterface()[ranks.kernel](module, query, key, value, mask, **options)
         return out
 

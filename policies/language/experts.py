@@ -87,7 +87,7 @@ class ExpertLoads:
                 bias = getattr(router, BIAS)
                 bias += self.rate * torch.sign(load.mean() - load).to(bias)
         violations = [max_violation(load) for load in loads]
-        layers = {f"max_violation_{number}": each for number, each in enumerate(violations)}
+        layers = {f"max_violation_{number}": violation for number, violation in enumerate(violations)}
         return {"max_violation": max(violations)} | layers
 
 

@@ -235,17 +235,17 @@ class MadeBlob(Blob):
 def origins(model: Any, stored: Iterable[str]) -> dict[str, WeightSource]:
     """For each weight of the model's modules, its source in a folder with these names; unknown names map to
     themselves."""
-    rules, own = get_model_conversion_mapping(model), module_weights(model)
+    rules, ours = get_model_conversion_mapping(model), module_weights(model)
     renamings = [rule for rule in rules if isinstance(rule, WeightRenaming)]
     converters = [rule for rule in rules if isinstance(rule, WeightConverter)]
     of_pattern = {pattern: rule for rule in converters for pattern in rule.source_patterns}
     sources: dict[str, WeightSource] = {}
     for name in sorted(stored, key=by_number):
-        new, pattern = rename_source_key(name, renamings, converters, model.base_model_prefix, own)
-        if new not in own:
-            new, pattern = rename_source_key(name, [], [], model.base_model_prefix, own)
+        new, pattern = rename_source_key(name, renamings, converters, model.base_model_prefix, ours)
+        if new not in ours:
+            new, pattern = rename_source_key(name, [], [], model.base_model_prefix, ours)
         if pattern is None:
-            sources[new if new in own else name] = WeightSource([name])
+            sources[new if new in ours else name] = WeightSource([name])
             continue
         rule = of_pattern[pattern]
         for target in rule.target_patterns:
@@ -257,11 +257,11 @@ def origins(model: Any, stored: Iterable[str]) -> dict[str, WeightSource]:
 
 def as_modules(model: Any, stored: dict[str, Blob]) -> dict[str, Blob]:
     """A folder's weights with the names and shapes of the model's modules."""
-    own, weights = module_weights(model), {}
+    ours, weights = module_weights(model), {}
     for name, origin in origins(model, stored).items():
         weights[name] = first = stored[origin.names[0]]
         if origin.rule:
-            spec = Spec(first.spec.dtype, tuple(own[name].shape))
+            spec = Spec(first.spec.dtype, tuple(ours[name].shape))
             weights[name] = MadeBlob(spec, partial(convert, model, name, origin, stored, spec))
     return weights
 

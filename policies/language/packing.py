@@ -104,8 +104,8 @@ def into_passes(
 ) -> list[list[int]]:
     """Returns the conversations, by number, of each pass: at most `most` tokens, whole groups if they fit. Larger
     groups are split, and a longer conversation has its own pass."""
-    parts = [part for block in blocks_of(tokens, mask, lengths, groups) for part in split_block(block, lengths, most)]
-    bins = first_fit([part.size for part in parts], most)
+    parts = [piece for block in blocks_of(tokens, mask, lengths, groups) for piece in split_block(block, lengths, most)]
+    bins = first_fit([piece.size for piece in parts], most)
     return sorted(sorted(member for number in numbers for member in parts[number].members) for numbers in bins)
 
 
@@ -131,7 +131,7 @@ def split_cheaply(block: PromptBlock, lengths: np.ndarray, wide: float) -> list[
         members = [tuple(some.tolist()) for some in np.array_split(np.array(block.members), count)]
         ways.append([PromptBlock(some, block.shared, size_of(some, block.shared, lengths)) for some in members])
         count *= 2
-    return min(ways, key=lambda parts: sum(part.size * (1 + part.size / wide) for part in parts))
+    return min(ways, key=lambda parts: sum(piece.size * (1 + piece.size / wide) for piece in parts))
 
 
 def size_of(members: tuple[int, ...], shared: int, lengths: np.ndarray) -> int:
@@ -154,12 +154,12 @@ def split_block(block: PromptBlock, lengths: np.ndarray, most: int) -> Iterator[
     some: list[int] = []
     size = block.shared
     for member in block.members:
-        own = int(lengths[member]) - block.shared
-        if some and size + own > most:
+        rest = int(lengths[member]) - block.shared
+        if some and size + rest > most:
             yield PromptBlock(tuple(some), block.shared, size)
             some, size = [], block.shared
         some.append(member)
-        size += own
+        size += rest
     yield PromptBlock(tuple(some), block.shared, size)
 
 

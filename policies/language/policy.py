@@ -148,7 +148,7 @@ class LanguagePolicy(PublishedPolicy):
     def pack(self, tokens: Any, mask: Any, lengths: Any, groups: Any, most: int) -> list[list[int]]:
         """Returns the conversations, by number, of each pass of `forward`: at most `most` tokens, a shared prompt
         counted once, whole groups if they fit. `tokens`, `mask` [n], `lengths`, `groups` [R]."""
-        return into_passes(*(host(each).reshape(-1) for each in (tokens, mask, lengths, groups)), most)
+        return into_passes(*(host(array).reshape(-1) for array in (tokens, mask, lengths, groups)), most)
 
     def forward(self, inputs: dict[str, Any]) -> Scores:
         """Score the tokens of R whole conversations, one after the other: "actions" [n, 1, 1], "mask" [n, 1] (False for
@@ -212,7 +212,7 @@ class LanguagePolicy(PublishedPolicy):
 
     def hidden(self, packed: Packed, way: str, ranks: DividedPass | None = None, names: Sequence[str] = ()) -> Tensor:
         """The network's last hidden states [U, D] at the places whose logits are needed."""
-        ids, sources = (tensor_of(each, self.device) for each in (packed.ids, packed.sources))
+        ids, sources = (tensor_of(array, self.device) for array in (packed.ids, packed.sources))
         positions, at, blocks = tensor_of(packed.positions, self.device), packed.positions, packed.blocks
         if positions.ndim == 3:  # on several axes
             positions, at = positions.movedim(2, 0), at.max(-1)
@@ -237,7 +237,7 @@ class LanguagePolicy(PublishedPolicy):
         most = max(1, LOGITS_BYTES // (self.model.config.get_text_config().vocab_size * self.exact.itemsize))
         score = partial(self.words_at, self.temperature)
         if len(hidden) <= most:
-            return score(hidden, *(tensor_of(each, self.device) for each in (takes, chosen)))
+            return score(hidden, *(tensor_of(array, self.device) for array in (takes, chosen)))
         order = np.argsort(takes, kind="stable")
         firsts = range(0, len(hidden), most)
         cuts = np.searchsorted(takes[order], firsts)[1:]
@@ -342,10 +342,10 @@ class LanguagePolicy(PublishedPolicy):
         """Refuse a published folder whose first layers score some tokens differently from transformers."""
         if self.origin is None or published_family(self.origin) != "language":
             return
-        own = FirstLayers(self.config, self.spec)
-        if sum(p.numel() for p in own.parameters()) > COMPARED:
+        ours = FirstLayers(self.config, self.spec)
+        if sum(p.numel() for p in ours.parameters()) > COMPARED:
             print(f"{self.origin}: too large to be compared with transformers' own forward pass", flush=True)
-        elif not (gap := own.difference_from_transformers()) <= ROUNDING:
+        elif not (gap := ours.difference_from_transformers()) <= ROUNDING:
             raise CheckpointError(
                 f"{self.origin} is a {self.model.config.model_type}, whose log-probs are computed otherwise here than "
                 f"by transformers {transformers.__version__}: {gap:.2g} nats apart; take another model, and report this"
@@ -420,7 +420,7 @@ class LanguagePolicy(PublishedPolicy):
     def published_weights(self) -> dict[str, Tensor]:
         """The model's weights with merged adapters, as published folders have them."""
         merged = super().published_weights()
-        return files.as_published(self.model, ((name, each) for name, each in merged.items() if self.is_models(name)))
+        return files.as_published(self.model, ((name, value) for name, value in merged.items() if self.is_models(name)))
 
     def save_published(self, folder: Path | str, shard_bytes: int = 5 * 10**9) -> None:
         """Write a folder for other programs: without our settings, adapters merged, large weights in shards."""
@@ -504,8 +504,8 @@ class FirstLayers(CountedLanguage):
         return files.first_layers(files.read_config(folder))
 
     def read_stored(self) -> dict[str, Blob]:
-        own = self.state_dict()
-        return {name: blob for name, blob in super().read_stored().items() if name in own}
+        weights = self.state_dict()
+        return {name: blob for name, blob in super().read_stored().items() if name in weights}
 
     def difference_from_transformers(self) -> float:
         """The largest difference of log-probs, in nats, over two short texts with a common beginning."""
@@ -515,7 +515,7 @@ class FirstLayers(CountedLanguage):
         options = {"dtype": torch.float32, "attn_implementation": "eager", "trust_remote_code": False}
         with files.BUILDING, files.quiet():
             kind, options = files.auto_class(self.model.config), options | {"config": self.model.config}
-            known = kind.from_pretrained(self.origin, local_files_only=True, **options).eval()
+            peer = kind.from_pretrained(self.origin, local_files_only=True, **options).eval()
         PublishedPolicy.initialise(self, np.random.default_rng(0))
         lengths = np.array([len(text) for text in texts])
         mask = np.concatenate([np.arange(length) > 0 for length in lengths])
@@ -523,7 +523,7 @@ class FirstLayers(CountedLanguage):
         with torch.no_grad():
             ours = self(inputs).logprobs[:, 0, 0].split(lengths.tolist())
             rows = [(own[1:], torch.from_numpy(ids)) for own, ids in zip(ours, texts)]
-            likely = [known(ids[None], use_cache=False).logits[0, :-1].float().log_softmax(-1) for _, ids in rows]
+            likely = [peer(ids[None], use_cache=False).logits[0, :-1].float().log_softmax(-1) for _, ids in rows]
         gaps = [own - theirs.gather(1, ids[1:, None])[:, 0] for (own, ids), theirs in zip(rows, likely)]
         return float(torch.cat(gaps).abs().max())
 
@@ -545,7 +545,7 @@ class InParts(torch.autograd.Function):
         ctx.save_for_backward(hidden, *weights, *room)
         ctx.set_materialize_grads(False)
         scores = [score(hidden[first : first + most], *which) for first, *which in parts]
-        return tuple(torch.cat(each) for each in zip(*scores, strict=True))
+        return tuple(torch.cat(rows) for rows in zip(*scores, strict=True))
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> Any:
@@ -556,11 +556,11 @@ class InParts(torch.autograd.Function):
         backwards = torch.empty_like(hidden)
         enabled, dtype = ctx.autocast
         for (first, *which), end in zip(ctx.parts, ends, strict=True):
-            part = hidden[first : first + ctx.most].detach().requires_grad_()
+            block = hidden[first : first + ctx.most].detach().requires_grad_()
             with torch.enable_grad(), torch.autocast(ctx.kind, dtype, enabled=enabled):
-                scores = ctx.score(part, *which)
+                scores = ctx.score(block, *which)
             of = [grads[number][end - len(which[0]) : end] for number in wanted]
-            own, *more = torch.autograd.grad([scores[number] for number in wanted], [part, *weights], of)
+            own, *more = torch.autograd.grad([scores[number] for number in wanted], [block, *weights], of)
             backwards[first : first + ctx.most] = own
             for total, grad in zip(sums, more, strict=True):
                 total += grad

@@ -426,11 +426,11 @@ class IdeficsSight(Sight):
         vision = self.config.vision_config
         count = (vision.image_size // vision.patch_size) ** 2 // self.config.scale_factor**2
         tokens, place = [], 0
-        for number, part in enumerate(text.split(self.placeholder)):
+        for number, words in enumerate(text.split(self.placeholder)):
             if number:
                 tokens += range(-1 - place, -1 - place - count, -1)
                 place += count
-            tokens += self._text_tokens(part)
+            tokens += self._text_tokens(words)
         return tuple(tokens)
 
     def for_vllm(self, picture: Picture) -> dict[str, np.ndarray]:
@@ -446,7 +446,7 @@ class IdeficsSight(Sight):
 
     def features(self, model: Any, pictures: Sequence[Picture]) -> Tensor:
         tiles, device = [picture.pixels for picture in pictures], next(model.parameters()).device
-        options = {key: tensor_of(np.concatenate([each[key] for each in tiles], 1), device) for key in tiles[0]}
+        options = {key: tensor_of(np.concatenate([tile[key] for tile in tiles], 1), device) for key in tiles[0]}
         options["pixel_values"] = options["pixel_values"].to(model.dtype)
         return model.base_model.get_image_features(**options).pooler_output.flatten(0, 1)
 

@@ -75,19 +75,19 @@ class KeyValues:
     def update(self, keys: Tensor, values: Tensor, layer_idx: int, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
         """Store new keys and values [rows, heads, new, dim]; return those to attend to. Called by the model."""
         if layer_idx == len(self.layers):
-            empty = (each.new_empty(self.rows, each.shape[1], 0, each.shape[3]) for each in (keys, values))
-            self.layers.append(tuple(self._longer(each, 0) for each in empty))
+            empty = (tensor.new_empty(self.rows, tensor.shape[1], 0, tensor.shape[3]) for tensor in (keys, values))
+            self.layers.append(tuple(self._longer(tensor, 0) for tensor in empty))
         kept, (rows, places) = self.layers[layer_idx], self.at
         if isinstance(places, slice):
-            for part, new in zip(kept, (keys, values)):
-                part[rows, :, places] = new
+            for cache, new in zip(kept, (keys, values)):
+                cache[rows, :, places] = new
             return keys, values
         if places.ndim == 2:
-            for part, new in zip(kept, (keys, values)):
-                part[rows[:, None], :, places] = new.transpose(1, 2)
+            for cache, new in zip(kept, (keys, values)):
+                cache[rows[:, None], :, places] = new.transpose(1, 2)
             return kept[0][rows, :, : self.seen], kept[1][rows, :, : self.seen]
-        for part, new in zip(kept, (keys, values)):
-            part[rows, :, places] = new[:, :, 0]
+        for cache, new in zip(kept, (keys, values)):
+            cache[rows, :, places] = new[:, :, 0]
         return kept[0][: len(rows), :, : self.seen], kept[1][: len(rows), :, : self.seen]
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
@@ -344,7 +344,7 @@ class SlotEngine(Engine):
         for rule, rows in by_rule.items():
             of_rows = logits if len(rows) == count else logits[self.to_device(np.array(rows))]
             chosen = choose(of_rows, rule, self.to_device(self.noise[rows, self.phase]))
-            tokens[rows], logprobs[rows] = (each.cpu().numpy() for each in chosen)
+            tokens[rows], logprobs[rows] = (array.cpu().numpy() for array in chosen)
         for row in (row for row, request in enumerate(self.rows) if request.sampling.likeliest):
             self.likeliest[row] += (likeliest_tokens(logits[row], self.rows[row].sampling.likeliest),)
         for row in (row for row, request in enumerate(self.rows) if request.sampling.proves):
@@ -436,7 +436,7 @@ def tokens_and_pictures(request: Request) -> np.ndarray:
     tokens = np.array(request.tokens, np.int64)
     if request.pictures:
         digests = [hashlib.blake2b(name.encode(), digest_size=7).digest() for name in request.pictures]
-        tokens[tokens == FIRST_PLACE] = [-(2**31) - int.from_bytes(each) for each in digests]
+        tokens[tokens == FIRST_PLACE] = [-(2**31) - int.from_bytes(digest) for digest in digests]
     return tokens
 
 

@@ -99,7 +99,7 @@ class ConversationTokenizer:
 
     def plain_text(self, ids: Sequence[int]) -> str:
         """The text of tokens without special ones, such as a chat template's, and without pictures."""
-        words = [int(one) for one in ids if one >= 0]
+        words = [int(token) for token in ids if token >= 0]
         return self.base.decode(words, skip_special_tokens=True, clean_up_tokenization_spaces=False)
 
     def use(self, system: str | None, arguments: Mapping[str, Any]) -> None:
@@ -124,8 +124,8 @@ class ConversationTokenizer:
             return
         before, more = self.render((ASKED,)), {"role": "user", "content": "QUESTION-2"}
         self.continuation((more,))  # refuses a template without the model's answers
-        whole = [self.render((ASKED, {"role": WRITES, "content": each}, more)) for each in (ANSWER, THOUGHT)]
-        extends = all(text.startswith(before + each) for text, each in zip(whole, (ANSWER, THOUGHT), strict=True))
+        whole = [self.render((ASKED, {"role": WRITES, "content": answer}, more)) for answer in (ANSWER, THOUGHT)]
+        extends = all(text.startswith(before + answer) for text, answer in zip(whole, (ANSWER, THOUGHT), strict=True))
         self.rewrites = thoughts == "template" and not extends
 
     def conversation(self, turns: Sequence[tuple[Said, Sequence[int]]], said: Said) -> list[int] | None:
@@ -136,24 +136,24 @@ class ConversationTokenizer:
             return None
         parts = [split_answer(self.decode(answer[:-1] if answer[-1] in self.stops else answer)) for _, answer in turns]
         messages: list[Message] = []
-        for number, ((asked, _), part) in enumerate(zip(turns, parts, strict=True)):
+        for number, ((asked, _), piece) in enumerate(zip(turns, parts, strict=True)):
             content, thought = (mark.format(number) for mark in STANDS_FOR)
-            opened = "" if part.thought is None else f"{THINK}\n{thought}\n{THOUGHT_END}{part.space}"
+            opened = "" if piece.thought is None else f"{THINK}\n{thought}\n{THOUGHT_END}{piece.space}"
             messages += [*asked, {"role": WRITES, "content": opened + content}]
         ids: list[int] = []
         rest = self.render(self.with_system((*messages, *said)))
-        for number, ((asked, answer), part) in enumerate(zip(turns, parts, strict=True)):
+        for number, ((asked, answer), piece) in enumerate(zip(turns, parts, strict=True)):
             content, thought = (mark.format(number) for mark in STANDS_FOR)
             before, there, rest = rest.partition(content)
             if not there:
                 raise ConfigError(f"the model's chat template leaves out the model's answers; {ADVICE}")
             before, is_kept, _ = before.partition(thought)
-            shown = part.said
+            shown = piece.said
             if is_kept:
-                before = before[: before.rindex(THINK)] if THINK in str(part.thought) else before
-                shown = f"{part.thought}{THOUGHT_END}{part.space}{part.said}"
-            elif before.endswith(part.space):
-                before, shown = before.removesuffix(part.space), part.space + part.said
+                before = before[: before.rindex(THINK)] if THINK in str(piece.thought) else before
+                shown = f"{piece.thought}{THOUGHT_END}{piece.space}{piece.said}"
+            elif before.endswith(piece.space):
+                before, shown = before.removesuffix(piece.space), piece.space + piece.said
             ids += self.encode_shown(before, asked) + self.last_tokens(answer, shown)
             rest = self.without_end(rest)
         return ids + self.encode_shown(rest, said)
@@ -259,7 +259,7 @@ def stops_of(folder: Path, config: PreTrainedConfig) -> set[int]:
     """The tokens that end an answer, from generation_config.json and config.json."""
     generation = read_json(folder / GENERATION) if (folder / GENERATION).is_file() else {}
     configs = (config, config.get_text_config())
-    ends = [generation.get("eos_token_id"), *(getattr(each, "eos_token_id", None) for each in configs)]
+    ends = [generation.get("eos_token_id"), *(getattr(source, "eos_token_id", None) for source in configs)]
     return {stop for end in ends if end is not None for stop in (end if isinstance(end, list) else [end])}
 
 

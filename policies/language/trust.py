@@ -75,7 +75,7 @@ class GapRecord:
 
     @property
     def largest(self) -> float:
-        return max((float(each.max()) for each in self.answers), default=0.0)
+        return max((float(errors.max()) for errors in self.answers), default=0.0)
 
     def evidence(self, limit: float) -> str:
         """Why a server with this mean gap above the limit is dropped."""
@@ -106,18 +106,18 @@ class ProofBlock:
         states = states.detach().float()
         flat, means = states.flatten(), states.mean(0)[dimensions(states)]
         places = flat.abs().topk(min(KEPT, len(flat))).indices.sort().values
-        numbers = (each.cpu().numpy().astype(NUMBER) for each in (flat[places], means))
+        numbers = (array.cpu().numpy().astype(NUMBER) for array in (flat[places], means))
         return cls(places.cpu().numpy().astype(PLACE), *numbers)
 
     def to_text(self) -> str:
         """The three lists in base64, with commas."""
-        return ",".join(base64.b64encode(each).decode() for each in (self.places, self.numbers, self.means))
+        return ",".join(base64.b64encode(array).decode() for array in (self.places, self.numbers, self.means))
 
     @classmethod
     def from_text(cls, text: Any) -> ProofBlock:
         """Raises ValueError if the text is invalid."""
         try:
-            places, numbers, means = (base64.b64decode(each, validate=True) for each in text.split(","))
+            places, numbers, means = (base64.b64decode(word, validate=True) for word in text.split(","))
             return cls(np.frombuffer(places, PLACE), np.frombuffer(numbers, NUMBER), np.frombuffer(means, NUMBER))
         except (AttributeError, TypeError, ValueError) as err:  # also of base64
             raise ValueError(f"a block of the proof cannot be read: {err}") from None
@@ -132,9 +132,9 @@ class ProofBlock:
             return 1.0
         if len(self.means) != len(dimensions(states)) or not np.isfinite(self.means).all():
             return 1.0  # without them `shift` would say nothing
-        own = flat[torch.from_numpy(places)]
-        far = (torch.from_numpy(self.numbers.astype(np.float64)) - own).norm() / own.norm().clamp(min=1e-30)
-        left_out = 1 - own.abs().sum() / flat.abs().topk(count).values.sum()
+        numbers = flat[torch.from_numpy(places)]
+        far = (torch.from_numpy(self.numbers.astype(np.float64)) - numbers).norm() / numbers.norm().clamp(min=1e-30)
+        left_out = 1 - numbers.abs().sum() / flat.abs().topk(count).values.sum()
         return float(torch.nan_to_num(far, nan=1.0).clamp(max=1) + left_out)
 
     def shift(self, states: Tensor) -> np.ndarray:
@@ -259,18 +259,18 @@ def check_logprobs(
     """Compare an answer's log-probs with the learner's; `uniform` [A] is noise that the server does not know. A block's
     shift is the change of its states that explains the differences of its log-probs with the least change per token."""
     tokens = tensor_of(np.asarray(answer.tokens), policy.device)
-    own = states_behind(policy, said, answer.tokens)
+    states = states_behind(policy, said, answer.tokens)
     with rounding_noise(policy, noise_seed(uniform)):
         other = states_behind(policy, said, answer.tokens)
     limits = LIMITS[policy.dtype]
     shifts: list[np.ndarray] = []
     outcomes, gaps, usual = [], [], []
     for at in range(0, len(tokens), TOGETHER):
-        some, part = tokens[at : at + TOGETHER], own[at : at + TOGETHER].requires_grad_()
+        some, hidden = tokens[at : at + TOGETHER], states[at : at + TOGETHER].requires_grad_()
         with torch.enable_grad():
-            logits = policy.head(part).to(policy.exact)
+            logits = policy.head(hidden).to(policy.exact)
             logprobs = token_logprobs(logits, some, rule)
-            (slopes,) = torch.autograd.grad(logprobs.sum(), part)
+            (slopes,) = torch.autograd.grad(logprobs.sum(), hidden)
         with torch.no_grad():
             rounded = token_logprobs(policy.head(other[at : at + TOGETHER]).to(policy.exact), some, rule)
             told = torch.tensor(answer.logprobs[at : at + TOGETHER], dtype=logprobs.dtype, device=policy.device)
@@ -299,8 +299,8 @@ def likelier(logits: Tensor, tokens: Tensor, rule: SamplingRule, uniform: Tensor
     what is tolerated.
     """
     likely = probabilities(logits, rule)
-    own = likely.gather(-1, tokens[:, None])
-    place = (likely * (likely > own)).sum(-1) + uniform * (likely * (likely == own)).sum(-1)
+    chosen = likely.gather(-1, tokens[:, None])
+    place = (likely * (likely > chosen)).sum(-1) + uniform * (likely * (likely == chosen)).sum(-1)
     return (1 - 2 * place - LIKELIER).clamp(min=-1).cpu().numpy()
 
 
@@ -311,14 +311,14 @@ def rounding_limits(
     """The limits for an answer to the tokens `said` with these `states` [A, D]: at least those of `LIMITS`, and what
     noise of rounding's size changes in its states and in the probabilities of its tokens. Rounding decides few draws of
     an answer: no more than `spread` of its tokens may miss by as much as probabilities move."""
-    own, limits = states.split(BLOCK), LIMITS[policy.dtype]
+    blocks, limits = states.split(BLOCK), LIMITS[policy.dtype]
     for seed in range(NOISES):
         with rounding_noise(policy, seed):
             other = states_behind(policy, said, written).split(BLOCK)
-        far = max(ProofBlock.of(there).error(here) for there, here in zip(other, own))
+        far = max(ProofBlock.of(there).error(here) for there, here in zip(other, blocks))
         moved = 0.0  # most probability that moves between a token's alternatives
-        for each in zip(other, own):
-            there, here = (probabilities(policy.head(states), rule) for states in each)
+        for pair in zip(other, blocks):
+            there, here = (probabilities(policy.head(states), rule) for states in pair)
             moved = max(moved, float((there - here).abs().sum(-1).max()) / 2)
         proof, drawn = limits.spread * far, limits.spread * moved / len(written)
         limits = replace(limits, proof=max(limits.proof, proof), drawn=max(limits.drawn, drawn))

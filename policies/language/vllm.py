@@ -160,7 +160,7 @@ class VLLMEngine(Engine):
             if (writing := self.writing.get(output.request_id)) is None:
                 continue
             (new,) = output.outputs
-            logprobs = [each[token].logprob for token, each in zip(new.token_ids, new.logprobs or ())]
+            logprobs = [likely[token].logprob for token, likely in zip(new.token_ids, new.logprobs or ())]
             finite = all(x is not None and math.isfinite(x) for x in logprobs)
             if bad := len(logprobs) < len(new.token_ids) or not finite:
                 self.engine.abort_request([output.request_id])

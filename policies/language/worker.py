@@ -127,7 +127,7 @@ class LanguageWorker(PolicyWorker):
                     replies[source].put(CompletionBatch(source, tuple(completions)))
                     heard[source] = now
                 if vacancies and finished:
-                    answered = [(source, one.number) for source, each in finished.items() for one in each]
+                    answered = [(source, done.number) for source, answers in finished.items() for done in answers]
                     vacancies.put(Vacancy(name, room, tuple(answered)))
                 self.tick()
             stopped = self.engine.abort()
@@ -158,7 +158,7 @@ class LanguageWorker(PolicyWorker):
             if item.source in known:
                 waiting += [(item.source, prompt) for prompt in item.prompts]
                 if self.policy.sight:
-                    self.policy.sight.read_ahead(name for each in item.prompts for name in pictures_in(each.said))
+                    self.policy.sight.read_ahead(name for asked in item.prompts for name in pictures_in(asked.said))
         return True
 
     def _begin(self, waiting: deque, version: int) -> list[tuple[str, Completion]]:

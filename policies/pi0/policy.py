@@ -295,7 +295,7 @@ EXACT = ("embeddings.", "input_layernorm.", "post_attention_layernorm.", "model.
 def in_half(network: Pi0Network) -> None:
     """Convert weights to half precision."""
     for name, parameter in network.named_parameters():
-        if name.startswith(f"{network.part}.") and not any(part in name for part in EXACT):
+        if name.startswith(f"{network.part}.") and not any(word in name for word in EXACT):
             parameter.data = parameter.data.to(torch.bfloat16)
 
 
@@ -348,7 +348,7 @@ class Pi0Policy(FlowPolicy):
             return [BOS, *(self._hash_word(word) for word in re.findall(r"-?\d+|\w+|[^\w ]", text))]
         body = text.removesuffix("\n")  # the answer begins after a newline, which is a separate token
         parts = [body, "\n"] if body != text else [body]
-        return [BOS, *(id_ for part in parts for id_ in self.fast.encode(part, add_special_tokens=False).ids)]
+        return [BOS, *(id_ for words in parts for id_ in self.fast.encode(words, add_special_tokens=False).ids)]
 
     def _hash_word(self, word: str) -> int:
         if word.lstrip("-").isdecimal() and -1 <= int(word) < 256:

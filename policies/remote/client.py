@@ -200,5 +200,5 @@ def observation_of_row(obs: Observation, row: int, whole: bool = False) -> dict[
     if "state" in obs:
         sent["states"] = np.asarray(obs["state"][row])
     if "previous" in obs:
-        sent["previous"] = {name: np.asarray(part[row]) for name, part in obs["previous"].items()}
+        sent["previous"] = {name: np.asarray(array[row]) for name, array in obs["previous"].items()}
     return sent | ({"whole_chunk": True} if whole else {})

@@ -41,8 +41,8 @@ class NamedParts(nn.Module):
 
     def __init__(self, **parts: nn.Module) -> None:
         super().__init__()
-        for name, part in parts.items():
-            self.add_module(name, part)
+        for name, module in parts.items():
+            self.add_module(name, module)
 
 
 class SideBySide(nn.Module):
@@ -235,8 +235,8 @@ def product(x: Tensor, linears: Sequence[nn.Module], add_to: Tensor | None = Non
     downs = [linears[number].lora_A[ADAPTER].weight for number in adapted]
     ups = [linears[number].lora_B[ADAPTER].weight for number in adapted]
     plain = torch.compiler.is_compiling() or any(is_scaled(linears[number]) for number in adapted)
-    whole, bias, down = (None if plain or not part else side_by_side(part) for part in (weights, biases, downs))
-    apart = any(part and joint is None for part, joint in ((weights, whole), (biases, bias), (downs, down)))
+    whole, bias, down = (None if plain or not given else side_by_side(given) for given in (weights, biases, downs))
+    apart = any(given and joint is None for given, joint in ((weights, whole), (biases, bias), (downs, down)))
     if apart or (down is not None and down.dtype != whole.dtype):
         return added(torch.cat([layer(x) for layer in linears], dim=-1), add_to)
     scales = [linears[number].scaling[ADAPTER] for number in adapted]
@@ -262,15 +262,15 @@ def side_by_side(tensors: Sequence[Tensor]) -> Tensor | None:
     first = tensors[0]
     if len(tensors) == 1:
         return first.detach()
-    places = [] if first.is_meta else [each.data_ptr() for each in tensors]
+    places = [] if first.is_meta else [tensor.data_ptr() for tensor in tensors]
     kept = getattr(first, "side_by_side", None)
     if kept and kept[0] == places:
         return kept[1]
     memory, end = first.untyped_storage()._cdata, first.storage_offset()
-    for each in tensors:
-        if each.storage_offset() != end or each.untyped_storage()._cdata != memory or not each.is_contiguous():
+    for tensor in tensors:
+        if tensor.storage_offset() != end or tensor.untyped_storage()._cdata != memory or not tensor.is_contiguous():
             return None
-        end += each.numel()
+        end += tensor.numel()
     with torch.inference_mode(False):
         rows = first.detach().as_strided((sum(map(len, tensors)), *first.shape[1:]), first.stride())
     if places:
@@ -287,11 +287,11 @@ def lay_side_by_side(linears: Sequence[nn.Module]) -> None:
     for tensors in ([layer.weight for layer in linears], [layer.bias for layer in linears], downs):
         kinds = {(type(p), p.dtype, p.device, p.shape[1:], p.requires_grad) for p in tensors if p is not None}
         if len(kinds) == 1 and type(tensors[0]) is nn.Parameter and side_by_side(tensors) is None:
-            sizes = [len(each) for each in tensors]
+            sizes = [len(tensor) for tensor in tensors]
             shape = sum(sizes), *tensors[0].shape[1:]
             parts = (tensors[0].new_empty(shape) if is_empty.get() else torch.cat([*tensors])).split(sizes)
-            for each, rows in zip(tensors, parts, strict=True):
-                each.data = rows
+            for tensor, rows in zip(tensors, parts, strict=True):
+                tensor.data = rows
             side_by_side(tensors)  # and forget the memory before
 
 
@@ -351,7 +351,7 @@ class JointProduct(torch.autograd.Function):
             of_middle = torch.empty_like(middle)
             for number, (columns, inner, up, scale) in enumerate(joint.of_adapters(flat, of_middle, ups)):
                 torch.addmm(inner, columns, up, beta=0, alpha=scale, out=inner)
-                before = middle.split([each.shape[1] for each in ups], dim=1)[number]
+                before = middle.split([factor.shape[1] for factor in ups], dim=1)[number]
                 of_ups[number] = torch.addmm(up, columns.t(), before, beta=0, alpha=scale) if wants[number] else None
             of_x = of_x.addmm_(of_middle, down) if wants_x else None
             of_downs = (of_middle.t() @ x).split([up.shape[1] for up in ups])
@@ -368,7 +368,7 @@ def with_adapter(y: Tensor, layer: nn.Module, x: Tensor, rows: slice = slice(Non
     contains."""
     if "lora_A" not in layer._modules:
         return y
-    down, up = (getattr(layer, part)[ADAPTER].weight.flatten(1) for part in ("lora_A", "lora_B"))
+    down, up = (getattr(layer, name)[ADAPTER].weight.flatten(1) for name in ("lora_A", "lora_B"))
     return y + F.linear(F.linear(x.to(down.dtype), down), up[rows]) * layer.scaling[ADAPTER]
 
 

@@ -114,9 +114,9 @@ class Ranges(nn.Module):
 
     def __init__(self, figures: Figures) -> None:
         super().__init__()
-        for part, numbers in figures.items():
+        for feature, numbers in figures.items():
             for name in FIGURES:
-                self.register_buffer(f"{part}_{name}", torch.tensor(numbers[name], dtype=torch.float64))
+                self.register_buffer(f"{feature}_{name}", torch.tensor(numbers[name], dtype=torch.float64))
 
     def norm_stats(self) -> dict[str, Figures]:
         """The ranges in the layout of published folders."""
@@ -253,7 +253,7 @@ def are_of(figures: Moments, scales: Mapping[str, Scale], mode: str, eps: float)
         for feature in scales
         for name in ("shift", "scale")
     ]
-    return all(torch.allclose(one, other, rtol=1e-5, atol=1e-6) for one, other in pairs)
+    return all(torch.allclose(ours, other, rtol=1e-5, atol=1e-6) for ours, other in pairs)
 
 
 def read_figures(path: Path) -> dict[str, Moments]:

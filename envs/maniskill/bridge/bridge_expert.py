@@ -56,7 +56,7 @@ class BridgeExpert:
 
 def look(env: Scenes) -> BridgeWorld:
     layouts = [scene.laid_out() for scene in env.envs]
-    thing, place, size, top, held = (np.concatenate([host(part) for part in parts]) for parts in zip(*layouts))
+    thing, place, size, top, held = (np.concatenate([host(array) for array in parts]) for parts in zip(*layouts))
     arms = [scene.agent.controller.controllers["arm"] for scene in env.envs]
     hand = np.concatenate([host(arm.ee_pose.p) for arm in arms])
     base = np.concatenate([host(arm.root_link.pose.p) for arm in arms])

@@ -174,7 +174,7 @@ def two_plates() -> np.ndarray:
 
 @cache
 def starts() -> np.ndarray:
-    return np.array([one for one in product(*JOINTS) if abs(one[1] + one[2]) <= 0.25])
+    return np.array([joints for joints in product(*JOINTS) if abs(joints[1] + joints[2]) <= 0.25])
 
 
 PLACES = {"pairs": pairs, "border": border_places, "two_objects": two_objects, "two_plates": two_plates}

@@ -71,7 +71,7 @@ class BridgeScene:
         """The task's progress: grasped, held for a second, put down at its place. `env.reward=difference` rewards the
         increase."""
         done = info["success"] & info["is_src_obj_grasped"]
-        return sum(weight * info[part].float() for part, weight in SCORE.items()) + done.float()
+        return sum(weight * info[name].float() for name, weight in SCORE.items()) + done.float()
 
     def compute_normalized_dense_reward(self, obs: Any, action: Any, info: dict) -> torch.Tensor:
         return self.compute_dense_reward(obs, action, info) / (1 + sum(SCORE.values()))

@@ -199,10 +199,10 @@ class HTTPEngine(Engine):
             inputs["pictures"] = shown
         inputs["groups"] = np.array([came[place][0].episode for place in whole])
         with torch.no_grad():
-            own = self.policy(inputs).logprobs.reshape(-1).double().cpu().numpy()[mask]
+            computed = self.policy(inputs).logprobs.reshape(-1).double().cpu().numpy()[mask]
         ends = np.cumsum([len(written) for _, written in parts])[:-1]
-        for place, each in zip(whole, np.split(own, ends)):
-            gap = each - np.array(came[place][1].logprobs)
+        for place, logprobs in zip(whole, np.split(computed, ends)):
+            gap = logprobs - np.array(came[place][1].logprobs)
             gaps[place] = gap[np.isfinite(gap)]
         return gaps
 

@@ -120,7 +120,7 @@ class RemoteServer:
         listing = await self.call("GET", "/v1/models", limit_s=limit_s)
         try:
             model = listing["data"][0]
-            self.model, self.owner = (str(each)[:LONGEST_NAME] for each in (model["id"], model.get("owned_by") or ""))
+            self.model, self.owner = (str(text)[:LONGEST_NAME] for text in (model["id"], model.get("owned_by") or ""))
             settings = model.get("settings") or {}
         except (KeyError, IndexError, TypeError, AttributeError):
             raise ConfigError(f"{self.name}/v1/models names no model: is it a server of OpenAI's kind?") from None
@@ -249,7 +249,7 @@ class RemoteServer:
             if tied:
                 raise EmbodiedError(f"{self.name} cannot load {folder} ({err}); {extends}") from None
             seen, load = (), {"method": "reload_weights", "kwargs": {"weights_path": str(folder)}}
-        if not all(each == "True" for each in seen):
+        if not all(answer == "True" for answer in seen):
             for data in self.buckets(folder, name):
                 sent = {"method": "receive_bucket", "args": [base64.b64encode(data).decode()]}
                 await self.call("POST", RPC, sent)
@@ -278,8 +278,8 @@ class RemoteServer:
     async def text(self, response: Any) -> str:
         """The body of a response."""
         data = bytearray()
-        async for part in response.content.iter_any():
-            data += part
+        async for chunk in response.content.iter_any():
+            data += chunk
             if len(data) > MOST_BYTES:
                 raise ConfigError(f"{self.name}: {response.url.path} answers with more than {MOST_BYTES >> 20} MB")
         return data.decode(errors="replace")
@@ -287,9 +287,9 @@ class RemoteServer:
     async def lines(self, response: Any) -> AsyncIterator[bytes]:
         """The lines of a response as they arrive."""
         begun = bytearray()
-        async for part in response.content.iter_any():
-            begun += part
-            if b"\n" in part:
+        async for chunk in response.content.iter_any():
+            begun += chunk
+            if b"\n" in chunk:
                 *lines, begun = begun.split(b"\n")
                 for line in lines:
                     yield bytes(line)

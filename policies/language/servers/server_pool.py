@@ -108,7 +108,7 @@ def request_limits(most: dict[str, int], rates: dict[str, float | None]) -> dict
     if any(rates[name] is None for name in most):
         return dict(most)
     total, speed = sum(most.values()), sum(rates[name] or 0.0 for name in most)
-    return {name: max(1, min(each, ceil(total * (rates[name] or 0.0) / speed))) for name, each in most.items()}
+    return {name: max(1, min(rate, ceil(total * (rates[name] or 0.0) / speed))) for name, rate in most.items()}
 
 
 @dataclass
@@ -225,7 +225,7 @@ class ServerPool:
             raise self.error
 
     def put(self, requests: Mapping[int, Request]) -> None:
-        self.queue.put(*(Waiting(number, each, 1, each.episode, each.keep) for number, each in requests.items()))
+        self.queue.put(*(Waiting(number, asked, 1, asked.episode, asked.keep) for number, asked in requests.items()))
         self.hand_out()
 
     def release(self, compared: Sequence[tuple[PooledServer, int, Any, np.ndarray, str]]) -> list[tuple[int, Any]]:
@@ -367,7 +367,7 @@ class ServerPool:
         idle = [s for s in self.servers if s.takes and not s.calls and s.longest_s]
         if self.queue.waiting or not idle:
             return
-        since = time.monotonic() - PATIENCE * max(one.longest_s for one in idle)
+        since = time.monotonic() - PATIENCE * max(free.longest_s for free in idle)
         for number in [number for number, (_, began) in server.calls.items() if began < since]:
             server.calls.pop(number)[0].cancel()
             self.queue.kept_by[self.queue.taken[server.name][number].conversation] = idle[0].name
