@@ -30,7 +30,7 @@ def main(argv: list[str] | None = None) -> int:
     if name not in files:
         print(f"error: {answer_unknown(name, list(files))}", file=sys.stderr)
         return 2
-    module = importlib.import_module(module_of(files[name]))
+    module = importlib.import_module(".".join(("embodied", *files[name].relative_to(HERE).with_suffix("").parts)))
     sys.argv = [str(files[name]), *words[1:]]  # as if the command had been started by its own name
     return module.main(words[1:])
 
@@ -53,10 +53,6 @@ def commands() -> dict[str, Path]:
 def has_main(path: Path) -> bool:
     text = path.read_text(encoding="utf-8")
     return "\ndef main(" in text or "import main" in text
-
-
-def module_of(path: Path) -> str:
-    return ".".join(("embodied", *path.relative_to(HERE).with_suffix("").parts))
 
 
 def purpose(path: Path) -> str:

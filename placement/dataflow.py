@@ -40,12 +40,6 @@ class Lengths:
     pair: float = 0.0  # cost of a pair of tokens in attention
     degrees: tuple[int, ...] = (1,)  # numbers of learners that may compute a group together
 
-    def __post_init__(self) -> None:
-        if not self.answers or min(self.answers) < 1 or sorted(self.answers) != [*self.answers]:
-            raise ValueError(f"answers={self.answers}: should be numbers of tokens, the fewest first")
-        if self.running < 1 or self.prompt < 0 or min(self.item, self.pair) < 0 or not self.degrees:
-            raise ValueError(f"running={self.running}, prompt={self.prompt}, item={self.item}, pair={self.pair}")
-
     def batches(self, groups: int, size: int) -> np.ndarray:
         """[BATCHES, groups, size] Drawn tokens of answers."""
         places = np.linspace(0.0, 1.0, len(self.answers))

@@ -33,6 +33,9 @@ class Zone:
     device_class: str
     devices: int = 0  # their number; 0 while undecided
 
+    def __str__(self) -> str:
+        return f"{', '.join(self.components)}: {self.devices} {self.device_class}"
+
 
 Layer = tuple[Zone, ...]
 
@@ -86,11 +89,7 @@ class Layout:
         return "hybrid" if self.zone_of("policy") is self.zone_of("learner") else "collocated"
 
     def __str__(self) -> str:
-        return " ".join(f"[{' | '.join(map(zone_text, layer))}]" for layer in self.layers)
-
-
-def zone_text(zone: Zone) -> str:
-    return f"{', '.join(zone.components)}: {zone.devices} {zone.device_class}"
+        return " ".join(f"[{' | '.join(map(str, layer))}]" for layer in self.layers)
 
 
 def layer_sets(dataflow: Dataflow) -> list[tuple[frozenset[int], ...]]:

@@ -55,11 +55,6 @@ class Curve:
             inside = np.where(size < s[0], below, inside)
         return inside if inside.ndim else float(inside)
 
-    def scaled(self, factor: float) -> Curve:
-        """The curve with all values multiplied by `factor`."""
-        points = tuple((size, value * factor) for size, value in self.measured)
-        return Curve(self.sizes, tuple(v * factor for v in self.values), self.error, self.spread, points)
-
     def shifted_by(self, amount: float) -> Curve:
         """The curve with `amount` added to all values."""
         points = tuple((size, value + amount) for size, value in self.measured)
@@ -89,8 +84,6 @@ def curve_from_json(content: Any) -> Curve:
 def fit(samples: Mapping[float, Sequence[float]]) -> Curve:
     """Fits a curve to repeated measurements at several sizes: a floor and a line if these fit well, else straight lines
     between the medians. Neighbouring medians that fall with size are replaced by their mean."""
-    if not samples or not all(samples.values()):
-        raise ValueError("a fit needs at least one measurement at every size")
     sizes = sorted(samples)
     medians = [median(samples[size]) for size in sizes]
     points = simplest_points(sizes, medians)

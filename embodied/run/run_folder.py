@@ -323,7 +323,8 @@ def prune(run: Path, version: int, keep: int) -> None:
         shutil.rmtree(rest)
     saved = sorted(int(match[1]) for path in parent.iterdir() if (match := NAME.fullmatch(path.name)))
     old = [checkpoint for checkpoint in saved if checkpoint <= version][:-keep]
-    spared = {best_version(run), *by_hand(run)}
+    by_hand = (NAME.match(path.name) for path in run.glob("eval/v*-*"))
+    spared = {best_version(run), *(int(match[1]) for match in by_hand if match)}
     for path in (parent / name_of(checkpoint) for checkpoint in old if checkpoint not in spared):
         if is_ours(path):
             os.rename(path, doomed := parent / f"{DOOMED}{path.name}")
@@ -349,12 +350,6 @@ def best_version(run: Path) -> int | None:
                 success = overall["success_once"]["rate"] if overall["success_once"] else 0.0
                 ranked.append((success, overall["return"], int(path.parent.name[1:])))
     return max(ranked)[2] if ranked else None
-
-
-def by_hand(run: Path) -> set[int]:
-    """The versions that were evaluated by hand."""
-    names = (NAME.match(path.name) for path in run.glob("eval/v*-*"))
-    return {int(match[1]) for match in names if match}
 
 
 def locate(text: str) -> tuple[Path, Path | None, Path | None]:

@@ -93,5 +93,3 @@ def test_learners_begin_with_the_groups_that_are_whole_first():
 def test_lengths_are_kept_in_a_profile():
     flow = Dataflow((Component("sim", 1, 4, splits=False),), (), lengths=LONG_TAIL)
     assert dataflow_from_json(flow.to_json()) == flow
-    with pytest.raises(ValueError, match="the fewest first"):
-        Lengths((3, 1))
