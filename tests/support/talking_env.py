@@ -3,13 +3,11 @@
 With `env.kwargs` a fault strikes one sim worker, as in `faulty_env`.
 """
 
-import os
 from dataclasses import replace
 
 from faulty_env import Fault
 
 from embodied.core.pictures import data_url, drawing, load_picture, video
-from embodied.envs.text.scoring_process import Scorer
 from embodied.envs.text.text_env import TextEnv, Turn
 
 
@@ -93,31 +91,6 @@ class LongReplies(Digits):
     def step(self, answer):
         even = any(digit in answer for digit in "02468")
         return Turn(reward=float(even), said="x" * 3000, success=even)
-
-
-def even_digits():
-    return lambda answer: float(any(digit in answer for digit in "02468"))
-
-
-class Scored(Digits):
-    """Has its answers scored elsewhere; before the seventh the process that does is sent the signal of env.kwargs."""
-
-    @classmethod
-    def load(cls, config):
-        shared = Scorer("talking_env:even_digits")
-        shared.asked = 0
-        return shared
-
-    @classmethod
-    def unload(cls, shared):
-        shared.close()
-
-    def step(self, answer):
-        self.shared.asked += 1
-        if self.shared.asked == 7 and "signal" in self.config.kwargs:
-            os.kill(self.shared.pid, self.config.kwargs["signal"])
-        score, problem = self.shared.score(5.0, answer=answer)
-        return Turn(reward=score, success=score == 1.0, facts={"problem": problem})
 
 
 class ShownAgain(Shown):

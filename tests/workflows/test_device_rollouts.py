@@ -1,25 +1,20 @@
 """Rollouts that stay on the device of the simulator and the policy, with tensors on the CPU in the device's place."""
 
-from dataclasses import replace
-
 import numpy as np
 import pytest
 import torch
 from counted_transfers import READS, Transfers
+from stepped import Run
 
-from embodied.config.recipe import load
 from embodied.envs.sim_worker import SimWorker
-from embodied.placement import make_plan
-from embodied.policies.policy_folder import read_weights
 from embodied.policies.worker import PolicyWorker
-from embodied.run import launch
 from embodied.runtime.device_graphs import Recordings
-from embodied.workflows.rl_loop import EmbodiedLoop
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # ManiSkill's and SAPIEN's own
 TOGETHER = {"sim,policy": "cpu:0", "learner": "cpu:1"}
-SMALL = ["env.backend=cpu_batched", "env.num_envs=4", "algo.minibatch_size=100", "algo.epochs=2"]
-SHORT = ["run.iterations=2", "run.env_steps=null", "cluster.backend=inline"]
+SMALL = ["env.backend=cpu_batched", "env.num_envs=4", "algo.minibatch_size=40", "algo.epochs=2"]
+SMALL += ["env.max_episode_steps=20", "algo.rollout_decisions=20"]
+SHORT = ["run.iterations=2", "run.env_steps=null"]
 
 
 @pytest.fixture
@@ -35,9 +30,6 @@ def noise_of_tensors(monkeypatch):
 
 def trained(folder, recipe, options):
     """What sims and policies moved in the second rollout, and the weights and numbers after it."""
-    config = load([f"recipe={recipe}", *SHORT, *options]).config
-    plan = make_plan(TOGETHER, (0, 1), config.env.num_envs)
-    plan = replace(plan, hosts=tuple(replace(host, cores=()) for host in plan.hosts))
     moved: list[Transfers] = []
 
     def counted(method):
@@ -48,17 +40,16 @@ def trained(folder, recipe, options):
 
         return call
 
-    with pytest.MonkeyPatch.context() as patch, launch.cluster(config, plan, folder) as cluster:
+    run = Run(folder, f"recipe={recipe}", *SHORT, *options, placement=TOGETHER)
+    with pytest.MonkeyPatch.context() as patch:
         for kind, name in ((SimWorker, "play"), (PolicyWorker, "serve")):
             patch.setattr(kind, name, counted(getattr(kind, name)))
-        loop = EmbodiedLoop(config, cluster)
-        loop.publish(0)
-        for iteration in range(2):
-            results, numbers = loop.iterate(iteration, 2)
-        loop.save_learners(folder / "saved")
+        with run:
+            results, numbers = run.play()[-1]
+            weights = run.weights()
     numbers = {name: number for name, number in numbers.items() if not name.startswith(("time/", "memory/"))}
     resets = moved[2].of_resets + moved[3].of_resets
-    return (moved[2].lines + moved[3].lines, resets), read_weights(folder / "saved" / "policy"), numbers, results
+    return (moved[2].lines + moved[3].lines, resets), weights, numbers, results
 
 
 def test_the_gpu_recipe_moves_nothing_in_a_step_and_learns_what_it_learns_on_the_host(
@@ -70,7 +61,7 @@ def test_the_gpu_recipe_moves_nothing_in_a_step_and_learns_what_it_learns_on_the
     _, *on_host = trained(tmp_path / "host", "maniskill_ppo_gpu", SMALL)
     monkeypatch.setattr(ManiSkillEnv, "gives_tensors", True)
     (moved, resets), *on_device = trained(tmp_path / "device", "maniskill_ppo_gpu", SMALL)
-    assert sum(moved.values()) <= 5, moved  # of 50 decisions
+    assert sum(moved.values()) <= 5, moved  # of 20 decisions
     assert 0 < sum(resets.values()) <= 5, resets  # of all rows at once
     assert on_device[1:] == on_host[1:] and len(on_device[2]) == 4
     for name, array in on_host[0].items():

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import stepped
 from stepped import strike
+from talking_runs import far
 
 ITERATIONS = 4
 ARGUMENTS = (
@@ -28,14 +29,10 @@ class Run(stepped.Run):
         super().__init__(folder, *arguments, placement=placement, **more)
 
 
-def far(ours, theirs):
-    return max(float(np.abs(ours[name] - theirs[name]).max()) for name in theirs)
-
-
 @pytest.fixture(scope="module")
 def reference(tmp_path_factory):
     with Run(tmp_path_factory.mktemp("reference"), ONE_OF_EACH, *DROPS) as run:
-        return run.play(), run.weights()
+        return run.play(), run.weights(), run.folder / "saved" / "policy"
 
 
 def test_the_reference_run_learns_drops_and_carries_over(reference):
@@ -59,13 +56,10 @@ def test_the_reference_run_learns_drops_and_carries_over(reference):
     ("placement", "stages"),
     [
         pytest.param(TWO_SIMS, 1, marks=pytest.mark.slow),
-        (TWO_SIMS, 2),
-        (FOUR_SIMS, 1),
-        pytest.param(FOUR_SIMS, 2, marks=pytest.mark.slow),
-        pytest.param(MANY_LEARNERS, 1, marks=pytest.mark.slow),
+        (FOUR_SIMS, 2),
         pytest.param(MANY_LEARNERS, 2, marks=pytest.mark.slow),
     ],
-    ids="two_sims-1 two_sims-2 four_sims-1 four_sims-2 many_learners-1 many_learners-2".split(),
+    ids=["two_sims", "four_sims", "many_learners"],
 )
 def test_every_plan_gives_the_same_weights(reference, tmp_path, placement, stages):
     with Run(tmp_path, placement, *DROPS, f"pipeline.stages={stages}") as run:
@@ -102,16 +96,6 @@ def test_the_divergence_in_the_reward_is_the_same_wherever_it_runs(tmp_path):
         assert far(run.weights(), found[0]) > 1e-4
 
 
-def test_a_group_begins_alike_and_goes_different_ways(tmp_path):
-    with Run(tmp_path, ONE_OF_EACH, "algo.filter=none") as run:
-        specs = [run.loop.batch_source.episodes[index] for index in range(6)]
-        assert len({(spec.task, spec.init_state_id, spec.seed) for spec in specs}) == 2
-        assert [spec.index for spec in specs] == list(range(6))
-        (episodes, _), *_ = run.play(0, 1)
-        returns = np.array([episode.total_reward for episode in episodes]).reshape(5, 3)
-        assert (np.ptp(returns, axis=1) > 1e-3).all()
-
-
 def test_a_resumed_run_equals_one_that_was_not_stopped(reference, tmp_path):
     with Run(tmp_path / "first", TWO_SIMS, *DROPS) as run:
         run.play(0, 2)
@@ -138,11 +122,8 @@ def test_a_checkpoint_without_the_episodes_of_a_dead_sim_is_resumed(tmp_path):
 
 
 def test_a_policy_to_start_from_is_the_reference_and_keeps_its_statistics(reference, tmp_path):
-    with Run(tmp_path / "first", ONE_OF_EACH, *DROPS) as run:
-        run.play()
-        begin = run.weights()
-    assert far(begin, reference[1]) < 1e-9
-    with Run(tmp_path / "second", ONE_OF_EACH, *DROPS, "algo.lr=0", start=tmp_path / "first/saved/policy") as run:
+    _, begin, folder = reference
+    with Run(tmp_path, ONE_OF_EACH, *DROPS, "algo.lr=0", start=folder) as run:
         rows = [row for _, row in run.play(0, 2)]
         assert far(run.weights(), begin) == 0
     assert all(abs(row["train/reference_kl"]) < 1e-12 and row["train/grad_norm"] > 0 for row in rows)

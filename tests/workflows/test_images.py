@@ -1,18 +1,13 @@
 """Images on their way through the loop: seen by the sims, sent once to each who looks, learnt from as bytes."""
 
 import json
-from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
+from stepped import Run
 
-from embodied.config.recipe import load
 from embodied.learners import worker as learner
-from embodied.placement import make_plan
-from embodied.policies.policy_folder import read_weights
-from embodied.run import launch
-from embodied.workflows.rl_loop import EmbodiedLoop
 
 ITERATIONS, ENVS, DECISIONS = 2, 6, 8
 ARGUMENTS = [
@@ -32,16 +27,9 @@ APART = {"sim": "cpu:0", "policy": "cpu:1", "learner": "cpu:2"}
 
 def trained(folder, placement, backend, *options):
     """The policy after a few iterations, and the numbers of the last."""
-    config = load([*ARGUMENTS, f"cluster.backend={backend}", *options]).config
-    plan = make_plan(placement, (0, 1, 2), config.env.num_envs)
-    plan = replace(plan, hosts=tuple(replace(host, cores=()) for host in plan.hosts))
-    with launch.cluster(config, plan, folder) as cluster:
-        loop = EmbodiedLoop(config, cluster)
-        loop.publish(0)
-        for iteration in range(ITERATIONS):
-            _, numbers = loop.iterate(iteration, ITERATIONS)
-        loop.save_learners(folder / "saved")
-    return read_weights(folder / "saved" / "policy"), numbers
+    with Run(folder, *ARGUMENTS, *options, placement=placement, backend=backend) as run:
+        numbers = run.train()[-1]
+        return run.weights(), numbers
 
 
 def env(kind, **kwargs):

@@ -4,7 +4,6 @@ import json
 import os
 import subprocess
 import sys
-from importlib.util import find_spec
 
 import numpy as np
 import pytest
@@ -23,7 +22,8 @@ PATIENT = "faults.timeout_s=600"
 TWO_ENGINES = "placement={sim: 'cpu:0', policy: 'cpu:0-1*2', learner: 'cpu:1'}"
 ROBOTS = [
     *("cluster.backend=inline", "run.env_steps=null", "run.iterations=3", "run.save_every=1", "run.eval_every=1"),
-    *("env.num_envs=8", "eval.episodes=6", "eval.num_envs=4", "eval.videos=0"),
+    *("env.num_envs=8", "env.max_episode_steps=20", "algo.minibatch_size=64", "algo.epochs=1"),
+    *("eval.episodes=6", "eval.num_envs=4", "eval.videos=0"),
 ]
 
 
@@ -97,22 +97,6 @@ def test_with_servers_it_finds_the_same(whole, alone, tmp_path, monkeypatch):
         assert turns == [[one["answer"] for one in line["turns"]] for line in found(whole / "eval" / version)[0]]
 
 
-@pytest.mark.slow
-@pytest.mark.skipif(find_spec("vllm") is None, reason="vLLM is not installed (make vllm)")
-def test_with_vllm_it_finds_what_our_engine_finds_for_its_checkpoints(alone, tmp_path):
-    """Greedy answers, beside those of training that are drawn."""
-    small = ["policy.preset=tiny", "policy.dtype=float32", "policy.max_length=64", "eval.temperature=0"]
-    run = run_of(tmp_path, BESIDE, *small, "policy.engine=vllm", "cluster.backend=local", "faults.hang_s=500")
-    assert alone == [(3, 6)]
-    for version in ("v000001", "v000002"):
-        asked = [f"checkpoint={run / 'checkpoints' / version}", "eval.videos=0", "cluster.backend=inline"]
-        assert evaluate.main([*asked, "policy.engine=transformers"]) == 0
-        both = [found(run / "eval" / name) for name in (version, f"{version}-evaluate")]
-        (told, outcomes), (by_ours, outcomes_by_ours) = both
-        assert [line["turns"][0]["answer"] for line in told] == [line["turns"][0]["answer"] for line in by_ours]
-        assert outcomes == outcomes_by_ours
-
-
 @pytest.mark.parametrize("schedule", ["periodic", "async"])
 def test_with_every_schedule_it_equals_one_of_its_checkpoint(schedule, alone, tmp_path):
     """Greedy answers, beside those of training that are drawn."""
@@ -126,11 +110,10 @@ def test_with_every_schedule_it_equals_one_of_its_checkpoint(schedule, alone, tm
 @pytest.mark.parametrize(
     ("options", "by_themselves"),
     [
-        (("recipe=pointmass_ppo", "algo.minibatch_size=128"), [3]),
-        (("recipe=pointmass_ppo", "algo.minibatch_size=128", "pipeline.schedule=async"), [2, 3]),
+        (("recipe=pointmass_ppo", "algo.rollout_decisions=32", "pipeline.schedule=async"), [2, 3]),
         (("recipe=pointmass_grpo", "algo.groups=2"), [3]),
     ],
-    ids=["slices", "async", "groups"],
+    ids=["slices", "groups"],
 )
 def test_robots_play_it_with_the_same_results_and_train_the_same(options, by_themselves, alone, tmp_path):
     """Evaluations take the likeliest actions; rollouts, beside which they are played, draw theirs."""

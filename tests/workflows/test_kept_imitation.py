@@ -1,7 +1,7 @@
 """algo.imitation: every gradient step of RL also imitates, and the weights depend on neither learners nor schedule."""
 
 import json
-from pathlib import Path
+import shutil
 from types import SimpleNamespace
 
 import numpy as np
@@ -33,7 +33,7 @@ def kept(tmp_path_factory):
 def played(folder, *arguments, **more):
     folder.mkdir(exist_ok=True)
     with stepped.Run(folder, *arguments, **more) as run:
-        rows = run.play(0, 3)
+        rows = run.play(0, 2)
         return [numbers for _, numbers in rows], run.weights()
 
 
@@ -62,26 +62,23 @@ def test_conversations_too(tmp_path):
     lines.write_text("".join(json.dumps({"prompt": f"{n}?", "answer": str(n % 10)}) + "\n" for n in range(20, 33)))
     kept = f"algo.imitation={{data: {lines}, weight: 1.0, minibatch_size: 5}}"
     found = []
-    for name, placement, more in (("1", ONE_OF_EACH, [kept]), ("2", APART, [kept]), ("3", ONE_OF_EACH, [])):
-        with Talk(tmp_path / name, *more, placement=placement) as run:
+    for name, placement in (("1", ONE_OF_EACH), ("2", APART)):
+        with Talk(tmp_path / name, kept, placement=placement) as run:
             found.append(([row for _, row in run.some(2)], run.weights()))
-    (rows, alone), (_, shared), (_, without) = found
-    assert far(shared, alone) < 1e-10 < 1e-3 < far(without, alone)
+    (rows, alone), (_, shared) = found
+    assert far(shared, alone) < 1e-10
     assert rows[1][LOSS] < rows[0][LOSS]
 
 
 def test_a_resumed_run_is_the_same(kept, tmp_path):
     short = [one for one in stepped.PPO if not one.startswith("run.iterations")]
     short += [kept, "cluster.backend=inline"]
-    short += ["eval.episodes=4", "eval.videos=0", "run.save_every=1", "run.keep=null", f"run.dir={tmp_path}"]
-    whole = train(*short, "run.iterations=3", "run.name=whole")
-    first = train(*short, "run.iterations=3", "run.name=first")
-    for later in ("v000002", "v000003"):
-        for file in sorted((Path(first.folder) / "checkpoints" / later).rglob("*"), reverse=True):
-            file.unlink() if file.is_file() else file.rmdir()
-        (Path(first.folder) / "checkpoints" / later).rmdir()
-    train(f"resume={first.folder}")
-    ends = [read_weights(Path(run.folder) / "checkpoints" / "v000003" / "policy") for run in (whole, first)]
+    short += ["eval.episodes=1", "eval.videos=0", "run.save_every=1", "run.keep=null", f"run.dir={tmp_path}"]
+    whole = train(*short, "run.iterations=2").folder
+    first = shutil.copytree(whole, tmp_path / "first")
+    shutil.rmtree(first / "checkpoints" / "v000002")
+    train(f"resume={first}")
+    ends = [read_weights(run / "checkpoints" / "v000002" / "policy") for run in (whole, first)]
     assert all(np.array_equal(ends[0][name], ends[1][name]) for name in ends[0])
 
 

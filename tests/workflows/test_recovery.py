@@ -167,11 +167,15 @@ AT_WORK = [
     for case in product(("pointmass_ppo", "pointmass_grpo"), UPDATES)
 ]
 MOMENTS = ("update", "publish", "load")
+PPO = ["recipe=pointmass_ppo", "algo.rollout_decisions=16", "algo.minibatch_size=32", "run.env_steps=null"]
+GRPO = ["recipe=pointmass_grpo", "algo.groups=5", "algo.group_size=3", "algo.minibatch_size=null", "algo.epochs=1"]
+SMALL = ["env.num_envs=8", "env.max_episode_steps=12", "run.iterations=6"]
 
 
 @pytest.mark.parametrize(("recipe", "placement"), AT_WORK)
 def test_a_host_that_dies_while_learners_update_or_publish_is_replaced(tmp_path, recipe, placement):
-    with Run.shipped(tmp_path, recipe, "local", UPDATES[placement]) as run:
+    sizes = PPO[1:] if recipe == "pointmass_ppo" else GRPO[1:]
+    with Run.shipped(tmp_path, recipe, "local", UPDATES[placement], *SMALL, *sizes) as run:
         run.iterate(0)
         for restart, moment in enumerate(MOMENTS, 1):
             strike(run, moment, "policy-0")
@@ -188,13 +192,13 @@ def test_a_host_that_dies_while_learners_update_or_publish_is_replaced(tmp_path,
 @pytest.mark.parametrize("backend", ["local", pytest.param("ray", marks=pytest.mark.chaos)])
 @pytest.mark.parametrize("number", [signal.SIGKILL, pytest.param(signal.SIGSTOP, marks=pytest.mark.slow)])
 def test_a_successor_that_dies_or_hangs_while_it_builds_is_another_restart(tmp_path, number, backend):
-    with Run.shipped(tmp_path, "pointmass_ppo", backend, "faults.hang_s=8") as run:
+    with Run.shipped(tmp_path, "pointmass_ppo", backend, "faults.hang_s=8", *SMALL, *PPO[1:]) as run:
         run.iterate(0)
         replace_host, again = run.cluster.replace, []
 
         def replace_and_strike(host):
             handles = replace_host(host)
-            if len(again) < 2:
+            if not again:
                 again.append(host)
                 until = time.monotonic() + 60
                 hosts = run.cluster._backend
@@ -209,7 +213,7 @@ def test_a_successor_that_dies_or_hangs_while_it_builds_is_another_restart(tmp_p
         strike(run, "update", "sim-0")
         run.iterate(1)
         run.iterate(2)
-        assert [line.split("(")[1].split(",")[0] for line in run.lines] == ["restart 1", "restart 2", "restart 3"]
+        assert [line.split("(")[1].split(",")[0] for line in run.lines] == ["restart 1", "restart 2"]
 
 
 @pytest.mark.chaos
@@ -235,8 +239,6 @@ def test_an_episode_that_kills_twice_is_an_error_and_costs_no_other(tmp_path):
     assert results[:2] + results[3:] == whole[:2] + whole[3:]
 
 
-PPO = ["recipe=pointmass_ppo", "algo.rollout_decisions=16", "algo.minibatch_size=32", "run.env_steps=null"]
-GRPO = ["recipe=pointmass_grpo", "algo.groups=5", "algo.group_size=3", "algo.minibatch_size=null", "algo.epochs=1"]
 ENDED = {
     "sync": (*PPO, "faults.max_restarts=1"),
     "async": (*PPO, "pipeline.schedule=async"),
@@ -244,7 +246,6 @@ ENDED = {
 }
 
 
-@pytest.mark.as_users_do
 @pytest.mark.parametrize(
     "schedule", ["async", *(pytest.param(one, marks=pytest.mark.slow) for one in ("sync", "periodic"))]
 )
@@ -254,7 +255,7 @@ def test_a_run_saves_what_it_has_learned_before_a_simulator_that_fails_in_every_
     monkeypatch.chdir(tmp_path)
     fault = "{fault: sigkill, place: rollout, worker: sim-0, after: 40"
     env = ["env.name=faulty_env:FaultyEnv", "env.task=reach", f"env.kwargs={fault}, until: {tmp_path / 'healed'}}}"]
-    short = ["env.num_envs=8", "env.max_episode_steps=12", "run.iterations=6", "eval.episodes=2", "run.name=ended"]
+    short = [*SMALL, "eval.episodes=2", "run.name=ended"]
     patience = [] if schedule == "sync" else ["faults.max_restarts=0"]
     assert train.main([*ENDED[schedule], *env, *short, *patience]) == 1
     told = capsys.readouterr()

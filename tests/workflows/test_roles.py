@@ -6,20 +6,15 @@ import numpy as np
 import pytest
 import stepped
 
-from embodied.config.recipe import load
 from embodied.core.errors import ConfigError
 from embodied.envs.sim_worker import SimWorker
-from embodied.placement import make_plan
-from embodied.policies.policy_folder import read_weights
 from embodied.policies.worker import PolicyWorker
-from embodied.run import launch
 from embodied.workflows.contract import Role, check_roles
-from embodied.workflows.imitation import ImitationLoop
 from embodied.workflows.rl_loop import LEARNER, POLICY, SIM, EmbodiedLoop
 
 ARGUMENTS = (
     "recipe=pointmass_ppo env.num_envs=8 env.dtype=float64 policy.dtype=float64 policy.hidden=[8,8] "
-    "algo.rollout_decisions=8 algo.minibatch_size=32 run.env_steps=null run.iterations=2 cluster.backend=inline "
+    "algo.rollout_decisions=8 algo.minibatch_size=32 run.env_steps=null run.iterations=2 "
     "faults.timeout_s=240 faults.hang_s=20"
 ).split()
 
@@ -42,19 +37,12 @@ SEVERAL = {"sim": "fake:0-1", "policy": "fake:2", "learner": "fake:3-5", "reward
 
 def learned(folder, program, *words, places=ONE_OF_EACH):
     """The weights after two iterations, the loop, the workers that hold devices, and the last iteration's numbers."""
-    config = load([*ARGUMENTS, *words]).config
     roles = [role.name for role in program.roles]
     used = {role: devices for role, devices in places.items() if role in roles}
-    plan = make_plan(used, (0,), config.env.num_envs, roles=roles)
     folder.mkdir()
-    with launch.cluster(config, plan, folder) as cluster:
-        loop = program(config, cluster)
-        loop.publish(0)
-        for iteration in range(2):
-            _, numbers = loop.iterate(iteration, 2)
-        loop.save_learners(folder / "saved")
-        claims = set(loop.device_sharing.coordinator.claims)
-    return read_weights(folder / "saved" / "policy"), loop, claims, numbers
+    with stepped.Run(folder, *ARGUMENTS, *words, kind=program, placement=used) as run:
+        numbers = run.train()[-1]
+        return run.weights(), run.loop, set(run.loop.device_sharing.coordinator.claims), numbers
 
 
 @pytest.mark.parametrize(("pieces", "parts"), [("null", 4), (3, 12)])
@@ -111,19 +99,11 @@ def test_a_program_may_have_sims_and_policies_of_its_own(tmp_path):
             LEARNER,
         )
 
-    config = load(ARGUMENTS).config
-    plan = make_plan({"sim": "fake:0", "policy": "fake:1", "learner": "fake:2"}, (0,), config.env.num_envs)
-    with launch.cluster(config, plan, tmp_path) as cluster:
-        loop = CountedLoop(config, cluster)
-        loop.publish(0)
-        loop.iterate(0, 1)
-        assert loop.workers.groups["sim"].count().wait() == [1]
-        assert loop.workers.groups["policy"].count().wait() == ["of one's own"]
-
-
-def test_imitation_differs_from_training_in_its_learners_alone():
-    assert ImitationLoop.roles[:2] == EmbodiedLoop.roles[:2] == (SIM, POLICY)
-    assert replace(ImitationLoop.roles[2], worker=LEARNER.worker, arguments=LEARNER.arguments) == LEARNER
+    places = {"sim": "fake:0", "policy": "fake:1", "learner": "fake:2"}
+    with stepped.Run(tmp_path, *ARGUMENTS, kind=CountedLoop, placement=places) as run:
+        run.iterate(0)
+        assert run.loop.workers.groups["sim"].count().wait() == [1]
+        assert run.loop.workers.groups["policy"].count().wait() == ["of one's own"]
 
 
 @pytest.mark.parametrize(
@@ -156,8 +136,7 @@ def test_a_role_that_cannot_be_launched_is_refused(name, worker):
     ],
 )
 def test_pieces_of_rollouts_are_not_handed_to_a_role_that_takes_all_together(program, beside, reason, tmp_path):
-    config = load([*ARGUMENTS, "pipeline.granularity=4"]).config
-    plan = make_plan({**ONE_OF_EACH, **beside}, (0,), config.env.num_envs, roles=[role.name for role in program.roles])
-    with launch.cluster(config, plan, tmp_path, program=program) as cluster:
-        with pytest.raises(ConfigError, match=f"granularity=4 sends parts of rollouts, but {reason}"):
-            program(config, cluster)
+    places = {**ONE_OF_EACH, **beside}
+    with pytest.raises(ConfigError, match=f"granularity=4 sends parts of rollouts, but {reason}"):
+        with stepped.Run(tmp_path, *ARGUMENTS, "pipeline.granularity=4", kind=program, placement=places):
+            pass

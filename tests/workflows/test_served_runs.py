@@ -5,7 +5,6 @@ import asyncio
 import contextlib
 import json
 import os
-import re
 import signal
 import subprocess
 import sys
@@ -30,7 +29,7 @@ from embodied.records.transcripts import read_transcripts
 from embodied.serving.config import TOKEN
 
 INLINE = ["cluster.backend=inline", 'placement={"sim,policy": "cpu:0", learner: "cpu:0"}']
-FEW = ["run.iterations=3", "env.num_envs=64", "algo.groups=8", "algo.group_size=8", "eval.episodes=8", *INLINE]
+FEW = ["run.iterations=3", "env.num_envs=16", "algo.groups=4", "algo.group_size=4", "eval.episodes=8", *INLINE]
 
 
 @pytest.fixture(autouse=True)
@@ -42,9 +41,8 @@ def at(server, folder):
     return ["policy.engine=http", f"policy.url={server.url}", f"policy.weights={folder / 'weights'}"]
 
 
-@pytest.mark.parametrize("schedule", ["sync", "async"])
-def test_a_run_through_a_server_takes_the_same_steps(schedule, tmp_path):
-    asked = [f"pipeline.schedule={schedule}"]
+def test_a_run_through_a_server_takes_the_same_steps(tmp_path):
+    asked = ["pipeline.schedule=async"]
     with Talk(tmp_path / "own", *asked, placement=ONE_OF_EACH) as run:
         want, weights = run.some(3), run.weights()
     model = build(preset="tiny_gpt2", dtype="float64", max_running=8, seed=7)
@@ -72,7 +70,7 @@ def test_a_run_of_several_processes_shows_what_becomes_of_its_servers(tmp_path):
 
 
 async def many_clients(openai, url, stop, answers):
-    """50 of OpenAI's clients: some read their answers, some leave in the middle of a stream, some while they wait."""
+    """12 of OpenAI's clients: some read their answers, some leave in the middle of a stream, some while they wait."""
 
     async def ask(client, number):
         asked = {"model": "m", "prompt": f"{number}", "max_tokens": 24, "seed": number}
@@ -90,10 +88,10 @@ async def many_clients(openai, url, stop, answers):
                 answers.setdefault((number, found.system_fingerprint), set()).add(found.choices[0].text)
 
     async with openai.AsyncOpenAI(base_url=f"{url}/v1", api_key=SECRET, max_retries=0, timeout=300) as client:
-        await asyncio.gather(*(ask(client, number) for number in range(50)))
+        await asyncio.gather(*(ask(client, number) for number in range(12)))
 
 
-def test_fifty_clients_that_come_and_go_change_nothing_in_a_run_on_their_server(tmp_path):
+def test_twelve_clients_that_come_and_go_change_nothing_in_a_run_on_their_server(tmp_path):
     openai = pytest.importorskip("openai", reason="comes with vLLM")
     with Talk(tmp_path / "own", placement=ONE_OF_EACH) as run:
         want, weights = run.some(2), run.weights()
@@ -107,7 +105,7 @@ def test_fifty_clients_that_come_and_go_change_nothing_in_a_run_on_their_server(
                 assert told(run.some(2)) == told(want)
                 assert far(run.weights(), weights) < 1e-10
             last = server.generation.fingerprint
-            until(lambda: len(answers) > 16 and last in {weights for _, weights in [*answers]})
+            until(lambda: len(answers) > 4 and last in {weights for _, weights in [*answers]})
         finally:
             stop.set()
         clients.result(300)
@@ -216,24 +214,7 @@ def test_an_honest_server_of_another_processor_is_believed(begun, tmp_path):
     assert json.loads((run / "metrics.jsonl").read_text().splitlines()[-1])["engine/dropped_servers"] == 0
 
 
-LIAR = """
-import sys, torch
-from embodied import serve
-from embodied.serving.generation import Generation
-
-def lie(self, *args, load=Generation.load):
-    found, draw = load(self, *args), torch.Generator().manual_seed(1)
-    with torch.no_grad():
-        for parameter in self.policy.parameters():
-            parameter += 0.3 * torch.randn(parameter.shape, generator=draw, dtype=parameter.dtype)
-    return found
-
-Generation.load = lie
-sys.exit(serve.main(sys.argv[1:]))
-"""
-
-
-@pytest.mark.parametrize("suspects", ["use", "drop", "stop"])
+@pytest.mark.parametrize("suspects", ["use", "stop"])
 def test_what_a_server_answered_before_it_lied_is_used_or_left_out_or_ends_the_run(suspects, tmp_path, monkeypatch):
     before, released = ServerPool.release, []
     models = [build(preset="tiny_gpt2", dtype="float64", max_running=4, seed=7) for _ in range(2)]
@@ -309,59 +290,3 @@ def test_all_policy_workers_drop_a_server_that_one_of_them_finds_out(tmp_path, m
             _, row = run.iterate(0)
     assert len(pools) == 2 and row["engine/dropped_servers"] == 2
     assert row["engine/suspect_answers"] > 0 and row["groups/dropped_incomplete"] > 0
-
-
-class ServerProcess:
-    """`python -m embodied.serve`, or a program that does so and lies about its weights."""
-
-    def __init__(self, checkpoint, port=0, lies=False):
-        program = ["-c", LIAR] if lies else ["-m", "embodied.serve"]
-        words = [f"checkpoint={checkpoint}", f"port={port}"]
-        self.process = subprocess.Popen([sys.executable, *program, *words], stdout=subprocess.PIPE, text=True)
-
-    def address(self):
-        self.url = next(line.split()[1] for line in self.process.stdout if line.startswith("listening"))[:-3]
-        return self.url
-
-    def __enter__(self):
-        return self
-
-    def __exit__(self, *_):
-        self.process.kill()
-        self.process.communicate()
-
-
-@pytest.mark.slow
-@pytest.mark.chaos
-def test_a_run_on_three_servers_takes_the_same_steps_whatever_becomes_of_them(tmp_path, monkeypatch, capsys):
-    with Talk(tmp_path / "own", placement=ONE_OF_EACH) as run:
-        want, weights = run.some(3), run.weights()
-    policy, before, released = tmp_path / "policy", ServerPool.release, []
-    build(preset="tiny_gpt2", dtype="float64", max_running=4, seed=7).save_pretrained(policy)
-    with contextlib.ExitStack() as stack:
-        servers = [stack.enter_context(ServerProcess(policy, lies=lies)) for lies in (False, False, True)]
-        killed, restarted, liar = [server.address() for server in servers]
-
-        def release(pool, compared):
-            found = before(pool, compared)
-            count, _ = len(released), released.extend(found)
-            if count < 4 <= len(released):
-                servers[0].process.kill()
-            if count < 24 <= len(released):
-                servers[1].process.kill()
-                servers[1].process.wait()
-                stack.enter_context(ServerProcess(policy, port=int(restarted.rpartition(":")[2])))
-            return found
-
-        monkeypatch.setattr(ServerPool, "release", release)
-        asked = ["policy.engine=http", f"policy.url=[{killed}, {restarted}, {liar}]", "policy.away_s=600"]
-        with Talk(tmp_path / "pool", *asked, f"policy.weights={tmp_path / 'w'}", placement=ONE_OF_EACH) as run:
-            rows = run.some(3)
-            assert told(rows) == told(want)
-            assert far(run.weights(), weights) < 1e-10
-    said = capsys.readouterr().out
-    (dropped,) = [line for line in said.splitlines() if "is dropped" in line]
-    tokens = re.search(r"in its last (\d+) answers of (\d+) tokens", dropped)
-    assert liar in dropped and int(tokens[2]) < 32 + 4
-    assert killed in said and restarted in said
-    assert sum(row["engine/asked_again"] for _, row in rows) > 0

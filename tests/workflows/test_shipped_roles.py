@@ -43,48 +43,41 @@ def placed(**roles):
     return PLACES | roles
 
 
-@pytest.mark.parametrize(("kl_in", "schedule"), [("loss", "sync"), ("reward", "sync"), ("loss", "periodic")])
-def test_weights_are_those_of_a_reference_inside_the_learners(kl_in, schedule, tmp_path):
-    words = [
-        *COMPARED,
-        f"algo.kl_in={kl_in}",
-        *(["algo.name=reinforce++", "algo.scale=batch"] if kl_in == "reward" else []),
-    ]
-    more = ["roles.reference=true", f"pipeline.schedule={schedule}"]
+@pytest.mark.parametrize(
+    ("options", "schedule"),
+    [(["algo.kl_in=reward", "algo.name=reinforce++", "algo.scale=batch"], "sync"), (["algo.kl_in=loss"], "periodic")],
+    ids=["reward", "loss"],
+)
+def test_weights_are_those_of_a_reference_inside_the_learners(options, schedule, tmp_path):
+    words, more = [*COMPARED, *options], ["roles.reference=true", f"pipeline.schedule={schedule}"]
     with Talk(tmp_path / "inside", *words, placement=PLACES) as run:
-        inside, rows = run.some(3) and run.weights(), None
+        inside = run.some(2) and run.weights()
     with Talk(tmp_path / "apart", *words, *more, placement=placed(reference="fake:0-1")) as run:
         assert run.loop.learners[0].needs().wait()[0].num_bytes > 0
-        rows, apart = run.some(3), run.weights()
+        rows, apart = run.some(2), run.weights()
     assert far(apart, inside) < 1e-9
     assert rows[-1][1]["train/reference_kl"] > 1e-4
 
 
-@pytest.mark.parametrize(
-    ("place", "pieces"),
-    [("fake:4", "null"), ("fake:4", 5), ("fake:2", "null")],
-    ids=["apart", "in_pieces", "beside_a_learner"],
-)
-def test_the_reference_of_robots_is_that_of_the_learners(place, pieces, tmp_path):
+def test_the_reference_of_robots_is_that_of_the_learners(tmp_path):
     words = [*stepped.PPO, "algo.kl_coef=0.3"]
-    places = {"sim": "fake:0-1", "policy": "fake:1", "learner": "fake:2-3"}
-    with stepped.Run(tmp_path, *words, placement=places) as run:
-        run.play(0, 3)
-        inside = run.weights()
-    more = ["roles.reference=true", f"pipeline.granularity={pieces}"]
-    with stepped.Run(tmp_path, *words, *more, placement=places | {"reference": place}) as run:
-        rows, apart = run.play(0, 3), run.weights()
-    assert far(apart, inside) < 1e-9
-    assert rows[-1][1]["train/reference_kl"] > 1e-6
+    places, found = {"sim": "fake:0-1", "policy": "fake:1", "learner": "fake:2-3"}, []
+    in_pieces, beside_a_learner = ("fake:4", "pipeline.granularity=5"), ("fake:2",)
+    for place, *more in (("",), in_pieces, beside_a_learner):
+        own = {"reference": place} if place else {}
+        with stepped.Run(tmp_path, *words, *more, f"roles.reference={bool(own)}", placement=places | own) as run:
+            assert run.play(0, 2)[-1][1]["train/reference_kl"] > 1e-6
+            found.append(run.weights())
+    assert max(far(apart, found[0]) for apart in found[1:]) < 1e-9
 
 
 def test_a_critic_learns_what_conversations_come_to_and_resumes(tmp_path):
     """The policy stays as it is (lr 0), so that what its answers come to can be learned."""
     with Talk(tmp_path / "run", *CRITIC, placement=placed(critic="fake:0-1")) as run:
-        rows = [numbers for _, numbers in run.some(8)]
+        rows = [numbers for _, numbers in run.some(4)]
         state = run.loop.workers.save()
     losses = [row["critic/value_loss"] for row in rows]
-    assert np.mean(losses[-2:]) < 0.7 * losses[0]
+    assert np.mean(losses[-2:]) < 0.8 * losses[0]
     assert all(row["train/value_loss"] == 0 and row["train/grad_norm"] > 0 for row in rows)
     assert {name.partition(".")[0] for name in state} == {"critic-0", "critic-1"}
     first, second = ({name[9:]: each for name, each in state.items() if name[:8] == f"critic-{n}"} for n in (0, 1))
@@ -93,7 +86,7 @@ def test_a_critic_learns_what_conversations_come_to_and_resumes(tmp_path):
         run.loop.workers.restore(dict(state))
         assert all(np.array_equal(array, state[name]) for name, array in run.loop.workers.save().items())
         ((_, numbers),) = run.some(1)
-        assert numbers["critic/lr"] == pytest.approx(0.01 * 9 / 20), "the ninth update"
+        assert numbers["critic/lr"] == pytest.approx(0.01 * 5 / 20), "the fifth update"
 
 
 @pytest.mark.slow

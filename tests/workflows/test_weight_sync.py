@@ -1,16 +1,12 @@
 """Where a policy worker is decides how it gets at weights; one that lacks the current version acts no more."""
 
-from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
+from stepped import Run
 
-from embodied.config.recipe import load
 from embodied.core.errors import WorkerFailed
-from embodied.placement import make_plan
-from embodied.run import launch
 from embodied.runtime.published_weights import Publication
-from embodied.workflows.rl_loop import EmbodiedLoop
 from embodied.workflows.workers import WeightSync
 
 ARGUMENTS = (
@@ -26,12 +22,8 @@ TOGETHER, APART = {"sim": "cpu:0", "policy,learner": "cpu:0"}, {"sim,policy": "c
     ids=["inline", "together", "apart"],
 )
 def test_a_policy_acts_with_delivered_weights_only(tmp_path, backend, placement, route):
-    config = load([*ARGUMENTS, f"cluster.backend={backend}"]).config
-    plan = make_plan(placement, (0,), config.env.num_envs)
-    plan = replace(plan, hosts=tuple(replace(host, cores=()) for host in plan.hosts))
-    with launch.cluster(config, plan, tmp_path) as cluster:
-        loop = EmbodiedLoop(config, cluster)
-        loop.publish(0)
+    with Run(tmp_path, *ARGUMENTS, placement=placement, backend=backend) as run:
+        loop = run.loop
         assert loop.weight_sync.routes == [route]
         assert loop.iterate(0, 9)[1]["env_steps"] == 16 and loop.version == 1
         for handle in loop.weight_sync.reload([0]):  # as for one that was started again
