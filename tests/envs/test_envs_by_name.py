@@ -18,7 +18,6 @@ from embodied.envs.config import (
 from embodied.envs.gym.config import GymConfig
 from embodied.envs.maniskill.config import ManiSkillConfig
 from embodied.envs.pointmass.config import PointMassConfig
-from embodied.envs.pointmass.env import PointMassEnv
 
 ADAPTER = TypeAdapter(EnvConfig)
 
@@ -43,16 +42,6 @@ def test_the_name_chooses_the_options(values, kind, task):
     assert type(chosen) is kind
     assert chosen.task == task
     assert ADAPTER.validate_python(ADAPTER.dump_python(chosen, mode="json")) == chosen
-
-
-def test_a_finished_config_is_taken_as_it_is():
-    chosen = PointMassConfig(name="pointmass", size=2.0)
-    assert ADAPTER.validate_python(chosen) == chosen
-
-
-def test_our_classes_are_found_by_name():
-    assert env_class(config(name="pointmass")) is PointMassEnv
-    assert make_env(config(name="pointmass"), 3).num_envs == 3
 
 
 USER_ENV = """

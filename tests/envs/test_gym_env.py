@@ -87,12 +87,6 @@ def test_a_limit_longer_than_the_registered_one_is_kept():
     assert env.step_chunk(np.ones((1, 215, 1), int)).mask.sum() == 210
 
 
-def test_discrete_observations_become_one_hot():
-    env = make("gym:FrozenLake-v1")
-    obs, _ = env.reset(seed=0)
-    assert obs["state"].tolist() == [[1.0] + [0.0] * 15] * 2
-
-
 def test_a_users_gymnasium_env_is_wrapped():
     env = make(HERE, 3, max_episode_steps=10, kwargs={"length": 2.0}, on_success="terminate")
     assert (env.env_spec.state_dim, env.env_spec.action.dim, env.env_spec.control_hz) == (5, 2, 5.0)

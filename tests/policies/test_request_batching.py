@@ -155,12 +155,6 @@ def test_no_more_rows_than_asked_for_and_a_large_question_by_itself(channel):
     assert acted == 5 and all(len(replies) == 1 for replies in found.values())
 
 
-def test_one_after_the_other_unless_told_otherwise(channel):
-    worker = counting(Merging())
-    asked(worker, channel, [question(0, 1), question(1, 1)])
-    assert worker.policy.rows == [1, 1]
-
-
 @pytest.mark.parametrize(("state", "error"), [(1e7, ValueError), (np.nan, Unusable), (-1e7, WrongShape)])
 def test_a_bad_question_leaves_the_others_with_their_answers(state, error, channel, capfd):
     requests = [question(sim, 2) for sim in range(3)]

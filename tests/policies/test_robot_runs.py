@@ -52,7 +52,6 @@ BRIDGE = ["recipe=maniskill_grpo_openvla_oft_tiny", *FEW, "env.reward=own", "env
     "told",
     [
         [PI0, *PPO, "policy.name=pi05", "policy.exploration=flow_noise", "policy.train=expert"],
-        [*SMOL, *PPO],
         [OFT, *FEW, "algo.minibatch_size=2", "algo.logprob_level=action_dim", "policy.temperature=1.6"],
         pytest.param(
             [OFT, *FEW, "algo.logprob_level=action", "policy.head=l1", "algo.kl_coef=0.1", "policy.lora_rank=2"],

@@ -607,30 +607,6 @@ def test_openais_client_gets_logprobs_prompts_and_several_streams(server, folder
     assert said == [choice.message.content for choice in several.choices] and len({*said}) > 1
 
 
-@pytest.mark.filterwarnings("ignore")  # litellm's own
-def test_litellms_client_gets_what_our_engine_writes(server, folder, monkeypatch):
-    monkeypatch.setenv("LITELLM_LOCAL_MODEL_COST_MAP", "True")  # it fetches prices otherwise
-    litellm, model = pytest.importorskip("litellm"), model_of(folder)
-    to = {
-        "api_base": f"{server.url}/v1",
-        "api_key": SECRET,
-        "num_retries": 0,
-        "timeout": 60,
-        "seed": 1,
-        "max_tokens": 9,
-    }
-    found = litellm.text_completion(model="text-completion-openai/m", prompt="hello", **to)
-    answer = written(model, model.tokenizer.encode_text("hello"), 9, 1)
-    assert found.choices[0].text == model.tokenizer.decode(answer.tokens.tolist()).removesuffix("<end>")
-    chat = {"model": "openai/m", "messages": [{"role": "user", "content": "hi"}], **to}
-    whole = litellm.completion(**chat, logprobs=True).choices[0]
-    assert "".join(place.token for place in whole.logprobs.content).startswith(whole.message.content)
-    parts = [part.choices[0].delta.content for part in litellm.completion(**chat, stream=True)]
-    assert "".join(text for text in parts if text) == whole.message.content
-    with pytest.raises(litellm.exceptions.BadRequestError, match="max_tokens"):
-        litellm.completion(**chat | {"max_tokens": -1})
-
-
 def test_trls_client_of_vllm_is_answered(open_server):
     """`VLLMClient.generate` and `.chat` of trl 1.16: their requests, and what they read of the answers."""
     drawn = {"n": 2, "repetition_penalty": 1.0, "temperature": 1.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0}

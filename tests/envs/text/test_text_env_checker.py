@@ -255,7 +255,10 @@ class Hangs(TextEnv):
 """
 
 
-@pytest.mark.parametrize(("deaf", "where"), [(0, r"at .*my_hangs\.py:\d+"), (1, "which cannot be interrupted")])
+@pytest.mark.parametrize(
+    ("deaf", "where"),
+    [(0, r"at .*my_hangs\.py:\d+"), pytest.param(1, "which cannot be interrupted", marks=pytest.mark.slow)],
+)
 def test_a_check_ends_at_its_limit_and_says_what_it_was_doing(tmp_path, deaf, where):
     (tmp_path / "my_hangs.py").write_text(HANGS)
     command = ["env.name=my_hangs:Hangs", f"env.kwargs={{deaf: {deaf}}}", "limit_s=0.5"]

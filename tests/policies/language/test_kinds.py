@@ -49,6 +49,8 @@ KINDS = {
     "DeepseekV2": DEEPSEEK,
     "DeepseekV3": DEEPSEEK,
 }
+# Layers of every form: learned positions, one matrix for query, key and value, windows, sinks, experts, latent keys.
+EVERYDAY = "GPT2 OPT Llama Phi3 Gemma2 Gemma3Text GptOss Mixtral Qwen3Moe DeepseekV3".split()
 PROMPT, ANSWER = [5, 9, 13, 40, 77], [8, 22, 31, 60]
 
 
@@ -71,7 +73,9 @@ def expected(model, answer=tuple(ANSWER)):
     return likely.gather(1, torch.tensor(answer)[:, None])[:, 0]
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    "kind", [kind if kind in EVERYDAY else pytest.param(kind, marks=pytest.mark.slow) for kind in KINDS]
+)
 def test_a_folder_of_any_kind_scores_writes_and_is_saved_as_in_transformers(kind, tmp_path):
     policy = build(pretrained=str(publish(tmp_path / "origin", kind)), max_tokens=6)
     model = theirs(tmp_path / "origin", attention="eager")
