@@ -433,7 +433,7 @@ def generates_on(
         rivals = sum(work[other] * generating[other] for other in others)
         share = (devices - kept) * work[run] / (work[run] + rivals)
         return min(devices, max(share, mine if costs[run].stays else 1))
-    free = devices - len({device for each in costs for device in own[each]})
+    free = devices - len({device for run_id in costs for device in own[run_id]})
     idle = sum(
         len(own[other]) * (cost.wait_s - cost.switch_s) / whole[other]
         for other, cost in costs.items()

@@ -337,8 +337,8 @@ def divide_machine(topology: Topology, count: int) -> list[Place]:
         return [Place()]
     numbers = topology.nodes[0].core_numbers
     cards = [gpu.cuda_name for gpu in topology.nodes[0].gpus]
-    each, more = len(numbers) // count, len(cards) // count
-    return [Place(numbers[i * each : (i + 1) * each], ",".join(cards[i * more : (i + 1) * more])) for i in range(count)]
+    size, more = len(numbers) // count, len(cards) // count
+    return [Place(numbers[i * size : (i + 1) * size], ",".join(cards[i * more : (i + 1) * more])) for i in range(count)]
 
 
 # Running them

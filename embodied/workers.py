@@ -442,13 +442,13 @@ def free_slots(
         return 0 if not its else 1 if {role for host in its for role in host.roles} <= lent_by else 2
 
     ranked = [(rank(node, place), node, place) for node, _, place in devices_of(topology, kind)]
-    usable = sorted((one for one in ranked if one[0] < 2), key=lambda one: one[0])
-    for each in (size, 1) if kind == "cpu" else (size,):
+    usable = sorted((slot for slot in ranked if slot[0] < 2), key=lambda slot: slot[0])
+    for share in (size, 1) if kind == "cpu" else (size,):
         by_node = gather((node, place) for _, node, place in usable)
         slots = [
-            Slot(kind, tuple(sorted(numbers[at : at + each])), node)
+            Slot(kind, tuple(sorted(numbers[at : at + share])), node)
             for node, numbers in by_node.items()
-            for at in range(0, len(numbers) // each * each, each)
+            for at in range(0, len(numbers) // share * share, share)
         ]
         if len(slots) >= count:
             return slots[:count]

@@ -416,11 +416,11 @@ def flat(obs: Observation, row: int) -> np.ndarray:
 def largest_difference(first: Observation, other: Observation) -> float:
     """The largest difference of two observations, relative for numbers above 1; infinite if texts differ."""
 
-    def distance(part: Any, others: Any) -> float:
-        if is_text(part):
-            return 0.0 if list(part) == list(others) else np.inf
-        part, others = part.astype(float), others.astype(float)
-        return float((np.abs(part - others) / np.maximum(1.0, np.abs(part))).max(initial=0.0))
+    def distance(ours: Any, others: Any) -> float:
+        if is_text(ours):
+            return 0.0 if list(ours) == list(others) else np.inf
+        ours, others = ours.astype(float), others.astype(float)
+        return float((np.abs(ours - others) / np.maximum(1.0, np.abs(ours))).max(initial=0.0))
 
     return max(leaves(map_obs(distance, first, other)), default=0.0)
 

@@ -170,7 +170,7 @@ def order_of_passes(ranks: Sequence[range], tokens: Sequence[int], num_ranks: in
         if len(ranks[number]) == 1:
             shortest.setdefault(ranks[number].start, number)
     early = set(shortest.values()) if len(shortest) == num_ranks and len(shortest) < len(ranks) else set()
-    return sorted(range(len(ranks)), key=lambda one: (one not in early, -len(ranks[one]), -tokens[one], one))
+    return sorted(range(len(ranks)), key=lambda at: (at not in early, -len(ranks[at]), -tokens[at], at))
 
 
 Unit = TypeVar("Unit", bound=Hashable)

@@ -108,8 +108,8 @@ def dealt_ratio(lengths: Lengths, batch: np.ndarray, ranks: int) -> float:
     groups, size = batch.shape
     members = [[(group, place) for place in range(size)] for group in range(groups)]
 
-    def cost(part: Sequence[tuple[int, int]]) -> float:
-        return PassCost(lengths.item, lengths.pair).of([int(batch[episode]) for episode in part], lengths.prompt)
+    def cost(unit: Sequence[tuple[int, int]]) -> float:
+        return PassCost(lengths.item, lengths.pair).of([int(batch[episode]) for episode in unit], lengths.prompt)
 
     whole = [cost(group) for group in members]
     rank_of = deal_groups(members, cost, ranks)

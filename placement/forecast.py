@@ -53,8 +53,8 @@ def describe_layout(layout: Layout, pricer: Pricer) -> str:
         at = pricer.places(layer)
         counts = {name: int(pricer.count(name, at, layout.stages)) for name in at}
         parts += [f"{name} on {count}" for name, count in counts.items() if count < at[name][1]]
-        parts += [f"{name} workers of {each} devices" for zone in layer for name in zone.components
-                  if (each := pricer.devices_of_worker(name, zone.device_class)) > 1]  # fmt: skip
+        parts += [f"{name} workers of {size} devices" for zone in layer for name in zone.components
+                  if (size := pricer.devices_of_worker(name, zone.device_class)) > 1]  # fmt: skip
     if layout.stages > 1:
         parts.append(f"{layout.stages} stages")
     if layout.chunks > 1:

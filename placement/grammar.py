@@ -93,24 +93,24 @@ def parse_devices(text: str) -> list[Slot]:
     return [slot for word in text.split(",") for slot in _parse_part(word.strip(), text)]
 
 
-def _parse_part(part: str, whole: str) -> list[Slot]:
-    match = DEVICES.fullmatch(part)
+def _parse_part(word: str, whole: str) -> list[Slot]:
+    match = DEVICES.fullmatch(word)
     if not match:
         raise PlacementError(f"{whole!r} does not name devices; {EXAMPLES}")
     first = int(match["first"])
     last = first if match["last"] is None else int(match["last"])
     node, kind = match["node"] or "", match["kind"]
     if last < first:
-        raise PlacementError(f"{part!r} counts down; write {kind}:{last}-{first}")
+        raise PlacementError(f"{word!r} counts down; write {kind}:{last}-{first}")
     workers = None if match["workers"] is None else int(match["workers"])
     if (largest := max(last, workers or 0)) > MOST:
-        raise PlacementError(f"{part!r} counts to {largest}; at most {MOST} devices and workers can be named")
+        raise PlacementError(f"{word!r} counts to {largest}; at most {MOST} devices and workers can be named")
     devices = tuple(range(first, last + 1))
     if workers == 0:
-        raise PlacementError(f"{part!r} asks for no worker; write {kind}:{part.split(':')[1].split('*')[0]}")
+        raise PlacementError(f"{word!r} asks for no worker; write {kind}:{word.split(':')[1].split('*')[0]}")
     if kind != "cpu":
         return [Slot(kind, (device,), node) for device in devices for _ in range(workers or 1)]
-    return [Slot(kind, share, node) for share in split_cores(devices, workers or 1, part)]
+    return [Slot(kind, share, node) for share in split_cores(devices, workers or 1, word)]
 
 
 def parse_map(

@@ -393,10 +393,10 @@ class Pricer:
         asker, slowed = self.asker[node], self.slowdowns(node, at, stages)
         begin, free, bars = 0.0, {at[name][0]: 0.0 for name in node}, []
         for name in (*(name for name in node if name != asker), asker):  # policies answer, then sims simulate
-            one, _, whole, _ = (float(seconds) for seconds in self.station(name, asker, at, stages, slowed[name]))
+            unit, _, whole, _ = (float(seconds) for seconds in self.station(name, asker, at, stages, slowed[name]))
             start = max(begin, free[at[name][0]])
             bars.append((name, start, whole))
-            begin, free[at[name][0]] = begin + one, start + whole
+            begin, free[at[name][0]] = begin + unit, start + whole
         return bars, max(
             begin + float(self.delay(node, asker, at, stages)),
             *(whole for _, _, whole in bars),

@@ -386,12 +386,12 @@ def likely_keys(key: str, our_keys: list[str]) -> list[str]:
     return difflib.get_close_matches(key, our_keys, 1, FAR)
 
 
-def in_section(section: str, keys: list[str], known: list[str]) -> list[str]:
+def in_section(section: str, keys: list[str], names: list[str]) -> list[str]:
     """The known keys among these: in that section if it has them, else as they are, else in another section."""
     ends = [key.rpartition(".")[2] for key in keys]
-    of_section = [path for end in ends if (path := f"{section}.{end}") in known] if section else []
+    of_section = [path for end in ends if (path := f"{section}.{end}") in names] if section else []
     return (
-        of_section or [key for key in keys if key in known] or [key for key in known if key.rpartition(".")[2] in ends]
+        of_section or [key for key in keys if key in names] or [key for key in names if key.rpartition(".")[2] in ends]
     )
 
 
@@ -399,7 +399,7 @@ def as_word(word: str) -> str:
     return word.strip("-+~").replace("-", "_").lower()
 
 
-def hint(key: str, known: list[str]) -> str:
+def hint(key: str, names: list[str]) -> str:
     """`, did you mean 'algo.lr'?`, or nothing."""
-    likely = likely_keys(key, known)
+    likely = likely_keys(key, names)
     return f", did you mean {' or '.join(map(repr, likely))}?" if likely else ""

@@ -243,7 +243,7 @@ def join_rows(parts: Sequence[Observation]) -> Observation:
 def write(buffer: Observation, index: Any, obs: Observation) -> None:
     """Write an observation into a preallocated one, at this index."""
 
-    def put(array: Any, part: Any) -> None:
-        array[index] = part
+    def put(array: Any, rows: Any) -> None:
+        array[index] = rows
 
     map_obs(put, buffer, obs)

@@ -56,10 +56,10 @@ def pictures_in(said: Said) -> tuple[str, ...]:
 def with_frames(said: Said, frames: int, every_s: float | None) -> Said:
     """The messages with this rule in the names of videos that have none."""
 
-    def ruled(part: dict[str, str]) -> dict[str, str]:
-        name = part.get("image", "")
+    def ruled(item: dict[str, str]) -> dict[str, str]:
+        name = item.get("image", "")
         is_open = is_video(name) and "?frames=" not in name
-        return part | {"image": video(name.removeprefix("video:"), frames, every_s)} if is_open else part
+        return item | {"image": video(name.removeprefix("video:"), frames, every_s)} if is_open else item
 
     if isinstance(said, str) or not any(map(is_video, pictures_in(said))):
         return said

@@ -276,7 +276,7 @@ def positions(pricer: Pricer, layout: Layout) -> dict[str, tuple[Zone, int]]:
 def longer_s(pricer: Pricer, layout: Layout, seen: Round) -> float:
     """Seconds by which a rollout, with the roles between sims and learners, was longer than its parts."""
     spent = phases(pricer, layout)
-    return max(seen.rollout_s - sum(seconds for part, seconds in spent.items() if part not in AFTER), 0.0)
+    return max(seen.rollout_s - sum(seconds for name, seconds in spent.items() if name not in AFTER), 0.0)
 
 
 def latency_of(pricer: Pricer, layout: Layout, seen: Round) -> float:

@@ -227,9 +227,9 @@ def write_checkpoint(
         (draft / STATE).write_text(json.dumps(state, indent=2) + "\n")
         np.savez(draft / SIMS, **sims)
         checksums: dict[str, str] = {}  # large weights are read once
-        for part in (POLICY, AVERAGE):
-            old_checksums = read_json(sums)["files"] if (sums := draft / part / CHECKSUMS).is_file() else {}
-            checksums |= {f"{part}/{name}": expected for name, expected in old_checksums.items()}
+        for saved in (POLICY, AVERAGE):
+            old_checksums = read_json(sums)["files"] if (sums := draft / saved / CHECKSUMS).is_file() else {}
+            checksums |= {f"{saved}/{name}": expected for name, expected in old_checksums.items()}
         files = {name: checksums.get(name) or digest(draft / name) for name in files_of(draft)}
         manifest = {"version": version, "files": files}
         (draft / MANIFEST).write_text(json.dumps(manifest, indent=2) + "\n")

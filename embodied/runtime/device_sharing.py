@@ -99,7 +99,7 @@ class DeviceSharing:
 
     def report_idle(self, workers: Collection[str]) -> None:
         """Report that these workers of a phase have no work for now: other runs may use their devices."""
-        idle = [part for part in self.part_of.values() if all(c.worker in workers for c in self._claims(part))]
+        idle = [gang for gang in self.part_of.values() if all(c.worker in workers for c in self._claims(gang))]
         self.coordinator.report_idle(idle)
 
     def report_load_time(self, seconds: float) -> None:
@@ -178,9 +178,9 @@ class DeviceSharing:
 
     def takes_part(self, worker: str) -> bool:
         """True if a worker of a current phase holds its devices and need not leave."""
-        part = self.part_of.get(worker)
+        gang = self.part_of.get(worker)
         with self._changed:
-            return part is None or (self.coordinator.granted(part) and part not in self.coordinator.leaving())
+            return gang is None or (self.coordinator.granted(gang) and gang not in self.coordinator.leaving())
 
     def leave(self, busy: Collection[str]) -> None:
         """Release the devices of workers that should leave and are not `busy`. They rejoin after the other phase's

@@ -182,7 +182,7 @@ class WeightStore:
             return
         with self._writing:
             now = self.current()
-            readable = (one for one in (now, *self._publications.values()) if one.version == version)
+            readable = (kept for kept in (now, *self._publications.values()) if kept.version == version)
             publication = next(readable, now)
             self._send_bytes(channels, publication, self.specs if whole else publication.changed)
 

@@ -309,9 +309,9 @@ class ShareRecord:
         return [*self.holds, *(replace(hold, end_s=now) for hold in self.held.values() if now > hold.start_s)]
 
     def waited_s(self, run: str) -> float:
-        one = self.runs[run]
-        since = self.now_s - one.waits_since if one.waits_since is not None else 0.0
-        return sum(end - start for start, end in one.waits) + since
+        line = self.runs[run]
+        since = self.now_s - line.waits_since if line.waits_since is not None else 0.0
+        return sum(end - start for start, end in line.waits) + since
 
     def makespan_s(self) -> float:
         """Seconds until the last run ended, or until now."""

@@ -82,7 +82,7 @@ class Dealer:
         free = self._divided([(group, None) for group in groups])
         if max(kept.loads) <= max(free.loads):
             return dealt
-        return {one: ranks.start for group, ranks in zip(groups, free.ranks, strict=True) for one in group}
+        return {item: ranks.start for group, ranks in zip(groups, free.ranks, strict=True) for item in group}
 
     def _divided(self, parts: Sequence[tuple[Sequence[int], int | None]]) -> Division:
         """For a group's episodes and their owner rank: the ranks that compute them, and their loads."""
@@ -117,8 +117,8 @@ class Dealer:
         groups = [ids[0] // self.config.algo.group_size for ids, _ in units]
         parts = gather((group, place) for place, group in enumerate(groups))
         numbered = [parts[group] for group in sorted(parts)]
-        steps = [[part for group in step for part in numbered[group]] for step in self.steps(len(parts), iteration)]
+        steps = [[item for group in step for item in numbered[group]] for step in self.steps(len(parts), iteration)]
         if self.divides is not None:
-            loads = [self._divided([units[part] for part in step]).loads for step in steps or [range(len(units))]]
+            loads = [self._divided([units[item] for item in step]).loads for step in steps or [range(len(units))]]
             return sum(map(max, loads)) * len(of_ranks) / sum(map(sum, loads))
         return balance_ratio([self.cost(ids) for ids, _ in units], [rank for _, rank in units], len(of_ranks), steps)

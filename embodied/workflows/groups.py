@@ -535,8 +535,8 @@ def with_advantages(unit: Unit, compared: Mapping[int, float] | None) -> Unit:
 def added(parts: Iterable[dict[str, float]]) -> dict[str, float]:
     """Sums over several workers; for gaps between log-probs the largest."""
     total: dict[str, float] = {}
-    for part in parts:
-        for name, number in part.items():
+    for unit in parts:
+        for name, number in unit.items():
             before = total.get(name, 0.0)
             total[name] = max(before, number) if "gap" in name else before + number
     return total

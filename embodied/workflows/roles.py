@@ -391,9 +391,9 @@ class ScoringWorker(RelayWorker):
 
     def add(self, parts: list[Trajectory]) -> list[Trajectory]:
         talks = [self.talks(unit) for unit in parts]
-        scores = iter(self.scores([talk for each in talks for talk in each]))
+        scores = iter(self.scores([talk for said in talks for talk in said]))
         results = [
-            self.with_rewards(unit, [next(scores) for _ in each]) for unit, each in zip(parts, talks, strict=True)
+            self.with_rewards(unit, [next(scores) for _ in said]) for unit, said in zip(parts, talks, strict=True)
         ]
         self.paid_parts += [(int(unit.ids[0]), float(unit.rewards.sum()), len(unit.ids)) for unit in results]
         return results

@@ -278,8 +278,8 @@ def draw_edges(
         for k in range(4):  # corners of a turned square, as OpenGL has them
             dx = wp.where(k < 2, 0.125, 0.375) * wp.where(k % 2 == 0, 1.0, -1.0)
             dy = wp.where(k < 2, 0.375, 0.125) * wp.where(k == 1 or k == 2, 1.0, -1.0)
-            part, _ = look(s, row, camera, float(x) + 0.5 + dx, float(y) + 0.5 + dy)
-            color = color + 0.25 * part
+            seen, _ = look(s, row, camera, float(x) + 0.5 + dx, float(y) + 0.5 + dy)
+            color = color + 0.25 * seen
     for k in range(3):
         picture[row, camera, at, k] = wp.uint8(wp.clamp(color[k], 0.0, 1.0) * 255.0 + 0.5)
 
@@ -301,7 +301,7 @@ def surface(points: np.ndarray, normals: np.ndarray) -> tuple[np.ndarray, ...]:
 
 
 def joined(parts: Sequence[tuple[np.ndarray, ...]]) -> tuple[np.ndarray, ...]:
-    starts = np.cumsum([0, *(len(part[0]) for part in parts)])
+    starts = np.cumsum([0, *(len(mesh[0]) for mesh in parts)])
     points, faces, normals = zip(*parts)
     return np.concatenate(points), np.concatenate([f + n for f, n in zip(faces, starts)]), np.concatenate(normals)
 

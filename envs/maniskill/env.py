@@ -107,8 +107,8 @@ class ManiSkillEnv(ReplayedEnv):
 
             check_cameras(env, config.cameras)
         super().__init__(config, num_envs, spec)
-        for each in self.envs:
-            self._prepare(each)
+        for row in self.envs:
+            self._prepare(row)
         self._numbers = {name: np.zeros((num_envs, value.shape[-1]), np.float32) for name, value in seen.items()}
         self._info_now: dict[str, Any] | None = None  # info of the batched env until its state is observed
         self._cameras: dict[int, Any] = {}

@@ -129,9 +129,9 @@ def replace(entity: sapien.Entity, body: RenderBodyComponent, made: dict) -> Non
     entity.add_component(coarse)
 
 
-def merge_vertices(part: Any, scale: np.ndarray) -> RenderShapeTriangleMesh:
+def merge_vertices(mesh: Any, scale: np.ndarray) -> RenderShapeTriangleMesh:
     """The mesh with the vertices of each cell merged."""
-    vertices, triangles = np.asarray(part.vertices) * scale, np.asarray(part.triangles).astype(np.int64)
+    vertices, triangles = np.asarray(mesh.vertices) * scale, np.asarray(mesh.triangles).astype(np.int64)
     cell = max(np.ptp(vertices, axis=0).max() / CELLS, 1e-6)
     _, kept, cell_of = np.unique(
         np.round(vertices / cell).astype(np.int64), axis=0, return_index=True, return_inverse=True
@@ -139,10 +139,10 @@ def merge_vertices(part: Any, scale: np.ndarray) -> RenderShapeTriangleMesh:
     corners = cell_of.reshape(-1)[triangles]
     a, b, c = corners.T
     corners = corners[(a != b) & (b != c) & (a != c)]
-    normals, uvs = np.asarray(part.get_vertex_normal()), np.asarray(part.get_vertex_uv())
+    normals, uvs = np.asarray(mesh.get_vertex_normal()), np.asarray(mesh.get_vertex_uv())
     uvs = uvs[kept] if len(uvs) else uvs.reshape(0, 2)
     return RenderShapeTriangleMesh(
-        vertices[kept].astype(np.float32), corners.astype(np.uint32), normals[kept], uvs, part.material
+        vertices[kept].astype(np.float32), corners.astype(np.uint32), normals[kept], uvs, mesh.material
     )
 
 

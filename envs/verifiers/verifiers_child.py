@@ -132,9 +132,9 @@ class DatasetEnvironment:
     def __init__(self, verifiers, name, kwargs):
         self.env, self.wrapped = verifiers.load_environment(name, **kwargs), verifiers.OpenAIChatCompletionsClient
         every = (self.env, *getattr(self.env, "envs", ()))
-        self.compares = any(getattr(one, "requires_group_rollouts", False) for one in every)
-        for one in every[1:] or every:
-            one.rollout = in_turn(one.rollout)
+        self.compares = any(getattr(inner, "requires_group_rollouts", False) for inner in every)
+        for inner in every[1:] or every:
+            inner.rollout = in_turn(inner.rollout)
         self.train, self.held_out = split_examples(
             *([*(built(self.env, name) or ())] for name in ("dataset", "eval_dataset"))
         )

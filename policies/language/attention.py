@@ -256,7 +256,7 @@ class DividedPass:
         `scores_of` computes the scores [m] of this rank's part of the rows."""
         parts = parts_of_ranks(packed, self.group.size)
         of_rank = torch.stack(scores_of(parts[self.group.place], ranks=self), 1)
-        scored = [part.scored for part in parts]
+        scored = [mine.scored for mine in parts]
         scores = AllScores.apply(self, [len(each) for each in scored], of_rank)
         return scores.unbind(1), np.concatenate(scored)
 

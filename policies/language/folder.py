@@ -185,14 +185,14 @@ def first_layers(config: PreTrainedConfig) -> PreTrainedConfig:
     whole = copy.deepcopy(config)
     cut = whole.get_text_config()
     layers = cut.num_hidden_layers
-    lists = {key: each for key, each in vars(cut).items() if isinstance(each, list) and len(each) == layers}
-    newest = [each.index(kind) for each in lists.values() for kind in each if not isinstance(kind, list | dict)]
+    lists = {key: kinds for key, kinds in vars(cut).items() if isinstance(kinds, list) and len(kinds) == layers}
+    newest = [kinds.index(kind) for kinds in lists.values() for kind in kinds if not isinstance(kind, list | dict)]
     dense = getattr(cut, "first_k_dense_replace", None) or 0
     if window_of(cut):
         cut.sliding_window = min(cut.sliding_window, SHORT_WINDOW)
     cut.num_hidden_layers = min(layers, max([2, dense + 1, *(at + 1 for at in newest)]))
-    for key, each in lists.items():
-        setattr(cut, key, each[: cut.num_hidden_layers])
+    for key, kinds in lists.items():
+        setattr(cut, key, kinds[: cut.num_hidden_layers])
     return whole
 
 

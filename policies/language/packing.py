@@ -63,7 +63,7 @@ def lay_out(
     token_numbers = np.arange(len(tokens)) - np.repeat(starts, lengths)
     token_positions = token_numbers if token_positions is None else token_positions
     whole = blocks_of(tokens, mask, lengths, groups)
-    parts = [part for block in whole for part in split_cheaply(block, lengths, wide)]
+    parts = [span for block in whole for span in split_cheaply(block, lengths, wide)]
     row = max([row, *(block.size for block in parts)])
     bins = fill_rows([block.size for block in parts], row)
     shape = len(bins), max(sum(parts[number].size for number in numbers) for numbers in bins)
@@ -76,11 +76,11 @@ def lay_out(
         for number in numbers:
             block = parts[number]
             for segment, begin, end in parts_of_block(block, starts, ends):
-                part = slice(column, column + end - begin)
-                ids[at, part], blocks[at, part], segments[at, part] = tokens[begin:end], number, segment
-                positions[at, part], order[at, part] = token_positions[begin:end], token_numbers[begin:end]
-                place[begin:end] = at * shape[1] + np.arange(part.start, part.stop)
-                column = part.stop
+                span = slice(column, column + end - begin)
+                ids[at, span], blocks[at, span], segments[at, span] = tokens[begin:end], number, segment
+                positions[at, span], order[at, span] = token_positions[begin:end], token_numbers[begin:end]
+                place[begin:end] = at * shape[1] + np.arange(span.start, span.stop)
+                column = span.stop
             for member in block.members[1:]:
                 prompt = slice(starts[member], starts[member] + block.shared)
                 first = starts[block.members[0]]
@@ -167,7 +167,7 @@ def first_fit(sizes: Sequence[int], most: int) -> list[list[int]]:
     """First-fit decreasing: returns the indices of `sizes` in bins that hold `most`."""
     bins: list[list[int]] = []
     room: list[int] = []
-    for number in sorted(range(len(sizes)), key=lambda one: (-sizes[one], one)):
+    for number in sorted(range(len(sizes)), key=lambda item: (-sizes[item], item)):
         at = next((at for at, left in enumerate(room) if sizes[number] <= left), len(bins))
         if at == len(bins):
             bins.append([])
@@ -183,7 +183,7 @@ def fill_rows(sizes: Sequence[int], most: int) -> list[list[int]]:
     count = -(-sum(sizes) // most)
     rows: list[list[int]] = [[] for _ in range(count)]
     load = [0] * count
-    for number in sorted(range(len(sizes)), key=lambda one: (-sizes[one], one)):
+    for number in sorted(range(len(sizes)), key=lambda item: (-sizes[item], item)):
         at = load.index(min(load))
         rows[at].append(number)
         load[at] += sizes[number]

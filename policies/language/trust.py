@@ -141,7 +141,7 @@ class ProofBlock:
         """How far the block's means [M] are from the means of these states, relative to the sizes of the states."""
         states = states.detach().float()[:, dimensions(states)]
         sizes = states.square().mean(0).sqrt()
-        own, sizes = (each.cpu().numpy() for each in (states.mean(0), sizes + 0.1 * sizes.mean()))
+        own, sizes = (array.cpu().numpy() for array in (states.mean(0), sizes + 0.1 * sizes.mean()))
         return (self.means - own) / np.maximum(sizes, 1e-30)
 
 
@@ -220,7 +220,7 @@ def check_proof(
     with rounding_noise(policy, noise_seed(uniform)):
         other = states_behind(policy, said, answer.tokens).split(BLOCK)
     numbers = tensor_of(np.asarray(uniform), policy.device).split(BLOCK)
-    redrawn = [choose(policy.head(part).to(policy.exact), rule, each)[0] for part, each in zip(other, numbers)]
+    redrawn = [choose(policy.head(rows).to(policy.exact), rule, each)[0] for rows, each in zip(other, numbers)]
     rounded = answer_errors(policy, own, torch.cat(redrawn).tolist(), [*map(ProofBlock.of, other)], rule, uniform)
     size, draws = (float(np.sign(error - limits.pooled * usual)) for error, usual in zip(errors, rounded))
     shifts = [block.shift(states) for block, states in zip(proof, own.split(BLOCK))] if limits.directed else []

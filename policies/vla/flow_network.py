@@ -205,7 +205,7 @@ class Stack(nn.Module):
         if vocab:
             self.embed_tokens = nn.Embedding(vocab, sizes.dim)
         across = (self_every is not None and (self_every < 1 or n % self_every > 0) for n in range(sizes.depth))
-        self.layers = nn.ModuleList(StackLayer(sizes, norm, activation, each) for each in across)
+        self.layers = nn.ModuleList(StackLayer(sizes, norm, activation, spans) for spans in across)
         self.norm = norm()
 
     def forward(
