@@ -113,7 +113,6 @@ class Horizon(Collector):
         return self.counter.state_of_ended()
 
     def restore(self, state: dict[str, np.ndarray]) -> int:
-        check_rows(state, self.num_envs)
         self.counter.restore(state)
         return sum(self.rollouts.ask(lambda: self.rollouts.sims.set_state(state, self.episodes)))
 
@@ -176,15 +175,3 @@ class EpisodeCounter:
 def within(ids: np.ndarray, block: range) -> np.ndarray:
     """Bool: True for ids in the block."""
     return (ids >= block.start) & (ids < block.stop)
-
-
-def check_rows(state: dict[str, np.ndarray], num_envs: int) -> None:
-    """Refuse a state with another number of env rows than `num_envs`."""
-    if sorted(state["env_ids"].tolist()) != list(range(num_envs)):
-        raise ValueError(f"env_ids should belong to {num_envs} env rows")
-    if odd := [name for name, array in state.items() if len(array) != num_envs]:
-        raise ValueError(f"{odd[0]} has {len(state[odd[0]])} rows of {num_envs}")
-    if odd := [name for name in ("rows.started", "rows.length", "rows.episode") if state[name].dtype.kind not in "iu"]:
-        raise ValueError(f"{odd[0]} should hold counts")
-    if (state["rows.episode"] < 0).any():
-        raise ValueError("rows.episode holds a negative number, and episodes are counted from 0")
