@@ -21,7 +21,7 @@ pytestmark = [
 ]
 PAGE = (Path(__file__).parents[2] / "docs" / "libero.md").read_text()
 PAGE = PAGE.partition("## A task of robosuite's")[2].split("\n## ")[0]
-INLINE = ["cluster.backend=inline", "eval.episodes=2", "eval.videos=0"]
+INLINE = ["cluster.backend=inline", "eval.episodes=1", "eval.videos=0"]
 SHORT = ["run.env_steps=null", "run.iterations=1", "env.num_envs=2", "env.max_episode_steps=6"]
 SHORT += ["algo.rollout_decisions=4", "algo.minibatch_size=4"]
 

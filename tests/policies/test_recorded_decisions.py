@@ -66,7 +66,9 @@ def test_recorded_decisions_are_those_of_others(case):
     assert np.array_equal(*best)
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(
+    "case", ["openvla, adapters in half precision", "oft that regresses", "pi0", "pi05", "smolvla"]
+)
 def test_rows_and_prompts_are_padded_to_few_sizes_which_changes_answers_by_rounding_alone(case):
     plain, recorded = pair(case)
     recorded.act(observe(4), noise(plain, 4))  # it has seen prompts of two lengths

@@ -253,7 +253,7 @@ def test_conversations_of_several_turns_are_learned_from(tmp_path):
     found = []
     three = ("pipeline.schedule=periodic", "policy.max_running=2")
     for placement, options in ((ONE_OF_EACH, ()), (THREE_ENGINES, three)):
-        own = ["env.name=talking_env:Persistent", "policy.max_tokens=60", *options]
+        own = ["env.name=talking_env:Persistent", "policy.max_tokens=60", "algo.groups=4", "seed=1", *options]
         with Talk(tmp_path / str(len(found)), *own, placement=placement) as run:
             rows = run.some(1)
             for episodes, row in rows:

@@ -141,26 +141,25 @@ def test_a_step_is_bitwise_libero_s_own(env):
 
 
 @needs_libero
-def test_things_settle_as_the_recipe_says_and_in_evaluations_as_the_protocol_does(monkeypatch):
-    config = LiberoConfig(name="libero", task=OBJECT, settling_steps=3, settling_gripper="still", num_envs=1)
-    made = make_env(config, 1)
+def test_things_settle_as_the_recipe_says_and_in_evaluations_as_the_protocol_does(env, monkeypatch):
+    config = LiberoConfig(name="libero", task=OBJECT, settling_steps=3, settling_gripper="still")
+    monkeypatch.setattr(env, "config", config)
     played = []
-    kind = type(made._scene(OBJECT))
+    kind = type(env._scene(OBJECT))
     step = kind.step
     monkeypatch.setattr(kind, "step", lambda scene, row, action: played.append(action) or step(scene, row, action))
-    start(made, EpisodeSpec(OBJECT, 0, 1, 0))
+    start(env, EpisodeSpec(OBJECT, 0, 1, 0), None, None)
     assert len(played) == 3 and not np.any(played)
     evaluated = choose_protocol(env_class(config), config, None).apply(config)
     assert (evaluated.settling_steps, evaluated.settling_gripper) == (10, "open")
 
 
 @needs_libero
-def test_the_numbered_stored_state_is_restored():
-    env = make_env(LiberoConfig(name="libero", task=SPATIAL, settling_steps=0), 1)
-    start(env, EpisodeSpec(SPATIAL, 31, 0, 0))
+def test_the_numbered_stored_state_is_restored(env, monkeypatch):
+    monkeypatch.setattr(env, "config", env.config.model_copy(update={"settling_steps": 0}))
+    start(env, EpisodeSpec(SPATIAL, 31, 0, 0), None, None)
     begun = env.row(0).data._data.qpos
     assert np.array_equal(begun, files_of(SPATIAL).initial_states()[31, 1 : 1 + len(begun)])
-    env.close()
 
 
 @needs_libero

@@ -20,7 +20,7 @@ pytestmark = [
     pytest.mark.skipif("not __import__('importlib.util').util.find_spec('libero')", reason="needs LIBERO"),
 ]
 PAGE = (Path(__file__).parents[3] / "docs" / "libero.md").read_text().partition("## Your own task")[2].split("\n## ")[0]
-INLINE = ["cluster.backend=inline", "eval.episodes=2", "eval.videos=0"]
+INLINE = ["cluster.backend=inline", "eval.episodes=1", "eval.videos=0"]
 
 
 @pytest.fixture
