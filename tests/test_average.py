@@ -20,7 +20,7 @@ SHORT = [
 ]
 ROBOTS = ["recipe=pointmass_ppo", "env.num_envs=8", "env.max_episode_steps=8", "algo.rollout_decisions=16"]
 ROBOTS = [*ROBOTS, "algo.minibatch_size=32", "algo.lr=0.01", *SHORT, "cluster.backend=inline"]
-LANGUAGE = ["recipe=sums_grpo", "run.start_from=null", "algo.groups=4", "env.num_envs=32", "algo.filter=none", *SHORT]
+LANGUAGE = ["recipe=sums_grpo", "run.start_from=null", "algo.groups=2", "env.num_envs=16", "algo.filter=none", *SHORT]
 LANGUAGE += ["algo.entropy_coef=0.01"]  # all answers of an untrained model are wrong
 SHARDED = [
     "learner.shard=true",

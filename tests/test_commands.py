@@ -7,9 +7,7 @@ import sys
 import pytest
 
 from embodied import __main__ as commands
-from embodied.config.recipe import load
-from embodied.config.recipe_files import LANGUAGE, RECIPES, by_family, recipe_names
-from embodied.envs.text.config import TextConfig
+from embodied.config.recipe_files import RECIPES, recipe_names
 
 LISTING = """
 import json, sys, time
@@ -31,18 +29,6 @@ def test_the_list_is_quick_and_imports_nothing_of_a_run():
 def test_every_command_says_what_it_does():
     for name, path in commands.commands().items():
         assert len(commands.purpose(path).split()) > 2 and "python" not in commands.purpose(path), name
-
-
-def test_the_families_of_recipes_are_what_they_simulate():
-    families = by_family(recipe_names())
-    assert sorted(name for names in families.values() for name in names) == sorted(recipe_names())
-    for family, names in families.items():
-        for name in names:
-            env = load([f"recipe={name}"]).config.env
-            if family == LANGUAGE:
-                assert isinstance(env, TextConfig), name
-            else:
-                assert env.name.startswith({"toys": ("pointmass", "gym:")}.get(family, family)), name
 
 
 def test_a_command_sees_the_arguments_that_it_would_have_by_its_own_name(monkeypatch, capsys):

@@ -52,6 +52,7 @@ def test_a_killed_learner_costs_the_iterations_since_the_newest_checkpoint_and_c
     assert re.search(r"learner\S*-0 is started .*\(restart 1, at most 5 in 1800 s\), from v000002: its process", line)
     assert "killed by SIGKILL" in line and "pid" in line and re.search(r"iteration 3.* played again$", line)
     assert [row["iteration"] for row in struck.metrics] == [1, 2, 3, 4, 5, 6]
+    assert json.loads((struck.folder / "run.json").read_text())["processes"] == {}, "none when the run is over"
     ends = [read_weights(max(run.glob("checkpoints/v*")) / "policy") for run in (whole, struck.folder)]
     assert all((ends[0][name] == ends[1][name]).all() for name in ends[0])
 

@@ -80,6 +80,7 @@ PAGES = {
                 "40 an episode",
                 "base_camera (128x128), render_camera (512",
             ),
+            "env.max_episode_steps=10",
         ),
         Step("train .*run.name=ring", "physics cpu_batched", ROBOT),
         Step("evaluate checkpoint=runs/ring", "success_once", "eval.videos=0"),

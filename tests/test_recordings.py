@@ -87,6 +87,13 @@ def test_an_encoder_that_dies_costs_the_films_and_no_episode(tmp_path, monkeypat
     assert len(re.findall("(?m)^warning: no videos: ffmpeg ended with code 9", capsys.readouterr().out)) == 1
 
 
+@pytest.fixture
+def made_once(monkeypatch):
+    """A check first makes an env of the user's own in a process that takes seconds to start."""
+    monkeypatch.setattr(check, "try_own_objects", lambda *_: None)
+
+
+@pytest.mark.usefixtures("made_once")
 def test_check_says_what_an_env_does_without(capsys):
     assert check.main(["env.name=scripted:Undrawn", "run.dir=runs"]) == 0
     told = " ".join(capsys.readouterr().out.split())
@@ -202,6 +209,7 @@ def test_a_dataset_does_not_depend_on_how_many_envs_play():
         assert np.array_equal(one.obs["state"], other.obs["state"]) and np.array_equal(one.actions, other.actions)
 
 
+@pytest.mark.usefixtures("made_once")
 def test_check_writes_what_a_policy_sees(capsys):
     from PIL import Image
 

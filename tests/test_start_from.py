@@ -195,17 +195,6 @@ def test_a_dry_run_says_what_would_be_trained_first(recipes, capsys):
     assert not (recipes / "runs").exists()
 
 
-def test_a_resumed_run_keeps_its_start(recipes):
-    assert second(recipes) == 0
-    (run,), (made,) = runs(recipes, "second"), runs(recipes, "first")
-    (made / "run.json").write_text(json.dumps(about(made) | {"state": "stopped"}))
-    assert second(recipes, f"resume={run}", "run.iterations=2") == 0
-    assert train([f"resume={run}", "run.iterations=3"]) == 0
-    assert second(recipes, "resume=auto", "run.iterations=4") == 0
-    assert len(runs(recipes, "first")) == len(runs(recipes, "second")) == 1
-    assert about(run)["started_from"]["folder"].startswith(str(made))
-
-
 def test_a_run_goes_on_without_the_folder_that_it_started_from(recipes, capsys):
     assert second(recipes) == 0
     (run,), (made,) = runs(recipes, "second"), runs(recipes, "first")

@@ -249,23 +249,3 @@ def test_runs_are_compared_by_the_keyboard_alone(runs, tab):
             tab.until("document.querySelector('h1').textContent.includes('compared') && document.title")
             == "b, a - comparison"
         )
-
-
-@pytest.mark.slow
-def test_the_curves_of_a_training_run_grow_while_it_runs(tmp_path, tab):
-    place = ["cluster.backend=inline", 'placement={"sim,policy": "cpu:0", learner: "cpu:0"}']
-    words = ["-m", "embodied.train", "recipe=pointmass_ppo", f"run.dir={tmp_path / 'runs'}", "run.env_steps=1000000"]
-    (tmp_path / "runs").mkdir()
-    with serving(tmp_path / "runs") as server:
-        with subprocess.Popen([sys.executable, *words, *place], stdout=subprocess.DEVNULL) as process:
-            try:
-                tab.open(f"http://127.0.0.1:{server.server_port}/")
-                tab.until("!!document.querySelector('td .running')")
-                tab.open(tab.ask("document.querySelector('td a').href"))
-                first = tab.until(f"document.querySelector('path.line') && (window.same = true) && {CURVE}")
-                tab.until(f"{CURVE} !== {json.dumps(first)}")
-                process.send_signal(signal.SIGINT)
-                tab.until("!!document.querySelector('header .stopped')")
-                assert tab.ask("window.same") and not tab.errors
-            finally:
-                process.terminate()

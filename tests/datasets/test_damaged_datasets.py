@@ -149,15 +149,6 @@ def test_a_damaged_dataset_is_refused_in_a_line(sound, filmed, tmp_path, kind):
     assert refused(str(caught.value), reason, path)
 
 
-@pytest.mark.parametrize("kind", ["info cut", "action NaN"])  # met before anything starts, and by a learner
-def test_the_command_says_so_too(sound, tmp_path, capfd, kind):
-    damage, reason = NEW[kind]
-    path = shutil.copytree(sound / "new", tmp_path / "toy")
-    damage(path)
-    assert sft([*LEARN, f"sft.data={path}", f"run.dir={tmp_path / 'runs'}"]) in (1, 2)
-    assert refused(capfd.readouterr().err, reason, path)
-
-
 @pytest.mark.parametrize("damage", [gone(DATA), cut(DATA)])
 def test_a_file_that_is_not_whole_is_refused_before_anything_is_read(sound, tmp_path, damage):
     path = shutil.copytree(sound / "new", tmp_path / "toy")

@@ -255,7 +255,7 @@ def test_packs_and_ranks_change_nothing(options):
     config, data, scores, reference = case(options | {"epochs": 2, "minibatch_size": 2 * SIZE})
     (weights, numbers), *_ = trained(data, config, reference=reference, scores=scores)
     assert far(weights, speaker(config).state_dict()) > 1e-3
-    for ranks, tokens in ((1, 1), (3, 30), (7, 15)):  # of 7 ranks two have no group
+    for ranks, tokens in ((1, 1), (7, 15)):  # of 7 ranks two have no group
         for found, others in trained(data, config, ranks, reference, scores, pack_tokens=tokens):
             assert far(found, weights) < 1e-10
             assert others == pytest.approx(numbers, rel=1e-8, abs=1e-11)

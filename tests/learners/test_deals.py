@@ -1,20 +1,64 @@
-"""Which rank has which sequences changes no result."""
+"""Which rank has which sequences changes no result: of rollouts, of groups, and of conversations."""
 
-import json
-import subprocess
-import sys
-from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
+import toy
 from ranks import on_ranks
+from speaking_policy import Judging, Speaking, talks
 
-sys.path.insert(0, str(Path(__file__).parent))
-from dealt_ranks import CASES, deals, differences, trained
-
+from embodied.algorithms.config import GRPOConfig, PPOConfig
+from embodied.core.types import BatchEnd, Unit, choose
+from embodied.learners.config import LearnerConfig
+from embodied.learners.model import Model, PolicyOptimizer
+from embodied.learners.train_batch import build_batch
+from embodied.learners.update import update_policy
 from embodied.learners.worker import LearnerWorker
 from embodied.runtime.collective import Alone
+
+GROUPS, SIZE = 6, 2
+COMMON = {"epochs": 2, "lr": 1e-2, "adam_eps": 0.1}
+GROUPED = COMMON | {"groups": GROUPS, "group_size": SIZE, "minibatch_size": 2 * SIZE}
+CASES = {
+    "rollouts": (toy.make, PPOConfig(**COMMON, rollout_decisions=toy.T, minibatch_size=7, weighting="episode")),
+    "episodes": (toy.make, GRPOConfig(**COMMON, name="grpo", minibatch_size=7, weighting="episode", kl_coef=0.1)),
+    "conversations": (Speaking, GRPOConfig(**GROUPED, name="reinforce++", kl_coef=0.1)),
+    "valued": (Judging, PPOConfig(**GROUPED, name="ppo", kl_coef=0.1, kl_in="reward")),
+}
+
+
+def data_of(case):
+    """Sequences with a score and an advantage each."""
+    draw, spoken = np.random.default_rng(3), case in ("conversations", "valued")
+    data = talks(CASES[case][0](), GROUPS, SIZE, stale=0.2) if spoken else toy.rollout(toy.make(), 1)
+    return data, *draw.normal(size=(2, len(data.ids)))
+
+
+def trained(case, ranks, rank, collective):
+    """Weights and numbers of a rank, given the rank of each sequence: groups may be cut."""
+    make, config = CASES[case]
+    data, scores, advantages = data_of(case)
+    mine = data.ids[ranks == rank]
+    padding, mine = not len(mine), mine if len(mine) else data.ids[:1]
+    scored = {} if case == "rollouts" else {"scores": scores[mine]}
+    scored |= {"advantages": advantages[mine]} if isinstance(config, GRPOConfig) else {}
+    policy = make()
+    reference = Model(make(seed=3), LearnerConfig()) if config.kl_coef else None
+    model = Model(policy, LearnerConfig(pack_tokens=20, micro_batch_size=5))
+    unit = Unit((), mine, **scored, is_padding=padding)
+    batch = build_batch(choose(data, mine), unit, 0, config, collective, model, reference)
+    numbers = update_policy(model, PolicyOptimizer(policy, config, collective), config, batch, 0, BatchEnd(0, 10))
+    return policy.state_dict(), {**numbers, "train/explained_variance": 0.0}  # of robots: a rank's own
+
+
+def deals(case, num_ranks, count):
+    """Ranks of all sequences, dealt at random; none without anything where there are no copies to pad with."""
+    sequences, draw = len(data_of(case)[0].ids), np.random.default_rng(len(case))
+    found = [draw.integers(num_ranks, size=sequences) for _ in range(10 * count)]
+    if case == "rollouts":
+        found = [ranks for ranks in found if len({*ranks.tolist()}) == num_ranks]
+    return found[:count]
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -23,8 +67,9 @@ def test_any_deal_makes_the_update_of_one_rank_that_has_everything(case):
     alone, numbers = trained(case, deals(case, 1, 1)[0], 0, Alone())
     assert max(float((alone[name] - start[name]).abs().max()) for name in start) > 1e-3 < numbers["train/grad_norm"]
     for ranks in deals(case, 3, 3):
-        found = on_ranks(3, lambda rank, each, ranks=ranks: differences(case, ranks, rank, each))
-        assert max(map(max, found)) < 1e-10, ranks
+        for weights, others in on_ranks(3, lambda rank, each, ranks=ranks: trained(case, ranks, rank, each)):
+            assert others == pytest.approx(numbers, rel=0, abs=1e-10), ranks
+            assert max(float((weights[name] - alone[name]).abs().max()) for name in alone) < 1e-10, ranks
 
 
 def test_observations_are_merged_in_the_order_of_sequences_whichever_ranks_have_them():
@@ -41,14 +86,3 @@ def test_observations_are_merged_in_the_order_of_sequences_whichever_ranks_have_
     for deal in ([[4, 1], [0, 5], [3, 2]], [[], [5, 4, 3], [2, 1, 0]]):
         for rows in on_ranks(3, lambda rank, each, deal=deal: merged(rank, each, deal)):
             np.testing.assert_array_equal(rows, moments)
-
-
-@pytest.mark.slow
-def test_any_deal_makes_the_same_update_in_processes_that_meet_over_gloo(tmp_path):
-    program = [sys.executable, str(Path(__file__).parent / "dealt_ranks.py"), str(tmp_path / "meet")]
-    started = [subprocess.Popen([*program, str(rank)], stdout=subprocess.PIPE, text=True) for rank in range(2)]
-    for process in started:
-        output, _ = process.communicate(timeout=300)
-        assert process.returncode == 0
-        found = json.loads(output.splitlines()[-1])
-        assert len(found) == 3 * len(CASES) and max(map(max, found)) < 1e-10

@@ -106,8 +106,7 @@ def test_parts_of_episodes_weigh_alike_in_the_loss_of_a_rollout():
 
 
 @pytest.mark.parametrize("weighting", ["decision", "episode"])
-@pytest.mark.parametrize("ranks", [2, 3])
-def test_the_number_of_learner_ranks_does_not_change_the_weights(ranks, weighting):
+def test_the_number_of_learner_ranks_does_not_change_the_weights(weighting):
     config = PPOConfig(
         rollout_decisions=T, epochs=2, minibatch_size=5, lr=1e-2, lr_schedule="linear", weighting=weighting
     )
@@ -117,16 +116,16 @@ def test_the_number_of_learner_ranks_does_not_change_the_weights(ranks, weightin
     for iteration in range(3):
         ours(alone, optimizer, data, config, iteration)
 
-    policies = [make() for _ in range(ranks)]
+    policies = [make() for _ in range(3)]
 
     def work(rank, collective):
         own = PolicyOptimizer(policies[rank], config, collective)
-        block = env_blocks(N, ranks)[rank]
+        block = env_blocks(N, 3)[rank]
         part = columns(data, slice(block.start, block.stop))
         for iteration in range(3):
             ours(policies[rank], own, part, config, iteration)
 
-    on_ranks(ranks, work)
+    on_ranks(3, work)
     for name, weight in alone.state_dict().items():
         torch.testing.assert_close(policies[0].state_dict()[name], weight, atol=1e-12, rtol=0)
         assert all(torch.equal(policies[0].state_dict()[name], other.state_dict()[name]) for other in policies[1:])

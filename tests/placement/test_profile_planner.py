@@ -93,15 +93,6 @@ def test_on_a_cluster_few_splits_are_priced_and_none_is_much_faster(memory):
         assert not other.fits or other.seconds > 0.99 * best
 
 
-@pytest.mark.parametrize("seed", [56, 354])
-def test_a_much_wider_first_search_finds_no_layout_that_is_much_faster(seed, monkeypatch):
-    planner = Planner(*large_case(seed))
-    modes = planner.modes()
-    monkeypatch.setattr(profile_planner, "BEAM", 1024)
-    for mode, wide in planner.modes().items():
-        assert wide is None or modes[mode].price.seconds < 1.01 * wide.price.seconds
-
-
 def large_case(seed):
     """Up to 1,024 devices of a class, and work for them."""
     rng = random.Random(100_000 + seed)

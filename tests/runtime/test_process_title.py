@@ -1,11 +1,7 @@
 """What the system shows of a host: its role's name; and what a cluster tells of it: the process id."""
 
-import json
 import os
 import signal
-import subprocess
-import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -49,27 +45,6 @@ def test_a_host_that_is_started_again_is_told_and_shown_again(tmp_path):
         second = group.ready().wait()[0]
         assert [pid for host, pid in told if host == "left"] == [first, second] and first != second
         assert shown(second) == ("embodied left", "left")
-
-
-def test_run_json_has_the_processes_of_a_run_and_none_when_it_is_over(tmp_path):
-    told = ["recipe=pointmass_ppo", f"run.dir={tmp_path}", "run.iterations=10000", "eval.episodes=1", "eval.videos=0"]
-    told += ['placement={"sim,policy": "cpu:0", learner: "cpu:0"}']
-    with subprocess.Popen([sys.executable, "-m", "embodied.train", *told], stdout=subprocess.DEVNULL) as driver:
-        try:
-            until, found = time.monotonic() + 120, {}
-            while not any("learner" in name for name in found) and time.monotonic() < until:
-                time.sleep(0.1)
-                for file in tmp_path.glob("*/run.json"):
-                    found = json.loads(file.read_text()).get("processes", {})  # none before the first is there
-            assert found.pop("driver") == driver.pid
-            while any(shown(pid)[0] != f"embodied {name}" for name, pid in found.items()):
-                assert time.monotonic() < until
-                time.sleep(0.1)
-        finally:
-            driver.send_signal(signal.SIGTERM)
-            driver.wait(120)
-    (file,) = tmp_path.glob("*/run.json")
-    assert json.loads(file.read_text())["processes"] == {}
 
 
 def test_ray_that_does_not_start_in_time_names_the_deadline():
