@@ -32,10 +32,16 @@ if hasattr(LIBC, "mallopt"):  # glibc
     LIBC.mallopt(-8, 1)  # M_ARENA_MAX: memory that one thread of a test has freed is of use to the threads of the next
 
 
-def pytest_collection_finish():
-    """What is imported by now stays to the end: nobody need look through it for garbage, time and again."""
-    gc.collect()
-    gc.freeze()
+@pytest.hookimpl(wrapper=True)
+def pytest_collection():
+    """What is imported and collected stays to the end: nobody need look through it for garbage, time and again."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.enable()
+        gc.collect()
+        gc.freeze()
 
 
 kept_bytes = 1e12  # the least since memory was freed

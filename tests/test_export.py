@@ -18,7 +18,7 @@ from embodied.records.results import read_results
 INLINE = ["cluster.backend=inline", 'placement={"sim,policy": "cpu:0", learner: "cpu:0"}']
 TINY = ["run.iterations=1", "env.num_envs=4", "algo.rollout_decisions=8", "algo.minibatch_size=32", "eval.episodes=2"]
 NEEDS_ONNX = pytest.mark.skipif(not find_spec("onnxruntime"), reason="the extra onnx is missing")
-ROBOT = ["recipe=pointmass_ppo_pi0_tiny", "algo.minibatch_size=8", "env.num_envs=2"]
+ROBOT = ["recipe=pointmass_ppo_pi0_tiny", "policy.steps=2", "algo.minibatch_size=8", "env.num_envs=2"]
 
 
 @pytest.fixture(scope="module")
