@@ -291,10 +291,6 @@ class TextImitationLearner(ImitationLearner):
 
     def open_data(self) -> int:
         """Encode this rank's conversations as tokens. Returns the number of conversations of all ranks."""
-        if not hasattr(self.policy, "tokenizer"):
-            raise ConfigError(
-                f"policy.name={self.policy_config.name} is not a language model; try policy.name=language"
-            )
         config = self.options
         given = read_examples(config.data, config.episodes, config.names) if config.data else None
         total = config.episodes if given is None else len(given)

@@ -25,6 +25,7 @@ SHORT |= {"SERVER": "policy.engine=http policy.url=http://127.0.0.1:1", "SFT": "
 # What is asked -> part of what is answered
 TABLE = """
 PPO algo.dual_clip=1.1 -> algo.dual_clip=1.1 is not above 1 + algo.clip_high = 1.2
+SFT policy.name=mlp -> env.name=sums asks in words, and policy.name=mlp answers with actions; try policy.name=language
 PPO algo.target_kl=0.02 algo.epochs=1 -> algo.target_kl=0.02 does not go with algo.epochs=1: it skips the epochs
 PPO algo.minibatch_size=9000 -> =9000 is more than env.num_envs=16 * algo.rollout_decisions=32 = 512 items an iteration
 PPO env.num_envs=1 algo.rollout_decisions=1 algo.minibatch_size=1 -> makes a single advantage 0; try algo.rollout_d
