@@ -87,7 +87,7 @@ def test_a_sequence_is_divided_where_one_rank_has_no_room_for_it():
     assert [*map(len, found.ranks)] == [1, 2, 4]
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(tables(), st.floats(0, 1000), st.booleans())
 def test_dividing_never_leaves_more_to_do_than_not_dividing(table, each, owned):
     """... and a sequence that has an owner is computed by it, among aligned ranks."""
@@ -102,7 +102,7 @@ def test_dividing_never_leaves_more_to_do_than_not_dividing(table, each, owned):
         assert sequence.owner is None or sequence.owner in ranks
 
 
-@settings(max_examples=1000, deadline=None)
+@settings(max_examples=200, deadline=None)
 @given(tables())
 def test_no_rank_waits_for_ever_and_sharded_weights_are_gathered_together(table):
     ranks, groups, sizes = table
