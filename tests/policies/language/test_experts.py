@@ -62,7 +62,7 @@ def test_a_layers_experts_are_computed_as_two_grouped_products(dtype, products, 
     assert len(calls) == products * len(policy.experts.routers)
 
 
-@pytest.mark.parametrize("kind", ["Qwen3Moe", "Mixtral", "DeepseekV3"])
+@pytest.mark.parametrize("kind", ["Qwen3Moe", pytest.param("Mixtral", marks=pytest.mark.slow), "DeepseekV3"])
 def test_a_bias_evens_out_the_loads(kind, tmp_path):
     policy = build(pretrained=str(publish(tmp_path / "moe", kind)), expert_bias_rate=0.01)
     plain = build(pretrained=str(tmp_path / "moe"))

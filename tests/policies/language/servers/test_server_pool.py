@@ -55,11 +55,11 @@ def engine_of(policy, servers, folder, **options):
 OWN = {}  # answers of our own engine, by the weights of its policy
 
 
-def check_same(found, policy):
+def check_same(found, policy, asked=ASKED):
     weights = fingerprint(1, ((name, blob_of(weight)) for name, weight in policy.state_dict().items()))
     if weights not in OWN:
         OWN[weights] = answers(make_engine(policy.config, policy), ASKED)
-    want = OWN[weights]
+    want = {request.key: OWN[weights][request.key] for request in asked}
     assert found.keys() == want.keys()
     for key, answer in want.items():
         assert found[key].tokens.tolist() == answer.tokens.tolist()
@@ -262,10 +262,10 @@ def test_a_server_whose_answers_are_not_what_it_says_is_named_and_honest_ones_an
         with engine_of(policy, [liar, honest], tmp_path, gap_limit=None, verify=1.0) as engine:
             engine.load(policy.state_dict(), 1)
             until(lambda: liar.generation.version == honest.generation.version == 1)
-            check_same(answers(engine, ASKED), policy)
+            check_same(answers(engine, ASKED[:16]), policy, ASKED[:16])
             assert engine.metrics()["dropped_servers"] == 0
             lie(liar)
-            check_same(answers(engine, ASKED), policy)
+            check_same(answers(engine, ASKED[:16]), policy, ASKED[:16])
         said = capsys.readouterr().out
         assert f"policy.url={liar.url}: " in said and reason in said and f"{honest.url}:" not in said
 
