@@ -91,6 +91,8 @@ def complete_features(features: Features) -> Features:
 def feature_entry(name: str, feature: dict[str, Any]) -> dict[str, Any]:
     dtype, shape = feature["dtype"], tuple(int(size) for size in feature["shape"])
     if dtype == "video":
+        if len(shape) != 3 or shape[2] != 3:
+            raise ValueError(f"feature {name} has shape {list(shape)}; a video's is [height, width, 3]")
         return {"dtype": dtype, "shape": shape, "names": ["height", "width", "channels"]}
     if len(shape) != 1 or np.dtype(dtype).kind not in "fiub":
         raise ValueError(f"feature {name} is {dtype} {list(shape)}; it must be a vector of numbers or a video")

@@ -341,6 +341,8 @@ class EpisodeBuffer:
 
     def finish(self, task: str, success: bool | None = None) -> Path:
         """Complete the folder and return it; `task` is the instruction."""
+        if not self.length:
+            raise ValueError(f"{self.folder.name}: an episode needs at least one frame")
         for name, video in self._videos.items():
             video.finish(name + FOR_DATASETS.suffix)
         arrays = {name: np.stack(column) for name, column in self._columns.items()}

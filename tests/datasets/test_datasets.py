@@ -174,3 +174,13 @@ def test_frames_that_do_not_fit_are_refused_by_name(tmp_path):
         with pytest.raises(ValueError, match=r"next\.reward is not finite"):
             draft.add({**frame, "next.reward": np.nan})
     assert list(tmp_path.iterdir()) == []
+
+
+def test_what_a_user_writes_is_refused_before_it_is_there(tmp_path):
+    wrong = features_of(STATE) | {"observation.images.front": {"dtype": "video", "shape": (3, 64, 64)}}
+    with pytest.raises(ValueError, match=r"observation\.images\.front has shape \[3, 64, 64\]; a video's is"):
+        DatasetWriter(tmp_path / "set", 20, wrong)
+    with pytest.raises(ValueError, match="an episode needs at least one frame"):
+        with DatasetWriter(tmp_path / "set", 20, features_of(STATE)) as writer:
+            writer.add_episode([], task="nothing")
+    assert not (tmp_path / "set").exists()
