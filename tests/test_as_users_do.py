@@ -16,7 +16,7 @@ FEW_GROUPS = ["env.num_envs=8", "algo.groups=4", "algo.group_size=2", "algo.filt
 
 FRIGHTENING = re.compile(
     r"warn|error|traceback|exception|fail(?!ure_reach_seed)|fatal|critical|"
-    r"kill|crash(?! is isolated)|\bdie[sd]\b|abort|leak|deprecat|refus|cannot",
+    r"kill|crash|\bdie[sd]\b|abort|leak|deprecat|refus|cannot",
     re.I,
 )
 

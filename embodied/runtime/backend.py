@@ -18,7 +18,7 @@ _log = logging.getLogger(__name__)
 
 
 PROMISES = {  # descriptions of the backends for users
-    "inline": "one process for debugging: nothing is pinned, no crash is isolated, nothing overlaps",
+    "inline": "one process for debugging: nothing is pinned or isolated, nothing overlaps",
     "local": "one process per host on this machine",
     "ray": "one process per host, on the machines of a Ray cluster",
 }
