@@ -1,8 +1,9 @@
 """An env whose episodes take different times: `env.name=uneven_env:Uneven`, with these `env.kwargs`:
 
-    {order: 3, least_s: 0.0, most_s: 0.003, dtype: float64}
+    {pauses: drawn, least_s: 0.0, most_s: 0.003, dtype: float64}
 
-It is the point mass; how long a step takes, between these bounds, follows from `order` and the episode.
+It is the point mass; how long a step takes, between these bounds, follows from the episode: it is drawn, or the first
+of each dozen takes longest (`falling`), so that later ones overtake it on any machine.
 """
 
 import time
@@ -15,15 +16,24 @@ from embodied.envs.pointmass.env import PointMassEnv
 from embodied.envs.vector_env import StepResult
 
 
+def drawn(episode: int) -> float:
+    return generator(0, "pause", episode).uniform() ** 3
+
+
+def falling(episode: int) -> float:
+    return 1 - episode % 12 / 12
+
+
 class Uneven(PointMassEnv):
     def __init__(self, config, num_envs: int) -> None:
-        self.order, self.least_s, self.most_s = (config.kwargs[name] for name in ("order", "least_s", "most_s"))
+        self.share = {"drawn": drawn, "falling": falling}[config.kwargs["pauses"]]
+        self.least_s, self.most_s = config.kwargs["least_s"], config.kwargs["most_s"]
         self.pause_s = np.zeros(num_envs)
         common = {name: getattr(config, name) for name in ("num_envs", "max_episode_steps", "on_success")}
         super().__init__(PointMassConfig(name="pointmass", dtype=config.kwargs["dtype"], **common), num_envs)
 
     def _reset_rows(self, rows: np.ndarray, episodes: list) -> np.ndarray:
-        shares = [generator(self.order, "pause", episode.index).uniform() ** 3 for episode in episodes]
+        shares = [self.share(episode.index) for episode in episodes]
         self.pause_s[rows] = self.least_s + np.array(shares) * (self.most_s - self.least_s)
         return super()._reset_rows(rows, episodes)
 

@@ -47,14 +47,15 @@ ARGUMENTS = [
 AS_MANY = ["algo.surplus=null", "algo.filter_low=null"]  # groups are played as are learned from
 PERIODIC = "pipeline.schedule=periodic"
 FOUR_SIMS = {"sim": "fake:0-3", "policy": "fake:4", "learner": "fake:5-6"}
+FALLING = {"pauses": "falling", "most_s": 0.02}
 TWO_SIMS = {"sim": "fake:0-1", "policy": "fake:2", "learner": "fake:3-4"}
 
 
 class Run(stepped.Run):
     usual = ARGUMENTS
 
-    def __init__(self, folder, *arguments, order=0, least_s=0.0, most_s=0.001, placement=FOUR_SIMS, **more):
-        kwargs = f"env.kwargs={{order: {order}, least_s: {least_s}, most_s: {most_s}, dtype: float64}}"
+    def __init__(self, folder, *arguments, pauses="drawn", least_s=0.0, most_s=0.001, placement=FOUR_SIMS, **more):
+        kwargs = f"env.kwargs={{pauses: {pauses}, least_s: {least_s}, most_s: {most_s}, dtype: float64}}"
         super().__init__(folder, kwargs, *arguments, placement=placement, **more)
 
 
@@ -103,9 +104,8 @@ def test_the_sync_run_learns_from_rewards_that_differ_and_plays_more_than_it_nee
     assert not any(row["groups/carried_episodes"] or row["train/staleness"] for row in numbers)
 
 
-@pytest.mark.parametrize("order", [1, pytest.param(0, marks=pytest.mark.slow)])
-def test_periodic_equals_sync_whatever_the_order_in_which_groups_come(sync, tmp_path, arrivals, order):
-    with Run(tmp_path, PERIODIC, order=order, most_s=0.004) as run:
+def test_periodic_equals_sync_whatever_the_order_in_which_groups_come(sync, tmp_path, arrivals):
+    with Run(tmp_path, PERIODIC, **FALLING) as run:
         rows = run.play()
         assert far(run.weights(), sync[1]) < 1e-10
     assert_alike(rows, sync[0])
@@ -169,7 +169,7 @@ def test_groups_that_are_sent_before_the_batch_is_complete_change_no_result(tmp_
     assert any(row["groups/carried_episodes"] for _, row in rows)
     assert arrivals == sorted(arrivals)
     arrivals.clear()
-    with Run(tmp_path / "early", "pipeline.granularity=1", *options, order=1, most_s=0.004) as run:
+    with Run(tmp_path / "early", "pipeline.granularity=1", *options, **FALLING) as run:
         found = run.play()
         assert far(run.weights(), weights) < 1e-10
     assert arrivals != sorted(arrivals), "some groups overtake others"
@@ -200,7 +200,7 @@ def test_frozen_parts_see_each_observation_once_whenever_its_group_comes(tmp_pat
     found = []
     for name, more in {"together": [], "early": ["pipeline.granularity=1"]}.items():
         Looking.looked = 0
-        with LookingRun(tmp_path / name, *options, *more, order=1, most_s=0.004, placement=TWO_SIMS) as run:
+        with LookingRun(tmp_path / name, *options, *more, **FALLING, placement=TWO_SIMS) as run:
             ((episodes, row),) = run.play(0, 1)
             assert Looking.looked == sum(episode.length for episode in episodes)
             found.append((episodes, row, run.weights()))
