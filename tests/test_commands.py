@@ -10,20 +10,18 @@ from embodied import __main__ as commands
 from embodied.config.recipe_files import RECIPES, recipe_names
 
 LISTING = """
-import json, sys, time
+import json, sys
 from embodied.__main__ import main
 main([])
-print(json.dumps({"modules": sorted(sys.modules), "cpu_s": time.process_time()}))
+print(json.dumps(sorted(sys.modules)))
 """
 
 
-def test_the_list_is_quick_and_imports_nothing_of_a_run():
-    found = [subprocess.run([sys.executable, "-c", LISTING], capture_output=True, text=True) for _ in range(2)]
-    facts = [json.loads(one.stdout.splitlines()[-1]) for one in found]
-    assert not {"pydantic", "numpy", "torch", "yaml"} & set(facts[0]["modules"])
-    assert min(one["cpu_s"] for one in facts) < 0.3
+def test_the_list_imports_nothing_of_a_run():
+    told = subprocess.run([sys.executable, "-c", LISTING], capture_output=True, text=True).stdout
+    assert not {"pydantic", "numpy", "torch", "yaml"} & {*json.loads(told.splitlines()[-1])}
     for name in ("train", "evaluate", "profiling", *recipe_names(RECIPES)):
-        assert f" {name}" in found[0].stdout
+        assert f" {name}" in told
 
 
 def test_every_command_says_what_it_does():

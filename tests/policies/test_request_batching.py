@@ -1,7 +1,6 @@
 """Requests of several sims that wait for a policy worker are answered together, and no answer depends on that."""
 
 import threading
-import time
 
 import numpy as np
 import pytest
@@ -197,7 +196,6 @@ def test_it_waits_for_other_sims_as_long_as_it_may_and_never_for_the_rest_of_the
             inbox.put(question(sim, 1))
             if not wait_s:  # answered before the other one has asked
                 replies[sources[sim]].get(timeout_s=20)
-            time.sleep(0.05)
         inbox.put(None)
         thread.join(20)
         assert worker.policy.rows == rows
@@ -233,6 +231,7 @@ def test_a_sim_that_was_waited_for_in_vain_is_waited_for_again_when_it_has_asked
     inbox.put(question(0, 1))
     assert len(batcher.take()) == 1
     inbox.put(question(1, 1))
+    batcher.merging = Merging(64, 60.0)
     later = threading.Timer(0.05, inbox.put, [question(0, 1)])
     later.start()
     assert len(batcher.take()) == 2

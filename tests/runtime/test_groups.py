@@ -35,6 +35,10 @@ class Counter(Worker):
         with self.timers.measure("nap"):
             time.sleep(seconds)
 
+    def sleep_until(self, channel):
+        while not channel.qsize():
+            time.sleep(0.05)
+
     def sleep_and_tick(self, seconds):
         until = time.monotonic() + seconds
         while time.monotonic() < until:
@@ -166,22 +170,28 @@ def test_a_question_does_not_wait_for_the_work_before_it_even_where_the_class_is
         assert work.wait() == ["done"]
 
 
-def test_a_call_may_still_be_running(counters):
-    counters.who().wait()
-    handle = counters[0].sleep(0.3)
-    assert not handle.done()
-    with pytest.raises(DeadlineExceeded, match=r"count.sleep did not finish within 0\.05 s on count-0(.|\n)*last sign"):
-        handle.wait(timeout_s=0.05)
-    handle.wait()
+def test_a_call_may_still_be_running(backend):
+    with three(backend) as cluster:
+        counters, go_on = cluster.launch(Counter, "count"), cluster.channel("go on")
+        counters.who().wait()
+        handle = counters[0].get(go_on)
+        assert not handle.done()
+        late = r"count.get did not finish within 0\.05 s on count-0(.|\n)*last sign"
+        with pytest.raises(DeadlineExceeded, match=late):
+            handle.wait(timeout_s=0.05)
+        go_on.put("late")
+        assert handle.wait() == ["late"]
 
 
 def test_a_wait_lasts_as_long_as_there_are_signs_of_life(backend):
-    with Cluster(backend, [HostPlan("h0", ("count",))], timeout_s=0.8) as cluster:
-        counters = cluster.launch(Counter, "count")
-        counters.who().wait(20)
-        counters.sleep_and_tick(1.5).wait()
-        with pytest.raises(DeadlineExceeded, match=r"count.sleep did not finish within 0\.8 s on count-0"):
-            counters.sleep(1.5).wait()
+    with Cluster(backend, [HostPlan("h0", ("count",))], timeout_s=3) as cluster:
+        counters, go_on = cluster.launch(Counter, "count"), cluster.channel("go on")
+        counters.who().wait(60)
+        counters.sleep_and_tick(4).wait()
+        silent = counters.sleep_until(go_on)
+        with pytest.raises(DeadlineExceeded, match=r"count.sleep_until did not finish within 3 s on count-0"):
+            silent.wait()
+        go_on.put(None)
 
 
 def test_an_exception_is_told_with_its_place_and_its_traceback(backend, tmp_path):
@@ -323,7 +333,7 @@ def test_an_idle_host_that_dies_is_noticed(processes):
         counters = cluster.launch(Counter, "count")
         os.kill(counters[2].pid().wait()[0], signal.SIGKILL)
         with pytest.raises(WorkerFailed, match="count-2: its process was killed by SIGKILL"):
-            counters[0].sleep(1).wait()
+            counters[0].get(cluster.channel("never")).wait()
 
 
 @pytest.mark.as_users_do

@@ -3,7 +3,8 @@
     {pauses: drawn, least_s: 0.0, most_s: 0.003, dtype: float64}
 
 It is the point mass; how long a step takes, between these bounds, follows from the episode: it is drawn, or the first
-of each dozen takes longest (`falling`), so that later ones overtake it on any machine.
+of each dozen takes longest (`falling`), so that later ones overtake it on any machine, or the last three of the first
+dozen do (`waiting`), while all others take no time.
 """
 
 import time
@@ -24,9 +25,13 @@ def falling(episode: int) -> float:
     return 1 - episode % 12 / 12
 
 
+def waiting(episode: int) -> float:
+    return float(9 <= episode < 12)
+
+
 class Uneven(PointMassEnv):
     def __init__(self, config, num_envs: int) -> None:
-        self.share = {"drawn": drawn, "falling": falling}[config.kwargs["pauses"]]
+        self.share = {"drawn": drawn, "falling": falling, "waiting": waiting}[config.kwargs["pauses"]]
         self.least_s, self.most_s = config.kwargs["least_s"], config.kwargs["most_s"]
         self.pause_s = np.zeros(num_envs)
         common = {name: getattr(config, name) for name in ("num_envs", "max_episode_steps", "on_success")}

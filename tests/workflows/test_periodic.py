@@ -230,9 +230,10 @@ def test_a_group_of_another_version_is_an_error(tmp_path, monkeypatch):
 
 
 def test_a_sim_that_dies_takes_along_only_what_was_not_handed_on(tmp_path, monkeypatch):
-    """Every sim plays two of eight groups, one episode after the other; the second is killed after its first group."""
+    """Every sim plays two of eight groups, one episode after the other. The second is killed after its first group,
+    long before the end of the other."""
     options = ["algo.filter=none", *AS_MANY, "algo.groups=8"]
-    with Run(tmp_path, PERIODIC, *options, backend="local", least_s=0.01, most_s=0.02) as run:
+    with Run(tmp_path, PERIODIC, *options, backend="local", pauses="waiting", most_s=5.0) as run:
         watch_arrivals(monkeypatch, lambda group: 6 in group.episodes and os.kill(run.pid("sim-1"), signal.SIGKILL))
         (episodes, numbers), (_, after) = run.play(0, 2)
     assert numbers["faults/restarts"] == 1 and len(run.lines) == 1 and "sim-1" in run.lines[0]

@@ -192,7 +192,8 @@ def test_a_host_that_dies_while_learners_update_or_publish_is_replaced(tmp_path,
 @pytest.mark.parametrize("backend", ["local", pytest.param("ray", marks=pytest.mark.chaos)])
 @pytest.mark.parametrize("number", [signal.SIGKILL, pytest.param(signal.SIGSTOP, marks=pytest.mark.slow)])
 def test_a_successor_that_dies_or_hangs_while_it_builds_is_another_restart(tmp_path, number, backend):
-    with Run.shipped(tmp_path, "pointmass_ppo", backend, "faults.hang_s=8", *SMALL, *PPO[1:]) as run:
+    patience = "faults.hang_s=8" if number == signal.SIGSTOP else "faults.hang_s=120"
+    with Run.shipped(tmp_path, "pointmass_ppo", backend, patience, *SMALL, *PPO[1:]) as run:
         run.iterate(0)
         replace_host, again = run.cluster.replace, []
 

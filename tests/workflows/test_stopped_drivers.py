@@ -127,8 +127,12 @@ def test_a_run_whose_driver_was_paused_and_stopped_or_killed_goes_on_from_its_ne
 def train_held(folder, signals, *words):
     """Train, hold the simulator in the third rollout, and then send these signals to the driver. Returns the exit code
     and the run; the simulator is still held when the run ends."""
-    hold = folder / "hold"
+    hold, heard, handle = folder / "hold", [], ending.Interruption._handle
     held = ["env.name=held:HeldPoint", "env.task=reach", f"env.kwargs={{hold: {hold}}}", "run.save_minutes=null"]
+
+    def noted(interruption, *signal):
+        heard.append(signal)
+        handle(interruption, *signal)
 
     def strike():
         wait_until(lambda: any(rows_of(run)[1:] for run in folder.glob("runs/held-*")))
@@ -136,11 +140,14 @@ def train_held(folder, signals, *words):
         wait_until(hold.with_suffix(".waits").exists)
         for number in signals:
             os.kill(os.getpid(), number)
-            time.sleep(0.1)  # two signals that come together are one
+            wait_until(lambda: heard)
+            time.sleep(0.1)  # longer than two signals that count as one
 
     threading.Thread(target=strike, daemon=True).start()
     words = [*held, "run.name=held", "run.iterations=5", "eval.episodes=4", "eval.videos=0", *words]
-    code = train.main(["recipe=pointmass_ppo", *words])
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ending.Interruption, "_handle", noted)
+        code = train.main(["recipe=pointmass_ppo", *words])
     assert hold.exists()
     hold.unlink()
     (run,) = folder.glob("runs/held-*")
@@ -166,6 +173,7 @@ def test_a_rollout_that_does_not_end_after_a_signal_is_given_up_and_what_is_lear
     """In the synchronous run a policy and a learner do not fit beside each other on a core: to save, the memory of a
     policy is freed whose process stands still."""
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(ending, "AGAIN_S", 600.0)
     asked = ["pipeline.schedule=async" if schedule == "async" else "cluster.memory_gb=0.00016", "run.stop_s=0.5"]
     code, run = train_held(tmp_path, [signal.SIGTERM, signal.SIGTERM], *asked)
     told = capsys.readouterr().out

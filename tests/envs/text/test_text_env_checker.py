@@ -261,12 +261,12 @@ class Hangs(TextEnv):
 )
 def test_a_check_ends_at_its_limit_and_says_what_it_was_doing(tmp_path, deaf, where):
     (tmp_path / "my_hangs.py").write_text(HANGS)
-    command = ["env.name=my_hangs:Hangs", f"env.kwargs={{deaf: {deaf}}}", "limit_s=0.5"]
+    command = ["env.name=my_hangs:Hangs", f"env.kwargs={{deaf: {deaf}}}", "limit_s=5"]
     program = (
         f"from embodied import check; check.CLOSE_S, check.TELL_S = 0.5, 0.01; raise SystemExit(check.main({command}))"
     )
     done = subprocess.run([sys.executable, "-c", program], cwd=tmp_path, capture_output=True, text=True, timeout=120)
     assert done.returncode == 1
-    told = f"error: not finished after limit_s=0.5 seconds, while .*, {where}; try a larger limit_s\n"
+    told = f"error: not finished after limit_s=5 seconds, while .*, {where}; try a larger limit_s\n"
     assert re.fullmatch(told, done.stderr), done.stderr
     assert "... 0 s: holding conversations with my_hangs:Hangs" in done.stdout
