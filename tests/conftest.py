@@ -44,14 +44,19 @@ def pytest_collection():
         gc.freeze()
 
 
+def peak_bytes():
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
 kept_bytes = 1e12  # the least since memory was freed
+peak_before, raised = 0, []  # raised: (bytes, test) of tests that raised the worker's peak by a quarter of a GB
 
 
 @pytest.hookimpl(wrapper=True)
-def pytest_runtest_teardown():
+def pytest_runtest_teardown(item):
     """Frees memory after tests that leave 200 MB more: cycles around scenes and models, and freed blocks that the C
     library keeps. A worker that ran the documents' commands held 1.4 GB without this, and 0.8 GB with it."""
-    global kept_bytes
+    global kept_bytes, peak_before
     yield
     from embodied.runtime.heartbeat import resident_bytes
 
@@ -60,24 +65,33 @@ def pytest_runtest_teardown():
         LIBC.malloc_trim(0)
         kept_bytes = resident_bytes()
     kept_bytes = min(kept_bytes, bytes_now)
+    if (peak := peak_bytes()) > (peak_before or peak) + 250e6:
+        raised.append((peak - peak_before, item.nodeid))
+    peak_before = peak
 
 
-worker_peaks = []  # bytes
+worker_peaks = []  # (bytes, the tests that raised it)
 
 
 def pytest_sessionfinish(session):
     if hasattr(session.config, "workeroutput"):
-        session.config.workeroutput["peak_bytes"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+        session.config.workeroutput["peak"] = (peak_bytes(), raised)
 
 
 @pytest.hookimpl(optionalhook=True)  # also without xdist
 def pytest_testnodedown(node):
-    worker_peaks.append(getattr(node, "workeroutput", {}).get("peak_bytes", 0))  # 0 if it crashed
+    worker_peaks.append(getattr(node, "workeroutput", {}).get("peak", (0, [])))  # 0 if it crashed
 
 
 def pytest_terminal_summary(terminalreporter):
+    own, ended = (resource.getrusage(which) for which in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
+    seconds = sum(used.ru_utime + used.ru_stime for used in (own, ended))
+    terminalreporter.write_line(f"processor time: {seconds:.0f} s, without processes that nobody waited for")
     if worker_peaks:
-        terminalreporter.write_line(f"memory of a worker: at most {max(worker_peaks) / 1e9:.2f} GB")
+        peak, tests = max(worker_peaks)
+        terminalreporter.write_line(f"memory of a worker: at most {peak / 1e9:.2f} GB")
+        for more, test in tests:
+            terminalreporter.write_line(f"  {more / 1e9:.2f} GB more in {test}")
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -413,14 +413,15 @@ def test_a_pause_keeps_ends_or_waits_for_what_is_being_written(server, folder, t
     body = {"prompt": [5, 6], "max_tokens": 200, "seed": 1, "ignore_eos": True, "return_token_ids": True}
     want = completed(server, **body)["choices"]
     with ThreadPoolExecutor(4) as pool:
-        step = server.generation.engine.step
-        server.generation.engine.step = lambda: time.sleep(0.005) or step()
+        step, gate = server.generation.engine.step, threading.Semaphore(9)
+        server.generation.engine.step = lambda: step() if gate.acquire(timeout=0.01) else []
         running = pool.submit(completed, server, **body)
         until(lambda: server.generation.writing)
         assert ask(server, "/pause?mode=keep")[1] == {"status": "paused"}
         status, found = ask(server, "/update_weights", {"path": path, "version": 5})
         assert status == 409 and "send /resume first" in found["error"]["message"] and not running.done()
         assert ask(server, "/resume")[0] == 200
+        gate.release(200)
         assert running.result(60)["choices"] == want
 
         running = pool.submit(completed, server, **body)
@@ -431,6 +432,7 @@ def test_a_pause_keeps_ends_or_waits_for_what_is_being_written(server, folder, t
         until(lambda: server.generation.queue.waiting)
         assert ask(server, "/pause?mode=wait")[0] == 200 and not waiting.done()
         assert ask(server, "/resume")[0] == 200
+        gate.release(250)
         assert waiting.result(60)["choices"] == want
     assert ask(server, "/pause?mode=later")[0] == 400
 

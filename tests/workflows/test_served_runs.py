@@ -27,6 +27,7 @@ from embodied.policies.language.servers.server_pool import ServerPool
 from embodied.policies.policy_folder import read_weights
 from embodied.records.transcripts import read_transcripts
 from embodied.serving.config import TOKEN
+from embodied.workflows.rl_loop import EmbodiedLoop
 
 INLINE = ["cluster.backend=inline", 'placement={"sim,policy": "cpu:0", learner: "cpu:0"}']
 FEW = ["run.iterations=3", "env.num_envs=16", "algo.groups=4", "algo.group_size=4", "eval.episodes=8", *INLINE]
@@ -179,20 +180,25 @@ def test_engines_are_chosen_for_language_models_alone(begun, tmp_path, capsys, m
     assert "policy.max_tokens has no effect in evaluate" in capsys.readouterr().err
 
 
-def test_a_run_is_stopped_and_goes_on_although_its_server_holds_every_request(begun, tmp_path, capsys):
+def test_a_run_is_stopped_and_goes_on_although_its_server_holds_every_request(begun, tmp_path, capsys, monkeypatch):
     policy = max(begun.glob("checkpoints/v*/policy"))
     words = ["recipe=sums_grpo", *DIGITS, *FEW[1:-2], f"run.start_from={begun}", f"run.dir={tmp_path}", "run.name=held"]
     with served(load_policy(policy), policy) as server:
-        generation = server.generation
+        generation, iterate = server.generation, EmbodiedLoop.iterate
 
         def strike():
-            until(lambda: any(file.read_text() for file in tmp_path.glob("held-*/metrics.jsonl")))
-            generation.pause("keep").result(60)
             until(lambda: generation.queue.waiting or generation.writing)
             os.kill(os.getpid(), signal.SIGTERM)
 
-        threading.Thread(target=strike, daemon=True).start()
-        assert train.main([*words, "run.iterations=4", "run.stop_s=0.5", *at(server, tmp_path)]) == 143
+        def held_in_the_second(loop, number, total):
+            if number == 1:
+                generation.pause("keep").result(60)
+                threading.Thread(target=strike, daemon=True).start()
+            return iterate(loop, number, total)
+
+        with monkeypatch.context() as patched:
+            patched.setattr(EmbodiedLoop, "iterate", held_in_the_second)
+            assert train.main([*words, "run.iterations=4", "run.stop_s=0.5", *at(server, tmp_path)]) == 143
         assert "the step in progress was given up" in capsys.readouterr().out
         generation.resume().result(60)
         (run,) = tmp_path.glob("held-*")

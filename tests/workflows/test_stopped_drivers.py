@@ -16,8 +16,9 @@ import pytest
 from embodied import train
 from embodied.policies.policy_folder import read_weights
 from embodied.run import ending
+from embodied.workflows.rl_loop import EmbodiedLoop
 
-ITERATIONS, STRUCK = 6, 3
+STRUCK, MORE = 3, 3  # iterations before a driver is stopped, and after it
 GRPO = ["recipe=pointmass_grpo", "algo.epochs=1", "algo.minibatch_size=null"]
 SCHEDULES = {
     "sync": ["recipe=pointmass_ppo"],
@@ -64,12 +65,11 @@ class Command:
 
 
 def arguments(schedule, *more):
-    few = ["eval.episodes=4", "eval.videos=0", "run.save_every=1", f"run.iterations={ITERATIONS}"]
-    return [*SCHEDULES[schedule], *few, *more]
+    return [*SCHEDULES[schedule], "eval.episodes=4", "eval.videos=0", "run.save_every=1", *more]
 
 
-def weights(run):
-    return read_weights(run / "checkpoints" / f"v{ITERATIONS:06d}" / "policy")
+def weights(run, total):
+    return read_weights(run / "checkpoints" / f"v{total:06d}" / "policy")
 
 
 @pytest.mark.parametrize(
@@ -90,7 +90,7 @@ def test_a_run_whose_driver_was_paused_and_stopped_or_killed_goes_on_from_its_ne
     and calls nobody hung."""
     monkeypatch.chdir(tmp_path)
     impatient = ["faults.hang_s=8", "faults.max_restarts=0"]  # more than a busy machine needs between two signs
-    with Command(tmp_path, *arguments(schedule, *impatient, "run.name=struck")) as run:
+    with Command(tmp_path, *arguments(schedule, *impatient, "run.iterations=100000", "run.name=struck")) as run:
         run.reach(1)
         everybody = run.everybody()
         for paused in (signal.SIGSTOP, signal.SIGCONT):
@@ -104,19 +104,20 @@ def test_a_run_whose_driver_was_paused_and_stopped_or_killed_goes_on_from_its_ne
     assert code == (143 if number == signal.SIGTERM else -number), output
     await_the_end_of(everybody[1:])
     (folder,) = tmp_path.glob("runs/struck-*")
-    assert train.main([f"resume={folder}"]) == 0
-    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    assert [row["iteration"] for row in rows] == list(range(1, ITERATIONS + 1))
+    total = len(rows_of(folder)) + MORE
+    assert train.main([f"resume={folder}", f"run.iterations={total}"]) == 0
+    rows = rows_of(folder)
+    assert [row["iteration"] for row in rows] == list(range(1, total + 1))
     assert json.loads((folder / "run.json").read_text())["state"] == "finished"
     staleness = [row["train/staleness"] for row in rows]
     if schedule == "async":
-        resumed = next(row for row in range(1, ITERATIONS) if staleness[row] == 0)
+        resumed = next(row for row in range(1, total) if staleness[row] == 0)
         assert resumed >= STRUCK - 1
-        assert staleness == [0, *[1] * (resumed - 1), 0, *[1] * (ITERATIONS - resumed - 1)]
+        assert staleness == [0, *[1] * (resumed - 1), 0, *[1] * (total - resumed - 1)]
         return
-    assert staleness == [0] * ITERATIONS
-    assert train.main(arguments(schedule, "run.name=whole")) == 0
-    ended, expected = weights(folder), weights(next(tmp_path.glob("runs/whole-*")))
+    assert staleness == [0] * total
+    assert train.main(arguments(schedule, f"run.iterations={total}", "run.name=whole")) == 0
+    ended, expected = weights(folder, total), weights(next(tmp_path.glob("runs/whole-*")), total)
     for name in expected:
         if schedule == "sync":
             assert np.array_equal(ended[name], expected[name])
@@ -127,16 +128,19 @@ def test_a_run_whose_driver_was_paused_and_stopped_or_killed_goes_on_from_its_ne
 def train_held(folder, signals, *words):
     """Train, hold the simulator in the third rollout, and then send these signals to the driver. Returns the exit code
     and the run; the simulator is still held when the run ends."""
-    hold, heard, handle = folder / "hold", [], ending.Interruption._handle
+    hold, heard, handle, iterate = folder / "hold", [], ending.Interruption._handle, EmbodiedLoop.iterate
     held = ["env.name=held:HeldPoint", "env.task=reach", f"env.kwargs={{hold: {hold}}}", "run.save_minutes=null"]
 
     def noted(interruption, *signal):
         heard.append(signal)
         handle(interruption, *signal)
 
+    def held_in_the_third(loop, number, total):
+        if number == 2:
+            hold.touch()
+        return iterate(loop, number, total)
+
     def strike():
-        wait_until(lambda: any(rows_of(run)[1:] for run in folder.glob("runs/held-*")))
-        hold.touch()
         wait_until(hold.with_suffix(".waits").exists)
         for number in signals:
             os.kill(os.getpid(), number)
@@ -147,6 +151,7 @@ def train_held(folder, signals, *words):
     words = [*held, "run.name=held", "run.iterations=5", "eval.episodes=4", "eval.videos=0", *words]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(ending.Interruption, "_handle", noted)
+        patch.setattr(EmbodiedLoop, "iterate", held_in_the_third)
         code = train.main(["recipe=pointmass_ppo", *words])
     assert hold.exists()
     hold.unlink()
