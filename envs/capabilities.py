@@ -150,6 +150,9 @@ class EnvCapabilities:
         return {}
 
 
+WITHOUT_COSTS = {"action_cost": 0.0}  # an evaluation's return is the task's own
+
+
 @dataclass(frozen=True)
 class EvaluationProtocol:
     name: str
@@ -159,7 +162,7 @@ class EvaluationProtocol:
 
     def apply(self, config: Any) -> Any:
         """The config of evaluation envs."""
-        return config.model_copy(update=self.options)
+        return config.model_copy(update=WITHOUT_COSTS | self.options)
 
     @property
     def published_name(self) -> str:

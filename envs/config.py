@@ -161,6 +161,13 @@ class CommonEnvConfig(Strict):
     reward_kwargs: dict[str, Any] = Field(
         default_factory=dict, description="Arguments of the class that env.reward names; every env makes an object."
     )
+    action_cost: float = Field(
+        0.0,
+        ge=0,
+        allow_inf_nan=False,
+        description="What the mean square of an env step's actions (-1 to 1) costs while training, so that a policy "
+        "that has solved its task comes to rest. Evaluations leave it out.",
+    )
     modules: Modules = Field(
         (),
         description="Your modules to import before envs are made: tasks, robots, controllers that register "

@@ -91,7 +91,7 @@ class VectorEnv(EnvCapabilities, GymnasiumVectorEnv):
         self._elapsed = np.zeros(num_envs, np.int64)
         self._since = np.zeros(num_envs, np.int64)  # env steps since the first success, including it
         self._success: Array = np.zeros(num_envs, bool)
-        self._reward = Reward(config, num_envs, env_spec.has_success)
+        self._reward = Reward(config, num_envs, env_spec)
         self._rewards: Array = np.zeros(num_envs, self.dtype)
         self.given_up: dict[int, str] = {}  # a plug-in names rows whose episode it gives up: `_step` truncates them
         self.checks: FiniteChecks | None = None  # of tensors, if `check_noted` is called later for many decisions
@@ -537,14 +537,21 @@ class Reward:
     its actions [N, A] and the `StepResult` and returns [N].
 
     Rewards 0.2, 0.5, 0.5, 1 with success in the last step: success gives 0, 0, 0, 1, difference 0.2, 0.3, 0, 0.5.
+
+    `env.action_cost` times the mean square of the actions is subtracted from any of them.
     """
 
-    def __init__(self, config: Any, num_envs: int, has_success: bool) -> None:
+    def __init__(self, config: Any, num_envs: int, spec: EnvSpec) -> None:
         self.name = name = config.reward
         self.memory = np.zeros(num_envs)  # per row: the last reward, or whether success was rewarded
         self.function: Any = own_reward(config) if ":" in name else None
         self.on_device = name == "own"  # whether it reads no data of a simulator on a GPU
-        if name == "success" and not has_success:
+        self.action_cost = config.action_cost
+        if self.action_cost and spec.action.discrete:
+            raise ConfigError(
+                "env.action_cost is for continuous actions, and those of this env are discrete; leave it out"
+            )
+        if name == "success" and not spec.has_success:
             raise ConfigError(
                 "env.reward=success, but this env does not report success; "
                 "try env.reward=own, or a function of yours: env.reward=my_pkg.my_module:my_reward"
@@ -556,6 +563,13 @@ class Reward:
 
     def of(self, env: VectorEnv, actions: Array, step: StepResult, moved: np.ndarray) -> Array:
         """[N]; only rows that moved count."""
+        given = self._earned(env, actions, step, moved)
+        if not self.action_cost:
+            return given
+        cost = self.action_cost * (actions**2).mean(1)
+        return given - (tensor_of(cost, given.device) if is_tensor(given) else host(cost))
+
+    def _earned(self, env: VectorEnv, actions: Array, step: StepResult, moved: np.ndarray) -> Array:
         if self.name == "own":
             return step.rewards
         if self.function is not None:

@@ -8,7 +8,7 @@ from typing import Annotated, ClassVar, Literal
 from pydantic import Field
 
 from embodied.core.errors import nearest
-from embodied.core.options import Requirement, never_with
+from embodied.core.options import Requirement, never_with, only_with
 from embodied.envs.config import PRIVILEGED, RENDERER, SIZE_HELP, CommonEnvConfig, ImageSize, Region, Renderer, Tasks
 from embodied.envs.maniskill.bridge import CONTROL, PLATES, asset_folder, is_bridge
 
@@ -32,7 +32,7 @@ class ManiSkillConfig(CommonEnvConfig):
     env = "embodied.envs.maniskill.env:ManiSkillEnv"
     needs = Requirement(("mani-skill", "sapien"), "maniskill", vulkan=True)
     task_base = "mani_skill.envs.sapien_env.BaseEnv"
-    of_task: ClassVar = ("max_episode_steps", "solver_iterations", "retries")
+    of_task: ClassVar = ("max_episode_steps", "solver_iterations", "solver_episodes", "retries", "action_cost")
     view_of_task: ClassVar = ("image_fov", "image_region")
 
     name: Literal["maniskill"] = Field(
@@ -76,6 +76,11 @@ class ManiSkillConfig(CommonEnvConfig):
     solver_iterations: Annotated[int, Field(gt=0, lt=256)] | None = Field(
         None, description="Contact solver's iterations in rollouts; unset: the task's own, often 15, as in evaluations."
     )
+    solver_episodes: Annotated[int, Field(gt=0)] | None = Field(
+        None,
+        description="How many episodes of a run have env.solver_iterations; later ones have the task's own. Unset, and "
+        "on a GPU: all.",
+    )
     state: Literal["full", "proprio", "joints"] = Field(
         "full",
         description="Observed numbers: all; only the numbers that ManiSkill adds to images (the robot's own and "
@@ -108,7 +113,10 @@ class ManiSkillConfig(CommonEnvConfig):
     )
     video_size: int = Field(256, gt=15, multiple_of=2, description="Width and height of video frames, in pixels.")
 
-    rules = (never_with({"renderer": "cores"}, {"backend": "cuda"}, "the GPU draws what it simulates; leave it out"),)
+    rules = (
+        never_with({"renderer": "cores"}, {"backend": "cuda"}, "the GPU draws what it simulates; leave it out"),
+        only_with("solver_episodes", {"solver_iterations": bool}, "leave it out, or try env.solver_iterations=4"),
+    )
 
     @classmethod
     def is_task(cls, task: str) -> bool:
@@ -122,6 +130,11 @@ class ManiSkillConfig(CommonEnvConfig):
         return [
             f"Files of ManiSkill's tasks are looked for in {here}; MS_ASSET_DIR names another folder that has data/."
         ]
+
+    @property
+    def changes_solver(self) -> bool:
+        """True if contacts are solved as the task says from some episode on."""
+        return bool(self.solver_iterations and self.solver_episodes) and self.backend != "cuda"
 
     @property
     def physics(self) -> str:

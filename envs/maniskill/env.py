@@ -120,6 +120,7 @@ class ManiSkillEnv(ReplayedEnv):
 
             seeds, states = ([getattr(spec, key) for spec in episodes] for key in ("seed", "init_state_id"))
             self._info_now = info = begin_episodes(self.envs[0], rows, seeds, states)
+            self._choose_solver(rows, episodes)
             if not self.env_spec.has_success:
                 return None
             return info["success"] if self.gives_tensors else host(info["success"])[rows]
@@ -135,7 +136,20 @@ class ManiSkillEnv(ReplayedEnv):
                 self._prepare(self.envs[row])
             self._keep_row(row, obs, info)
             success[i] = bool(info.get("success", False))
+        self._choose_solver(rows, episodes)
         return success
+
+    def _choose_solver(self, rows: np.ndarray, episodes: list[EpisodeSpec]) -> None:
+        """How many iterations the contacts of these episodes are solved in."""
+        if not self.config.changes_solver:
+            return
+        its_own = self.envs[0]._default_sim_config.scene_config.solver_position_iterations
+        for row, episode in zip(rows.tolist(), episodes, strict=True):
+            physics = self.envs[0].scene.px.systems[row] if self.batched else self.envs[row].scene.px
+            robots = {link.articulation for link in physics.articulation_link_components}
+            is_early = episode.index < self.config.solver_episodes
+            for body in (*physics.rigid_dynamic_components, *robots):
+                body.solver_position_iterations = self.config.solver_iterations if is_early else its_own
 
     def _step(self, actions: np.ndarray, active: np.ndarray) -> StepResult:
         if self.batched:
@@ -331,8 +345,9 @@ class ManiSkillEnv(ReplayedEnv):
             its = f"the task's own limit is {task_limit}" if task_limit else "the task has no limit of its own"
             lines.append(f"episodes end after {config.max_episode_steps} env steps, by env.max_episode_steps; {its}")
         if config.solver_iterations:
+            coarse = f"in the first {config.solver_episodes} episodes" if config.changes_solver else "while training"
             lines.append(
-                f"contacts are solved in {config.solver_iterations} iterations while training (env.solver_iterations); "
+                f"contacts are solved in {config.solver_iterations} iterations {coarse} (env.solver_iterations); "
                 "evaluations play the task's own physics"
             )
         if config.cameras and is_own(config.task):

@@ -19,6 +19,7 @@ class TextConfig(CommonEnvConfig):
     speaks = True
     on_success: ClassVar[str] = "continue"
     after_success: ClassVar[int] = 0
+    action_cost: ClassVar[float] = 0.0
     stagger: ClassVar[bool] = False
     retries: ClassVar[int] = 0
 

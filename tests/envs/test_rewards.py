@@ -8,6 +8,8 @@ import pytest
 from embodied.core.errors import ConfigError, WrongShape
 from embodied.core.types import ActionSpec, EnvSpec, EpisodeSpec
 from embodied.envs import make_env
+from embodied.envs.capabilities import EvaluationProtocol
+from embodied.envs.gym.config import GymConfig
 from embodied.envs.pointmass.config import PointMassConfig
 from embodied.envs.vector_env import StepResult, VectorEnv
 
@@ -62,6 +64,12 @@ class Scripted(VectorEnv):
         self.at = state["at"]
 
 
+@pytest.fixture
+def mine(monkeypatch):
+    """This file as the user's module."""
+    monkeypatch.setitem(sys.modules, "my_rewards", sys.modules[__name__])
+
+
 def begin(env, *rows):
     mask = np.isin(np.arange(2), rows or (0, 1))
     env.reset(options={"reset_mask": mask, "episodes": [EpisodeSpec("reach", -1, 0, 0)] * 2})
@@ -87,6 +95,14 @@ def test_what_a_step_earns(reward, expected):
         begin(env)  # nothing is remembered from one episode to the next
 
 
+@pytest.mark.parametrize("reward", ["own", "my_rewards:twice_the_action"])
+def test_actions_cost_in_training_alone(mine, reward):
+    config = Scripted(reward=reward, action_cost=0.1).config
+    free = begin(Scripted(**EvaluationProtocol("any", "").apply(config).model_dump()))
+    costs = earned(free, 2, action=0.5) - earned(begin(Scripted(reward=reward, action_cost=0.1)), 2, action=0.5)
+    np.testing.assert_allclose(costs, np.full((2, 2), 0.025), atol=1e-7)
+
+
 @pytest.mark.parametrize("reward", ["success", "difference"])
 def test_chunks_rows_and_saved_states_change_nothing(reward):
     whole = earned(begin(Scripted(reward=reward)))
@@ -99,12 +115,6 @@ def test_chunks_rows_and_saved_states_change_nothing(reward):
     begin(env, 1)  # row 0 goes on, row 1 begins anew
     found = earned(env, 3)
     np.testing.assert_array_equal(found, [whole[0, 2:], whole[1, :3]])
-
-
-@pytest.fixture
-def mine(monkeypatch):
-    """This file as the user's module."""
-    monkeypatch.setitem(sys.modules, "my_rewards", sys.modules[__name__])
 
 
 def test_a_function_of_ones_own(mine):
@@ -160,3 +170,8 @@ def test_a_sparse_return_is_the_success_of_the_episode():
     returns = result.rewards.sum(axis=1)
     assert 0 < returns.sum() < 64
     np.testing.assert_array_equal(returns > 0, (result.success & result.mask).any(axis=1))
+
+
+def test_discrete_actions_cost_nothing():
+    with pytest.raises(ConfigError, match="action_cost is for continuous actions"):
+        make_env(GymConfig(name="gym:CartPole-v1", action_cost=0.1), 1)

@@ -94,6 +94,30 @@ def test_fewer_solver_iterations_are_for_rollouts_alone():
         env.close()
 
 
+@pytest.mark.parametrize("backend", ["cpu_batched", "cpu"])
+def test_later_episodes_of_a_run_are_solved_in_the_tasks_own_iterations(backend):
+    """Row by row: the second one is in its later episode while the first one is in an early one."""
+    played = []
+    for options in ({"solver_iterations": 2}, {"solver_iterations": 2, "solver_episodes": 2}, {}):
+        env = make_env(ManiSkillConfig(task="PushCube-v1", backend=backend, on_success="continue", **options), 2)
+        states = []
+        for indices in ((0, 1), (1, 2), (2, 1)):
+            episodes = [
+                EpisodeSpec("PushCube-v1", -1, seed, index) for seed, index in zip((1, 2), indices, strict=True)
+            ]
+            env.reset(options={"reset_mask": np.ones(2, bool), "episodes": episodes})
+            actions = np.random.default_rng(0).uniform(-1, 1, (2, 20, 8)).astype(np.float32)
+            actions[:, :, 1] = 1  # down to the table
+            states.append(env.step_chunk(actions).obs["state"])
+        played.append(states)
+        env.close()
+    few, late, own = played
+    assert np.abs(few[0] - own[0]).max() > 1e-4
+    np.testing.assert_array_equal(late[0], few[0])
+    np.testing.assert_array_equal(late[1], [few[1][0], own[1][1]])
+    np.testing.assert_array_equal(late[2], [own[2][0], few[2][1]])
+
+
 def test_frozen_rows_stand_still_and_the_others_go_on_bitwise_as_in_full_company(batched):
     """Row 0 alone runs on while the others are over; then they begin again."""
     rng = np.random.default_rng(3)
