@@ -113,8 +113,6 @@ def follow(
 ) -> int:
     """Open or continue a run folder, train, and record the end in the folder. Returns the command's exit code; `opened`
     is called with the folder. `before`: the recipes of the runs that wait for this run's policy."""
-    from embodied.reporting.run_page import report_or_say_why
-
     loaded = replace(loaded, config=pinned(loaded.config))
     config, plan = launch.planned(loaded.config, dry=loaded.dry_run, roles=roles_of_run(program, loaded.config))
     run, checkpoint = to_resume(loaded)
@@ -142,7 +140,7 @@ def follow(
     with Interruption(stop_s=config.run.stop_s) as interruption:
         folder = open_folder(loaded, command, run, checkpoint)
         opened(folder.path)
-        with closing(folder, interruption, report_or_say_why):
+        with closing(folder, interruption):
             console = Console(folder.path, folder.log.note, command=command, advice=without_success(config))
             folder.record(placement=asdict(plan), **interpreter_of(config.env))
             console.say("\n".join([launch.describe(config, plan, weights=checkpoint), *launch.notes(loaded)]))
@@ -348,7 +346,7 @@ def train(
         if checkpoint or origin:
             check_origins(loop, checkpoint, origin, folder)
         state = resume(loop, folder, checkpoint, console) if checkpoint else fresh(loop, folder)
-        total = loop.collector.total_iterations()
+        total = loop.batch_source.total_iterations()
         if state["iteration"] >= total:
             console.nothing_left(state["iteration"], total)
         cluster.interrupt = interruption.check
@@ -448,14 +446,14 @@ def iterate(loop: EmbodiedLoop, state: dict, total: int, folder: RunFolder, cons
     state["abandoned_episodes"] += loop.rollouts.take_abandoned()
     state["train_s"] += elapsed
     folder.log.row(console.iteration(state, finished, numbers, elapsed, total))
-    folder.log.samples(state["iteration"], loop.collector.samples)
-    folder.log.answers(state["iteration"], loop.collector.ends)
+    folder.log.samples(state["iteration"], loop.batch_source.samples)
+    folder.log.answers(state["iteration"], loop.batch_source.ends)
 
 
 def save(loop: EmbodiedLoop, state: dict, saves: SaveClock, folder: RunFolder, console: Console) -> None:
     """Write a checkpoint of the acting version, and delete old checkpoints."""
     started, version = time.perf_counter(), state["version"]
-    console.last_checkpoint = loop.save(folder.checkpoints, {**state, RECENT_EPISODES: list(console.recent)})
+    console.note_checkpoint(loop.save(folder.checkpoints, {**state, RECENT_EPISODES: list(console.recent)}))
     saves.note_save(version, state["train_s"], time.perf_counter() - started)
     try:
         if keep := loop.config.run.keep:
@@ -511,7 +509,7 @@ def evaluate(loop: EmbodiedLoop, folder: RunFolder, console: Console, interrupti
         with loop.acting_with_mean():
             stop = lambda: interruption.requested  # noqa: E731
             if not evaluate_in_run(loop.evaluator, kept, stop, tell, console.show_activity):
-                console.say(f"evaluation of v{version:06d} stopped: {kept} are over; a resumed run plays the rest")
+                console.not_evaluated(version, kept)
         report_or_say_why(folder.path)
 
     if beside:

@@ -48,6 +48,6 @@ def test_a_run_in_the_default_placement_starts_trains_evaluates_and_ends(tmp_pat
 def test_hosts_of_other_tests_are_forked_from_one_server_that_outlives_their_clusters():
     """Else each host of every test imports for seconds."""
     for _ in range(2):
-        with Cluster("local", [HostPlan("only", ("a",))], timeout_s=60) as cluster:
+        with Cluster("local", [HostPlan("only", ("a",))], timeout_s=300) as cluster:
             process = cluster._backend.processes["only"].popen
     assert isinstance(process, Forked)

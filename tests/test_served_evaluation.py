@@ -168,7 +168,7 @@ def give(actions):
 
 FAULTS = {
     "it dies": (lambda connection, number: connection.close_socket(), "the connection has ended"),
-    "it hangs": (lambda *_: threading.Event().wait(5), "has not answered for 0.5 s (policy.answer_s)"),
+    "it hangs": (lambda *_: threading.Event().wait(7), "has not answered for 4 s (policy.answer_s)"),
     "nonsense": (lambda connection, number: connection.send(b"\xc1"), "answers nonsense"),
     "another answer": (
         lambda connection, number: connection.send(pack_typed("hello", {}, number)),
@@ -188,7 +188,8 @@ FAULTS = {
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_server_that_fails_ends_the_evaluation_with_a_line_and_nothing_played_is_lost(fault, tmp_path, capsys):
     fail, reason = FAULTS[fault]
-    words = [*PLAYED, f"run.dir={tmp_path}", "eval.videos=0", "policy.answer_s=0.5"]
+    patience = ["policy.answer_s=4"] * (fault == "it hangs")  # else the default
+    words = [*PLAYED, f"run.dir={tmp_path}", "eval.videos=0", *patience]
     with failing(fail, after=70) as address:  # three episodes are over by then
         assert main([f"policy.url={address}", *words]) == 1
     told = capsys.readouterr()

@@ -48,7 +48,7 @@ def test_ctrl_c_while_a_command_is_imported_is_a_line(tmp_path):
     with subprocess.Popen(ours, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
         assert process.stdout.readline() == "importing\n"
         process.send_signal(signal.SIGINT)
-        said = process.communicate(timeout=30)[1]
+        said = process.communicate(timeout=60)[1]
     assert (process.returncode, said) == (130, "stopped at once\n")
 
 

@@ -63,7 +63,7 @@ class Server:
 
     def ask(self, kind, sent, wanted):
         self.asked.append(sent)
-        assert self.free.wait(30)
+        assert self.free.wait(60)
         return {"actions": answer(int(sent["state"]))[0]}
 
     def close(self):
@@ -77,7 +77,7 @@ def test_a_robot_goes_on_with_its_chunk_while_the_server_computes_and_then_skips
     server.free.clear()
     played += [robot.act({"state": step}).item() for step in (5, 6)]  # three actions are left: it asks at step 5
     server.free.set()
-    robot.answer.result(30)
+    robot.answer.result(60)
     assert [sent["state"] for sent in server.asked] == [0, 5]
     assert server.asked[1]["previous"]["actions"][:, 0].tolist() == [5, 6, 7]
     played += [robot.act({"state": step}).item() for step in (7, 8)]

@@ -19,6 +19,7 @@ from embodied.algorithms.config import GRPOConfig, PPOConfig, SFTConfig
 from embodied.core.conversations import FIRST_PLACE
 from embodied.core.pictures import drawing
 from embodied.core.types import BatchEnd, Trajectory, Unit, choose
+from embodied.learners import worker as learner_worker
 from embodied.learners.config import LearnerConfig
 from embodied.learners.divided_passes import PassTable, SharedPass
 from embodied.learners.imitation import TextImitationLearner
@@ -49,7 +50,7 @@ WAYS = {
     "experts": (GRPO, {"shard": True}, EXPERTS),
     "experts divided": (GRPO | {"kl_coef": 0.1}, {"sequence_degree": "auto", "shard": True}, EXPERTS),
 }
-FEW = WAYS.keys() - {"pictures", "pictures apart", "experts"}  # what two ranks learn in
+FEW = WAYS.keys() - {"sharded", "pictures", "pictures apart", "experts"}  # what two ranks learn in
 SHOWN = {0: [64, 32], 1: [128], 2: [32, 32, 32], 5: [48]}  # pixels of the pictures in the prompts of these groups
 USED: list[set[int]] = [set()]  # degrees of this rank's passes, table by table
 
@@ -160,6 +161,7 @@ def watched(table: PassTable, *inputs) -> list:
     return passes
 
 
+learner_worker.SIDES["cpu"] = 32  # else each learner measures its core's peak rate for longer
 plain, PassTable.passes = PassTable.passes, watched
 for name in [name for name in WAYS if ranks > 2 or name in FEW]:
     wanted_file = Path(folder, f"alone {name}.safetensors")  # meetings remove what begins with their name

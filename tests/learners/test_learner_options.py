@@ -231,7 +231,7 @@ def test_a_learner_that_has_left_its_device_sends_its_weights_still():
     worker.build(toy.ENV, "0" * 16, snapshot=False)
     published, before = worker.publish(0), {n: t.clone() for n, t in worker.policy.state_dict().items()}
     worker.offload()
-    with Cluster("inline", [HostPlan("only", ("a",))], timeout_s=60) as cluster:
+    with Cluster("inline", [HostPlan("only", ("a",))], timeout_s=300) as cluster:
         channel = cluster.channel("weights", capacity=None)
         worker.store.send((channel,), whole=True)
         blobs = WeightReader().load(published, "buckets", channel)

@@ -123,7 +123,7 @@ def test_versions_that_are_copied_on_the_gpu_need_one_graph():
     worker.timers = Timers()
     worker.build(ROBOT)
     obs, draws, addresses = observe(2, texts=TEXTS[:1]), noise(learner, 2), set()
-    with Cluster("inline", [HostPlan("only", ("a",))], timeout_s=60) as cluster:
+    with Cluster("inline", [HostPlan("only", ("a",))], timeout_s=300) as cluster:
         channel = cluster.channel("weights", capacity=None)
         for version in range(4):
             with torch.no_grad(), store.updating():

@@ -124,7 +124,7 @@ def test_what_was_added_before_a_kill_is_there(tmp_path):
     process = subprocess.Popen([sys.executable, "-c", WRITE_ON, tmp_path / PARTS], stdout=subprocess.PIPE)
     told = [int(process.stdout.readline()) for _ in range(20)]
     process.send_signal(signal.SIGKILL)
-    process.wait(30)
+    process.wait(60)
     process.stdout.close()
     found = read_transcripts(tmp_path)
     assert list(found) == list(range(len(found))) and len(found) >= len(told)

@@ -131,12 +131,12 @@ def ready(request) -> str:
 @pytest.fixture
 def cluster(backend, tmp_path):
     """Two hosts: "left" runs the roles a and mate, "right" runs b. For tests that may break it."""
-    with Cluster(backend, TWO_HOSTS, log_dir=tmp_path / "logs", timeout_s=60) as cluster:
+    with Cluster(backend, TWO_HOSTS, log_dir=tmp_path / "logs", timeout_s=300) as cluster:
         yield cluster
 
 
 @pytest.fixture(scope="module")
 def shared_cluster(backend, tmp_path_factory):
     """The same for all tests of a module."""
-    with Cluster(backend, TWO_HOSTS, log_dir=tmp_path_factory.mktemp("logs"), timeout_s=60) as cluster:
+    with Cluster(backend, TWO_HOSTS, log_dir=tmp_path_factory.mktemp("logs"), timeout_s=300) as cluster:
         yield cluster

@@ -97,7 +97,7 @@ def closed(channel) -> str:
     """What a put is told once the closing has reached this host."""
     try:
         while True:
-            channel.put(0, timeout_s=5)
+            channel.put(0, timeout_s=300)
     except ChannelClosed as told:
         return str(told)
 
@@ -191,7 +191,7 @@ def test_a_get_of_an_item_that_cannot_be_sent_names_the_cause(backend, shared_cl
         assert channel.get()
     else:
         with pytest.raises(ChannelClosed, match="TypeError: cannot pickle"):
-            channel.get(timeout_s=20)
+            channel.get(timeout_s=300)
 
 
 def test_two_workers_in_a_cycle_across_hosts(shared_cluster, peers, name):

@@ -315,11 +315,11 @@ def test_a_phase_waits_for_devices_that_another_thread_gives_back():
 
         thread = threading.Thread(target=other)
         thread.start()
-        assert inside.wait(10)
+        assert inside.wait(60)
         with sharing.phase("in first"):
             assert seen == groups["first"].at_work().wait() == [True]
             assert groups["second"].at_work().wait() == [False]
-        thread.join(10)
+        thread.join(60)
 
 
 def test_a_phase_that_gets_no_device_says_who_held_it_and_waits_no_longer():
@@ -330,16 +330,16 @@ def test_a_phase_that_gets_no_device_says_who_held_it_and_waits_no_longer():
         def other():
             with sharing.phase("in second"):
                 inside.set()
-                over.wait(10)
+                over.wait(60)
 
         thread = threading.Thread(target=other)
         thread.start()
-        assert inside.wait(10)
+        assert inside.wait(60)
         with pytest.raises(DeadlineExceeded, match=r"in first has waited 0.05 s for devices that in second still held"):
             with sharing.phase("in first"):
                 pass
         over.set()
-        thread.join(10)
+        thread.join(60)
         with sharing.phase("in first"):
             assert not sharing.coordinator.waiting
 

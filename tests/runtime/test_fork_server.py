@@ -44,7 +44,7 @@ def born(cluster: Cluster, *roles: str) -> list[dict]:
 def test_a_fork_is_a_host_like_any_other(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     hosts = [plan("one", cores=(CORES[-1],), env={"MINE": "1"}), plan("two")]
-    with Cluster("local", hosts, log_dir=tmp_path, timeout_s=60) as cluster:
+    with Cluster("local", hosts, log_dir=tmp_path, timeout_s=300) as cluster:
         one, two = born(cluster, "one", "two")
         command = Path(f"/proc/{one['pid']}/cmdline").read_bytes().rstrip(b"\0").decode()
         assert command == "embodied one" and Path(f"/proc/{one['pid']}/comm").read_text() == "one\n"
@@ -57,7 +57,7 @@ def test_a_fork_is_a_host_like_any_other(tmp_path, monkeypatch):
 
 def test_a_host_on_a_gpu_is_started_fresh_on_every_node():
     hosts = [plan("one", devices=("gpu:0",)), plan("two", devices=("node2/gpu:0",)), plan("three", devices=("cpu:0",))]
-    with Cluster("local", hosts, timeout_s=60) as cluster:
+    with Cluster("local", hosts, timeout_s=300) as cluster:
         imported = [about["imported"] for about in born(cluster, "one", "two", "three")]
     assert imported == [set(), set(), {"fractions"}]
 
@@ -70,7 +70,7 @@ def test_hosts_of_other_threads_come_from_another_server_and_none_stays(monkeypa
         servers.append(self)
 
     monkeypatch.setattr(processes.ForkServer, "__init__", noted)
-    with Cluster("local", [plan("one"), plan("two", threads=2), plan("three")], timeout_s=60) as cluster:
+    with Cluster("local", [plan("one"), plan("two", threads=2), plan("three")], timeout_s=300) as cluster:
         assert len(servers) == 2 and all(one.process.poll() is not None for one in servers)
         assert [about["threads"] for about in born(cluster, "one", "two", "three")] == ["1", "2", "1"]
 
@@ -86,14 +86,14 @@ def test_where_the_server_fails_hosts_are_started_fresh(how, monkeypatch):
 
     monkeypatch.setattr(processes.ForkServer, "__init__", struck)
     started = time.monotonic()
-    with Cluster("local", [plan("one")], timeout_s=60) as cluster:
+    with Cluster("local", [plan("one")], timeout_s=300) as cluster:
         (one,) = born(cluster, "one")
     assert one["parent"] == os.getpid() and servers[0].process.poll() is not None
     assert time.monotonic() - started < processes.FORK_S, "a stopped server is not waited for as a slow one is"
 
 
 def test_a_module_that_is_not_there_keeps_nobody_from_starting():
-    with Cluster("local", [plan("one", imports=("no_such_module_at_all", "fractions"))], timeout_s=60) as cluster:
+    with Cluster("local", [plan("one", imports=("no_such_module_at_all", "fractions"))], timeout_s=300) as cluster:
         assert born(cluster, "one")[0]["parent"] == os.getpid()
 
 
@@ -102,7 +102,7 @@ DRIVER = """
     from embodied.runtime import Cluster
     from tests.runtime.test_fork_server import Born, plan
 
-    cluster = Cluster("local", [plan("one"), plan("two")], timeout_s=60)
+    cluster = Cluster("local", [plan("one"), plan("two")], timeout_s=300)
     print(json.dumps([cluster.launch(Born, role).about().wait()[0]["pid"] for role in ("one", "two")]), flush=True)
     time.sleep(60)
 """

@@ -34,7 +34,7 @@ class Holder(Worker):
 def test_a_tensor_on_a_gpu_is_handed_over_without_a_copy(tmp_path):
     held = {"env": {"EMBODIED_DEVICE": "gpu:0"}, "devices": ("gpu:0",)}
     hosts = (HostPlan("left", ("a",), **held), HostPlan("right", ("b",), **held))
-    with Cluster("local", hosts, tmp_path, 60) as cluster:
+    with Cluster("local", hosts, tmp_path, 300) as cluster:
         left, right = cluster.launch(Holder, "a"), cluster.launch(Holder, "b")
         channel = cluster.channel("tensors", home=right[0])
         left.make(channel).wait()
@@ -125,7 +125,7 @@ def test_in_a_cluster_tensors_go_where_their_reader_computes(tmp_path):
         )
         for role, gpu in held.items()
     ]
-    with Cluster("local", hosts, tmp_path, 60) as cluster:
+    with Cluster("local", hosts, tmp_path, 300) as cluster:
         giver, *readers = (cluster.launch(Pretender, role) for role in held)
         channels = [cluster.channel(f"to {reader.role}", home=reader[0]) for reader in readers]
         giver.give(channels).wait()
@@ -138,7 +138,7 @@ def test_on_another_machine_a_gpu_of_the_same_name_is_another_one(tmp_path, monk
     boot_order = local.boot_order
     monkeypatch.setattr(local, "boot_order", lambda *about: {**boot_order(*about), "driver": None})
     held = {"env": {"EMBODIED_DEVICE": "gpu:0"}, "devices": ("gpu:0",)}
-    with Cluster("local", [HostPlan(role, (role,), **held) for role in ("giver", "same")], tmp_path, 60) as cluster:
+    with Cluster("local", [HostPlan(role, (role,), **held) for role in ("giver", "same")], tmp_path, 300) as cluster:
         giver, reader = (cluster.launch(Pretender, role) for role in ("giver", "same"))
         channel = cluster.channel("to it", home=reader[0])
         giver.give([channel]).wait()

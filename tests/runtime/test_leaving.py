@@ -107,7 +107,7 @@ def keep_busy(cluster, *groups):
 
 def test_a_program_in_a_session_of_its_own_ends_with_its_host_and_with_no_other(processes):
     hosts = [HostPlan(name, (role,), imports=("fractions",)) for name, role in (("one", "a"), ("two", "b"))]
-    with Cluster(processes, hosts, timeout_s=60) as cluster:
+    with Cluster(processes, hosts, timeout_s=300) as cluster:
         a, b = cluster.launch(Stuck, "a"), cluster.launch(Stuck, "b")
         (of_a,), (of_b,) = a.start_daemon().wait(), b.start_daemon().wait()
         cluster.supervise([a, b], Budget(1, 600, 60))
@@ -152,7 +152,7 @@ def open_segments() -> int:
 
 
 def test_large_arrays_flow_without_growing_anything(processes):
-    with Cluster(processes, HOSTS, timeout_s=60) as cluster:
+    with Cluster(processes, HOSTS, timeout_s=300) as cluster:
         a = cluster.launch(Stuck, "a")
         inbox, out = cluster.channel("in", home=a), cluster.channel("out")
         work = a.echo(inbox, out, 40)

@@ -82,7 +82,7 @@ def test_workers_answer_each_other_within_and_across_hosts(peers):
 
 def test_a_broadcast_encodes_an_item_once_for_all_hosts(backend):
     hosts = [HostPlan(f"h{i}", ("peer", "judge") if i == 0 else ("peer",)) for i in range(3)]
-    with Cluster(backend, hosts, timeout_s=60) as cluster:
+    with Cluster(backend, hosts, timeout_s=300) as cluster:
         group, judge = cluster.launch(Peer, "peer"), cluster.launch(Peer, "judge")
         group.clock().wait()  # nobody else is being answered
         assert judge.broadcast_and_count(np.ones(50_000), "peer").wait() == [0 if backend == "inline" else 1]
@@ -95,7 +95,7 @@ def test_a_broadcast_encodes_an_item_once_for_all_hosts(backend):
 
 def test_a_worker_that_is_not_in_the_plan_is_refused_by_name(backend):
     for to in (("reward", 0), ("a", 1), ("a", -1)):
-        with Cluster(backend, [HostPlan("left", ("a",))], timeout_s=60) as cluster:
+        with Cluster(backend, [HostPlan("left", ("a",))], timeout_s=300) as cluster:
             with pytest.raises(WorkerFailed, match=rf"no worker {to[0]}-{to[1]}; it has by role: a \(1\)"):
                 cluster.launch(Peer, "a").send_all(to, (None, 1)).wait()
 
@@ -114,7 +114,7 @@ def test_a_worker_that_failed_is_named_to_those_that_wait_for_it(cluster):
 
 def test_what_has_come_from_a_dead_peer_is_kept_and_its_successor_is_heard(processes, tmp_path):
     hosts = [HostPlan("left", ("a",)), HostPlan("right", ("b",))]
-    with Cluster(processes, hosts, log_dir=tmp_path, timeout_s=60) as cluster:
+    with Cluster(processes, hosts, log_dir=tmp_path, timeout_s=300) as cluster:
         a, b = cluster.launch(Peer, "a"), cluster.launch(Peer, "b")
         cluster.supervise([a], Budget(1, 60, 60))
         a.send_all(("b", 0), (None, "last words")).wait()
@@ -132,7 +132,7 @@ def test_what_has_come_from_a_dead_peer_is_kept_and_its_successor_is_heard(proce
 
 def test_waiting_for_a_peer_ends_with_the_cluster(backend):
     """Otherwise the thread is still there afterwards, which the check after every test finds."""
-    with Cluster(backend, [HostPlan("left", ("a", "b"))], timeout_s=600) as cluster:
+    with Cluster(backend, [HostPlan("left", ("a", "b"))], timeout_s=300) as cluster:
         a, _ = cluster.launch(Peer, "a"), cluster.launch(Peer, "b")
         waiting = a.recv_all(("b", 0), 1)
         with pytest.raises(DeadlineExceeded):

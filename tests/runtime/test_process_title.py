@@ -24,7 +24,7 @@ def shown(pid):
 def test_ps_and_top_show_hosts_by_name_and_the_cluster_tells_their_ids(processes, tmp_path):
     told = {}
     hosts = (HostPlan("left", ("a",)), HostPlan("a-long-name-that-top-cuts", ("b",)))
-    with Cluster(processes, hosts, log_dir=tmp_path, timeout_s=60, on_start=told.__setitem__) as cluster:
+    with Cluster(processes, hosts, log_dir=tmp_path, timeout_s=300, on_start=told.__setitem__) as cluster:
         pids = [cluster.launch(Idle, role).ready().wait()[0] for role in "ab"]
         assert told == dict(zip(("left", "a-long-name-that-top-cuts"), pids, strict=True))
         assert shown(pids[0]) == ("embodied left", "left")
@@ -34,7 +34,7 @@ def test_ps_and_top_show_hosts_by_name_and_the_cluster_tells_their_ids(processes
 def test_a_host_that_is_started_again_is_told_and_shown_again(tmp_path):
     told = []
     plans = (HostPlan("left", ("a",)), HostPlan("right", ("b",)))
-    with Cluster("local", plans, log_dir=tmp_path, timeout_s=60, on_start=lambda *one: told.append(one)) as cluster:
+    with Cluster("local", plans, log_dir=tmp_path, timeout_s=300, on_start=lambda *one: told.append(one)) as cluster:
         group = cluster.launch(Idle, "a")
         first = group.ready().wait()[0]
         cluster.supervise([group], Budget(5, 1800.0, 180.0))

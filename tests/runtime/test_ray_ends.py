@@ -63,7 +63,7 @@ def test_a_lost_agent_is_reported_although_ray_cannot_list_its_nodes(ray_cluster
     def no_answer():
         raise ray.exceptions.RaySystemError("no answer")
 
-    with Cluster("ray", [HostPlan("one", ("a",))], timeout_s=60) as cluster:
+    with Cluster("ray", [HostPlan("one", ("a",))], timeout_s=300) as cluster:
         workers = cluster.launch(Sleeper, "a")
         (agent,) = workers.parent().wait()
         asleep = workers.sleep(cluster.channel("never"))

@@ -67,7 +67,7 @@ HOSTS = [HostPlan("one", ("a",)), HostPlan("two", ("b",)), HostPlan("three", ("c
 
 @pytest.fixture
 def cluster(processes, tmp_path):
-    with Cluster(processes, HOSTS, log_dir=tmp_path, timeout_s=60) as cluster:
+    with Cluster(processes, HOSTS, log_dir=tmp_path, timeout_s=300) as cluster:
         yield cluster
 
 
@@ -225,7 +225,7 @@ def test_other_hosts_still_end_the_run(cluster):
 
 
 def test_a_constructor_that_fails_in_the_second_life_ends_the_run(processes, tmp_path):
-    with Cluster(processes, HOSTS, timeout_s=60) as cluster:
+    with Cluster(processes, HOSTS, timeout_s=300) as cluster:
         a = cluster.launch(Fragile, "a", tmp_path / "born")
         cluster.supervise([a], Budget(3, 600, 15))
         lose(cluster, a.die())
@@ -267,7 +267,7 @@ def open_in(pid):
 
 
 def test_inline_replaces_nothing(tmp_path):
-    with Cluster("inline", HOSTS, timeout_s=60) as cluster:
+    with Cluster("inline", HOSTS, timeout_s=300) as cluster:
         a = cluster.launch(Pupil, "a")
         cluster.supervise([a], Budget(3, 600, 1))
         with pytest.raises(WorkerFailed, match="bad grip"):
@@ -280,7 +280,7 @@ def test_a_host_that_dies_before_the_others_are_there_ends_the_run_with_its_caus
             os.kill(pid, signal.SIGKILL)
             time.sleep(0.5)  # its death is known when the next host is started
 
-    with Cluster("local", HOSTS, timeout_s=60, on_start=kill_the_first) as cluster:
+    with Cluster("local", HOSTS, timeout_s=300, on_start=kill_the_first) as cluster:
         a = cluster.launch(Pupil, "a")
         with pytest.raises(WorkerFailed, match=r"(one|a-0): its process was killed by SIGKILL"):
             a.add(1).wait()

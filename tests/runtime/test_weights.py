@@ -40,7 +40,7 @@ def store():
 
 @pytest.fixture
 def channel():
-    with Cluster("inline", [HostPlan("only", ("a",))], timeout_s=5) as cluster:
+    with Cluster("inline", [HostPlan("only", ("a",))], timeout_s=300) as cluster:
         yield cluster.channel("weights", capacity=None)
 
 
@@ -244,7 +244,7 @@ def test_where_live_tensors_have_left_their_gpu_readers_get_the_bytes_that_were_
 
 def test_an_update_waits_until_the_live_tensors_were_taken(live_store, monkeypatch):
     monkeypatch.setattr(published_weights, "BUCKET_BYTES", 512)
-    with Cluster("inline", [HostPlan("only", ("a",))], timeout_s=60) as cluster:
+    with Cluster("inline", [HostPlan("only", ("a",))], timeout_s=300) as cluster:
         channel = cluster.channel("weights", capacity=1)
         publication = live_store.publish(0, iter(()))
 
@@ -357,7 +357,7 @@ def test_processes_of_one_machine_take_the_same_snapshot_or_buckets(tmp_path, ro
         HostPlan(name, (role,), imports=("torch",))
         for name, role in (("learner", "owner"), ("one", "reader"), ("two", "reader"))
     ]
-    with Cluster("local", hosts, log_dir=tmp_path, timeout_s=60) as cluster:
+    with Cluster("local", hosts, log_dir=tmp_path, timeout_s=300) as cluster:
         owner, readers = cluster.launch(Owner, "owner"), cluster.launch(Reader, "reader")
         channels = tuple(cluster.channel(f"weights-{i}", home=readers[i], capacity=1) for i in range(2))
         for version, value, names in ((0, 1.0, tuple(SPECS)), (1, 2.0, ("trained",))):
@@ -418,7 +418,7 @@ def test_memory_stays_within_one_snapshot_and_what_is_in_flight(tmp_path, route,
     """A snapshot that is mapped counts in every process that maps it, so the reader may show those 128 MiB as well. A
     sender keeps the memory of three buckets: one is read, one waits, one is written."""
     hosts = [HostPlan(name, (role,), imports=("torch",)) for name, role in (("a", "owner"), ("b", "reader"))]
-    with Cluster("local", hosts, tmp_path, timeout_s=60) as cluster:
+    with Cluster("local", hosts, tmp_path, timeout_s=300) as cluster:
         owner, actor = cluster.launch(Large, "owner"), cluster.launch(Large, "reader")
         channel = cluster.channel("weights", home=actor, capacity=1)
         (publication,) = owner.offer().wait()

@@ -23,10 +23,10 @@ def served(policy, **options):
     server = PolicyServer(Answers(policy, config), config, told.append)
     thread = threading.Thread(target=lambda: loop.run_until_complete(server.run(ready, stop)))
     thread.start()
-    assert started.wait(30)
+    assert started.wait(60)
     try:
         yield f"ws://127.0.0.1:{ports[0]}", told
     finally:
         loop.call_soon_threadsafe(stop.set)
-        thread.join(30)
+        thread.join(60)
         loop.close()

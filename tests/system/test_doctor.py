@@ -198,7 +198,7 @@ def test_ctrl_c_ends_the_checks_that_run(tmp_path):
         ready, _, _ = select.select([reader], [], [], 60)
         assert ready
         process.send_signal(signal.SIGINT)
-        assert process.wait(30)
+        assert process.wait(60)
     os.close(reader)
 
 

@@ -121,7 +121,7 @@ def test_drawers_on_a_gpu_share_a_process_and_its_models(drawer, monkeypatch, tm
     assert capfd.readouterr().err.count("another one draws") == 2
     for each in (card, same, other):
         each._process.end()
-    assert [each.wait(10) for each in interpreter.STARTED[-2:]] == [0, 0]
+    assert [each.wait(60) for each in interpreter.STARTED[-2:]] == [0, 0]
 
 
 def test_a_picture_that_kills_two_drawing_processes_is_an_error(drawer):
