@@ -289,6 +289,11 @@ class CNNConfig(ActorCriticConfig):
         description="Represent an image by the positions at which each channel of the last convolution is strongest "
         "(spatial softmax), instead of policy.features numbers. Give the later layers strides of 1.",
     )
+    encoder: Literal["colors"] | None = Field(
+        None,
+        description="colors: no convolutions; an image is represented by the places at which each of 14 hues, light "
+        "and dark are strongest. Nothing of this is trained. For objects that differ in color from what surrounds them.",
+    )
     estimate: bool = Field(
         False,
         description="Learn to estimate the env's privileged numbers from the images, and act on these estimates and "
@@ -297,11 +302,13 @@ class CNNConfig(ActorCriticConfig):
 
     @property
     def num_features(self) -> int:
-        return 1 if self.keypoints else self.features
+        return 1 if self.keypoints or self.encoder else self.features
 
     @property
     def least_image_side(self) -> int:
         """Height and width, in pixels, of the smallest image that the convolutions accept."""
+        if self.encoder:
+            return 2
         side = 2 if self.keypoints else 1  # of the last layer's output
         for kernel, stride in zip(reversed(self.kernels), reversed(self.strides), strict=True):
             side = max(kernel, (side - 1) * stride + kernel)
@@ -318,7 +325,12 @@ class CNNConfig(ActorCriticConfig):
                 )
 
     section = "policy."
-    rules = (never_with("features", {"keypoints": True}, "these make two numbers of each channel; leave it out"),)
+    rules = (
+        never_with("features", {"keypoints": True}, "these make two numbers of each channel; leave it out"),
+        never_with(
+            "channels kernels strides features keypoints", {"encoder": "colors"}, "it has no convolutions; leave it out"
+        ),
+    )
 
     def conflicts(self) -> Iterator[str]:
         if len({len(self.channels), len(self.kernels), len(self.strides)}) > 1:

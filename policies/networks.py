@@ -275,6 +275,9 @@ class MLPPolicy(ActorCritic):
 LEAST = 0.01  # privileged numbers with a smaller deviation (a centimetre) are not estimated
 
 
+SEEN = "seen"  # features of an encoder that is not trained
+
+
 class CNNPolicy(ActorCritic):
     def __init__(self, config: CNNConfig, spec: EnvSpec) -> None:
         config.check_images(spec.images)
@@ -282,7 +285,8 @@ class CNNPolicy(ActorCritic):
             raise ConfigError(
                 "policy.estimate=true needs privileged numbers, but this env gives none; set env.privileged=true"
             )
-        num_features = len(spec.images) * (2 * config.channels[-1] if config.keypoints else config.features)
+        places = COLORS if config.encoder else config.channels[-1] if config.keypoints else 0
+        num_features = len(spec.images) * (2 * places or config.features)
         width = (spec.privileged_dim if config.estimate else num_features) + (spec.state_dim or 0)
         super().__init__(config, spec, width)
         self.cameras = sorted(spec.images)
@@ -313,7 +317,12 @@ class CNNPolicy(ActorCritic):
         output = self.decide(obs, self._with_state(features, obs), noise, temperature)
         return replace(output, replay={"estimates": as_asked(features, obs)}) if self.estimator else output
 
+    def frozen_features(self, obs: Observation) -> dict[str, Tensor]:
+        return {SEEN: self.encode(obs)} if self.config.encoder and not self.estimator else {}
+
     def forward(self, inputs: dict[str, Any]) -> Scores:
+        if SEEN in inputs:
+            return self.score(inputs, self._with_state(tensor_of(inputs[SEEN], self.device), inputs["obs"]))
         if not self.estimator:
             return super().forward(inputs)
         scores = self.score(inputs, self._with_state(tensor_of(inputs["estimates"], self.device), inputs["obs"]))
@@ -344,6 +353,9 @@ def trunk(size: tuple[int, int, int], config: CNNConfig, dtype: torch.dtype) -> 
     """Convolutions, then the config's number of features, or each channel's keypoint."""
     layers: list[nn.Module] = []
     height, width, inputs = size
+    if config.encoder:
+        cells = nn.AvgPool2d(max(1, min(height, width) // CELLS))
+        return nn.Sequential(cells, ColorMaps(dtype), Keypoints(FAR / 2))
     for outputs, kernel, stride in zip(config.channels, config.kernels, config.strides, strict=True):
         layers += [EmptyConv2d(inputs, outputs, kernel, stride, dtype=dtype), nn.ReLU()]
         height, width, inputs = (height - kernel) // stride + 1, (width - kernel) // stride + 1, outputs
@@ -357,14 +369,50 @@ FAR = 12.0  # positions that spread over a tenth of the image become numbers wit
 
 
 class Keypoints(nn.Module):
-    """[N, C, H, W] -> [N, 2C], from -FAR to FAR: row and column of each channel's maximum.
+    """[N, C, H, W] -> [N, 2C], from -far to far: row and column of each channel's maximum.
 
     The position is the mean under the softmax of the map (spatial softmax)."""
 
+    def __init__(self, far: float = FAR) -> None:
+        super().__init__()
+        self.far = far
+
     def forward(self, maps: Tensor) -> Tensor:
         share = maps.flatten(2).softmax(-1).view(maps.shape)
-        down, across = (torch.linspace(-FAR, FAR, n, dtype=maps.dtype, device=maps.device) for n in maps.shape[2:])
+        down, across = (
+            torch.linspace(-self.far, self.far, n, dtype=maps.dtype, device=maps.device) for n in maps.shape[2:]
+        )
         return torch.cat([share.sum(3) @ down, share.sum(2) @ across], dim=-1)
+
+
+HUES = 14
+COLORS = HUES + 2  # and light and dark
+CELLS = 32  # along an image's shorter side
+CONTRAST = 32.0  # a color at a distance of 0.1 counts 25 times
+
+
+class ColorMaps(nn.Module):
+    """[N, 3, H, W] -> [N, COLORS, H, W]: how near each place is to each color, as logits. Nothing is trained."""
+
+    colors: Tensor
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()
+        turns = [2 * math.pi * hue / HUES for hue in range(HUES)]
+        gray, red_green, blue_yellow = 3**-0.5, 2**-0.5, 6**-0.5
+        hues = [
+            [
+                math.cos(turn) * red_green - math.sin(turn) * blue_yellow,
+                -math.cos(turn) * red_green - math.sin(turn) * blue_yellow,
+                2 * math.sin(turn) * blue_yellow,
+            ]
+            for turn in turns
+        ]
+        colors = torch.tensor([*hues, [gray] * 3, [-gray] * 3], dtype=dtype)
+        self.register_buffer("colors", CONTRAST * colors[:, :, None, None], persistent=False)
+
+    def forward(self, pixels: Tensor) -> Tensor:
+        return nn.functional.conv2d(pixels, self.colors)
 
 
 class RandomPolicy(Policy):
