@@ -291,8 +291,8 @@ class CNNConfig(ActorCriticConfig):
     )
     encoder: Literal["colors"] | None = Field(
         None,
-        description="colors: no convolutions; an image is represented by the places at which each of 14 hues, light "
-        "and dark are strongest. Nothing of this is trained. For objects that differ in color from what surrounds them.",
+        description="colors: instead of convolutions, represent an image by the positions at which each of 14 hues, "
+        "light and dark are strongest. None of it is trained. For objects of another color than what surrounds them.",
     )
     estimate: bool = Field(
         False,
@@ -308,7 +308,7 @@ class CNNConfig(ActorCriticConfig):
     def least_image_side(self) -> int:
         """Height and width, in pixels, of the smallest image that the convolutions accept."""
         if self.encoder:
-            return 2
+            return 1
         side = 2 if self.keypoints else 1  # of the last layer's output
         for kernel, stride in zip(reversed(self.kernels), reversed(self.strides), strict=True):
             side = max(kernel, (side - 1) * stride + kernel)

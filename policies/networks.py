@@ -11,7 +11,8 @@ learner knows, and the actor reads these predictions instead of features. It is 
 acted, so that a better trunk does not count as a change of policy.
 
 With `policy.keypoints` each channel of the last convolution is reduced to the position of its maximum. Features then
-contain positions from the start; a flat layer would have to learn them for every place.
+contain positions from the start; a flat layer would have to learn them for every place. With `policy.encoder=colors`
+fixed colors replace the channels, and the positions are known before anything has learned.
 
 Pixels stay uint8 until they are on the policy's device; there they become numbers from -0.5 to 0.5.
 
@@ -273,9 +274,7 @@ class MLPPolicy(ActorCritic):
 
 
 LEAST = 0.01  # privileged numbers with a smaller deviation (a centimetre) are not estimated
-
-
-SEEN = "seen"  # features of an encoder that is not trained
+SEEN = "seen"  # features of an encoder, which is not trained
 
 
 class CNNPolicy(ActorCritic):
@@ -388,7 +387,7 @@ class Keypoints(nn.Module):
 HUES = 14
 COLORS = HUES + 2  # and light and dark
 CELLS = 32  # along an image's shorter side
-CONTRAST = 32.0  # a color at a distance of 0.1 counts 25 times
+CONTRAST = 32.0  # a place that is nearer to a color by 0.1 counts 25 times as much
 
 
 class ColorMaps(nn.Module):
@@ -398,18 +397,12 @@ class ColorMaps(nn.Module):
 
     def __init__(self, dtype: torch.dtype) -> None:
         super().__init__()
-        turns = [2 * math.pi * hue / HUES for hue in range(HUES)]
-        gray, red_green, blue_yellow = 3**-0.5, 2**-0.5, 6**-0.5
-        hues = [
-            [
-                math.cos(turn) * red_green - math.sin(turn) * blue_yellow,
-                -math.cos(turn) * red_green - math.sin(turn) * blue_yellow,
-                2 * math.sin(turn) * blue_yellow,
-            ]
-            for turn in turns
-        ]
-        colors = torch.tensor([*hues, [gray] * 3, [-gray] * 3], dtype=dtype)
-        self.register_buffer("colors", CONTRAST * colors[:, :, None, None], persistent=False)
+        turns = torch.arange(HUES) * (2 * math.pi / HUES)
+        axes = torch.tensor([[1.0, -1.0, 0.0], [-1.0, -1.0, 2.0]])  # red or green, blue or yellow
+        hues = torch.stack([turns.cos(), turns.sin()], dim=1) @ nn.functional.normalize(axes)
+        light = torch.full((1, 3), 3**-0.5)
+        colors = CONTRAST * torch.cat([hues, light, -light]).to(dtype)
+        self.register_buffer("colors", colors[:, :, None, None], persistent=False)
 
     def forward(self, pixels: Tensor) -> Tensor:
         return nn.functional.conv2d(pixels, self.colors)

@@ -158,6 +158,7 @@ PPO env.reward=sucess -> did you mean 'success'
 PPO env.reward=dense -> did you mean env.reward_mode=dense?
 PPO env.reward_kwargs.scale=2 -> no effect with env.reward=own; leave it out, or name a class of yours
 PPO policy.name=cnn policy.keypoints=true policy.features=9 -> policy.features=9 does not go with policy.keypoints=true
+PPO policy.name=cnn policy.encoder=colors policy.keypoints=true -> =true does not go with policy.encoder=colors: it has
 PPO policy.name=cnn policy.kernels=[4] -> describe the same layers; give each as many numbers
 PPO faults.hang_s=900 -> faults.hang_s=900 is longer than faults.timeout_s=600
 SUMS env.task=add3 -> is not a task of sums (known: add2, fewshot_sums, calc2, mul2); did you mean 'add2'?

@@ -11,7 +11,7 @@ from embodied.core.errors import ConfigError
 from embodied.core.types import ActionSpec, EnvSpec
 from embodied.policies import make_policy
 from embodied.policies.config import CNNConfig
-from embodied.policies.networks import FAR, Keypoints
+from embodied.policies.networks import COLORS, FAR, Keypoints
 
 SPEC = EnvSpec(ActionSpec(3), state_dim=5, images={"top": (16, 20, 3), "wrist": (12, 12, 3)})
 SMALL = {"name": "cnn", "channels": (4, 4), "kernels": (4, 3), "strides": (2, 1), "features": 6, "hidden": (16,)}
@@ -117,3 +117,16 @@ def test_a_keypoint_is_the_place_of_a_spot_wherever_it_is():
     places = Keypoints()(maps).view(3, 2, 2).swapaxes(1, 2)  # [rows, channels, (down, across)]
     torch.testing.assert_close(places[:, 0], torch.tensor([[-1.0, -1.0], [0.0, 0.0], [1.0, 0.5]]) * FAR)
     torch.testing.assert_close(places[:, 1], torch.zeros(3, 2))  # of a flat map the middle
+
+
+def test_colors_tell_where_a_spot_is_before_anything_has_learned():
+    spec = EnvSpec(ActionSpec(3), images={"top": (64, 64, 3)})
+    policy = make_policy(CNNConfig(name="cnn", encoder="colors", dtype="float64"), spec, 0)
+    frames = np.full((3, 64, 64, 3), (200, 120, 60), np.uint8)
+    centres = [(12, 32), (32, 32), (52, 10)]
+    for frame, (down, across) in zip(frames, centres, strict=True):
+        frame[down - 2 : down + 2, across - 2 : across + 2] = (40, 60, 160)
+    positions = policy.encode({"images": {"top": frames}}).view(3, 2, COLORS).swapaxes(1, 2)
+    wanted = (torch.tensor(centres)[:, None] - 32) / 31 * FAR / 2
+    nearest = (positions - wanted).abs().amax((0, 2)).min()
+    assert nearest < FAR / 64  # a pixel

@@ -27,6 +27,7 @@ FAMILIES = {
     "mlp that chooses": (MLPConfig(hidden=(16, 16), chunk=3), CHOICES),
     "cnn": (CNNConfig(**EYES, features=6), ROBOT),
     "cnn of keypoints": (CNNConfig(**EYES, features=128, keypoints=True), ROBOT),
+    "cnn of colors": (CNNConfig(name="cnn", encoder="colors", hidden=(16,), chunk=2), ROBOT),
     "openvla": (OpenVLAConfig(name="openvla", camera="top", temperature=1.6), ROBOT),
     "oft": (OpenVLAOFTConfig(**OFT, temperature=1.6), ROBOT),
     "oft that regresses": (OpenVLAOFTConfig(**OFT, head="l1"), ROBOT),
