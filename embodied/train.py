@@ -346,7 +346,7 @@ def train(
         if checkpoint or origin:
             check_origins(loop, checkpoint, origin, folder)
         state = resume(loop, folder, checkpoint, console) if checkpoint else fresh(loop, folder)
-        total = loop.batch_source.total_iterations()
+        total = loop.collector.total_iterations()
         if state["iteration"] >= total:
             console.nothing_left(state["iteration"], total)
         cluster.interrupt = interruption.check
@@ -446,8 +446,8 @@ def iterate(loop: EmbodiedLoop, state: dict, total: int, folder: RunFolder, cons
     state["abandoned_episodes"] += loop.rollouts.take_abandoned()
     state["train_s"] += elapsed
     folder.log.row(console.iteration(state, finished, numbers, elapsed, total))
-    folder.log.samples(state["iteration"], loop.batch_source.samples)
-    folder.log.answers(state["iteration"], loop.batch_source.ends)
+    folder.log.samples(state["iteration"], loop.collector.samples)
+    folder.log.answers(state["iteration"], loop.collector.ends)
 
 
 def save(loop: EmbodiedLoop, state: dict, saves: SaveClock, folder: RunFolder, console: Console) -> None:

@@ -2,8 +2,9 @@
 begin when the batch is complete, or early, before the first unit.
 
 `Collector` asks four questions, which `Horizon` (PPO on robots) and `Groups` (GRPO, and all training with
-conversations) answer: what to play next, what is certain, what was lost, what to save. The driver only knows which
-parts exist, and learners get trajectories from the sims. `Relays` passes them through a program's own roles.
+conversations) answer: what to play next, what is certain, what was lost, what to save. `RecordedEpisodes` (imitation)
+plays nothing. The driver only knows which parts exist, and learners get trajectories from the sims. `Relays` passes
+them through a program's own roles.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ import numpy as np
 from embodied.core.types import BatchEnd, EpisodeResult, Job, Played, Report, SamplingRule, Servers, Unit
 from embodied.envs.store import Stores, Transfer
 from embodied.runtime import Channel, Handle, WorkerGroup
-from embodied.workflows.contract import BatchSource, Role
+from embodied.workflows.contract import Role
 
 if TYPE_CHECKING:
     from embodied.workflows.rollout_manager import Round
@@ -63,15 +64,24 @@ class Batch:
         return [problem for of_sim in self.played for problem in of_sim.problems]
 
 
-class Collector(BatchSource):
-    """Collects batches with sims and policies, and sends their units to the learner ranks."""
+class Collector:
+    """Collects batches with sims and policies, and sends their units to the learner ranks. It is constructed after all
+    workers."""
 
+    exhausted = ""
+    """Why the run should end here; empty while there is something to learn from."""
+    solved = False
+    """True if there is nothing more to learn, since every episode succeeds."""
+    samples: Sequence[dict[str, Any]] = ()
+    """Conversations of the last updated batch, for samples.jsonl."""
+    ends: Sequence[tuple[int, float]] = ()
+    """The tokens of that batch's conversations, and how long after the rollout's begin each ended."""
     sampling = SamplingRule()
     rows_of_ranks: Sequence[np.ndarray | None] = ()  # by learner rank, its env rows, if env rows are the units
     batch: Batch  # the last one, perhaps in collection
 
     def __init__(self, workers: Workers) -> None:
-        """Make a channel to each learner."""
+        """Make a channel to each learner. Raises ConfigError if the env is unsuitable."""
         self.config, self.rollouts, self.learners = workers.config, workers.rollouts, workers.learners
         self.channels, self.relays = workers.trajectory_channels(), Relays(workers)
         self.begins_early = self.config.pipeline.begins_early
@@ -83,11 +93,12 @@ class Collector(BatchSource):
         self.began = 0.0
 
     def total_iterations(self) -> int:
+        """The number of iterations of the recipe."""
         return self.config.run.iterations
 
     def collect(self, version: int) -> Batch:
-        """Play rounds until the batch needs no more. Parts of dead sims are left out, or collected again if too much is
-        missing."""
+        """Play rounds with this version of the weights until the batch needs no more. Parts of dead sims are left out,
+        or collected again if too much is missing."""
         self.batches += 1
         batch = self.batch = Batch(self.batches, version, [[] for _ in self.channels])
         self.begin()
@@ -106,26 +117,23 @@ class Collector(BatchSource):
     def collected(self) -> float:
         return 0.0
 
-    # Questions
+    # Questions, with the answers of a collector that plays nothing
 
     def begin(self) -> None:
         """A batch begins."""
-        raise NotImplementedError
 
     def next_jobs(self) -> dict[int, Job]:
         """The jobs of the next round, by sim; none if the batch needs no more."""
-        raise NotImplementedError
+        return {}
 
     def begin_round(self, jobs: dict[int, Job]) -> None:
         """The sims have been asked to play these jobs; a sim that dies from now on loses its job."""
 
     def add_report(self, report: Report) -> None:
         """A sim reports during a round."""
-        raise NotImplementedError
 
     def add_round(self, played: Round) -> None:
         """A round has ended with these results."""
-        raise NotImplementedError
 
     def certain_units(self, wait: bool) -> Iterator[tuple[int, Unit]]:
         """Learner ranks, with units that have become certain before the batch is complete and whose data have come to
@@ -134,11 +142,26 @@ class Collector(BatchSource):
 
     def remaining_units(self) -> Iterator[tuple[int, Unit]]:
         """The batch has all its rounds: the remaining units, and then the batch's episodes and metrics."""
-        raise NotImplementedError
+        return iter(())
 
     def lose(self, sim: int) -> int:
         """A sim has died and was replaced; returns the number of abandoned open episodes."""
-        raise NotImplementedError
+        return 0
+
+    def save(self) -> dict[str, np.ndarray]:
+        """Returns collected data that no update has used, as arrays for a checkpoint."""
+        return {}
+
+    def restore(self, state: dict[str, np.ndarray]) -> int:
+        """Continue from `save`; returns the number of open episodes that had to be abandoned."""
+        return 0
+
+    def abandon(self) -> dict[str, np.ndarray]:
+        """Returns the arrays of `save` after a final failure of sims or policies: open episodes are abandoned, and
+        roles and learners that wait for units are released."""
+        for channel in (*self.channels, *(channel for channels in self.relays.channels for channel in channels)):
+            channel.close("the run ends")
+        return {}
 
     # To the learners
 
@@ -165,7 +188,8 @@ class Collector(BatchSource):
         )
 
     def update(self, batch: Batch, iteration: int, total: int) -> Handle | None:
-        """Tell the learners that no more units follow; returns the call in which they learn."""
+        """Tell the learners that no more units follow; returns the call in which they learn, None if the batch has no
+        gradient."""
         self.samples, self.ends = batch.samples, batch.ends
         if not (self.learning or any(batch.units)):
             return None
@@ -176,6 +200,7 @@ class Collector(BatchSource):
         return learning or self.begin_learning(batch.number)
 
     def metrics(self, batch: Batch) -> dict[str, float]:
+        """The batch's metrics, among them the number of env steps."""
         parts, sims = batch.played, len(self.rollouts.sims)
         return {
             "env_steps": sum(of_sim.env_steps for of_sim in parts),
@@ -185,12 +210,6 @@ class Collector(BatchSource):
             "time/act_s": sum(of_sim.wait_s for of_sim in parts) / sims,
             **batch.metrics,
         }
-
-    def abandon(self) -> dict[str, np.ndarray]:
-        """End the wait of roles and learners for units."""
-        for channel in (*self.channels, *(channel for channels in self.relays.channels for channel in channels)):
-            channel.close("the run ends")
-        return {}
 
 
 class Relays:

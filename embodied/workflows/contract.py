@@ -1,22 +1,18 @@
 """The declarations of a program for `train`, placement and reports: its roles, its workflow, its batches.
 
-A `Role` declares workers, a `BatchSource` collects a batch and starts the update on it; the workflow
-(`rl_loop.EmbodiedLoop`) defines an iteration. docs/workflows.md derives a workflow with a reward model between sims and
-learners.
+A `Role` declares workers; the workflow (`rl_loop.EmbodiedLoop`) defines an iteration, and its `Collector` collects
+batches. docs/workflows.md derives a workflow with a reward model between sims and learners.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Final, Literal, Protocol
-
-import numpy as np
+from typing import TYPE_CHECKING, Any, Final, Literal
 
 from embodied.core.errors import ConfigError
-from embodied.core.types import EpisodeResult, EpisodeSpec, SamplingRule
+from embodied.core.types import EpisodeSpec, SamplingRule
 from embodied.envs.capabilities import EvaluationProtocol
-from embodied.runtime import Handle
 
 if TYPE_CHECKING:
     from embodied.config.recipe import RunConfig
@@ -74,14 +70,6 @@ def check_roles(roles: tuple[Role, ...]) -> None:
             raise ConfigError(f"role {role.name} is beside {role.beside}; roles: {', '.join(names)}")
 
 
-class Batch(Protocol):
-    """The driver's record of one iteration's data; the learners have the trajectories."""
-
-    @property
-    def finished(self) -> list[EpisodeResult]:
-        """The episodes that ended during its collection."""
-
-
 @dataclass(frozen=True)
 class EvaluationPlan:
     """The episodes and envs of a run's evaluations, the same for all weights."""
@@ -92,50 +80,3 @@ class EvaluationPlan:
     most: int | None  # number of different episodes; None: unlimited
     rows: int  # env rows of each sim worker
     rules: Mapping[str, tuple[SamplingRule, int | None]] = field(default_factory=dict)  # of tasks, as in `Job`
-
-
-class BatchSource:
-    """Collects batches and starts updates on them: rollouts of a fixed length, groups of whole episodes, demonstrations
-    on disk. It is constructed after all workers, and creates the channels of trajectories."""
-
-    exhausted = ""
-    """Why the run should end here; empty while there is something to learn from."""
-    solved = False
-    """True if there is nothing more to learn, since every episode succeeds."""
-    samples: Sequence[dict[str, Any]] = ()
-    """Conversations of the last updated batch, for samples.jsonl."""
-    ends: Sequence[tuple[int, float]] = ()
-    """The tokens of that batch's conversations, and how long after the rollout's begin each ended."""
-
-    def __init__(self, workers: Any) -> None:
-        """With the `Workers` of a program. Raises ConfigError if the env is unsuitable."""
-
-    def total_iterations(self) -> int:
-        """The number of iterations of the recipe."""
-        raise NotImplementedError
-
-    def collect(self, version: int) -> Any:
-        """Collect a batch with this version of the weights; lost parts are left out or collected again."""
-        raise NotImplementedError
-
-    def update(self, batch: Any, iteration: int, total: int) -> Handle | None:
-        """Begin the learners' update on this batch. Learners compute advantages, unless this source compares scores.
-        None if the batch has no gradient."""
-        raise NotImplementedError
-
-    def metrics(self, batch: Any) -> dict[str, float]:
-        """The batch's metrics, among them the number of env steps."""
-        raise NotImplementedError
-
-    def save(self) -> dict[str, np.ndarray]:
-        """Returns collected data that no update has used, as arrays for a checkpoint."""
-        return {}
-
-    def abandon(self) -> dict[str, np.ndarray]:
-        """Returns the arrays of `save` after a final failure of sims or policies: open episodes are abandoned, and
-        waiting learners are released."""
-        return {}
-
-    def restore(self, state: dict[str, np.ndarray]) -> int:
-        """Continue from `save`; returns the number of open episodes that had to be abandoned."""
-        return 0

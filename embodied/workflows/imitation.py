@@ -8,10 +8,9 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from embodied.core.types import EpisodeResult
 from embodied.envs import env_class
 from embodied.runtime import Handle
-from embodied.workflows.contract import BatchSource
+from embodied.workflows.collector import Batch, Collector
 from embodied.workflows.demonstrations import open_data
 from embodied.workflows.rl_loop import EVALUATION_ROLES, LEARNER, EmbodiedLoop, learner_arguments
 
@@ -33,31 +32,27 @@ def imitator_arguments(workers: Workers) -> tuple:
     return *env, *learner_arguments(workers, config.sft)
 
 
-class RecordedEpisodes(BatchSource):
-    """Demonstrations on disk, or answered prompts. Every learner reads its own. The class is both source and batch."""
-
-    finished: list[EpisodeResult] = []  # noqa: RUF012  no episode is played in an iteration
+class RecordedEpisodes(Collector):
+    """Demonstrations on disk, or answered prompts, instead of played episodes. Every learner reads its own."""
 
     def __init__(self, workers: Workers) -> None:
         """The learners open the dataset, if it fits the env."""
-        self.config, self.learners = workers.config.sft, workers.learners
-        self.num_items = open_data(workers, self.config)
+        super().__init__(workers)
+        self.sft, self.sends_early = self.config.sft, False
+        self.num_items = open_data(workers, self.sft)
         self.learned = 0  # items of the last iteration
 
     def total_iterations(self) -> int:
         """One per pass over the demonstrations, or per `sft.steps`."""
-        return self.config.iterations(self.num_items)
+        return self.sft.iterations(self.num_items)
 
-    def collect(self, version: int) -> RecordedEpisodes:
-        return self
-
-    def update(self, batch: RecordedEpisodes, iteration: int, total: int) -> Handle:
-        _, minibatches = self.config.minibatches(self.num_items, iteration)
-        size = self.config.minibatch_size
+    def update(self, batch: Batch, iteration: int, total: int) -> Handle:
+        _, minibatches = self.sft.minibatches(self.num_items, iteration)
+        size = self.sft.minibatch_size
         self.learned = min(self.num_items, minibatches.stop * size) - minibatches.start * size
         return self.learners.imitate(iteration, total)
 
-    def metrics(self, batch: RecordedEpisodes) -> dict[str, float]:
+    def metrics(self, batch: Batch) -> dict[str, float]:
         return {"env_steps": self.learned}
 
 
@@ -67,4 +62,4 @@ class ImitationLoop(EmbodiedLoop):
     command = "sft"
     roles = (*EVALUATION_ROLES, replace(LEARNER, worker=imitator, arguments=imitator_arguments))
     plays = False
-    make_batch_source = RecordedEpisodes
+    make_collector = RecordedEpisodes

@@ -33,13 +33,14 @@ from embodied.run.run_folder import write_checkpoint
 from embodied.runtime import Cluster, Handle, WorkerGroup
 from embodied.runtime.published_weights import Publication
 from embodied.workflows import roles_of_run
-from embodied.workflows.contract import ROLLOUT, UPDATE, Batch, BatchSource, Role
+from embodied.workflows.contract import ROLLOUT, UPDATE, Role
 from embodied.workflows.evaluator import Evaluator, evaluation_plan
 from embodied.workflows.workers import Workers
 
 if TYPE_CHECKING:
     from embodied.config.recipe import RunConfig
     from embodied.records.results import PartialEvaluation
+    from embodied.workflows.collector import Batch, Collector
 
 
 def sim_worker(config: RunConfig) -> str:
@@ -118,7 +119,7 @@ class EmbodiedLoop:
         start_folder = start_folder and start_folder.absolute()
         roles, evaluation = roles_of_run(type(self), config), evaluation_plan(config, cluster)
         self.workers = Workers(roles, config, cluster, evaluation, self.plays, notify, start_folder)
-        self.batch_source: BatchSource = self.make_batch_source(self.workers)
+        self.collector: Collector = self.make_collector(self.workers)
         self.evaluator, self.timers, self.spec = Evaluator(self.workers), self.workers.timers, self.workers.spec
         self.learners, self.weight_sync = self.workers.learners, self.workers.weight_sync
         self.rollouts, self.device_sharing = self.workers.rollouts, self.workers.device_sharing
@@ -129,7 +130,7 @@ class EmbodiedLoop:
         self.updating: tuple[Batch, Handle | None] | None = None  # a batch and its unfinished update
 
     @staticmethod
-    def make_batch_source(workers: Workers) -> BatchSource:
+    def make_collector(workers: Workers) -> Collector:
         """The collector of PPO (a fixed horizon), or of GRPO and conversations (whole episodes in groups)."""
         if workers.config.algo.imitation:
             from embodied.workflows.demonstrations import open_data
@@ -169,11 +170,11 @@ class EmbodiedLoop:
         self.updating = None
         self.device_sharing.clear_progress()
         measured = {"time/publish_s": publish_s, "faults/restarts": self.rollouts.restarts - restarts}
-        return batch.finished, self.batch_source.metrics(batch) | measured | losses
+        return batch.finished, self.collector.metrics(batch) | measured | losses
 
     def begin_update(self, batch: Batch, iteration: int, total: int) -> Handle | None:
         """Have the learners update on this batch."""
-        updating = self.batch_source.update(batch, iteration, total)
+        updating = self.collector.update(batch, iteration, total)
         self.updating = batch, updating
         return updating
 
@@ -184,7 +185,7 @@ class EmbodiedLoop:
         with measured, self.device_sharing.phase(ROLLOUT), workers.ended_if_given_up():
             if self.lagging:
                 self.lagging.choose_version()
-            return self.batch_source.collect(self.weight_sync.version)
+            return self.collector.collect(self.weight_sync.version)
 
     def act_with_newest(self) -> None:
         """Let policies act with the learners' weights after the lagging rollouts are collected."""
@@ -250,12 +251,12 @@ class EmbodiedLoop:
     @property
     def exhausted(self) -> str:
         """Why the run should end before its last iteration; empty otherwise."""
-        return self.batch_source.exhausted
+        return self.collector.exhausted
 
     @property
     def solved(self) -> bool:
         """True if the run ends before its last iteration since every episode succeeds."""
-        return bool(self.exhausted) and self.batch_source.solved
+        return bool(self.exhausted) and self.collector.solved
 
     @property
     def groups(self) -> list[WorkerGroup]:
@@ -276,7 +277,7 @@ class EmbodiedLoop:
     def save(self, checkpoints: Path, state: dict[str, Any]) -> Path:
         """Write a checkpoint of this version into the folder of checkpoints, with the run's counters."""
         with self.timers.measure("save"), self.workers.cluster.uninterrupted():
-            return self._write(checkpoints, state, self.batch_source.save())
+            return self._write(checkpoints, state, self.collector.save())
 
     def save_what_is_learned(self, checkpoints: Path, state: dict[str, Any]) -> Path | None:
         """Write a checkpoint after a final failure of sim or policy workers, or after a rollout was given up; None
@@ -289,11 +290,11 @@ class EmbodiedLoop:
         if self.updating and self._has_learned(self.updating[1]):
             self.weight_sync.learned = state["version"] = self.version + 1
             state["iteration"] += 1
-            state["env_steps"] += int(self.batch_source.metrics(self.updating[0])["env_steps"])
+            state["env_steps"] += int(self.collector.metrics(self.updating[0])["env_steps"])
         self.updating = None
         if not state["iteration"]:
             return None
-        given_up = self.batch_source.abandon()
+        given_up = self.collector.abandon()
         state["abandoned_episodes"] += self.rollouts.take_abandoned()
         return self._write(checkpoints, state, given_up)
 
@@ -326,7 +327,7 @@ class EmbodiedLoop:
         self.publish(version)
         begun = self.workers.restore(sims)
         self.dropped += int(begun.pop(AHEAD, 0))
-        return self.batch_source.restore(begun) if begun else 0
+        return self.collector.restore(begun) if begun else 0
 
 
 class LaggingVersions:

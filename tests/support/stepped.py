@@ -75,7 +75,7 @@ def strike(run, moment, worker, how=signal.SIGKILL):
     """SIGKILL at the next moment of this kind: before players are asked to play a round, when they were asked, when
     learners are asked to update or to publish, or policies to load."""
     target, name = {
-        "update": (run.loop.batch_source, "update"),
+        "update": (run.loop.collector, "update"),
         "publish": (run.loop.learners, "publish"),
         "load": (run.loop.weight_sync, "_load"),
         "round": (run.loop.rollouts, "_acting"),

@@ -147,8 +147,8 @@ def test_a_rollout_begins_before_the_update_beside_it_has_ended(tmp_path):
 
         def __init__(self, *args, **kwargs):
             super().__init__(*args, **kwargs)
-            update = self.batch_source.update
-            self.batch_source.update = lambda *about: events.append("update") or update(*about)
+            update = self.collector.update
+            self.collector.update = lambda *about: events.append("update") or update(*about)
 
     with Run(tmp_path, *PPO, "pipeline.schedule=async", kind=Watched) as run:
         run.loop.iterate(0, ITERATIONS)
@@ -184,7 +184,7 @@ def test_batches_without_a_group_count_when_it_is_their_turn_to_be_learned_from(
     hopeless = ["pipeline.schedule=async", "pipeline.async_level=3", "algo.filter_low=1e6", "algo.max_empty=2"]
     with Run(tmp_path, *GRPO, *hopeless) as run:
         run.loop.iterate(0, ITERATIONS)
-        assert not run.loop.exhausted and run.loop.batch_source.save()["groups.empty"] == 1
+        assert not run.loop.exhausted and run.loop.collector.save()["groups.empty"] == 1
         run.loop.iterate(1, ITERATIONS)
         assert "nothing to learn from in the last 2 iterations" in run.loop.exhausted
         assert "its groups were 5 out_of_bounds" in run.loop.exhausted

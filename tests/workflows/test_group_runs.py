@@ -100,7 +100,7 @@ def test_a_resumed_run_equals_one_that_was_not_stopped(reference, tmp_path):
     with Run(tmp_path / "first", TWO_SIMS, *DROPS) as run:
         run.play(0, 2)
         run.loop.save_learners(tmp_path / "saved")
-        state = run.loop.batch_source.save()
+        state = run.loop.collector.save()
     np.savez(tmp_path / "sims.npz", **state)
     with np.load(tmp_path / "sims.npz") as content, Run(tmp_path / "second", TWO_SIMS, *DROPS) as run:
         assert run.loop.restore(tmp_path / "saved", dict(content), 2) == 0
@@ -114,7 +114,7 @@ def test_a_checkpoint_without_the_episodes_of_a_dead_sim_is_resumed(tmp_path):
         carried = run.play(0, 2)[-1][1]["groups/carried_episodes"]
         run.loop.rollouts.sims.forget_all_but(()).wait()  # a successor has none of them
         run.loop.save_learners(tmp_path / "saved")
-        state = run.loop.batch_source.save()
+        state = run.loop.collector.save()
     with Run(tmp_path / "second", ONE_OF_EACH, *DROPS) as run:
         assert run.loop.restore(tmp_path / "saved", state, 2) == carried > 0
         _, numbers = run.iterate(2)
@@ -152,7 +152,7 @@ def test_groups_of_a_dead_sim_are_dropped_and_counted_and_played_again_where_hal
         assert numbers["groups/dropped_incomplete"] == len({index // 2 for index in lost})
         assert numbers["train/grad_norm"] > 0
         assert after["groups/used"] == 4 and after["faults/lost_episodes"] == 0
-        assert not run.loop.batch_source.pool.held
+        assert not run.loop.collector.pool.held
 
 
 def test_the_successor_of_a_sim_that_died_before_the_round_plays_its_episodes(tmp_path):

@@ -350,7 +350,7 @@ def test_every_iteration_writes_some_of_its_conversations_down_spread_over_its_g
 def test_no_more_conversations_are_written_down_than_were_asked_for(tmp_path):
     with Talk(tmp_path, "run.samples=0", placement=ONE_OF_EACH) as run:
         run.some(1)
-        assert run.loop.batch_source.samples == []
+        assert run.loop.collector.samples == []
 
 
 def test_an_evaluation_in_mid_run_equals_one_of_its_checkpoint(whole):

@@ -139,7 +139,7 @@ def test_one_of_them_that_is_killed_is_replaced_at_any_moment(moment, expected, 
     killed, built = [], []
     with Gated(tmp_path) as run:
         run.pass_on(0, 1)
-        update, build = run.loop.batch_source.update, run.loop.weight_sync.build
+        update, build = run.loop.collector.update, run.loop.weight_sync.build
 
         def updating(*about):
             if moment == "asleep" and run.rollouts.rounds == 3:
@@ -164,7 +164,7 @@ def test_one_of_them_that_is_killed_is_replaced_at_any_moment(moment, expected, 
             built.append(run.device_sharing.coordinator.granted("rollout of policy-1"))
             return build(worker)
 
-        run.loop.batch_source.update, run.device_sharing.go_on = updating, go_on
+        run.loop.collector.update, run.device_sharing.go_on = updating, go_on
         run.loop.weight_sync.build = build_late
         watched.append(joins)
         assert [numbers["train/staleness"] for numbers in run.train()] == [min(n, 1) for n in range(ITERATIONS)]

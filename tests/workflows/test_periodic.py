@@ -273,7 +273,7 @@ def test_a_resumed_run_equals_one_that_was_not_stopped(sync, tmp_path):
     with Run(tmp_path / "first", PERIODIC) as run:
         run.play(0, 1)
         run.loop.save_learners(tmp_path / "saved")
-        state = run.loop.batch_source.save()
+        state = run.loop.collector.save()
     assert not any(name.startswith("kept.") for name in state)
     with Run(tmp_path / "second", PERIODIC) as run:
         assert run.loop.restore(tmp_path / "saved", dict(state), 1) == 0

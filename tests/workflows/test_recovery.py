@@ -52,7 +52,7 @@ class Run(stepped.Run):
 
     def begun(self):
         self.loop.rollouts.read_reports()
-        return self.loop.batch_source.counter.begun
+        return self.loop.collector.counter.begun
 
     def has_noted(self, begun, seconds=10):
         """Whether the ledger says so; notes may still be on their way when a call's result is here."""
@@ -150,7 +150,7 @@ def test_who_dies_between_rollouts_is_replaced_without_loss(tmp_path, worker):
     with Run(tmp_path, TWO_SIMS) as run:
         run.iterate(0)
         os.kill(run.pid(worker), signal.SIGKILL)
-        state = run.loop.batch_source.save()
+        state = run.loop.collector.save()
         assert state["env_ids"].tolist() == list(range(ENVS)) and run.has_noted(state["rows.started"])
         _, numbers = run.iterate(1)
         assert numbers["env_steps"] == ENVS * DECISIONS and numbers["faults/lost_decisions"] == 0
@@ -279,8 +279,8 @@ def test_an_update_that_has_lost_its_data_leaves_the_weights_before_it_to_be_sav
     with Run(tmp_path, TWO_SIMS) as run:
         run.iterate(0)
         batch, state = run.loop.collect(), dict.fromkeys(COUNTERS, 0) | {"iteration": 1, "version": 1}
-        run.loop.batch_source.abandon()
-        run.loop.updating = batch, run.loop.batch_source.begin_learning(batch.number)
+        run.loop.collector.abandon()
+        run.loop.updating = batch, run.loop.collector.begin_learning(batch.number)
         assert run.loop.save_what_is_learned(tmp_path / "checkpoints", state).name == "v000001"
         assert (state["iteration"], state["version"]) == (1, 1)
 

@@ -152,7 +152,7 @@ def test_a_run_goes_on_with_the_groups_that_a_role_keeps_for_later_batches(kind,
 @pytest.mark.parametrize("kind", [pytest.param(ONE_JUDGE, marks=SLOW), STREAMING], ids=["together", "one_by_one"])
 def test_groups_of_a_sim_that_dies_on_their_way_to_a_role_are_left_out_and_counted(kind, tmp_path, monkeypatch):
     with Run(tmp_path, *ROBOTS, kind=kind, placement=PLACES, backend="local") as run:
-        stores, send = run.loop.batch_source.stores, run.loop.batch_source.stores.send
+        stores, send = run.loop.collector.stores, run.loop.collector.stores.send
 
         def struck(*args, **more):
             monkeypatch.undo()
@@ -173,7 +173,7 @@ def test_a_role_that_dies_with_groups_ends_the_run_and_a_resumed_run_learns_from
         tmp_path, *words, kind=judged(("judge", "DiesOnce"), streams=True), placement=PLACES, backend="local"
     ) as run:
         first, _ = run.loop.iterate(0, 6)
-        weights, begun = run.weights(), run.loop.batch_source.pool.dealt
+        weights, begun = run.weights(), run.loop.collector.pool.dealt
         with pytest.raises(WorkerFailed, match=r"judge-0: its process was killed by .* during judge.add_groups"):
             run.loop.iterate(1, 6)
         state = dict.fromkeys(COUNTERS, 0) | {"iteration": 1, "version": 1}

@@ -73,7 +73,7 @@ def test_what_passes_through_a_role_unchanged_is_learned_from_as_if_it_had_come_
     plain, *_ = learned(tmp_path / "plain", EmbodiedLoop)
     relayed, loop, claims, _ = learned(tmp_path / "relayed", RelayingLoop)
     assert all(np.array_equal(plain[name], relayed[name]) for name in plain)
-    assert len(loop.batch_source.relays.worker_groups) == 1 and "reward-0" in claims
+    assert len(loop.collector.relays.worker_groups) == 1 and "reward-0" in claims
     assert [group.role for group in loop.groups] == ["sim", "policy", "learner", "reward"]
 
 

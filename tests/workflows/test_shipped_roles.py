@@ -119,7 +119,7 @@ def scored(folder, *words, **roles):
     """What each conversation of an iteration was asked, its answer and its reward, with these roles."""
     with Talk(folder, "algo.filter=none", "run.samples=20", *words, placement=placed(**roles)) as run:
         run.some(1)
-        samples, refs = run.loop.batch_source.samples, run.loop.batch_source.refs
+        samples, refs = run.loop.collector.samples, run.loop.collector.refs
     rewards = {one["index"]: refs[one["index"]].result.total_reward for one in samples}
     return [(one["turns"][0]["said"], one["turns"][0]["answer"], rewards[one["index"]]) for one in samples]
 

@@ -35,7 +35,7 @@ def played(folder, recipe, leaves, iterations=2):
             numbers.append(run.loop.iterate(number, iterations)[1]["train/grad_norm"])
             if leaves:
                 sims.offload().wait()
-                run.loop.batch_source.save()  # a checkpoint needs no simulator
+                run.loop.collector.save()  # a checkpoint needs no simulator
                 sims.onload().wait()
         return numbers, run.weights()
 

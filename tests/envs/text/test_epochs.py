@@ -74,13 +74,13 @@ def test_tasks_of_different_size_have_epochs_of_their_own():
 
 def test_a_resumed_run_goes_on_in_the_middle_of_its_epoch(tmp_path):
     def indices(loop):
-        return [spec.question for spec in loop.batch_source.specs_of(loop.batch_source.pool.deal(20))]
+        return [spec.question for spec in loop.collector.specs_of(loop.collector.pool.deal(20))]
 
     words = ("env.name=sums", "env.task=add2", "algo.prompts=epochs")
     with Talk(tmp_path / "one", *words) as run:
         numbers = run.iterate(0)[1]
-        state, then = run.loop.batch_source.save(), indices(run.loop)
+        state, then = run.loop.collector.save(), indices(run.loop)
     with Talk(tmp_path / "two", *words) as run:
-        run.loop.batch_source.restore(state)
+        run.loop.collector.restore(state)
         assert indices(run.loop) == then
     assert numbers["groups/epochs"] == 5 / (90 * 90 - 200)
