@@ -95,11 +95,6 @@ def let_call(command: str) -> None:
         sys.modules[command].__class__ = _CallableModule
 
 
-def _stop_at_once(*_: object) -> None:
-    os.write(2, b"stopped at once\n")
-    os._exit(130)
-
-
 def _is_starting() -> bool:
     """True if Python is about to run one of our commands: `python -m embodied.train`, or `embodied train`."""
     words = sys.orig_argv
@@ -125,4 +120,6 @@ def _say_what_is_missing(kind: type[BaseException], err: BaseException, trace: T
 if _is_starting():
     sys.excepthook = _say_what_is_missing
 if _is_starting() and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
-    signal.signal(signal.SIGINT, _stop_at_once)  # while a command is imported; later `launch.run` handles Ctrl-C
+    from embodied.core.errors import stop_at_once
+
+    signal.signal(signal.SIGINT, stop_at_once)  # while a command is imported; later `launch.run` handles Ctrl-C

@@ -30,10 +30,10 @@ from typing import Any, Literal
 
 from embodied import let_call
 from embodied.config.command_line import FLAGS, SEVERAL, from_python, parse
-from embodied.config.read import read_yaml, write_yaml, yaml_problem
 from embodied.config.recipe import Loaded, load
 from embodied.core.errors import ConfigError
 from embodied.core.files import as_path
+from embodied.core.yaml_text import read_yaml, write_yaml, yaml_problem
 from embodied.placement import PlacementPlan, Topology
 from embodied.placement.topology import number
 from embodied.reporting.seed_sets_page import sets_of, summary

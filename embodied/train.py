@@ -113,6 +113,8 @@ def follow(
 ) -> int:
     """Open or continue a run folder, train, and record the end in the folder. Returns the command's exit code; `opened`
     is called with the folder. `before`: the recipes of the runs that wait for this run's policy."""
+    from embodied.reporting.run_page import report_or_say_why
+
     loaded = replace(loaded, config=pinned(loaded.config))
     config, plan = launch.planned(loaded.config, dry=loaded.dry_run, roles=roles_of_run(program, loaded.config))
     run, checkpoint = to_resume(loaded)
@@ -140,7 +142,7 @@ def follow(
     with Interruption(stop_s=config.run.stop_s) as interruption:
         folder = open_folder(loaded, command, run, checkpoint)
         opened(folder.path)
-        with closing(folder, interruption):
+        with closing(folder, interruption, report_or_say_why):
             console = Console(folder.path, folder.log.note, command=command, advice=without_success(config))
             folder.record(placement=asdict(plan), **interpreter_of(config.env))
             console.say("\n".join([launch.describe(config, plan, weights=checkpoint), *launch.notes(loaded)]))

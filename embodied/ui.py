@@ -43,9 +43,9 @@ from threading import Lock
 from typing import Any
 from urllib.parse import parse_qs, quote, unquote_to_bytes
 
-from embodied.config.read import read_yaml
 from embodied.core.errors import ConfigError, EmbodiedError, printable
 from embodied.core.files import as_path, encode, in_words, read_object, reading
+from embodied.core.yaml_text import read_yaml
 from embodied.records.results import PARTIAL, RESULTS, check_info
 from embodied.reporting.page import DATA, Block, cell, for_browsers, html, page, percent, relative, section, table, text
 from embodied.reporting.run_page import REPORT, page_of, what_is_played

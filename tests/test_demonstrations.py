@@ -10,7 +10,7 @@ import pytest
 pytest.importorskip("pyarrow")
 
 from embodied.collect import main as collect
-from embodied.config.read import read_yaml
+from embodied.core.yaml_text import read_yaml
 from embodied.datasets import read_dataset
 from embodied.evaluate import main as evaluate
 from embodied.sft import main as sft

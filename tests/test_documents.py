@@ -14,10 +14,11 @@ from test_pages import PAGES as FOLLOWED
 
 from embodied.algorithms.config import PRESETS, GRPOConfig
 from embodied.benchmark import MODES
-from embodied.config.read import leaves, read_yaml, root
+from embodied.config.read import leaves, root
 from embodied.config.recipe import RunConfig, load
 from embodied.config.recipe_files import recipe_names
 from embodied.core.types import EpisodeResult
+from embodied.core.yaml_text import read_yaml
 from embodied.envs import env_class
 from embodied.envs.gym.config import GymConfig
 from embodied.envs.maniskill.config import ManiSkillConfig

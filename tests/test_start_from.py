@@ -7,11 +7,11 @@ import pytest
 from safetensors.numpy import load_file
 
 from embodied.collect import main as collect
-from embodied.config.read import read_yaml
 from embodied.config.recipe import commands_of_recipe, load
 from embodied.config.recipe_files import recipe_names
 from embodied.core.errors import ConfigError, Diverged
 from embodied.core.types import ActionSpec, EnvSpec
+from embodied.core.yaml_text import read_yaml
 from embodied.policies import make_policy
 from embodied.policies.openvla.config import OpenVLAConfig
 from embodied.policies.pi0.config import Pi0Config

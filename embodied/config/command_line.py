@@ -23,14 +23,12 @@ from embodied.config.read import (
     Source,
     flatten,
     own_path,
-    read_yaml,
     recipe_sources,
-    write_yaml,
-    yaml_problem,
 )
 from embodied.config.recipe_files import EVERY_RECIPE, recipe_names
 from embodied.core.errors import ConfigError
 from embodied.core.files import as_path
+from embodied.core.yaml_text import read_yaml, write_yaml, yaml_problem
 from embodied.policies.config import ANSWERING, PLAYING
 
 FLAGS = {"-h": "--help", "--help": "--help", "--cfg": "--cfg", "--dry-run": "--dry-run"}

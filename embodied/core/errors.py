@@ -7,6 +7,7 @@ with `exit_code`. A broken invariant of our own is an `assert` instead.
 from __future__ import annotations
 
 import difflib
+import os
 import re
 from collections.abc import Iterable
 
@@ -25,6 +26,12 @@ def printable(text: str) -> str:
 def printable_error(text: str) -> str:
     """The text of an error in printable form, without the addresses of objects and code."""
     return printable(_INTERNAL.sub("", text))
+
+
+def stop_at_once(*_: object) -> None:
+    """The answer to Ctrl-C while a command is imported."""
+    os.write(2, b"stopped at once\n")
+    os._exit(130)
 
 
 class EmbodiedError(Exception):

@@ -15,10 +15,10 @@ from io import FileIO
 from pathlib import Path
 from typing import Any
 
-from embodied.config.read import read_yaml
 from embodied.core.errors import ConfigError, EmbodiedError
 from embodied.core.files import replace_text
 from embodied.core.plugins import LOGGER_CLASSES
+from embodied.core.yaml_text import read_yaml
 
 PROJECT = "embodied-loop"
 

@@ -11,8 +11,8 @@ from pathlib import Path
 from shlex import join as join_words
 from typing import Any
 
-from embodied.config.read import read_yaml
 from embodied.core.arrays import flat_dict
+from embodied.core.yaml_text import read_yaml
 from embodied.records.success_stats import Prompt, compare, prompt_of
 from embodied.records.transcripts import transcript_lines
 from embodied.reporting import page, sections, seed_sets_page

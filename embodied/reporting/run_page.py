@@ -13,7 +13,7 @@ from pathlib import Path
 from shlex import quote
 from typing import Any
 
-from embodied.config.read import read_yaml
+from embodied.core.yaml_text import read_yaml
 from embodied.envs.config import played_task
 from embodied.records.success_stats import greedy_gap, reference_lines, sampling
 from embodied.records.transcripts import SAMPLES, read_samples

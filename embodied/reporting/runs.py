@@ -13,10 +13,10 @@ from typing import Any
 
 from yaml import YAMLError
 
-from embodied.config.read import read_yaml
 from embodied.core.errors import ConfigError, EmbodiedError
 from embodied.core.files import as_path, read_object, reading
 from embodied.core.types import EpisodeResult
+from embodied.core.yaml_text import read_yaml
 from embodied.records.results import PARTIAL, RESULTS, check_info, check_row, partial_in, read_results
 from embodied.run.run_folder import was_killed
 

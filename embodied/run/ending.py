@@ -8,9 +8,10 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from math import inf
+from pathlib import Path
 from shlex import quote
 from typing import Any
 
@@ -101,8 +102,9 @@ def name_of(number: int) -> str:
 
 
 @contextmanager
-def closing(folder: RunFolder, interruption: Interruption) -> Iterator[None]:
-    """Write into run.json how the run ended. The error of a failed worker then also says how to resume."""
+def closing(folder: RunFolder, interruption: Interruption, report: Callable[[Path], object]) -> Iterator[None]:
+    """Write into run.json how the run ended, and then a `report`. The error of a failed worker then also says how to
+    resume."""
     try:
         yield
     except KeyboardInterrupt as err:
@@ -122,6 +124,9 @@ def closing(folder: RunFolder, interruption: Interruption) -> Iterator[None]:
         raise
     else:
         record_end(folder, "stopped" if interruption.requested else "finished", "")
+    finally:
+        if folder.path.is_dir():
+            report(folder.path)
 
 
 def what_next(folder: RunFolder, error: Exception) -> list[str]:
@@ -136,8 +141,6 @@ def what_next(folder: RunFolder, error: Exception) -> list[str]:
 
 
 def record_end(folder: RunFolder, state: str, cause: str) -> None:
-    from embodied.reporting.run_page import report_or_say_why
-
     if not folder.path.is_dir():
         print(f"{folder.path} was removed while the run went on", file=sys.stderr)
         return
@@ -146,4 +149,3 @@ def record_end(folder: RunFolder, state: str, cause: str) -> None:
         folder.log.note(f"{state}: {cause}" if cause else state)
     except OSError as err:  # a full disk must not hide the original error
         print(f"run.json could not be written: {err}", file=sys.stderr)
-    report_or_say_why(folder.path)

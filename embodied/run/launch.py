@@ -17,11 +17,10 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from pydantic import ValidationError
 
-from embodied import _stop_at_once
 from embodied.config.command_line import parse
 from embodied.config.read import Tree, recipe_of_task, root
 from embodied.config.recipe import Loaded, RunConfig, load
-from embodied.core.errors import ConfigError, EmbodiedError, MissingAsset
+from embodied.core.errors import ConfigError, EmbodiedError, MissingAsset, stop_at_once
 from embodied.core.files import show
 from embodied.core.options import DATASETS, Strict, broken_rules
 from embodied.envs import env_class, import_class
@@ -63,7 +62,7 @@ def run(body: Callable[[list[str]], Any], argv: list[str] | None = None, usage: 
     few lines and exit code 1 or 2. `usage` answers --help, unless the recipe's keys do; `lost` names the cost of
     stopping at once."""
     arguments = sys.argv[1:] if argv is None else argv
-    if signal.getsignal(signal.SIGINT) is _stop_at_once:  # from now on Ctrl-C must close the run
+    if signal.getsignal(signal.SIGINT) is stop_at_once:  # from now on Ctrl-C must close the run
         signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         if usage and {"-h", "--help"} & {*arguments}:

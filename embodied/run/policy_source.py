@@ -18,12 +18,13 @@ from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
 from embodied.config.command_line import COMMANDS, is_class, is_server, stored_recipe
-from embodied.config.read import Command, is_one_of, read_yaml, write_yaml
+from embodied.config.read import Command, is_one_of
 from embodied.config.recipe import Loaded, RunConfig, commands_of_recipe, load
 from embodied.config.recipe_files import recipe_names
 from embodied.core.arrays import flat_dict
 from embodied.core.errors import CheckpointError, ConfigError, nearest
 from embodied.core.files import digest
+from embodied.core.yaml_text import read_yaml, write_yaml
 from embodied.envs import env_class
 from embodied.policies.config import ANSWERING, OF_SERVER, ONNX, PLAYING, TEMPLATE, RemoteConfig
 from embodied.policies.hub import check_model, fetch, is_hub_id

@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import Any
 
 from embodied import assets
-from embodied.config.read import read_yaml, write_yaml
 from embodied.config.recipe import load
 from embodied.core.errors import ConfigError, nearest
+from embodied.core.yaml_text import read_yaml, write_yaml
 from embodied.envs import env_class
 from embodied.envs.capabilities import choose_protocol
 from embodied.records.success_stats import independent_difference, wilson

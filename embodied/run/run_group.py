@@ -16,10 +16,10 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any, ClassVar
 
-from embodied.config.read import write_yaml
 from embodied.config.recipe import RunConfig
 from embodied.core.errors import ConfigError, EmbodiedError
 from embodied.core.files import read_object, reading, replace_text
+from embodied.core.yaml_text import write_yaml
 from embodied.records.progress import provenance
 from embodied.run.run_folder import STOPPED_AT_ONCE, is_held, try_lock, was_killed
 

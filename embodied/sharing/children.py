@@ -20,10 +20,10 @@ from pathlib import Path
 from shlex import join, quote
 from typing import Any
 
-from embodied.config.read import write_yaml
 from embodied.config.sections import LONGEST_NAME
 from embodied.core.errors import CheckpointError, printable
 from embodied.core.files import encode
+from embodied.core.yaml_text import write_yaml
 from embodied.placement.topology import number
 from embodied.policies.policy_folder import read_json
 from embodied.reporting.run_page import REPORT, report_or_say_why

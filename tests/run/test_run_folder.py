@@ -57,7 +57,7 @@ def test_a_resumed_run_makes_the_metrics_after_its_checkpoint_again(tmp_path):
 def test_a_folder_that_was_removed_is_named_and_hides_no_cause(tmp_path, capsys):
     folder = RunFolder.create(tmp_path, "toy", "")
     shutil.rmtree(folder.path)
-    with pytest.raises(FileNotFoundError), closing(folder, Interruption()):
+    with pytest.raises(FileNotFoundError), closing(folder, Interruption(), print):
         folder.log.note("iteration 1")
     assert f"{folder.path} was removed" in capsys.readouterr().err
 
