@@ -455,7 +455,7 @@ def iterate(loop: EmbodiedLoop, state: dict, total: int, folder: RunFolder, cons
 def save(loop: EmbodiedLoop, state: dict, saves: SaveClock, folder: RunFolder, console: Console) -> None:
     """Write a checkpoint of the acting version, and delete old checkpoints."""
     started, version = time.perf_counter(), state["version"]
-    console.note_checkpoint(loop.save(folder.checkpoints, {**state, RECENT_EPISODES: list(console.recent)}))
+    console.last_checkpoint = loop.save(folder.checkpoints, {**state, RECENT_EPISODES: list(console.recent)})
     saves.note_save(version, state["train_s"], time.perf_counter() - started)
     try:
         if keep := loop.config.run.keep:
@@ -511,7 +511,7 @@ def evaluate(loop: EmbodiedLoop, folder: RunFolder, console: Console, interrupti
         with loop.acting_with_mean():
             stop = lambda: interruption.requested  # noqa: E731
             if not evaluate_in_run(loop.evaluator, kept, stop, tell, console.show_activity):
-                console.not_evaluated(version, kept)
+                console.say(f"evaluation of v{version:06d} stopped: {kept} are over; a resumed run plays the rest")
         report_or_say_why(folder.path)
 
     if beside:

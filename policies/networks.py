@@ -416,7 +416,8 @@ class RandomPolicy(Policy):
         return NoiseSpec("uniform", self.spec.action.dim)
 
     def act(self, obs: Observation, noise: np.ndarray, temperature: float = 1.0) -> PolicyOutput:
-        return self._output(self._actions(noise))
+        actions = self._actions(noise)
+        return PolicyOutput(actions[:, None, :], np.zeros((len(actions), 1, actions.shape[1])), np.zeros(len(actions)))
 
     def value(self, obs: Observation) -> np.ndarray:
         raise NotImplementedError("a policy without weights has no value function")
@@ -425,9 +426,6 @@ class RandomPolicy(Policy):
         if self.spec.action.discrete:
             return (noise * self.spec.action.num_choices).astype(np.int64)
         return (2.0 * noise - 1.0).astype(np.float32)
-
-    def _output(self, actions: np.ndarray) -> PolicyOutput:
-        return PolicyOutput(actions[:, None, :], np.zeros((len(actions), 1, actions.shape[1])), np.zeros(len(actions)))
 
 
 class ZeroPolicy(RandomPolicy):

@@ -89,11 +89,6 @@ class Model:
             compile_blocks(policy)
 
     @property
-    def is_half(self) -> bool:
-        """True if some numbers are computed in half precision."""
-        return self.config.precision == "bf16" or getattr(self.policy.config, "dtype", "") == "bfloat16"
-
-    @property
     def pack_tokens(self) -> int:
         """Size of a language model's micro-batch in tokens."""
         return self.config.pack_tokens * (1 if self.table is None else self.table.degrees[0])

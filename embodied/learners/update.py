@@ -411,7 +411,8 @@ def update_policy(
 
 def note_gap(model: Model, config: AlgoConfig, metrics: dict[str, float]) -> None:
     """From the next update on the model computes log-probs of acting again, if they differ too much."""
-    limit = model.policy.gap_limits[model.is_half]
+    is_half = model.config.precision == "bf16" or getattr(model.policy.config, "dtype", "") == "bfloat16"
+    limit = model.policy.gap_limits[is_half]
     if (gap := metrics.get("train/logprob_gap", 0.0)) > limit and not (model.rescores or config.decoupled):
         model.rescores = True
         print(

@@ -148,12 +148,6 @@ class Console:
         if gap := greedy_gap(self._recent_means()["success_once"], len(self.recent), results):
             self.say(f"note        {gap}")
 
-    def not_evaluated(self, version: int, kept: object) -> None:
-        self.say(f"evaluation of v{version:06d} stopped: {kept} are over; a resumed run plays the rest")
-
-    def note_checkpoint(self, checkpoint: Path) -> None:
-        self.last_checkpoint = checkpoint
-
     def resumed(self, checkpoint: Path, state: dict, abandoned: int, dropped: int) -> None:
         self.last_checkpoint = checkpoint
         self.advice = ""  # earlier episodes may have succeeded

@@ -299,7 +299,9 @@ class Groups(Collector):
             for group in () if self.is_taken else self.pool.certain():
                 self.pool.mark_sent(group)
                 self._complete(group)
-            if self.sends_early and (wait or sum(map(self._items, self.ready)) >= self.piece):
+            if self.sends_early and (
+                wait or sum(self.dealer.items(group.episodes) for group in self.ready) >= self.piece
+            ):
                 groups, self.ready = self.ready, []
                 for group in groups:
                     self._send(group, self._shares(group), keep=not self.begins_early)
@@ -307,9 +309,6 @@ class Groups(Collector):
                 return
             self.rollouts.finish_calls(*self._transfers(), *self.relays.calls(), until=self.is_due)
             self._pass_on()
-
-    def _items(self, group: Group) -> int:
-        return self.dealer.items(group.episodes)
 
     def _complete(self, group: Group) -> None:
         """Let a certain group pass the roles that add columns, if there are any."""

@@ -29,24 +29,6 @@ from embodied.envs.capabilities import AS_TRAINED, CataloguedTask, EvaluationPro
 from embodied.envs.maniskill import tasks
 from embodied.envs.maniskill.bridge import TWINS, asset_folder, is_bridge, missing_bridge_assets, source_of
 from embodied.envs.maniskill.config import ManiSkillConfig
-from embodied.envs.maniskill.tasks import (
-    BATCHED_CONTROLS,
-    BATCHED_TASKS,
-    DRAWING,
-    ROLLING,
-    action_bounds,
-    check_choices,
-    control_of,
-    find_task,
-    for_robots,
-    is_listed,
-    maker,
-    numbers,
-    quiet,
-    refused,
-    registered,
-    to_prove,
-)
 from embodied.envs.own_modules import explain_errors, is_own
 from embodied.envs.vector_env import ReplayedEnv, StepResult
 
@@ -77,20 +59,20 @@ class ManiSkillEnv(ReplayedEnv):
         self.envs = build(config, num_envs)
         self.batched = config.backend != "cpu"
         env = self.envs[0]
-        low, high = action_bounds(env)
+        low, high = tasks.action_bounds(env)
         self._scale, self._offset = (high - low) / 2, (high + low) / 2
         if is_bridge(config.task):
             metres, radians = config.action_units or (1.0, 1.0)
             self._scale = self.units = np.array([metres] * 3 + [radians] * 3 + [1.0], np.float32)
         self._on_device = [tensor_of(array, env.device) for array in (self._scale, self._offset)]
-        with DRAWING:
+        with tasks.DRAWING:
             if self.batched:
                 from embodied.envs.maniskill.cpu_batch import choose_drawing
 
                 choose_drawing(env)
             info = env.reset(seed=0)[1]
-        limit = config.max_episode_steps or find_task(config.task).max_episode_steps or 100
-        seen = numbers(env, info, config)
+        limit = config.max_episode_steps or tasks.find_task(config.task).max_episode_steps or 100
+        seen = tasks.numbers(env, info, config)
         spec = EnvSpec(
             action=ActionSpec(len(low)),
             state_dim=int(seen["state"].shape[-1]),
@@ -147,7 +129,7 @@ class ManiSkillEnv(ReplayedEnv):
         success = np.zeros(len(rows), bool)
         for i, (row, episode) in enumerate(zip(rows, episodes, strict=True)):
             chosen = {"episode_id": torch.tensor([episode.init_state_id])} if episode.init_state_id >= 0 else {}
-            with DRAWING:
+            with tasks.DRAWING:
                 obs, info = self.envs[row].reset(seed=episode.seed, options=chosen)
             if info["reconfigure"]:
                 self._cameras.pop(row, None)  # its scene no longer exists
@@ -175,7 +157,7 @@ class ManiSkillEnv(ReplayedEnv):
         actions = (actions * self._scale + self._offset).astype(np.float32)
         rewards, failed, success = np.zeros(self.num_envs, np.float32), *np.zeros((2, self.num_envs), bool)
         for row in np.flatnonzero(active):
-            obs, reward, _, _, info = self.envs[row].step(for_robots(self.envs[row], actions[row]))
+            obs, reward, _, _, info = self.envs[row].step(tasks.for_robots(self.envs[row], actions[row]))
             self._keep_row(row, obs, info)
             rewards[row] = float(reward)
             failed[row], success[row] = bool(info.get("fail", False)), bool(info.get("success", False))
@@ -191,7 +173,7 @@ class ManiSkillEnv(ReplayedEnv):
                 env.scene.px.advance_only(np.flatnonzero(active).tolist())
             scale, offset = self._on_device
             wanted = tensor_of(actions, env.device).float() * scale + offset
-            taken = env._step_action(for_robots(env, wanted))
+            taken = env._step_action(tasks.for_robots(env, wanted))
             env._elapsed_steps += 1
             info = env.get_info()
             reward = env.get_reward(obs=None, action=taken, info=info)
@@ -223,7 +205,7 @@ class ManiSkillEnv(ReplayedEnv):
         return {**self._numbers, **self._all_images(), **texts}
 
     def _numbers_of(self, env: Any, info: dict[str, Any]) -> dict[str, Any]:
-        return numbers(env, info, self.config)
+        return tasks.numbers(env, info, self.config)
 
     def _keep_row(self, row: int, obs: Any, info: dict[str, Any]) -> None:
         """Keep the numbers of a plain env, which has already computed a full state."""
@@ -279,18 +261,20 @@ class ManiSkillEnv(ReplayedEnv):
     def missing_files(cls, config: ManiSkillConfig, machine: Any) -> dict[str, str]:
         """Missing files of the bridge tasks; only ManiSkill knows the files of other tasks."""
         here = asset_folder(machine.environ)
-        tasks = [task for task in cls.tasks(config) if is_bridge(task)]
-        missing = [asset for task in tasks for asset in missing_bridge_assets(task, here, machine.exists)]
+        bridge_tasks = filter(is_bridge, cls.tasks(config))
+        missing = [asset for task in bridge_tasks for asset in missing_bridge_assets(task, here, machine.exists)]
         return {asset: source_of(asset) for asset in missing}
 
     @classmethod
     def list_tasks(cls) -> dict[str, CataloguedTask]:
         ensure_vulkan()
-        return {name: tasks.task_entry(name, spec) for name, spec in sorted(registered().items())}
+        return {name: tasks.task_entry(name, spec) for name, spec in sorted(tasks.registered().items())}
 
     @classmethod
     def longest_episode(cls, config: ManiSkillConfig) -> int | None:
-        return config.max_episode_steps or max((BATCHED_TASKS.get(task, 0) for task in cls.tasks(config)), default=0)
+        return config.max_episode_steps or max(
+            (tasks.BATCHED_TASKS.get(task, 0) for task in cls.tasks(config)), default=0
+        )
 
     @classmethod
     def protocols(cls, config: ManiSkillConfig) -> tuple[EvaluationProtocol, ...]:
@@ -307,23 +291,27 @@ class ManiSkillEnv(ReplayedEnv):
     def resolve(cls, config: ManiSkillConfig) -> ManiSkillConfig:
         backend = config.backend
         if backend == "auto":
-            backend = "cpu_batched" if is_listed(config) else "cpu"
-        return config.model_copy(update={"backend": backend, "control_mode": control_of(config)})
+            backend = "cpu_batched" if tasks.is_listed(config) else "cpu"
+        return config.model_copy(update={"backend": backend, "control_mode": tasks.control_of(config)})
 
     @classmethod
     def proven(cls, config: ManiSkillConfig, proofs: Path) -> ManiSkillConfig:
         """The config with batched physics if there is a stored proof; refuses cpu_batched without a proof."""
-        if config.backend not in ("cpu_batched", "auto") or not isinstance(config.task, str) or is_listed(config):
+        if config.backend not in ("cpu_batched", "auto") or not isinstance(config.task, str) or tasks.is_listed(config):
             return config
         from embodied.envs.maniskill.equality_proof import read_proof
 
-        config = config.model_copy(update={"control_mode": control_of(config)})
+        config = config.model_copy(update={"control_mode": tasks.control_of(config)})
         proof = read_proof(config, proofs)
         if proof and proof.equal:
             return config.model_copy(update={"backend": "cpu_batched"})
         if config.backend == "cpu_batched":
-            state = f"does not hold here: {proof.problem}" if proof else f"is not proven: {to_prove(config)} plays both"
-            other = f" or env.control_mode={BATCHED_CONTROLS[0]}" * (config.task in BATCHED_TASKS)
+            state = (
+                f"does not hold here: {proof.problem}"
+                if proof
+                else f"is not proven: {tasks.to_prove(config)} plays both"
+            )
+            other = f" or env.control_mode={tasks.BATCHED_CONTROLS[0]}" * (config.task in tasks.BATCHED_TASKS)
             raise ConfigError(
                 f"env.backend=cpu_batched for {config.task} with env.control_mode={config.control_mode} {state}; "
                 f"try env.backend=cpu{other}"
@@ -333,11 +321,11 @@ class ManiSkillEnv(ReplayedEnv):
     @classmethod
     def seek_proof(cls, config: ManiSkillConfig, proofs: Path, say: Callable[[str], object]) -> None:
         """For an unproven task, find out within PROOF_S whether batched physics is equal."""
-        if config.backend != "auto" or not isinstance(config.task, str) or is_listed(config):
+        if config.backend != "auto" or not isinstance(config.task, str) or tasks.is_listed(config):
             return
         from embodied.envs.maniskill.equality_proof import prove_within, read_proof
 
-        config = config.model_copy(update={"control_mode": control_of(config)})
+        config = config.model_copy(update={"control_mode": tasks.control_of(config)})
         if read_proof(config, proofs):
             return
         say(
@@ -352,7 +340,7 @@ class ManiSkillEnv(ReplayedEnv):
     def remarks(cls, config: ManiSkillConfig, proofs: Path) -> list[str]:
         """Remarks on changed step limits and on the cost of single envs."""
         lines = []
-        task_limit = BATCHED_TASKS.get(config.task) or find_task(config.task).max_episode_steps
+        task_limit = tasks.BATCHED_TASKS.get(config.task) or tasks.find_task(config.task).max_episode_steps
         if config.max_episode_steps not in (None, task_limit):
             its = f"the task's own limit is {task_limit}" if task_limit else "the task has no limit of its own"
             lines.append(f"episodes end after {config.max_episode_steps} env steps, by env.max_episode_steps; {its}")
@@ -377,7 +365,7 @@ class ManiSkillEnv(ReplayedEnv):
     def rehearse(cls, config: ManiSkillConfig) -> None:
         """Build one env to check control modes and cameras, unless the task is listed."""
         plain = config.reward == "own" and not (config.cameras or config.modules or config.robot)
-        if plain and is_listed(config):
+        if plain and tasks.is_listed(config):
             return
         with cls.explain_errors(config):
             with closing(cls(cls.plain_config(config), 1)) as made:
@@ -407,7 +395,7 @@ class ManiSkillEnv(ReplayedEnv):
         """Compare batched with single envs, and store the result."""
         from embodied.envs.maniskill.equality_proof import figures, prove_equal
 
-        config = config.model_copy(update={"control_mode": control_of(config)})
+        config = config.model_copy(update={"control_mode": tasks.control_of(config)})
         proof, path = prove_equal(cls, config, proofs)
         gain = f"{proof.speedup:.1f} times as fast as single envs here" if proof.speedup else "not timed"
         if proof.equal:
@@ -458,7 +446,7 @@ class ManiSkillEnv(ReplayedEnv):
     def check(cls, config: ManiSkillConfig) -> None:
         ensure_vulkan()
         for task in cls.tasks(config):
-            if task not in BATCHED_TASKS or config.robot or config.modules:
+            if task not in tasks.BATCHED_TASKS or config.robot or config.modules:
                 tasks.check_choices(config.model_copy(update={"task": task}))
 
 
@@ -529,11 +517,11 @@ def build(config: ManiSkillConfig, num_envs: int) -> list[Any]:
     elif config.image_fov is not None:
         view["fov"] = math.radians(config.image_fov)
     solver = {"scene_config": {"solver_position_iterations": config.solver_iterations}}
-    with quiet(), DRAWING, room:
+    with tasks.quiet(), tasks.DRAWING, room:
 
         def make(num_envs: int = 1) -> Any:
             try:
-                return maker(config.task)(
+                return tasks.maker(config.task)(
                     num_envs=num_envs,
                     obs_mode="state" if config.state == "full" else "none",
                     control_mode=config.control_mode,
@@ -548,15 +536,15 @@ def build(config: ManiSkillConfig, num_envs: int) -> list[Any]:
                     **({"image_region": config.image_region} if is_bridge(config.task) and config.image_region else {}),
                 )
             except (AssertionError, NotImplementedError) as err:  # raised by ManiSkill for options that a task lacks
-                raise refused(config, err) from None
+                raise tasks.refused(config, err) from None
 
-        check_choices(config)
+        tasks.check_choices(config)
         if config.backend == "cpu_batched":
             from embodied.envs.maniskill.cpu_batch import make_batched
 
-            listed = config.task in BATCHED_TASKS
-            planes = not listed or config.task in ROLLING
-            return [make_batched(make, num_envs, partial(numbers, config=config), trimmed=listed, planes=planes)]
+            listed = config.task in tasks.BATCHED_TASKS
+            planes = not listed or config.task in tasks.ROLLING
+            return [make_batched(make, num_envs, partial(tasks.numbers, config=config), trimmed=listed, planes=planes)]
         if config.backend == "cuda":
             return [make(num_envs).unwrapped]
         return [make().unwrapped for _ in range(num_envs)]

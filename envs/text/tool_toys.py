@@ -16,7 +16,7 @@ import numpy as np
 
 from embodied.core.rng import generator
 from embodied.core.types import EpisodeSpec
-from embodied.envs.text.text_env import TextEnv, Turn
+from embodied.envs.text.text_env import TextEnv
 from embodied.envs.text.tools import Search, check_box, run_python
 from embodied.envs.text.toys import Calculator
 
@@ -71,11 +71,6 @@ class Tools(Calculator, TextEnv):
             return run_python(text, PROGRAM_S)
         found = documents().find(text, 1)
         return f"{found[0]} {documents().documents[found[0]]}" if found else "nothing was found"
-
-    def answered(self, answer: str) -> Turn:
-        """Score the text up to the end of the line."""
-        success = answer.split("\n", 1)[0].strip() == self.right
-        return Turn(reward=float(success), success=success, facts={"expected": self.right})
 
     def solution(self) -> str:
         """The right answer; with a tool its call first."""

@@ -18,7 +18,6 @@ import ast
 import json
 import operator
 import re
-from abc import abstractmethod
 from collections.abc import Callable
 from difflib import SequenceMatcher
 from functools import lru_cache, partial
@@ -48,9 +47,10 @@ DIGITS = 10  # of a result that is not an integer
 
 
 class Calculator:
-    """A mixin, to be placed before `TextEnv` among the bases. A subclass implements `answered` instead of `step`.
-    Another `tag` with another `compute` is another tool."""
+    """A mixin, to be placed before `TextEnv` among the bases. A subclass sets its `right` answer, or scores by an
+    `answered` of its own. Another `tag` with another `compute` is another tool."""
 
+    right: str
     tag: ClassVar[str] = "calc"
     result: str | None = None  # the calculator's last result in this conversation
 
@@ -58,9 +58,10 @@ class Calculator:
         """The reply to a call with this text."""
         return calculate(text)
 
-    @abstractmethod
     def answered(self, answer: str) -> Turn:
-        """Score an answer that calls no calculator."""
+        """Score an answer that calls no calculator: the text up to the end of the line."""
+        success = answer.split("\n", 1)[0].strip() == self.right
+        return Turn(reward=float(success), success=success, facts={"expected": self.right})
 
     def uses_calculator(self) -> bool:
         """True if there is a calculator in this conversation."""
@@ -96,11 +97,6 @@ class Sums(Calculator, TextEnv):
 
     def uses_calculator(self) -> bool:
         return self.task == "calc2"
-
-    def answered(self, answer: str) -> Turn:
-        """Score the text up to the end of the line."""
-        success = answer.split("\n", 1)[0].strip() == self.right
-        return Turn(reward=float(success), success=success, facts={"expected": self.right})
 
     def solution(self) -> str:
         """The result; with a calculator its call, then the calculator's result."""

@@ -87,10 +87,6 @@ class OpenVLASettings:
     def patches(self) -> int:
         return (self.image_size // self.towers[0].patch) ** 2
 
-    @property
-    def vision_dim(self) -> int:
-        return sum(tower.dim for tower in self.towers)
-
 
 TOWERS = {
     "vit_large_patch14_reg4_dinov2.lvd142m": TowerSettings("dinov2", 1024, 24, 16, 4096, 14, registers=4),

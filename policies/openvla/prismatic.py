@@ -109,7 +109,7 @@ class PrismaticPolicy(VLAPolicy):
         """The networks."""
         settings, dim = self.settings, self.settings.llama.dim
         self.vision_backbone = network.VisionBackbone(settings.towers, settings.image_size)
-        self.projector = network.Projector(settings.vision_dim, dim, len(settings.towers) > 1)
+        self.projector = network.Projector(sum(tower.dim for tower in settings.towers), dim, len(settings.towers) > 1)
         self.language_model = network.LanguageModel(settings.llama)
         self.value_head = nn.Sequential(
             nn.Linear(dim, 512), nn.GELU(), nn.Linear(512, 128), nn.GELU(), nn.Linear(128, 1, bias=False)

@@ -457,9 +457,10 @@ class PutOnPlate(BridgeScene, BaseEnv):
 
     def before_photo(self, seen: np.ndarray, segments: np.ndarray, scene: int, square: bool) -> np.ndarray:
         whole = super().before_photo(seen, segments, scene, square)
-        mix = self.variant.weight * self.tables.about[self.episodes[scene].texture]["mix"]
+        about = self.tables.about[self.episodes[scene].texture]
+        mix, texture = self.variant.weight * about["mix"], FOLDER / "more_table" / "textures" / about["texture"]
         front = np.isin(segments, self._foreground_ids[scene].cpu().numpy())
-        return paint_over(whole, front, self._texture(scene), mix, self.variant.everywhere) if mix else whole
+        return paint_over(whole, front, str(texture), mix, self.variant.everywhere) if mix else whole
 
     def before_photos(self, seen: torch.Tensor, segments: torch.Tensor) -> torch.Tensor:
         if not self.variant.weight:
@@ -467,9 +468,6 @@ class PutOnPlate(BridgeScene, BaseEnv):
         rows = zip(seen.cpu().numpy(), segments[..., 0].cpu().numpy())
         pictures = [self.before_photo(*row, scene, False) for scene, row in enumerate(rows)]
         return torch.as_tensor(np.stack(pictures), device=seen.device)
-
-    def _texture(self, scene: int) -> str:
-        return str(FOLDER / "more_table" / "textures" / self.tables.about[self.episodes[scene].texture]["texture"])
 
 
 def parked(kind: str, number: int) -> tuple[float, float, float]:
