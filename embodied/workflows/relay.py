@@ -8,14 +8,20 @@ Other roles take all groups of a round when the round is over, and all rollouts 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 import numpy as np
 
-from embodied.core.types import Servers, Trajectory, choose, join
+from embodied.core.types import SamplingRule, Servers, Trajectory, choose, join
 from embodied.envs.store import StoringWorker
-from embodied.runtime import Channel
+from embodied.runtime import Channel, Handle, WorkerGroup
+from embodied.workflows.contract import Role
+
+if TYPE_CHECKING:
+    from embodied.workflows.workers import Workers
 
 NO_DEADLINE = float("inf")  # rollouts may be long; if the run fails, the channel closes
 
@@ -126,3 +132,62 @@ def groups_from(parts: list[Trajectory], groups: Sequence[tuple[int, ...]]) -> l
 def total_rewards(episodes: Trajectory) -> list[float]:
     rewards = (episodes.rewards * episodes.mask).sum(axis=1)
     return np.add.reduceat(rewards, np.cumsum(episodes.lengths) - episodes.lengths).tolist()
+
+
+# On the driver
+
+
+def why_together(roles: Sequence[Role], workers: Workers) -> str:
+    """Why the units of a batch pass through these roles together; "" if each passes by itself."""
+    if whole := [role.name for role in roles if not role.streams]:
+        return f"{whole[0]} workers take whole batches"
+    names = {name for role in roles for name in (role.name, role.asks) if name}
+    devices = [({*host.roles}, {*host.devices} or {host.name}) for host in workers.cluster.hosts]
+    role_devices = {device for of_host, held in devices if of_host & names for device in held}
+    others = sorted({role for of_host, held in devices if held & role_devices for role in of_host - names})
+    return f"{' and '.join(sorted(names))} workers share devices with {' and '.join(others)} workers" if others else ""
+
+
+class AskedRole:
+    """A role of language workers that answers the requests of a relaying role."""
+
+    def __init__(self, workers: Workers, asking: WorkerGroup, asked: WorkerGroup) -> None:
+        self.asked, self.rollouts, channel = asked, workers.rollouts, workers.cluster.channel
+        self.serving: Handle
+        self.asking = 0  # calls of the asking role that are not over
+        self.requests = [
+            channel(f"{name}-requests", home=asked[rank], capacity=None) for rank, name in enumerate(asked.workers)
+        ]
+        self.replies = {
+            name: channel(f"{name}-answers", home=asking[rank], capacity=None)
+            for rank, name in enumerate(asking.workers)
+        }
+        channels = dict(zip(asked.workers, self.requests, strict=True))
+        asking.connect.each(
+            [(Servers(name, channels, replies=replies),) for name, replies in self.replies.items()]
+        ).wait()
+
+    @contextmanager
+    def answering(self) -> Iterator[None]:
+        self.begin()
+        try:
+            yield
+        finally:
+            self.end()
+        self.rollouts.finish_calls(self.serving)
+        self.serving.wait()
+
+    def begin(self) -> None:
+        """Let the role answer from now on."""
+        if not self.asking:
+            rule = SamplingRule(0.0, stream="judge")
+            calls = [(requests, dict(self.replies), 0, rule) for requests in self.requests]
+            self.serving = self.asked.serve.each(calls)
+        self.asking += 1
+
+    def end(self) -> None:
+        """A call has all its answers; after the last such call the role answers no more."""
+        self.asking -= 1
+        if not self.asking:
+            for requests in self.requests:
+                requests.put(None)

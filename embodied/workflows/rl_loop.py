@@ -1,7 +1,7 @@
 """The cyclic loop of embodied RL: simulate, act, learn, publish.
 
-`EmbodiedLoop.iterate` is one iteration, and `roles` declares the workers. `workers.py` launches them; `collector.py`,
-with `horizon.py` (PPO) or `groups.py` (GRPO), collects batches; `rollout_manager.py` runs the rounds of sims and
+`EmbodiedLoop.iterate` is one iteration, and `roles` declares the workers. `workers.py` launches them; `collector.py`
+(PPO), with `groups.py` for GRPO, collects batches; `rollout_manager.py` runs the rounds of sims and
 policies and replaces dead workers; `runtime/weights.py` versions the weights; `evaluator.py` evaluates. The plan
 decides where each worker runs.
 
@@ -140,7 +140,7 @@ class EmbodiedLoop:
             from embodied.workflows.groups import Groups
 
             return Groups(workers)
-        from embodied.workflows.horizon import Horizon
+        from embodied.workflows.collector import Horizon
 
         return Horizon(workers)
 

@@ -10,7 +10,7 @@ from embodied.core.types import EpisodeResult, deal_by_task, rows_of_sims
 from embodied.envs.pointmass.config import PointMassConfig
 from embodied.envs.pointmass.env import PointMassEnv
 from embodied.policies.policy_folder import read_weights
-from embodied.workflows.horizon import EpisodeCounter
+from embodied.workflows.collector import EpisodeCounter
 
 
 def result(index):
