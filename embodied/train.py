@@ -113,8 +113,6 @@ def follow(
 ) -> int:
     """Open or continue a run folder, train, and record the end in the folder. Returns the command's exit code; `opened`
     is called with the folder. `before`: the recipes of the runs that wait for this run's policy."""
-    from embodied.reporting.run_page import report_or_say_why
-
     loaded = replace(loaded, config=pinned(loaded.config))
     config, plan = launch.planned(loaded.config, dry=loaded.dry_run, roles=roles_of_run(program, loaded.config))
     run, checkpoint = to_resume(loaded)
@@ -142,7 +140,7 @@ def follow(
     with Interruption(stop_s=config.run.stop_s) as interruption:
         folder = open_folder(loaded, command, run, checkpoint)
         opened(folder.path)
-        with closing(folder, interruption, report_or_say_why):
+        with closing(folder, interruption, write_report):
             console = Console(folder.path, folder.log.note, command=command, advice=without_success(config))
             folder.record(placement=asdict(plan), **interpreter_of(config.env))
             console.say("\n".join([launch.describe(config, plan, weights=checkpoint), *launch.notes(loaded)]))
@@ -495,7 +493,6 @@ def evaluate(loop: EmbodiedLoop, folder: RunFolder, console: Console, interrupti
     """Evaluate the saved (or resumed) version now or `beside` the next rollout. An interrupted evaluation continues
     when the run is resumed."""
     from embodied.evaluate import begin_in_run, evaluate_in_run
-    from embodied.reporting.run_page import report_or_say_why
 
     loop.act_with_newest()
     version = loop.version
@@ -512,12 +509,19 @@ def evaluate(loop: EmbodiedLoop, folder: RunFolder, console: Console, interrupti
             stop = lambda: interruption.requested  # noqa: E731
             if not evaluate_in_run(loop.evaluator, kept, stop, tell, console.show_activity):
                 console.say(f"evaluation of v{version:06d} stopped: {kept} are over; a resumed run plays the rest")
-        report_or_say_why(folder.path)
+        write_report(folder.path)
 
     if beside:
         loop.evaluate_beside(kept, finish)
     else:
         finish()
+
+
+def write_report(run: Path) -> None:
+    """Write a run's report, whose pages are imported only then."""
+    from embodied.reporting.run_page import report_or_say_why
+
+    report_or_say_why(run)
 
 
 def owes_evaluation(config: RunConfig, folder: RunFolder, state: dict, total: int) -> bool:

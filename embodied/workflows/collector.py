@@ -32,9 +32,9 @@ from embodied.core.types import (
 )
 from embodied.envs.store import Stores, Transfer
 from embodied.runtime import Channel, Handle, WorkerGroup
-from embodied.workflows.relay import AskedRole, why_together
 
 if TYPE_CHECKING:
+    from embodied.workflows.relay import AskedRole
     from embodied.workflows.rollout_manager import Round
     from embodied.workflows.workers import Workers
 
@@ -394,7 +394,14 @@ class Relays:
         self.rollouts, self.ranks = workers.rollouts, len(workers.learners)
         relaying = [role for role in workers.roles if role.relays]
         self.worker_groups = [workers.groups[role.name] for role in relaying]
-        self.why_together = why_together(relaying, workers) if relaying else ""
+        self.why_together = ""  # the reason if the units of a batch pass together
+        self.asked: dict[str, AskedRole] = {}
+        if relaying:
+            from embodied.workflows.relay import AskedRole, why_together
+
+            self.why_together = why_together(relaying, workers)
+            asking = [role for role in relaying if role.asks]
+            self.asked = {r.name: AskedRole(workers, workers.groups[r.name], workers.groups[r.asks]) for r in asking}
         self.streams = bool(relaying) and not self.why_together
         # The first roles, to the last one that may change rewards, decide which groups count.
         decides = [not (self.streams and role.keeps_rewards) for role in relaying]
@@ -407,11 +414,6 @@ class Relays:
             ]
             for group in self.worker_groups
         ]
-        self.asked = {
-            role.name: AskedRole(workers, workers.groups[role.name], workers.groups[role.asks])
-            for role in relaying
-            if role.asks
-        }
         self.queues = {
             (role, worker): RoleQueue(group[worker], self.channels[role][worker])
             for role, group in enumerate(self.worker_groups)
