@@ -8,7 +8,7 @@ from typing import Annotated, ClassVar, Literal
 from pydantic import Field
 
 from embodied.core.errors import nearest
-from embodied.core.options import Requirement, never_with, only_with
+from embodied.core.options import Requirement, never_with
 from embodied.envs.config import PRIVILEGED, RENDERER, SIZE_HELP, CommonEnvConfig, ImageSize, Region, Renderer, Tasks
 from embodied.envs.maniskill.bridge import CONTROL, PLATES, asset_folder, is_bridge
 
@@ -113,10 +113,7 @@ class ManiSkillConfig(CommonEnvConfig):
     )
     video_size: int = Field(256, gt=15, multiple_of=2, description="Width and height of video frames, in pixels.")
 
-    rules = (
-        never_with({"renderer": "cores"}, {"backend": "cuda"}, "the GPU draws what it simulates; leave it out"),
-        only_with("solver_episodes", {"solver_iterations": bool}, "leave it out, or try env.solver_iterations=4"),
-    )
+    rules = (never_with({"renderer": "cores"}, {"backend": "cuda"}, "the GPU draws what it simulates; leave it out"),)
 
     @classmethod
     def is_task(cls, task: str) -> bool:

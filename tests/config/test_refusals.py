@@ -63,7 +63,6 @@ GRPO env.stagger=true -> it cuts the first episodes short; try env.stagger=false
 libero_ppo env.backend=warp env.task=my:Task -> env.backend=warp plays .bddl files and no classes (my:Task)
 libero_ppo env.renderer=warp env.fast_images=true -> env.fast_images=true has no effect with env.renderer=warp
 PPO env.name=maniskill env.task=PushCube-v1 env.backend=cuda env.renderer=cores -> the GPU draws what it simulates
-PPO env.name=maniskill env.task=PushCube-v1 env.solver_episodes=9 -> leave it out, or try env.solver_iterations=4
 GRPO env.retries=2 -> all episodes of a group begin alike; try env.retries=0
 PPO PERIODIC -> pipeline.schedule=periodic: algo.name=ppo does not go with algo.groups=null: all env rows end a rollout
 GRPO PERIODIC -> algo.epochs=4: groups are forgotten at once; try algo.epochs=1; and algo.minibatch_size=256: there is
