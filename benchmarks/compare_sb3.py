@@ -28,8 +28,8 @@ from benchmarks import common
 
 RECIPE, PEER, NEEDS = "maniskill_ppo", "--peer", ("stable-baselines3==2.9.2",)
 PHYSICS = (
-    *("env.after_success=0", "env.retries=0", "env.relative_positions=false", "env.action_cost=0"),
-    *("env.solver_iterations=null", "env.solver_episodes=null"),
+    *("env.after_success=0", "env.retries=0", "env.relative_positions=false"),
+    *("env.action_cost=0", "env.solver_iterations=null"),
 )
 # What stable-baselines3 has no option for, at the value at which both do the same.
 PPO = ("policy.chunk=1", "algo.target_kl=null", "algo.value_clip=null", "algo.huber_delta=null", "algo.dual_clip=null")

@@ -150,9 +150,6 @@ class EnvCapabilities:
         return {}
 
 
-WITHOUT_COSTS = {"action_cost": 0.0}  # an evaluation's return is the task's own
-
-
 @dataclass(frozen=True)
 class EvaluationProtocol:
     name: str
@@ -161,8 +158,9 @@ class EvaluationProtocol:
     stored_states: int = 0  # stored initial states of a task, taken in order; 0: an episode draws its own from its seed
 
     def apply(self, config: Any) -> Any:
-        """The config of evaluation envs."""
-        return config.model_copy(update=WITHOUT_COSTS | self.options)
+        """The config of evaluation envs, whose returns are the task's own."""
+        free = {"action_cost": 0.0} if config.action_cost else {}
+        return config.model_copy(update=free | self.options)
 
     @property
     def published_name(self) -> str:
