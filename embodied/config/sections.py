@@ -43,8 +43,9 @@ class RolesSection(Strict):
     )
     reward_model: str | None = Field(
         None,
-        description="Folder of a sequence classifier of transformers, which reads whole conversations as text. The "
-        "reward is its logit, or with several labels the last label's probability.",
+        description="Folder of a sequence classifier of transformers, which reads whole conversations as text, of "
+        "longer ones than it can read the end. The reward is its logit, or with several labels the last label's "
+        "probability.",
     )
     judge: str | None = Field(
         None,

@@ -464,6 +464,9 @@ class ClassifierWorker(ScoringWorker):
         self.model.requires_grad_(False)
         if self.words.pad_token is None:
             self.words.pad_token = self.words.eos_token
+        self.words.truncation_side = "left"  # an answer's end counts
+        longest = getattr(model.config, "max_position_embeddings", None) or self.words.model_max_length
+        self.longest = min(longest, self.words.model_max_length)
         self.model.config.pad_token_id = self.words.pad_token_id
 
     def scores(self, talks: Sequence[Talk]) -> list[float]:
@@ -472,7 +475,8 @@ class ClassifierWorker(ScoringWorker):
             for first in range(0, len(talks), READ_TOGETHER):
                 self.tick()
                 texts = [talk.asked + talk.answer for talk in talks[first : first + READ_TOGETHER]]
-                read = self.words(texts, return_tensors="pt", padding=True).to(self.device)
+                how = {"padding": True, "truncation": True, "max_length": self.longest}
+                read = self.words(texts, return_tensors="pt", **how).to(self.device)
                 logits = self.model(input_ids=read["input_ids"], attention_mask=read["attention_mask"]).logits.float()
                 rewards += (logits[:, 0] if logits.shape[1] == 1 else logits.softmax(-1)[:, -1]).tolist()
         return rewards

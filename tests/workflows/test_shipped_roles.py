@@ -128,7 +128,9 @@ def test_a_verifier_and_a_classifier_replace_rewards(tmp_path):
     for asked, answer, reward in scored(tmp_path / "v", f"roles.verifier={__name__}:even", reward="fake:0-1"):
         assert reward == even(asked, answer)
     classifier, sizes = tmp_path / "classifier", {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1}
-    shape = LlamaConfig(vocab_size=100, num_attention_heads=2, num_labels=1, pad_token_id=0, **sizes)
+    shape = LlamaConfig(
+        vocab_size=100, num_attention_heads=2, num_labels=1, pad_token_id=0, max_position_embeddings=6, **sizes
+    )
     with torch.random.fork_rng():
         torch.manual_seed(0)
         model = AutoModelForSequenceClassification.from_config(shape).eval()
@@ -139,9 +141,10 @@ def test_a_verifier_and_a_classifier_replace_rewards(tmp_path):
     found = scored(tmp_path / "c", *words, reward="fake:0-1")
     for asked, answer, reward in found:
         with torch.no_grad():
-            logit = float(model(torch.tensor([own(asked + answer)["input_ids"]])).logits)
+            logit = float(model(torch.tensor([own(asked + answer)["input_ids"][-6:]])).logits)
         assert reward == pytest.approx(float(any(digit in answer for digit in "02468")) + 10 * logit, abs=1e-4)
     assert len({reward for *_, reward in found}) > 10
+    assert max(len(own(asked + answer)["input_ids"]) for asked, answer, _ in found) > 6  # some are too long to be read
 
 
 def test_judges_are_asked_over_their_queue(tmp_path):
