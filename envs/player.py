@@ -541,7 +541,7 @@ class PlayerWorker(StoringWorker):
     def play(self, jobs: Sequence[Job], route: Route) -> list[Played]:
         """Play these jobs at the same time; returns the results of each."""
         before, tallies = self.timers.totals(), [Tally(job, self.report) for job in jobs]
-        playing = deque(self.turns(tallies, route))
+        playing = deque(self.plays(tallies, route))
         while playing:
             turn = playing.popleft()
             self.tick()  # an expert's turns wait for no answer, which would be a sign of life
@@ -550,7 +550,7 @@ class PlayerWorker(StoringWorker):
         spent = self.timers.seconds_since(before, "step", "reset", "wait")
         return [tally.results_with(*spent) for tally in tallies]
 
-    def turns(self, tallies: Sequence[Tally], route: Route) -> Iterable[Iterator[Any]]:
+    def plays(self, tallies: Sequence[Tally], route: Route) -> Iterable[Iterator[Any]]:
         """Iterators that play the jobs of these tallies, each one decision further at a time. Every stage, and every
         evaluation, asks by its own place of the route."""
         raise NotImplementedError

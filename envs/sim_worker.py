@@ -55,7 +55,7 @@ class SimWorker(PlayerWorker):
         self.memory = AllocatedMemory()  # of its GPU, used by all its simulators
         self.away: dict[str, np.ndarray] | None = None  # state of the envs, while their simulators are freed
 
-    def spec(self) -> EnvSpec:
+    def build(self) -> EnvSpec:
         """Build the envs (seconds, with a real simulator) and return their spec."""
         if not self.num_stages:
             return self.eval_spec()
@@ -110,7 +110,7 @@ class SimWorker(PlayerWorker):
             if state:
                 stage.obs = text_arrays(stage.env.set_state(env_state(stage, state)))
 
-    def turns(self, tallies: Sequence[Tally], route: Route) -> Iterator[Iterator[None]]:
+    def plays(self, tallies: Sequence[Tally], route: Route) -> Iterator[Iterator[None]]:
         for tally in tallies:
             if tally.job.evaluation:
                 yield self._evaluate(tally, route[-1])

@@ -5,7 +5,7 @@ store (`Stores`), and never the data:
 
     stores.put("sim-0", [3, 7])                   # sim-0 will play these: the driver has their refs
     transfer = stores.send([3, 7], channel, key)  # sim-0 puts both into a learner's or a role's channel
-    transfer.arrived()                            # [3, 7] if the call has succeeded; sim-0 may have died before
+    transfer.sent_episodes()                      # [3, 7] if the call has succeeded; sim-0 may have died before
     stores.lose("sim-0")                          # the refs of the dead worker's episodes are lost
     stores.forget_all_but([7])                    # frees memory
 
@@ -89,7 +89,7 @@ class Transfer:
         """The sources that have sent their episodes; a worker that died, or had forgotten one, has not."""
         return [source for source, call in self.calls.items() if call.succeeded() and call.wait()[0]]
 
-    def arrived(self) -> list[int]:
+    def sent_episodes(self) -> list[int]:
         """The episodes that were sent."""
         return [episode for source in self.succeeded() for episode in self.episodes[source]]
 

@@ -52,27 +52,29 @@ class EpisodeList:
     tasks: tuple[str, ...]
     stored_states: int = 0  # stored initial states of every task, used in order; 0: none
     group_size: int = 1  # consecutive episodes with the same initial state
-    questions: tuple[int, ...] = ()  # of each task, asked once in an epoch, in an order shuffled anew; empty: drawn
+    question_counts: tuple[
+        int, ...
+    ] = ()  # of each task, asked once in an epoch, in an order shuffled anew; empty: drawn
 
     def __getitem__(self, index: int) -> EpisodeSpec:
         return self.at(np.array([index]))[0]
 
-    def _question(self, turn: int, task: int) -> int:
-        """With three questions, turns 0 to 2 are epoch 0 and may ask 2 0 1; turns 3 to 5 are epoch 1."""
-        epoch, place = divmod(turn, self.questions[task])
-        return int(shuffled(self.seed, self.tasks[task], epoch, self.questions[task])[place])
+    def _question(self, round: int, task: int) -> int:
+        """With three questions, rounds 0 to 2 are epoch 0 and may ask 2 0 1; rounds 3 to 5 are epoch 1."""
+        epoch, place = divmod(round, self.question_counts[task])
+        return int(shuffled(self.seed, self.tasks[task], epoch, self.question_counts[task])[place])
 
     def first(self, count: int) -> list[EpisodeSpec]:
         return self.at(np.arange(count))
 
     def at(self, initial: np.ndarray, index: np.ndarray | None = None) -> list[EpisodeSpec]:
         """These episodes of the list; with other numbers if `index` gives some."""
-        turns, tasks = np.divmod(initial // self.group_size, len(self.tasks))
-        seeds = episode_seeds(self.seed, self.stream, turns)
-        states = (turns % self.stored_states).tolist() if self.stored_states else repeat(-1)
+        rounds, tasks = np.divmod(initial // self.group_size, len(self.tasks))
+        seeds = episode_seeds(self.seed, self.stream, rounds)
+        states = (rounds % self.stored_states).tolist() if self.stored_states else repeat(-1)
         numbers = initial if index is None else index
         names = np.array(self.tasks, object)[tasks].tolist()
-        questions = map(self._question, turns.tolist(), tasks.tolist()) if self.questions else repeat(-1)
+        questions = map(self._question, rounds.tolist(), tasks.tolist()) if self.question_counts else repeat(-1)
         fields = zip(names, states, seeds.tolist(), numbers.tolist(), questions, strict=False)
         return [*map(tuple.__new__, repeat(EpisodeSpec), fields)]  # `EpisodeSpec._make` takes three times as long
 
@@ -392,8 +394,9 @@ class Job:
     """What a player plays in a round: episodes to their ends, or a `horizon` of decisions of every env row.
 
     With a horizon every row continues its open episode and then plays its own next ones, and learners get the decisions
-    during the round. Whole episodes stay with the player until the driver asks for them. The episodes of an evaluation
-    are played in separate envs and recorded. A player plays its jobs of a round at the same time.
+    when its horizon is over, or in pieces during the round (`pipeline.granularity`). Whole episodes stay with the
+    player until the driver asks for them. The episodes of an evaluation are played in separate envs and recorded. A
+    player plays its jobs of a round at the same time.
     """
 
     episodes: EpisodeList | Sequence[EpisodeSpec]

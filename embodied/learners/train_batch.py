@@ -48,7 +48,7 @@ from embodied.runtime import Channel, Timers
 from embodied.runtime.collective import Collective
 from embodied.runtime.device_memory import contiguous_tensor, take, to_device
 
-OF_ITEMS = "logprobs mask current sequences advantages weights values returns reference proximal masked".split()
+OF_ITEMS = "logprobs mask current sequences advantages weights values returns reference proximal excluded".split()
 REFERENCE = "reference_logprobs"  # in `Trajectory.replay`: [K, C, A], if a separate role has computed them
 
 
@@ -73,7 +73,7 @@ class RankBatch(LossItems):
     # Targets of items, computed last
     advantages: Tensor | None = None
     weights: Tensor | None = None
-    masked: Tensor | None = None  # bool [items]: left out of the policy's loss
+    excluded: Tensor | None = None  # bool [items]: left out of the policy's loss
     metrics: dict[str, float] = field(default_factory=dict)  # metrics of the data
 
     def __len__(self) -> int:
@@ -195,7 +195,7 @@ class RankBatch(LossItems):
     def loss_sum(self, scores: Scores, weight: float, config: AlgoConfig) -> tuple[Tensor, Stats]:
         """The loss of all items (`weight` 0: padding), and its parts."""
         mask = None if self.is_whole else self.mask
-        mask = mask if self.masked is None else self.mask & ~self.masked[:, None]
+        mask = mask if self.excluded is None else self.mask & ~self.excluded[:, None]
         items = replace(self, mask=mask, weights=weight * self.weights)
         return loss_sum(scores.logprobs, scores.entropy, scores.values, items, config)
 
@@ -203,10 +203,10 @@ class RankBatch(LossItems):
         """The same batch with log-probs recomputed by the weights at the start of the update: for stale items, or for
         an engine whose log-probs differ numerically."""
         proximal = logprobs_of(model, self, config)
-        masked = None
+        excluded = None
         if config.episode_mask != "none":
-            masked = out_of_bounds(proximal, self.logprobs, self.mask, self.sequences, config)
-        return replace(self, proximal=proximal if config.decoupled else None, masked=masked)
+            excluded = out_of_bounds(proximal, self.logprobs, self.mask, self.sequences, config)
+        return replace(self, proximal=proximal if config.decoupled else None, excluded=excluded)
 
     def rescored(self, model: Model, config: AlgoConfig, collective: Collective) -> RankBatch:
         """The same batch with the learner's log-probs in place of those of acting, for decisions of the weights at the
@@ -221,9 +221,9 @@ class RankBatch(LossItems):
     @property
     def num_masked(self) -> Tensor:
         """The number [1] of this rank's items that are left out of the policy's loss."""
-        if self.masked is None or not len(self.own_units):
+        if self.excluded is None or not len(self.own_units):
             return self.mask.new_zeros(1, dtype=torch.float64)
-        return (self.masked & self.mask.any(dim=1)).sum().double().view(1)
+        return (self.excluded & self.mask.any(dim=1)).sum().double().view(1)
 
 
 def indices_of_owned(minibatch: np.ndarray, numbers: np.ndarray) -> np.ndarray:

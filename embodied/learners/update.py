@@ -207,7 +207,7 @@ class PolicySteps(GradientSteps):
         metrics |= {"train/epochs": float(epochs), "train/lr": self.config.lr * self.lr_factor(end)}
         if batch is not None:
             metrics |= batch.metrics
-            if batch.masked is not None:
+            if batch.excluded is not None:
                 metrics["train/masked_fraction"] = float(rows[:, 3].sum()) / batch.num_items
         names = [name for name in history[0] if name not in MISMATCH]
         return {f"train/{name}": float(np.mean([row[name] for row in history])) for name in names} | metrics

@@ -129,7 +129,7 @@ class ProbeWorker(Worker):
     def _answers(self, part: ProbedPart, copies: int) -> DirectChannel:
         if part.policy:
             return PolicyAnswers(part.policy, copies)
-        return NoiseAnswers((self._chunk, part.sim.spec().action.dim), self.config.seed)
+        return NoiseAnswers((self._chunk, part.sim.build().action.dim), self.config.seed)
 
     def _note(self, samples: Samples, direct: DirectChannel, wall: float, reset_s: float) -> None:
         whole = wall - sum(direct.act_s) - sum(direct.value_s)
@@ -258,7 +258,7 @@ class ProbeWorker(Worker):
     def _learner(self, algo: Any, part: ProbedPart) -> LearnerWorker:
         options = (self.config.policy, algo, self.config.learner.model_copy(update={"shard": False}))
         learner = standalone_worker(LearnerWorker, *options, self.config.seed, None, self.device, tick=self.tick)
-        learner.build(part.sim.spec(), new_name(), snapshot=False)
+        learner.build(part.sim.build(), new_name(), snapshot=False)
         return learner
 
     def _make_part(self, rows: int) -> ProbedPart:
@@ -268,7 +268,7 @@ class ProbeWorker(Worker):
             sim = standalone_worker(
                 self.sim_worker, self.config.env.model_copy(update={"num_envs": rows}), tick=self.tick
             )
-            limit = sim.spec().max_episode_steps
+            limit = sim.build().max_episode_steps
             num_bytes = max(used_bytes(simulator) - before, 0)
             if self.grouped:
                 self._cut_episodes(sim, limit)
@@ -292,8 +292,8 @@ class ProbeWorker(Worker):
     def _policy(self, sim: SimWorker) -> PolicyWorker:
         config, precision = self.config, self.config.learner.precision
         policy = standalone_worker(self.policy_worker, config.policy, config.seed, precision, self.device)
-        policy.build(sim.spec())
-        policy.policy.use_weights(make_policy(config.policy, sim.spec(), config.seed).state_dict())
+        policy.build(sim.build())
+        policy.policy.use_weights(make_policy(config.policy, sim.build(), config.seed).state_dict())
         policy.weights.version = 0
         return policy
 

@@ -222,7 +222,7 @@ def check_training(config: RunConfig, kind: Any) -> None:
     if len(kind.tasks(config.env)) > 1 and not kind.mixes_tasks:
         raise ConfigError(f"env.task={list(config.env.task)}: {config.env.name} trains one task at a time; name one")
     if config.algo.prompts == "epochs":
-        kind.training_questions(config.env)
+        kind.count_training_questions(config.env)
     check_log(config.run.log)
     memory_check.check_scorers(config)
     if ":" in config.policy.name:

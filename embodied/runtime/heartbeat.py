@@ -1,14 +1,15 @@
-"""Signs of life in shared memory, per worker and for the whole process. The driver can read them while a host is stuck.
+"""What tells a hung process from a busy one: signs of life, and a clock that stands still while we are stopped.
+
+Signs of life lie in shared memory, per worker and for the whole process. The driver can read them while a host is
+stuck.
 
 A worker that computes must tick now and then. A worker that waits on a channel need not, so a worker that waits for a
 hung worker does not count as hung. The process sends heartbeats from a separate thread: it falls silent if it is
 stopped, or if native code never releases the interpreter lock.
 
-A clock for deadlines that stands still while this process or its driver is stopped.
-
-For a process that was stopped (Ctrl-Z, a paused container), all other processes seem to have been silent. Waits read
-the clock at least every second, so a much longer gap between two readings is a stop, or work without waiting, and no
-delay of another process.
+`AwakeClock`, for deadlines, stands still while this process or its driver is stopped. For a process that was stopped
+(Ctrl-Z, a paused container), all other processes seem to have been silent. Waits read the clock at least every second,
+so a much longer gap between two readings is a stop, or work without waiting, and no delay of another process.
 """
 
 from __future__ import annotations

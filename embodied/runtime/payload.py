@@ -1,24 +1,23 @@
-"""Moves an object to another process: large buffers through anonymous shared memory, the rest as a short message.
+"""How an object comes to another process: its encoding, the shared memory under it, and the socket pairs that carry it.
 
-The writer copies every buffer of 64 KiB or more once into a memory file without a name; its
-descriptor travels with the message and the reader maps it. Arrays arrive read-only. Torch CPU tensors arrive writable,
-on pages that are private to the reader, because torch knows no read-only tensors.
+Large buffers go through anonymous shared memory, the rest as a short message. The writer copies every buffer of 64 KiB
+or more once into a memory file without a name; its descriptor travels with the message and the reader maps it. Arrays
+arrive read-only. Torch CPU tensors arrive writable, on pages that are private to the reader, because torch knows no
+read-only tensors.
 
 For a single reader on the same GPU, a handle of a GPU tensor's memory is sent, and the tensor stays. A process sees
 only its own GPU, as `cuda:0`, and cannot open handles of other GPUs. So for all other readers the bytes go through the
 host's memory, and arrive on the reader's GPU, or on the CPU if it has none.
 
-Reusable shared memory without a name (memfd): fresh memory pages cost far more than filling them.
+Shared memory has no name (memfd) and is used again: fresh pages cost far more than filling them. When is a segment
+free? Every message has its own open file on the segment, with a lock, and the file is sent with the message. The kernel
+drops the lock when the last process with this file has closed it or died. So no release message is needed, and nothing
+is left when a process is killed.
 
-When is a segment free? Every message has its own open file on the segment, with a lock, and the file is sent with the
-message. The kernel drops the lock when the last process with this file has closed it or died. So no release message is
-needed, and nothing is left when a process is killed.
-
-Messages between two processes over a socket pair, and the thread that receives them.
-
-A socket pair has no address: nobody else can connect, and nothing is left behind. A message is one packet: a small
-tuple that describes it, and at most one payload, whose memory file is sent along. `post` never blocks, so a peer that
-stopped reading cannot block a thread that serves messages.
+`MessageSocket` and `Loop` send messages between two processes and receive them in a thread. A socket pair has no
+address: nobody else can connect, and nothing is left behind. A message is one packet: a small tuple that describes it,
+and at most one payload, whose memory file is sent along. `post` never blocks, so a peer that stopped reading cannot
+block a thread that serves messages.
 """
 
 from __future__ import annotations

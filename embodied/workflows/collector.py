@@ -156,7 +156,8 @@ class Collector:
         return iter(())
 
     def lose(self, sim: int) -> int:
-        """A sim has died and was replaced; returns the number of abandoned open episodes."""
+        """A sim has died and was replaced; returns the number of abandoned episodes: open ones, and those that ended in
+        the lost part of its rollout."""
         return 0
 
     def save(self) -> dict[str, np.ndarray]:
@@ -297,7 +298,7 @@ class Horizon(Collector):
         if not self.relays.streams:
             return self.relays.pass_rollouts(self.batch.number, sources, self.channels)
         self.relays.end_rollouts(self.batch.number, sources)
-        self.rollouts.finish_calls(*self.passing)
+        self.rollouts.wait_and_replace(*self.passing)
         return metrics_of(self.passing)
 
     def lose(self, sim: int) -> int:
@@ -460,7 +461,7 @@ class Relays:
                 for rank in range(len(group))
             ]
             with self._answering(group):
-                self.rollouts.finish_calls(passing := group.pass_rollouts.each(shares))
+                self.rollouts.wait_and_replace(passing := group.pass_rollouts.each(shares))
             metrics |= passing.wait()[0]
         return metrics
 
@@ -477,14 +478,14 @@ class Relays:
             transfers = [
                 stores.send(flat(for_rank), channel) for for_rank, channel in zip(dealt, channels, strict=False)
             ]
-            self.rollouts.finish_calls(*(call for transfer in transfers for call in transfer.calls.values()))
-            dealt = [arrived(*both) for both in zip(transfers, dealt, strict=True)]
+            self.rollouts.wait_and_replace(*(call for transfer in transfers for call in transfer.calls.values()))
+            dealt = [sent_groups(*both) for both in zip(transfers, dealt, strict=True)]
             shares = [
                 (one.number, channel, one.succeeded(), groups_of_rank)
                 for one, channel, groups_of_rank in zip(transfers, channels, dealt, strict=False)
             ]
             with self._answering(group):
-                self.rollouts.finish_calls(passing := group.pass_groups.each(shares))
+                self.rollouts.wait_and_replace(passing := group.pass_groups.each(shares))
             rewards, metrics = {}, metrics | passing.wait()[0][1]
             for (totals, _), worker, of_rank in zip(passing.wait(), group.workers, dealt, strict=True):
                 rewards |= totals
@@ -555,7 +556,7 @@ class Relays:
         came = [sent for sent in queue.sent if sent[0].done()]
         queue.sent = [sent for sent in queue.sent if sent not in came]
         queue.adding = flat(passages for _, passages in came)
-        whole = [arrived(transfer, [passage.episodes for passage in passages]) for transfer, passages in came]
+        whole = [sent_groups(transfer, [passage.episodes for passage in passages]) for transfer, passages in came]
         if asked := self.asked.get(queue.group.role):
             asked.begin()
         parts = [(one.number, one.succeeded(), groups) for (one, _), groups in zip(came, whole, strict=True)]
@@ -602,10 +603,10 @@ class RoleQueue:
         return bool(self.to_send) or any(transfer.done() for transfer, _ in self.sent)
 
 
-def arrived(transfer: Transfer, groups: Iterable[tuple[int, ...]]) -> list[tuple[int, ...]]:
-    """The groups of which all episodes have come; a sim that died has not sent its own."""
-    came = {*transfer.arrived()}
-    return [group for group in groups if came.issuperset(group)]
+def sent_groups(transfer: Transfer, groups: Iterable[tuple[int, ...]]) -> list[tuple[int, ...]]:
+    """The groups of which all episodes were sent; a sim that died has not sent its own."""
+    sent = {*transfer.sent_episodes()}
+    return [group for group in groups if sent.issuperset(group)]
 
 
 def flat(lists: Iterable[Iterable[T]]) -> list[T]:

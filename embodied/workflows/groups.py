@@ -62,7 +62,7 @@ class GroupTransfer:
     def done(self) -> bool:
         return all(transfer.done() for transfer in self.transfers.values())
 
-    def arrived(self) -> bool:
+    def was_sent(self) -> bool:
         """True if the whole group was sent; False if a sim died first."""
         return all(len(transfer.succeeded()) == len(transfer.calls) for transfer in self.transfers.values())
 
@@ -82,9 +82,9 @@ class Groups(Collector):
         self.listens = self.relays.streams or (self.sends_early and not self.relays.worker_groups)
         in_epochs = self.algo.prompts == "epochs"
         self.plays_groups = self.text and env_class(config.env).plays_groups(config.env)
-        self.questions = env_class(config.env).training_questions(config.env) if in_epochs else ()
+        self.question_counts = env_class(config.env).count_training_questions(config.env) if in_epochs else ()
         self.episodes = EpisodeList(
-            config.seed, "train", workers.tasks, group_size=self.algo.group_size, questions=self.questions
+            config.seed, "train", workers.tasks, group_size=self.algo.group_size, question_counts=self.question_counts
         )
         self.pool = GroupPool(self.algo, discards_surplus(self.algo, config.pipeline))
         self.prompts = PromptPools(self.algo.pools, config.seed, self.algo.group_size) if self.algo.pools else None
@@ -247,7 +247,7 @@ class Groups(Collector):
         """Wait for the outcomes of all groups."""
         self.go_on()
         while self.relays.passing(self.relays.deciding):
-            self.rollouts.finish_calls(*self.relays.calls(), until=self.is_due)
+            self.rollouts.wait_and_replace(*self.relays.calls(), until=self.is_due)
             self.go_on()
 
     def _relayed(self, results: list[EpisodeResult]) -> list[EpisodeResult]:
@@ -307,7 +307,7 @@ class Groups(Collector):
                     self._send(group, self._shares(group), keep=not self.begins_early)
             if not (wait and (self.under_way or self.relays.passing())):
                 return
-            self.rollouts.finish_calls(*self._transfers(), *self.relays.calls(), until=self.is_due)
+            self.rollouts.wait_and_replace(*self._transfers(), *self.relays.calls(), until=self.is_due)
             self._pass_on()
 
     def _complete(self, group: Group) -> None:
@@ -334,14 +334,14 @@ class Groups(Collector):
             for rank, unit in self.units:
                 yield rank, with_advantages(unit, compared)
         held = self.pool.held
-        self.rollouts.finish_calls(*self.stores.forget_all_but(held))
+        self.rollouts.wait_and_replace(*self.stores.forget_all_but(held))
         results = [self.refs[episode].result for episode in self.dealt_to_dead if episode not in self.lost]
         saved = tuple(result for result in results if result)  # that sims had ended before they died
         batch.played += [Played(sum(result.length for result in saved), saved)] if saved else []
         batch.finished = sorted(
             (result for of_sim in batch.played for result in of_sim.finished), key=lambda one: one.index
         )
-        self.rollouts.finish_calls(*finishing)
+        self.rollouts.wait_and_replace(*finishing)
         batch.metrics |= metrics_of(finishing) | self._metrics()
         if self.text:
             batch.metrics |= added(self.rollouts.ask(self.rollouts.policies.engine_numbers))
@@ -363,8 +363,8 @@ class Groups(Collector):
         metrics: dict[str, float] = {}
         if self.prompts is not None:
             metrics |= {f"groups/{name}_prompts": self.prompts.counts[name] for name in (*POOLS, "unseen")}
-        if self.questions:
-            metrics["groups/epochs"] = self.pool.dealt / (algo.group_size * sum(self.questions))
+        if self.question_counts:
+            metrics["groups/epochs"] = self.pool.dealt / (algo.group_size * sum(self.question_counts))
         if self.text:
             metrics["faults/unusable_answers"] = len(batch.problems)
         return metrics | {
@@ -445,7 +445,7 @@ class Groups(Collector):
 
     def _take_units(self, padding: bool = False) -> None:
         """Wait for the groups on their way to learners."""
-        self.rollouts.finish_calls(*self._transfers())
+        self.rollouts.wait_and_replace(*self._transfers())
         self.units += [unit for _, of_ranks in self._arrived(padding) for unit in of_ranks]
 
     def _transfers(self) -> list[Handle]:
@@ -458,7 +458,7 @@ class Groups(Collector):
         over = [transfer for transfer in self.under_way if transfer.done()]
         self.under_way = [transfer for transfer in self.under_way if transfer not in over]
         for transfer in over:
-            if transfer.arrived():
+            if transfer.was_sent():
                 if transfer.group not in self.groups:
                     self.groups = sorted([*self.groups, transfer.group])
                 yield transfer.group, transfer.units()

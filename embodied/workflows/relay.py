@@ -174,7 +174,7 @@ class AskedRole:
             yield
         finally:
             self.end()
-        self.rollouts.finish_calls(self.serving)
+        self.rollouts.wait_and_replace(self.serving)
         self.serving.wait()
 
     def begin(self) -> None:

@@ -232,13 +232,13 @@ class EmbodiedLoop:
     def deliver(self, publication: Publication) -> None:
         """Let policies load a published version and only act with it from now on."""
         loading = self.weight_sync.deliver(publication, self.learners[0].send_weights, self.rollouts.ask)
-        self.rollouts.finish_calls(*loading)
+        self.rollouts.wait_and_replace(*loading)
 
     def learner_results(self, handle: Handle) -> list[Any]:
         """Wait for the learners' results. Sim and policy workers that die meanwhile are replaced. A stop waits for
         these."""
         with self.workers.cluster.uninterrupted():
-            self.rollouts.finish_calls(handle)
+            self.rollouts.wait_and_replace(handle)
             return handle.wait()
 
     # The state of a run
@@ -379,7 +379,7 @@ class LaggingVersions:
             self._collect()
             self.updating = False
         if self.copying:
-            self.loop.rollouts.finish_calls(self.copying)
+            self.loop.rollouts.wait_and_replace(self.copying)
         return updating
 
     def updated(self) -> float:
@@ -402,7 +402,7 @@ class LaggingVersions:
             with self.loop.device_sharing.phase(UPDATE):
                 self._copy(self.weight_sync.learned)
                 if self.copying:
-                    self.loop.rollouts.finish_calls(self.copying)
+                    self.loop.rollouts.wait_and_replace(self.copying)
                     self.go_on()
             with self.loop.device_sharing.phase(ROLLOUT):
                 self._act_with(self.weight_sync.learned)

@@ -98,7 +98,7 @@ class Training(Protocol):
         """A player has begun or ended episodes."""
 
     def lose(self, sim: int) -> int:
-        """A sim has died and has a successor; returns the number of abandoned open episodes."""
+        """A sim has died and has a successor; returns the number of abandoned episodes."""
 
 
 @dataclass(frozen=True)
@@ -211,7 +211,7 @@ class RolloutManager:
     ) -> Round:
         """Run a round: sims play these jobs and an `evaluation`, and policy workers serve them, unless an expert acts.
         A `background` task runs meanwhile, and may be due when reports arrive."""
-        self.finish_calls()
+        self.wait_and_replace()
         self.rounds += 1
         stages, beside = (self.num_stages, evaluation is not None and not self.spec.text) if jobs else (1, False)
         of_sims = {sim: [job] for sim, job in jobs.items()}
@@ -291,7 +291,7 @@ class RolloutManager:
         self._admit()
         self.device_sharing.wait_for_one(self.policies.workers)
         ranks = self.present()
-        self.finish_calls(*self.weight_sync.catch_up(ranks))
+        self.wait_and_replace(*self.weight_sync.catch_up(ranks))
         return ranks
 
     def present(self) -> list[int]:
@@ -309,7 +309,7 @@ class RolloutManager:
             for task in due:
                 task.go_on()
 
-    def finish_calls(self, *handles: Handle, until: Callable[[], bool] = lambda: False) -> None:
+    def wait_and_replace(self, *handles: Handle, until: Callable[[], bool] = lambda: False) -> None:
         """Wait for calls, or until something is due. Workers that die meanwhile are replaced, and their calls count as
         failed."""
         while deaths := self.cluster.wait_for_calls(*handles, until=until):
@@ -319,7 +319,7 @@ class RolloutManager:
         """The results of a call to idle workers; the call is repeated if a worker was replaced meanwhile."""
         while True:
             handle = call()
-            self.finish_calls(handle)
+            self.wait_and_replace(handle)
             if handle.succeeded():
                 return handle.wait()
 
@@ -399,7 +399,7 @@ class RolloutManager:
                 continue
             restart = self.cluster.restarts(host)  # counted before the new one can die, too
             built = self.cluster.replace(host)
-            built += [self.sims[sim].spec() for sim in sims]
+            built += [self.sims[sim].build() for sim in sims]
             names = self.policies.workers
             here = [policy for policy in policies if self.device_sharing.takes_part(names[policy])]
             self.device_sharing.unbuilt |= {names[policy] for policy in policies if policy not in here}
@@ -428,7 +428,7 @@ class RolloutManager:
     def _report_restart(self, restart: int, failure: Failure, abandoned: int) -> None:
         budget = self.budget
         anew = "abandoned: new ones begin, and learned weights are kept"
-        lost = f"; {abandoned} open episodes were {anew}" if abandoned else ""
+        lost = f"; {abandoned} episodes, open or ended unreported, were {anew}" if abandoned else ""
         self.notify(
             f"{failure.worker} is started again (restart {restart}, at most {budget.max_restarts} in "
             f"{budget.window_s:g} s): {failure.cause}{lost}"
@@ -451,8 +451,9 @@ class Taker:
 
 
 class Broker:
-    """Hands the requests of a round's sources to policy workers, which may join, leave, die and be replaced meanwhile.
-    Every request is answered. A source is a stage of a sim, or a text env worker."""
+    """Says which policy workers answer the requests of a round's sources. They may join, leave, die and be replaced
+    meanwhile; every request is answered. Requests go directly from a source (a stage of a sim, or a text env worker) to
+    a policy worker. Only prompts for several language engines wait in the driver (`prompts`)."""
 
     def __init__(
         self,

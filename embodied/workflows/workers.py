@@ -62,7 +62,7 @@ class Workers:
             role.name: cluster.launch(role.worker_for(config), role.name, *role.arguments(self)) for role in roles
         }
         self.sims, self.policies = self.groups["sim"], self.groups["policy"]
-        self.spec: EnvSpec = self.sims.spec().wait()[0]
+        self.spec: EnvSpec = self.sims.build().wait()[0]
         self._build(start_folder)
         self.device_sharing = self._share_devices()
         self.weight_sync = WeightSync(cluster, self.policies, self.device_sharing, lambda group: group.build(self.spec))
@@ -182,7 +182,7 @@ class Workers:
         with self.device_sharing.phase(ROLLOUT):
             if weights is None:
                 weights = Weights(0, self.rollouts.ask(lambda: self.policies[0].initial_weights(self.spec))[0])
-            self.rollouts.finish_calls(*self.weight_sync.adopt(weights, self.rollouts.ask))
+            self.rollouts.wait_and_replace(*self.weight_sync.adopt(weights, self.rollouts.ask))
 
 
 def cut_names(arrays: dict[str, np.ndarray], start: str) -> dict[str, np.ndarray]:

@@ -204,7 +204,7 @@ class TextEnv(EnvCapabilities):
         return config.max_episode_steps or cls.max_turns
 
     @classmethod
-    def training_questions(cls, config: Any) -> tuple[int, ...]:
+    def count_training_questions(cls, config: Any) -> tuple[int, ...]:
         """The number of questions of each task, for `algo.prompts=epochs`."""
         tasks = cls.tasks(config)
         counts = [count for task in tasks if (count := cls.num_questions(config, task)) is not None]

@@ -56,7 +56,7 @@ class TextWorker(PlayerWorker):
         self.envs: dict[str, EnvsOfConfig] = {}  # by the config as JSON; evaluations are mostly of the same
         self.steps = SideBySide(self.config.side_by_side)
 
-    def spec(self) -> EnvSpec:
+    def build(self) -> EnvSpec:
         """Load the conversations' shared objects (a dataset may take seconds) and return the env's spec."""
         return self._envs_of(self.config).spec if self.num_stages else self.eval_spec()
 
@@ -70,7 +70,7 @@ class TextWorker(PlayerWorker):
             self.envs[key] = EnvsOfConfig(kind, config, kind.load(config))
         return self.envs[key]
 
-    def turns(self, tallies: Sequence[Tally], route: Route) -> Iterator[Iterator[None]]:
+    def plays(self, tallies: Sequence[Tally], route: Route) -> Iterator[Iterator[None]]:
         yield self._converse(tallies, route)
 
     def _converse(self, tallies: Sequence[Tally], route: Route) -> Iterator[None]:
@@ -161,7 +161,7 @@ class Part:
     def __post_init__(self) -> None:
         self.waiting, self.open = deque(self.tally.job.episodes), 0
         kind, self.config, self.spec = self.envs.kind, self.envs.config, self.envs.spec
-        self.turns = self.spec.max_episode_steps
+        self.max_turns = self.spec.max_episode_steps
         self.rewrites, self.plays_groups = kind.rewrites(self.config), kind.plays_groups(self.config)
         self.rewards = RewardSum(self.config.rewards) if self.config.rewards else None
 
@@ -284,7 +284,7 @@ class Conversation:
         spec, *others = self.others or (self.spec,)
         begun = {"others": (*others,), "earlier": (*self.earlier, self)}
         if not self.others:
-            begun |= {"is_extra": True, "prompts_before": self.prompts_before + self.part.turns}
+            begun |= {"is_extra": True, "prompts_before": self.prompts_before + self.part.max_turns}
         self.successor = Conversation(spec._replace(task=self.spec.task), self.env, self.said, self.part, **begun)
 
     def add_score(self, turn: Turn) -> None:
@@ -482,7 +482,7 @@ class ConversationClient(RequestClient):
         self.number += 1
         self.open[self.number] = conversation
         tokens, history = conversation.context(), conversation.history()
-        more = len(conversation.turns) + 1 < conversation.part.turns
+        more = len(conversation.turns) + 1 < conversation.part.max_turns
         pictures = tuple(conversation.pictures[conversation.first_picture :])
         job, spec = conversation.part.tally.job, conversation.spec
         override, limit = job.rules.get(spec.task, (job.rule, None))
@@ -543,7 +543,7 @@ def pass_answer(conversation: Conversation, completion: Completion) -> bool:
     turn = Turn(dropped=completion.dropped) if completion.dropped else conversation.env.step(completion.text)
     if not isinstance(turn, Turn):
         raise EmbodiedError(f"{type(conversation.env).__name__}.step returned {type(turn).__name__}, it must be a Turn")
-    last = len(conversation.turns) + 1 >= conversation.part.turns or (completion.truncated and not turn.restarts)
+    last = len(conversation.turns) + 1 >= conversation.part.max_turns or (completion.truncated and not turn.restarts)
     if last and not (turn.done or turn.ends_sample):
         turn = conversation.env.cut_short(turn)
     over = turn.done or turn.ends_sample or not turn.said or last

@@ -18,11 +18,11 @@ from embodied.policies.worker import PolicyWorker
 class GatedSim(SimWorker):
     """Gates: `start`, and `rollout` (an env step), `reset` and `evaluation` (an env step there)."""
 
-    def spec(self) -> EnvSpec:
+    def build(self) -> EnvSpec:
         new = not self.stages
         if new:
             commit(arrive(self.name, "start"))
-        found = super().spec()
+        found = super().build()
         for stage in self.stages if new else ():
             gated(stage.env, self.name, "rollout")
         return found

@@ -59,7 +59,7 @@ def test_stale_groups_are_corrected_on_the_learners_device():
     config = GRPOConfig(name="grpo", decoupled=True, episode_mask="mean", episode_mask_low=0.5)
     share = build_batch(PLAYED, COMPARED, 0, config, Alone(), model).corrected(model, config)
     loss, stats = share.loss_sum(scores, 1.0, config)
-    found = (loss, *stats.values(), share.masked, *mismatch_of(share, numbers.detach()))
+    found = (loss, *stats.values(), share.excluded, *mismatch_of(share, numbers.detach()))
     assert {number.device.type for number in found} == {"meta"}
 
 

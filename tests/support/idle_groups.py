@@ -8,7 +8,11 @@ from embodied.workflows.groups import Groups
 
 def idle_groups(config, tasks, text=False, sims=None, learners=1):
     """Begins its first batch; one sim would play, unless others are given."""
-    about = {"sims": sims or OneSim([None]), "num_tasks": len(tasks), "finish_calls": lambda *calls, until=None: None}
+    about = {
+        "sims": sims or OneSim([None]),
+        "num_tasks": len(tasks),
+        "wait_and_replace": lambda *calls, until=None: None,
+    }
     rollouts = SimpleNamespace(weight_sync=SimpleNamespace(learned=0), **about)
     known = {"spec": SimpleNamespace(text=text, has_success=True), "learners": [None] * learners, "roles": ()}
     channels = {"trajectory_channels": lambda: [*range(learners)], "cluster": SimpleNamespace(channel=None)}

@@ -125,7 +125,7 @@ def test_sims_that_die_after_their_batch_was_collected_take_nothing_along(tmp_pa
                         os.kill(run.pid(sim), signal.SIGKILL)
                     until = time.monotonic() + 60
                     while run.loop.rollouts.restarts < 2 and time.monotonic() < until:  # between two rollouts
-                        run.loop.rollouts.finish_calls()
+                        run.loop.rollouts.wait_and_replace()
                         time.sleep(0.01)
             assert not any(row["faults/lost_episodes"] for row in rows)
             assert run.loop.rollouts.restarts == 2 * killed

@@ -85,7 +85,7 @@ def test_the_slice_of_a_dead_sim_is_played_again_where_it_is_half_the_batch(tmp_
         assert line.startswith(
             "sim-1 is started again (restart 1, at most 5 in 1800 s): its process was killed by SIGKILL"
         )
-        assert "sim-1.log" in line and "; 4 open episodes were abandoned: new ones begin" in line
+        assert "sim-1.log" in line and "; 4 episodes, open or ended unreported, were abandoned: new ones begin" in line
         assert run.loop.rollouts.take_abandoned() == 4
         more, numbers = run.iterate(1)
         assert (numbers["faults/restarts"], numbers["faults/lost_decisions"]) == (0, 0)

@@ -20,8 +20,8 @@ def config(**options):
 
 def episodes_of(chosen, seed=0):
     kind = env_class(chosen)
-    counts = kind.training_questions(chosen)
-    return EpisodeList(seed, "train", kind.tasks(chosen), group_size=GROUP, questions=counts), counts
+    counts = kind.count_training_questions(chosen)
+    return EpisodeList(seed, "train", kind.tasks(chosen), group_size=GROUP, question_counts=counts), counts
 
 
 def env_of(chosen):
