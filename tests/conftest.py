@@ -3,12 +3,15 @@ folder that MS_ASSET_DIR names, or beside the checkout."""
 
 import ctypes
 import gc
+import io
 import os
 import resource
+import subprocess
 import sys
 import tempfile
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from hypothesis import settings
@@ -167,6 +170,29 @@ def kept_renderer():
     import sapien
 
     return sapien.render.RenderSystem(sapien.Device("cpu"))
+
+
+@pytest.fixture(scope="module")
+def plain_scenes():
+    """Tests whose modules use this look at no picture of LIBERO or robosuite."""
+    from plain_scenes import bare, scenes
+
+    with scenes(bare):
+        yield
+
+
+@pytest.fixture
+def rehearsed_here(monkeypatch):
+    """Objects of the user's own are made once in this process, not in one that imports for seconds."""
+    from embodied.run import rehearsal
+
+    def run(command, *, input, **_):
+        monkeypatch.setattr(sys, "stdin", io.StringIO(input))
+        rehearsal.main(Path(command[-1]))
+        return SimpleNamespace(returncode=0)
+
+    named = {name: getattr(subprocess, name) for name in ("DEVNULL", "PIPE", "TimeoutExpired")}
+    monkeypatch.setattr(rehearsal, "subprocess", SimpleNamespace(run=run, **named))
 
 
 @pytest.fixture(autouse=True)

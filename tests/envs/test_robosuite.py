@@ -17,6 +17,7 @@ from embodied.envs.robosuite.config import RobosuiteConfig
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore"),  # robosuite's and numba's own
+    pytest.mark.usefixtures("plain_scenes"),
     pytest.mark.skipif("not __import__('importlib.util').util.find_spec('libero')", reason="needs robosuite"),
 ]
 PAGE = (Path(__file__).parents[2] / "docs" / "libero.md").read_text()
@@ -191,6 +192,7 @@ def test_training_and_evaluation(mine):
     assert len(list(run.glob("eval/*-evaluate/videos/*.mp4"))) == 1
 
 
+@pytest.mark.usefixtures("rehearsed_here")
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [

@@ -31,9 +31,9 @@ from embodied.runtime.rendezvous import RendezvousFile
 
 folder, rank, ranks = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
 SIZE = 2  # conversations of a group
-ANSWERS = [(350, 20), (9, 30), (200, 180), (25, 12), (3, 8), (40, 16), (90, 2), (11, 33)]  # tokens, by group
+ANSWERS = [(350, 20), (9, 30), (200, 180), (25, 12)]  # tokens, by group
 PACK = 128
-BASE = {"groups": len(ANSWERS), "group_size": SIZE, "epochs": 1, "minibatch_size": SIZE * 4, "lr": 1e-3}
+BASE = {"groups": len(ANSWERS), "group_size": SIZE, "epochs": 1, "minibatch_size": SIZE * 2, "lr": 1e-3}
 BASE |= {"adam_eps": 0.1, "max_grad_norm": None}
 GRPO = {"name": "grpo", **BASE}
 EXPERTS = {"preset": "tiny_moe", "dtype": "float32"}  # which grouped products need
@@ -51,7 +51,7 @@ WAYS = {
     "experts divided": (GRPO | {"kl_coef": 0.1}, {"sequence_degree": "auto", "shard": True}, EXPERTS),
 }
 FEW = WAYS.keys() - {"sharded", "pictures", "pictures apart", "experts"}  # what two ranks learn in
-SHOWN = {0: [64, 32], 1: [128], 2: [32, 32, 32], 5: [48]}  # pixels of the pictures in the prompts of these groups
+SHOWN = {0: [64, 32], 1: [128], 2: [32, 32, 32]}  # pixels of the pictures in the prompts of these groups
 USED: list[set[int]] = [set()]  # degrees of this rank's passes, table by table
 
 
@@ -144,7 +144,7 @@ def imitated(config: LanguageConfig, options: LearnerConfig, rank: int, ranks: i
     data, sizes = Path(folder, f"examples-{rank}-of-{ranks}.jsonl"), np.ravel(ANSWERS)
     rows = [{"prompt": "2+2=", "answer": str(number) * (size // 2)} for number, size in enumerate(sizes, 2)]
     data.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
-    sft = SFTConfig(data=data, minibatch_size=8, lr=1e-3, adam_eps=0.1, epochs=1)
+    sft = SFTConfig(data=data, minibatch_size=4, lr=1e-3, adam_eps=0.1, epochs=1)
     worker = TextImitationLearner(None, config, sft, options, 0, meet)
     worker.name, worker.rank, worker.world_size, worker.timers = f"learner-{rank}", rank, ranks, Timers()
     worker.build(SPEC, f"{rank:016d}", snapshot=False)

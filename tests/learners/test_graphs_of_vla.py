@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from tiny_vla import TEXTS, build, noise, observe
+from tiny_vla import TEXTS, build, noise, observe, shallow
 
 from embodied.algorithms.config import GRPOConfig, PPOConfig
 from embodied.core.arrays import text_arrays
@@ -41,7 +41,7 @@ def decisions(policy, texts=TEXTS, seed=0):
 
 
 def learner(options, algo=PPO, **learner_options):
-    policy = build(**options)
+    policy = shallow(build(**options))
     model = Model(policy, LearnerConfig(**learner_options))
     return model, PolicyOptimizer(policy, algo, Alone())
 

@@ -14,6 +14,7 @@ from embodied.envs.libero.config import SUITES, LiberoConfig
 from embodied.envs.libero.env import CONTROL_HZ, rotation_vector
 from embodied.policies.vla.statistics import GRIPPERS, STORED_GRIPPERS, statistics_of
 
+pytestmark = pytest.mark.usefixtures("plain_scenes")
 needs_libero = pytest.mark.skipif(importlib.util.find_spec("libero") is None, reason="needs LIBERO")
 TASK = "libero_object/0"
 

@@ -14,7 +14,10 @@ from embodied.envs.config import ENV_CONFIGS
 from embodied.envs.libero.config import SUITES, LiberoConfig, tasks_of
 from embodied.envs.libero.tasks import files_of
 
-pytestmark = pytest.mark.filterwarnings("ignore")  # robosuite's, numba's and bddl's own
+pytestmark = [
+    pytest.mark.filterwarnings("ignore"),  # robosuite's, numba's and bddl's own
+    pytest.mark.usefixtures("plain_scenes"),
+]
 needs_libero = pytest.mark.skipif("not __import__('importlib.util').util.find_spec('libero')", reason="needs LIBERO")
 OBJECT, SPATIAL = "libero_object/0", "libero_spatial/3"
 

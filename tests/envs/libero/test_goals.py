@@ -10,6 +10,7 @@ from embodied.envs.libero.scene import Scene, SceneRow
 from embodied.envs.libero.tasks import files_of
 
 NUM_STATES = 40
+pytestmark = pytest.mark.usefixtures("plain_scenes")
 
 
 def arrays_of(data, goal):

@@ -17,6 +17,7 @@ from embodied.records.results import read_results
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore"),  # robosuite's, numba's and bddl's own
+    pytest.mark.usefixtures("plain_scenes"),
     pytest.mark.skipif("not __import__('importlib.util').util.find_spec('libero')", reason="needs LIBERO"),
 ]
 PAGE = (Path(__file__).parents[3] / "docs" / "libero.md").read_text().partition("## Your own task")[2].split("\n## ")[0]
