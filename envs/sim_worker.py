@@ -18,13 +18,13 @@ from embodied.core.request_queue import PolicyClient
 from embodied.core.types import (
     LABELS,
     ActReply,
+    Answerers,
     EnvSpec,
     EpisodeList,
     Job,
     PolicyOutput,
     Report,
     Route,
-    Servers,
     choose,
     env_blocks,
     rows_of_sims,
@@ -118,13 +118,13 @@ class SimWorker(PlayerWorker):
                 yield from (self._play_horizon(tally, *place) for place in zip(self.stages, route, strict=False))
             else:
                 places = enumerate(route[: len(self.stages)])
-                yield from (self._play_whole(tally, stage, servers) for stage, servers in places)
+                yield from (self._play_whole(tally, stage, answerers) for stage, answerers in places)
 
-    def _play_horizon(self, tally: Tally, stage: Stage, servers: Servers) -> Iterator[None]:
+    def _play_horizon(self, tally: Tally, stage: Stage, answerers: Answerers) -> Iterator[None]:
         """Hand each learner rank the decisions of its env rows."""
-        record, client = Record(servers.source, tally.job.horizon), PolicyClient(servers)
+        record, client = Record(answerers.source, tally.job.horizon), PolicyClient(answerers)
         if tally.job.labels:
-            client = Labelled(servers, stage, self._expert_of(stage), tally.job.labels == "played")
+            client = Labelled(answerers, stage, self._expert_of(stage), tally.job.labels == "played")
         return play_horizon(stage, tally, client, record, partial(self._hand_on, tally.job, record))
 
     def _expert_of(self, stage: Stage) -> Expert:
@@ -134,21 +134,21 @@ class SimWorker(PlayerWorker):
             self.experts[stage][1].begin(np.arange(stage.env.num_envs))
         return self.experts[stage][1]
 
-    def _play_whole(self, tally: Tally, stage: int, servers: Servers) -> Iterator[None]:
+    def _play_whole(self, tally: Tally, stage: int, answerers: Answerers) -> Iterator[None]:
         """Play a stage's share of a list of episodes, and keep them."""
         job, at_once = tally.job, tally.job.at_once
-        record = EpisodeStream(servers.source, self.store) if at_once else Record(servers.source)
+        record = EpisodeStream(answerers.source, self.store) if at_once else Record(answerers.source)
         share = job.episodes[stage :: len(self.stages)]
-        yield from play_episodes(self.stages[stage], tally, share, PolicyClient(servers), record)
+        yield from play_episodes(self.stages[stage], tally, share, PolicyClient(answerers), record)
         if record.decisions:
             played = record.trajectory()
             self.store |= dict.fromkeys(played.ids.tolist(), played)
 
-    def _evaluate(self, tally: Tally, servers: Servers) -> Iterator[None]:
+    def _evaluate(self, tally: Tally, answerers: Answerers) -> Iterator[None]:
         """Play the episodes of an evaluation in separate envs, with the policy or with an expert of the task."""
         self.eval_spec()
         player, expert = EpisodePlayer(self.eval_env, self.timers), tally.job.expert
-        client: Any = PolicyClient(servers)
+        client: Any = PolicyClient(answerers)
         if expert:
             client = ExpertActions(self.eval_env.expert(expert, self.tick), player)
         stop = lambda: self.stopped  # noqa: E731
@@ -225,9 +225,9 @@ def restore_stage(stage: Stage, state: dict[str, np.ndarray], episodes: EpisodeL
 class Labelled(PolicyClient):
     """Asks policies, and an expert for the label of every decision, which `replay` holds (algo.name=dagger)."""
 
-    def __init__(self, servers: Servers, stage: Stage, expert: Expert, plays: bool) -> None:
+    def __init__(self, answerers: Answerers, stage: Stage, expert: Expert, plays: bool) -> None:
         """`plays`: the expert's actions are played, not the policies'."""
-        super().__init__(servers)
+        super().__init__(answerers)
         self.stage, self.expert, self.plays = stage, expert, plays
 
     def ask(self, obs: Observation, episodes: Any, decisions: Any, **what: Any) -> None:

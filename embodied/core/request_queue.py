@@ -26,7 +26,7 @@ from typing import Any
 import numpy as np
 
 from embodied.core.arrays import Observation, concatenate, join_rows
-from embodied.core.types import ActReply, ActRequest, PolicyOutput, Servers
+from embodied.core.types import ActReply, ActRequest, Answerers, PolicyOutput
 
 
 @dataclass(frozen=True)
@@ -140,11 +140,11 @@ class RequestClient:
     """A player's end of the requests of one round. When a worker dies or leaves, the player gets the remaining workers'
     names and sends them its requests."""
 
-    def __init__(self, servers: Servers, room: float = float("inf")) -> None:
+    def __init__(self, answerers: Answerers, room: float = float("inf")) -> None:
         """A worker has at most `room` rows of its requests at a time."""
-        self.source, self.replies, self.room = servers.source, servers.replies, room
+        self.source, self.replies, self.room = answerers.source, answerers.replies, room
         self.queue = RequestQueue()
-        self._begin_with(servers)
+        self._begin_with(answerers)
 
     def put(self, *requests: Waiting) -> None:
         self.queue.put(*requests)
@@ -155,15 +155,15 @@ class RequestClient:
         reply = self.replies.get(timeout_s=timeout_s)
         if reply.source != self.source:  # of an earlier round
             return None
-        if isinstance(reply, Servers):
+        if isinstance(reply, Answerers):
             self._begin_with(reply)
             self._send()
             return None
         return reply
 
-    def _begin_with(self, servers: Servers) -> None:
-        self.channels = servers.channels
-        self.queue.workers(dict.fromkeys(servers.channels, self.room), servers.others)
+    def _begin_with(self, answerers: Answerers) -> None:
+        self.channels = answerers.channels
+        self.queue.workers(dict.fromkeys(answerers.channels, self.room), answerers.others)
 
     def _send(self) -> None:
         for worker, requests in self.queue.take().items():
@@ -178,8 +178,8 @@ class RequestClient:
 class PolicyClient(RequestClient):
     """Asks about the env rows of a stage, one decision after the other."""
 
-    def __init__(self, servers: Servers) -> None:
-        super().__init__(servers)
+    def __init__(self, answerers: Answerers) -> None:
+        super().__init__(answerers)
         self.number = 0
         self.rows = 0  # of the last request
 

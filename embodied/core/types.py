@@ -329,7 +329,7 @@ class ActReply:
 
 
 @dataclass(frozen=True)
-class Servers:
+class Answerers:
     """The policy workers for a source's next requests, each with its request channel.
 
     Every replacement has a new name, so the requests of workers not named here wait again.
@@ -341,7 +341,7 @@ class Servers:
     replies: Any = None  # the Channel for the answers, for a source's first request
 
 
-Route = tuple[Servers, ...]
+Route = tuple[Answerers, ...]
 """How a sim worker asks in a round, by stage. The names of the sources differ from round to round, so nothing of an
 earlier round is taken for an answer."""
 

@@ -26,13 +26,13 @@ from embodied.core.errors import DeadlineExceeded
 from embodied.core.types import (
     ActReply,
     ActRequest,
+    Answerers,
     BatchEnd,
     EpisodeList,
     Job,
     PolicyOutput,
     Route,
     SamplingRule,
-    Servers,
     Trajectory,
     Unit,
     join,
@@ -118,7 +118,7 @@ class ProbeWorker(Worker):
         for repeat in range(repeats + 1):
             direct = self._answers(part, copies)
             started = perf_counter()
-            reset_s = self._play(part, rows, decisions, (Servers("probe", {"probe": direct}, replies=direct),))
+            reset_s = self._play(part, rows, decisions, (Answerers("probe", {"probe": direct}, replies=direct),))
             wall = perf_counter() - started
             self.tick()
             if repeat:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from embodied.core.types import SamplingRule, Servers, Trajectory, choose, join
+from embodied.core.types import Answerers, SamplingRule, Trajectory, choose, join
 from embodied.envs.store import StoringWorker
 from embodied.runtime import Channel, Handle, WorkerGroup
 from embodied.workflows.contract import Role
@@ -53,7 +53,7 @@ class RelayWorker(StoringWorker):
         """The batch has no more parts; all workers of the role are called together. Returns the metrics."""
         return {}
 
-    def connect(self, servers: Servers) -> None:
+    def connect(self, answerers: Answerers) -> None:
         """Set the workers that this worker asks, if its role asks another role."""
 
     def pass_rollouts(
@@ -164,7 +164,7 @@ class AskedRole:
         }
         channels = dict(zip(asked.workers, self.requests, strict=True))
         asking.connect.each(
-            [(Servers(name, channels, replies=replies),) for name, replies in self.replies.items()]
+            [(Answerers(name, channels, replies=replies),) for name, replies in self.replies.items()]
         ).wait()
 
     @contextmanager

@@ -35,7 +35,7 @@ from embodied.core.conversations import Prompt, PromptBatch
 from embodied.core.errors import CheckpointError, ConfigError, Diverged
 from embodied.core.files import as_path
 from embodied.core.request_queue import RequestClient, Waiting
-from embodied.core.types import RESTART, EnvSpec, EpisodeResult, Servers, Trajectory, choose, join
+from embodied.core.types import RESTART, Answerers, EnvSpec, EpisodeResult, Trajectory, choose, join
 from embodied.envs import import_class
 from embodied.envs.own_modules import explain_errors
 from embodied.learners.config import LearnerConfig
@@ -498,8 +498,8 @@ class JudgedWorker(ScoringWorker):
 
     merges = True  # the model answers many questions together
 
-    def connect(self, servers: Servers) -> None:
-        self.client = JudgeClient(servers, room=self.config.max_running)
+    def connect(self, answerers: Answerers) -> None:
+        self.client = JudgeClient(answerers, room=self.config.max_running)
 
     def scores(self, talks: Sequence[Talk]) -> list[float]:
         questions = [self.question(talk) for talk in talks]

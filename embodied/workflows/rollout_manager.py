@@ -36,7 +36,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import numpy as np
 
 from embodied.core.errors import ChannelClosed
-from embodied.core.types import EnvSpec, Job, Played, Report, Route, SamplingRule, Servers, rows_of_sims
+from embodied.core.types import Answerers, EnvSpec, Job, Played, Report, Route, SamplingRule, rows_of_sims
 from embodied.runtime import Budget, Channel, Cluster, DeviceSharing, Handle, HostPlan, WorkerGroup
 from embodied.runtime.device_leases import LeaseError
 from embodied.runtime.supervision import Failure, Repetitions
@@ -482,14 +482,14 @@ class Broker:
             from embodied.workflows.prompts import PromptQueue
 
             self.prompts = PromptQueue(manager.prompts, {taker.name for taker in self.takers.values()})
-        self.servers = {source: self._servers(source) for source in self.sources}
+        self.answerers = {source: self._answerers(source) for source in self.sources}
         for policy in policies:
             self._serve(policy)
 
     def route(self, sim: int) -> Route:
         """The route of a sim at the beginning."""
         sources = [source for source, (of, _) in self.sources.items() if of == sim]
-        return tuple(replace(self.servers[source], replies=self.replies[source]) for source in sources)
+        return tuple(replace(self.answerers[source], replies=self.replies[source]) for source in sources)
 
     def is_due(self) -> bool:
         """True if workers can join, should leave or have left, or if prompts wait for a worker."""
@@ -554,7 +554,7 @@ class Broker:
     def _serve(self, policy: int) -> None:
         """Start serving. A worker knows every source of the round, since any source may ask it later."""
         name, requests = self.takers[policy].name, self.manager.requests[policy]
-        sources = [source for source, servers in self.servers.items() if name in servers.channels]
+        sources = [source for source, answerers in self.answerers.items() if name in answerers.channels]
         more = {"name": name, "vacancies": self.prompts.channel} if self.prompts else {}
         more |= {"remarks": remarks.channel} if (remarks := self.manager.remarks) else {}
         serving = self.policies[policy].serve(requests, dict(self.replies), *self.how, sources, **more)
@@ -590,24 +590,24 @@ class Broker:
             self.prompts.hand_out(engines, staying, {*filter(self._plays, self.sources)})
             return
         for source in filter(self._plays, self.sources):
-            new, old = self._servers(source), self.servers[source]
+            new, old = self._answerers(source), self.answerers[source]
             if (new.channels.keys(), new.others) != (old.channels.keys(), old.others):
-                self.servers[source] = new
+                self.answerers[source] = new
                 self.replies[source].put(new)
 
     def _plays(self, source: str) -> bool:
         return not self.calls[self.sources[source][0]].done()
 
-    def _servers(self, source: str) -> Servers:
+    def _answerers(self, source: str) -> Answerers:
         """The workers that a source asks, and other workers that may still have requests of this source."""
         manager = self.manager
         if self.prompts or not self.takers:
-            return Servers(source, {"all": self.prompts.channel} if self.prompts else {})
+            return Answerers(source, {"all": self.prompts.channel} if self.prompts else {})
         sim, stage = self.sources[source]
         place = sim, stage % self.stages
         block = block_of(*place, len(manager.sims), self.stages, self._staying(), manager.divides)
         channels = {self.takers[policy].name: manager.requests[policy] for policy in block}
-        return Servers(source, channels, frozenset(taker.name for taker in self.takers.values()) - channels.keys())
+        return Answerers(source, channels, frozenset(taker.name for taker in self.takers.values()) - channels.keys())
 
 
 def block_of(sim: int, stage: int, sims: int, stages: int, policies: list[int], divides: bool) -> list[int]:

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from embodied.core.errors import ConfigError
-from embodied.core.types import ActReply, EpisodeList, Job, PolicyOutput, Servers, head_start
+from embodied.core.types import ActReply, Answerers, EpisodeList, Job, PolicyOutput, head_start
 from embodied.envs import make_env
 from embodied.envs.gym.config import GymConfig
 from embodied.envs.player import Record, Stage, Tally, play_horizon
@@ -164,6 +164,6 @@ def test_an_expert_that_plays_slowly_is_not_taken_for_hung():
     worker = SimWorker(config, 0, None, eval_config=config, eval_rows=2)
     worker.timers, worker.tick = Timers(), lambda: signs.append(1)
     (played,) = worker.play(
-        [Job(SPECS.first(2), evaluation="demonstrations", expert="scripted")], (Servers("sim-0", {}),)
+        [Job(SPECS.first(2), evaluation="demonstrations", expert="scripted")], (Answerers("sim-0", {}),)
     )
     assert len(played.finished) == 2 and len(signs) >= max(result.length for result in played.finished)

@@ -6,7 +6,7 @@ from dataclasses import replace
 import numpy as np
 
 from embodied.core.request_queue import PolicyClient
-from embodied.core.types import ActReply, EpisodeSpec, PolicyOutput, Servers
+from embodied.core.types import ActReply, Answerers, EpisodeSpec, PolicyOutput
 from embodied.envs.player import num_startable
 
 SOURCE = "sim-0/0#2"
@@ -27,14 +27,14 @@ class Asking:
     def __init__(self, *names):
         self.ends = {}
         self.replies = Fifo()
-        self.client = PolicyClient(replace(self.servers(*names), replies=self.replies))
+        self.client = PolicyClient(replace(self.answerers(*names), replies=self.replies))
 
-    def servers(self, *names, others=()):
+    def answerers(self, *names, others=()):
         self.ends |= {name: Fifo() for name in names if name not in self.ends}
-        return Servers(SOURCE, {name: self.ends[name] for name in names}, frozenset(others))
+        return Answerers(SOURCE, {name: self.ends[name] for name in names}, frozenset(others))
 
     def tell(self, *names, others=()):
-        self.replies.put(self.servers(*names, others=others))
+        self.replies.put(self.answerers(*names, others=others))
 
     def ask(self, **what):
         rows = np.arange(4)
@@ -69,7 +69,7 @@ def test_what_a_worker_that_died_was_asked_its_successor_is_asked():
     asking = Asking("a")
     asking.ask()
     asking.tell("a again")
-    asking.replies.put(Servers(SOURCE, {}))  # until then nobody answers
+    asking.replies.put(Answerers(SOURCE, {}))  # until then nobody answers
     while asking.replies:
         asking.client.get()
     asking.tell("a again")

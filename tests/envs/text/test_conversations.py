@@ -12,7 +12,7 @@ import pytest
 
 from embodied.core.conversations import Completion, CompletionBatch
 from embodied.core.errors import DeadlineExceeded, EmbodiedError
-from embodied.core.types import RESTART, EpisodeSpec, Job, Servers, decisions_of, join
+from embodied.core.types import RESTART, Answerers, EpisodeSpec, Job, decisions_of, join
 from embodied.envs.config import ExternalEnvConfig
 from embodied.envs.player import Tally
 from embodied.envs.text.text_env import TextEnv, Turn
@@ -59,7 +59,7 @@ class Policy:
 
     def __init__(self):
         self.requests, self.replies = Queue(), Queue()
-        self.route = (Servers("sim-0/0#1", {"policy": self.requests}, replies=self.replies),)
+        self.route = (Answerers("sim-0/0#1", {"policy": self.requests}, replies=self.replies),)
         self.asked, self.say = [], lambda prompt: prompt.said.rstrip("?")
 
     def answer(self, **changes):
@@ -272,7 +272,7 @@ def test_where_a_policy_worker_is_replaced_only_what_is_open_is_asked_again_and_
         lost.append(policy.requests.pop())
         one, *_ = lost[0].prompts
         first = CompletionBatch(lost[0].source, (policy.complete(one),))
-        for reply in (first, Servers(lost[0].source, {"its successor": other}), first):
+        for reply in (first, Answerers(lost[0].source, {"its successor": other}), first):
             policy.replies.put(reply)
 
     found = held(policy, range(3), 3, meanwhile=lose_the_first)
