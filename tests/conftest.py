@@ -158,20 +158,6 @@ def pytest_xdist_make_scheduler(config, log):
     return Files(config, log) if config.getoption("dist") == "loadscope" else None
 
 
-@pytest.fixture(scope="session")
-def kept_renderer():
-    """The software driver computes a table of reflections for 20 seconds, once more whenever nobody held a renderer in
-    between."""
-    if Path("/dev/nvidiactl").exists():
-        return None
-    from embodied.core.vulkan_driver import ensure_vulkan
-
-    ensure_vulkan()
-    import sapien
-
-    return sapien.render.RenderSystem(sapien.Device("cpu"))
-
-
 @pytest.fixture(scope="module")
 def plain_scenes():
     """Tests whose modules use this look at no picture of LIBERO or robosuite."""
@@ -193,12 +179,6 @@ def rehearsed_here(monkeypatch):
 
     named = {name: getattr(subprocess, name) for name in ("DEVNULL", "PIPE", "TimeoutExpired")}
     monkeypatch.setattr(rehearsal, "subprocess", SimpleNamespace(run=run, **named))
-
-
-@pytest.fixture(autouse=True)
-def keep_renderer(request):
-    if request.node.nodeid.startswith((*DRAWING, PAGES)):
-        request.getfixturevalue("kept_renderer")
 
 
 HOSTS_IMPORT = (

@@ -1,4 +1,4 @@
-"""The commands as a user runs them on a toy env, with real files; in processes of their own where that matters."""
+"""The commands as a user runs them on a toy env, with real files."""
 
 import contextlib
 import importlib
@@ -7,8 +7,6 @@ import json
 import os
 import resource
 import signal
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -24,7 +22,6 @@ from embodied.run.ending import Interruption
 from embodied.train import main
 from embodied.workflows.rl_loop import EmbodiedLoop
 
-ENV = {**os.environ, "OMP_NUM_THREADS": "1"}
 TINY = {
     "recipe": "pointmass_ppo",
     "env.num_envs": 8,
@@ -42,29 +39,15 @@ TINY = {
     "eval.videos": 1,
 }
 
-ONE_SIM = 'placement={"sim,policy": "cpu:0", learner: "cpu:0"}'
-
 
 def tiny(*changes):
     """The arguments of a run of a second or two, with some of them replaced."""
     return [f"{key}={value}" for key, value in (TINY | dict(change.split("=") for change in changes)).items()]
 
 
-def start(module, *args, cwd, stderr=subprocess.STDOUT, **options):
-    return subprocess.Popen(
-        [sys.executable, "-m", f"embodied.{module}", *map(str, args)],
-        cwd=cwd,
-        env=ENV,
-        stdout=subprocess.PIPE,
-        stderr=stderr,
-        text=True,
-        **options,
-    )
-
-
 @pytest.fixture
 def call(tmp_path, monkeypatch, capsys):
-    """The command in this process, from the test's folder, with one thread as in `ENV`."""
+    """The command in this process, from the test's folder, with one thread."""
     monkeypatch.chdir(tmp_path)
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
@@ -153,16 +136,29 @@ def test_which_episodes_an_evaluation_plays_and_their_outcome_do_not_depend_on_w
     check_same_episodes(evaluation_folder(output, tmp_path), path / "eval" / "v000006")
 
 
-def test_a_run_stopped_by_sigterm_and_resumed_equals_one_that_was_not_stopped(finished, tmp_path, call, monkeypatch):
+@pytest.fixture
+def stopped_in_the_third(monkeypatch):
+    """Inside `with stopped_in_the_third(signal):` a run's driver gets it in the third iteration."""
     iterate = EmbodiedLoop.iterate
 
-    def stopped_in_the_third(loop, number, total):
-        if number == 2:
-            os.kill(os.getpid(), signal.SIGTERM)
-        return iterate(loop, number, total)
+    @contextlib.contextmanager
+    def stopped(number):
+        def struck(loop, iteration, total):
+            if iteration == 2:
+                os.kill(os.getpid(), number)
+            return iterate(loop, iteration, total)
 
-    with monkeypatch.context() as patched:
-        patched.setattr(EmbodiedLoop, "iterate", stopped_in_the_third)
+        with monkeypatch.context() as patched:
+            patched.setattr(EmbodiedLoop, "iterate", struck)
+            yield
+
+    return stopped
+
+
+def test_a_run_stopped_by_sigterm_and_resumed_equals_one_that_was_not_stopped(
+    finished, tmp_path, call, stopped_in_the_third
+):
+    with stopped_in_the_third(signal.SIGTERM):
         call("train", *tiny("cluster.backend=inline"), code=143)
     assert (only_run(tmp_path) / "checkpoints" / "latest").read_text() == "v000003\n"
     check_resumed(only_run(tmp_path), finished[1], call)
@@ -182,28 +178,10 @@ def untimed_metrics(run):
     return [{name: number for name, number in row.items() if not name.endswith("_s")} for row in rows]
 
 
-def read_until(process, text):
-    lines = []
-    for line in process.stdout:
-        lines.append(line)
-        if text in line:
-            return
-    raise AssertionError(f"{text!r} was not said:\n{''.join(lines)}")
-
-
-def ctrl_c(process):
-    """A terminal sends it to every process of the foreground group."""
-    os.killpg(process.pid, signal.SIGINT)
-
-
-def test_ctrl_c_saves_and_exits_130(tmp_path):
-    process = start("train", *tiny("run.iterations=100000"), ONE_SIM, cwd=tmp_path, start_new_session=True)
-    read_until(process, "iteration 2/")
-    ctrl_c(process)
-    output, _ = process.communicate(timeout=60)
-    assert process.returncode == 130, output
-    assert "resume" in output
-    assert (only_run(tmp_path) / "checkpoints" / "latest").is_file()
+def test_ctrl_c_saves_and_exits_130(tmp_path, call, stopped_in_the_third):
+    with stopped_in_the_third(signal.SIGINT):
+        assert "resume" in call("train", *tiny("cluster.backend=inline"), code=130)
+    assert (only_run(tmp_path) / "checkpoints" / "latest").read_text() == "v000003\n"
 
 
 @pytest.mark.parametrize(("before", "code"), [(signal.SIG_DFL, 129), (signal.SIG_IGN, 0)])

@@ -9,12 +9,15 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import cache
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import numpy as np
 import sapien
 from mani_skill.sensors.camera import CameraConfig
 from mani_skill.utils.sapien_utils import look_at
+from PIL import Image
 from sapien.render import RenderBodyComponent, RenderShapeTriangleMesh
 
 from embodied.core.errors import ConfigError, nearest
@@ -65,8 +68,19 @@ def paint_all(env: Any, cameras: tuple[str, ...]) -> dict[str, Any]:
 
 def look(env: Any, scene: int, camera: Any, square: bool = False) -> np.ndarray:
     """A camera's image; for a digital twin in front of its photograph."""
+    if env._render_device.is_cpu() and env.scene.sub_scenes[scene].render_system.cubemap is None:
+        camera._internal_renderer.set_custom_texture("BRDFLUT", no_reflections()[-1])
     seen = picture(camera)
     return env.before_photo(seen, segments(camera), scene, square) if hasattr(env, "before_photo") else seen
+
+
+@cache
+def no_reflections() -> tuple[Any, Any, Any]:
+    """A table for scenes without an environment map, which reflect nothing whatever it holds, and what has to stay for
+    it. SAPIEN would compute its own with a process's first picture, on cores for 20 seconds."""
+    folder, renderer = TemporaryDirectory(), sapien.render.SapienRenderer(sapien.Device("cpu"))
+    Image.new("RGB", (1, 1)).save(file := f"{folder.name}/table.png")  # which SAPIEN reads when it draws
+    return folder, renderer, renderer._internal_context.create_texture_from_file(file, 1, "linear", "edge")
 
 
 def segments(camera: Any) -> np.ndarray:

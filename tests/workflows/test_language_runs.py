@@ -96,8 +96,8 @@ def test_engines_on_a_learners_device_change_when_and_not_what(tmp_path):
         asked = ("pipeline.schedule=async", "policy.max_running=2", "algo.groups=3")
         with Talk(tmp_path / learner[-1], *asked, placement=placement) as run:
             assert run.loop.device_sharing.gives_way("policy-1") == (learner == "fake:2")
-            rows = run.some(3)
-            assert [row["train/staleness"] for _, row in rows] == [0, 1, 1]
+            rows = run.some(2)
+            assert [row["train/staleness"] for _, row in rows] == [0, 1]
             found.append((told(rows), run.weights()))
     assert found[0][0] == found[1][0] and far(found[0][1], found[1][1]) < 1e-10
 
@@ -227,11 +227,9 @@ def test_more_learners_than_groups_give_the_same_weights(tmp_path):
         ("policy.dtype=bfloat16",),
         ("policy.dtype=float32", "learner.precision=bf16"),
         pytest.param(("learner.shard=true",), marks=pytest.mark.slow),
-        ("learner.checkpoint_activations=true", "learner.share_prompts=false"),
-        ("learner.sequence_degree=2",),
+        ("learner.checkpoint_activations=true", "learner.share_prompts=false", "learner.pack_tokens=8"),
         pytest.param(("learner.sequence_degree=2", "pipeline.schedule=periodic"), marks=pytest.mark.slow),
         pytest.param(("policy.lora_rank=4", "learner.shard=true", "algo.kl_coef=0.05"), marks=pytest.mark.slow),
-        ("learner.pack_tokens=8",),
     ],
     ids=str,
 )
@@ -239,7 +237,7 @@ def test_every_way_to_train_learns_and_says_what_it_scored(sync, options, tmp_pa
     backend = "local" if {"learner.shard=true", "learner.sequence_degree=2"} & {*options} else "inline"
     shape = "tiny" if "policy.lora_rank=4" in options else "tiny_gpt2"  # GPT-2's layers take no adapters
     with Talk(tmp_path, *options, f"policy.preset={shape}", backend=backend) as run:
-        rows = run.some(2)
+        rows = run.some(2 if options[0].startswith("learner.") else 1)
         assert all(np.isfinite(row["train/grad_norm"]) and row["train/grad_norm"] > 1e-4 for _, row in rows)
         gap = max(row["train/logprob_gap"] for _, row in rows)
         weights = run.weights()

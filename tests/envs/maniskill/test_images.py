@@ -43,11 +43,22 @@ def test_batched_rows_look_like_single_envs(batched):
     from embodied.envs.maniskill.images import paint, paint_all
 
     both = ("base_camera", "render_camera")
-    together, alone = paint_all(single.envs[0], both), paint(single.envs[0], 0, both)
+    alone, together = paint(single.envs[0], 0, both), paint_all(single.envs[0], both)
     for camera in both:
         np.testing.assert_array_equal(together[camera].numpy()[0], alone[camera])
     assert not np.array_equal(alone["base_camera"], alone["render_camera"])
     single.close()
+
+
+@pytest.mark.slow
+def test_pictures_are_those_with_sapiens_own_table_of_reflections():
+    from embodied.envs.maniskill.images import paint, paint_all
+
+    env = build(1, backend="cpu")
+    reset(env, [12])
+    theirs = paint_all(env.envs[0], ("render_camera",))["render_camera"].numpy()[0]  # nobody has given it another one
+    np.testing.assert_array_equal(paint(env.envs[0], 0, ("render_camera",))["render_camera"], theirs)
+    env.close()
 
 
 def test_a_region_is_that_part_of_the_picture():
