@@ -251,12 +251,12 @@ def test_conversations_of_several_turns_are_learned_from(tmp_path):
     found = []
     three = ("pipeline.schedule=periodic", "policy.max_running=2")
     for placement, options in ((ONE_OF_EACH, ()), (THREE_ENGINES, three)):
-        own = ["env.name=talking_env:Persistent", "policy.max_tokens=60", "algo.groups=4", "seed=1", *options]
+        own = ["env.name=talking_env:Persistent", "policy.max_tokens=60", "algo.groups=2", "seed=1", *options]
         with Talk(tmp_path / str(len(found)), *own, placement=placement) as run:
             rows = run.some(1)
             for episodes, row in rows:
                 assert {1, 3} <= {episode.length for episode in episodes} <= {1, 2, 3}
-                assert len({episode.tokens for episode in episodes}) > 5
+                assert len({episode.tokens for episode in episodes}) > 3
                 assert row["env_steps"] == sum(episode.length for episode in episodes)
                 assert row["train/grad_norm"] > 1e-3
             found.append((told(rows), run.weights()))
