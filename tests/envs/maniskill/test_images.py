@@ -73,13 +73,13 @@ def test_a_region_is_that_part_of_the_picture():
     whole.close(), part.close()
 
 
-@pytest.mark.parametrize("recipe", ["maniskill_ppo_rgb", "maniskill_ppo_rgb_privileged", "pullcube_ppo_rgb"])
+@pytest.mark.parametrize("recipe", ["maniskill_ppo_rgb", "pullcube_ppo_rgb"])
 def test_a_recipe_from_images_shows_the_cube_wherever_it_begins(recipe):
     """Tasks have cameras of their own, so the region of one task may show an empty table in another."""
     env = make_env(load([f"recipe={recipe}"]).config.env, 1)
     for seed in range(8):
         pixels = reset(env, [seed])["images"]["base_camera"][0].astype(int)
-        assert (pixels[..., 2] > pixels[..., 0] + 25).sum() > 4  # blue, on a brown table
+        assert (pixels[..., 2] > pixels[..., 0] + 25).sum() > 8  # blue, on a brown table
     env.close()
 
 
