@@ -56,15 +56,6 @@ def known_reward(name: str) -> str:
     return name
 
 
-def a_number_or_two(value: Any) -> Any:
-    numbers = [value, value + 1] if isinstance(value, int) else value
-    if not (isinstance(numbers, (list, tuple)) and len(numbers) == 2 and all(isinstance(n, int) for n in numbers)):
-        raise ValueError("should be a number of env steps, or two numbers, such as [10,40]")
-    if not 0 <= numbers[0] < numbers[1]:
-        raise ValueError("should be at least 0, and of two numbers the second should be larger")
-    return value
-
-
 def not_empty(region: tuple[float, float, float, float]) -> tuple[float, float, float, float]:
     left, top, right, bottom = region
     if left >= right or top >= bottom:
@@ -158,10 +149,8 @@ class CommonEnvConfig(Strict):
     on_success: OnSuccess = Field(
         "truncate", description="A success ends the episode with bootstrapping, without it, or not at all."
     )
-    after_success: Annotated[int | tuple[int, int], BeforeValidator(a_number_or_two)] = Field(
-        0,
-        description="With truncate: env steps that an episode continues after a success. Of two numbers, [0,40], each "
-        "episode draws one between them.",
+    after_success: int = Field(
+        0, ge=0, description="With truncate: env steps that an episode continues after a success."
     )
     reward: Annotated[str, AfterValidator(known_reward)] = Field(
         "own",
@@ -213,17 +202,6 @@ class CommonEnvConfig(Strict):
         ),
         only_with("after_success", {"on_success": "truncate"}, "try env.after_success=0"),
     )
-
-    @property
-    def longest_after_success(self) -> int:
-        return self.after_success[1] if isinstance(self.after_success, tuple) else self.after_success
-
-    def goes_on(self, seed: int) -> int:
-        """The env steps that the episode with this seed continues after a success."""
-        if not isinstance(self.after_success, tuple):
-            return self.after_success
-        least, most = self.after_success
-        return least + seed % (most - least + 1)
 
     @classmethod
     def tasks_in_words(cls, name: str) -> list[tuple[str, str]]:

@@ -44,7 +44,7 @@ from embodied.envs.capabilities import EnvCapabilities
 from embodied.envs.own_modules import explain_errors, own_reward
 
 ACTIONS = "actions"
-COUNTERS = ("live", "elapsed", "since", "success", "goes_on")
+COUNTERS = ("live", "elapsed", "since", "success")
 KEYS = ("init_state_id", "seed", "index")  # of an episode, beside its task; -1: the row has none
 TEXT = "".join(chr(code) for code in range(32, 127))
 
@@ -90,7 +90,6 @@ class VectorEnv(EnvCapabilities, GymnasiumVectorEnv):
         self._live = np.zeros(num_envs, bool)
         self._elapsed = np.zeros(num_envs, np.int64)
         self._since = np.zeros(num_envs, np.int64)  # env steps since the first success, including it
-        self._goes_on = np.full(num_envs, config.longest_after_success)  # env steps after the first success
         self._success: Array = np.zeros(num_envs, bool)
         self._reward = Reward(config, num_envs, env_spec)
         self._rewards: Array = np.zeros(num_envs, self.dtype)
@@ -178,7 +177,6 @@ class VectorEnv(EnvCapabilities, GymnasiumVectorEnv):
             self._live[rows] = self._image_cache.stale[rows] = True
             self._elapsed[rows] = 0 if elapsed is None else np.asarray(elapsed)[rows]
             self._since[rows] = 0
-            self._goes_on[rows] = [self.config.goes_on(episode.seed) for episode in episodes]
             self._reward.begin(rows)
         obs = self._observation()
         self._check(obs, self._live)
@@ -273,7 +271,7 @@ class VectorEnv(EnvCapabilities, GymnasiumVectorEnv):
         """Continue from `get_state`. Returns the observation of all rows."""
         state = {name: np.array(array) for name, array in state.items()}
         for name in COUNTERS:
-            setattr(self, f"_{name}", state.pop(name, getattr(self, f"_{name}")))  # older checkpoints have fewer
+            setattr(self, f"_{name}", state.pop(name))
         self._reward.memory[:] = state.pop("reward")
         self._set_state(state)
         self._image_cache.stale[:] = True
@@ -325,7 +323,7 @@ class VectorEnv(EnvCapabilities, GymnasiumVectorEnv):
             if self.config.on_success == "truncate":
                 terminated &= ~self._success
                 self._since += moved & (self._success | (self._since > 0))
-                cut |= self._since > self._goes_on
+                cut |= self._since > self.config.after_success
             elif self.config.on_success == "terminate":
                 terminated |= self._success & moved
         np.logical_and(cut, moved & ~terminated, out=truncated)

@@ -153,7 +153,6 @@ PPO algo.imitation.decay=2 -> algo.imitation.decay=2: should be less than or equ
 SFT sft.final_lr=1e-4 sft.lr_schedule=linear -> with sft.lr_schedule=linear; leave it out, or set sft.lr_schedule=cosine
 SFT sft.lr_schedule=cosine sft.lr=1e-4 sft.final_lr=1e-3 -> sft.final_lr=0.001 is above sft.lr=0.0001; swap them
 PPO env.after_success=5 env.on_success=continue -> no effect with env.on_success=continue; try env.after_success=0
-PPO env.after_success=[40,10] -> of two numbers the second should be larger
 PPO env.privileged=true -> env.state=full: it hides nothing from the actor; try env.state=proprio
 PPO env.reward=sucess -> did you mean 'success'
 PPO env.reward=dense -> did you mean env.reward_mode=dense?

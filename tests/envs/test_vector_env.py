@@ -131,14 +131,12 @@ def expected_rows(end, on_success, after_success, sizes):
     ends=st.lists(st.integers(1, 8) | st.integers(101, 108), min_size=1, max_size=4),
     sizes=st.lists(st.integers(1, LIMIT + 2), min_size=1, max_size=6),
     on_success=st.sampled_from(["truncate", "terminate", "continue"]),
-    after_success=st.integers(0, 3) | st.tuples(st.integers(0, 1), st.integers(2, 4)),
+    after_success=st.integers(0, 3),
 )
 def test_chunks_of_any_size_tell_of_every_row_what_a_slow_reference_tells(ends, sizes, on_success, after_success):
     after_success = after_success if on_success == "truncate" else 0
     env = begin(*ends, on_success=on_success, after_success=after_success)
-    drawn = [env.config.goes_on(end) for end in ends]
-    assert isinstance(after_success, tuple) or {*drawn} == {after_success}
-    expected = [expected_rows(end, on_success, after, sizes) for end, after in zip(ends, drawn, strict=True)]
+    expected = [expected_rows(end, on_success, after_success, sizes) for end in ends]
     begun = 0
     for number, size in enumerate(sizes):
         stepped = env.num_stepped
