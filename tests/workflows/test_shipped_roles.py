@@ -17,7 +17,7 @@ from embodied import train
 from embodied.config.recipe import load
 from embodied.core.conversations import Completion, CompletionBatch
 from embodied.core.errors import WorkerFailed
-from embodied.core.types import Servers
+from embodied.core.types import Answerers
 from embodied.policies.language.engine import Request, make_engine
 from embodied.policies.language.tokenizer import of_characters
 from embodied.policies.policy_folder import read_weights
@@ -217,7 +217,7 @@ class Judges:
 def test_a_judge_that_answers_slowly_is_asked_less():
     judges = Judges()
     channels = {name: SimpleNamespace(put=partial(judges.take, name)) for name in judges.asked}
-    client = JudgeClient(Servers("reward-0", channels, replies=judges), room=2)
+    client = JudgeClient(Answerers("reward-0", channels, replies=judges), room=2)
     questions = [*"abcdefgh"]
     assert {asked: text[-1] for asked, text in client.ask(questions, lambda: None).items()} == dict(
         zip(questions, questions, strict=True)
