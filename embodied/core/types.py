@@ -52,9 +52,8 @@ class EpisodeList:
     tasks: tuple[str, ...]
     stored_states: int = 0  # stored initial states of every task, used in order; 0: none
     group_size: int = 1  # consecutive episodes with the same initial state
-    question_counts: tuple[
-        int, ...
-    ] = ()  # of each task, asked once in an epoch, in an order shuffled anew; empty: drawn
+    # Questions of each task, asked once in an epoch, in an order shuffled anew; empty: they are drawn.
+    question_counts: tuple[int, ...] = ()
 
     def __getitem__(self, index: int) -> EpisodeSpec:
         return self.at(np.array([index]))[0]

@@ -156,8 +156,8 @@ class Collector:
         return iter(())
 
     def lose(self, sim: int) -> int:
-        """A sim has died and was replaced; returns the number of abandoned episodes: open ones, and those that ended in
-        the lost part of its rollout."""
+        """A sim has died and was replaced; returns the number of abandoned episodes: open episodes, and episodes that
+        ended in the lost part of its rollout."""
         return 0
 
     def save(self) -> dict[str, np.ndarray]:
