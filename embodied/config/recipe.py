@@ -303,7 +303,7 @@ IMITATION = (
     NO_SERVER,
     NO_CHUNKS,
     never_with({"pipeline.schedule": ("periodic", "async")}, {}, "nothing is collected in the meantime; leave it out"),
-    never_with("pipeline.async_level", {}, "nothing is collected in the meantime; leave it out"),
+    never_with("pipeline.async_level pipeline.granularity", {}, "nothing is collected in the meantime; leave it out"),
     never_with("learner.graphs", {}, "imitation records no steps; leave it out"),
     only_with(
         "learner.sequence_degree",

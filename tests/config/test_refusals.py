@@ -145,6 +145,7 @@ PPO run.env_steps=null -> set one, for example run.iterations=100
 GRPO run.iterations=null -> set one, for example run.iterations=100
 SFT pipeline.schedule=async -> pipeline.schedule=async: nothing is collected in the meantime; leave it out
 SFT pipeline.async_level=3 -> pipeline.async_level=3: nothing is collected in the meantime; leave it out
+SFT pipeline.granularity=3 -> pipeline.granularity=3: nothing is collected in the meantime; leave it out
 pickcube_sft learner.sequence_degree=2 -> has no effect with policy.name=mlp: only conversations pass
 SFT learner.graphs=on -> imitation records no steps; leave it out
 SUMS learner.sequence_degree=2 algo.imitation.episodes=9 -> =2 does not go with algo.imitation={episodes: 9}: RL and
