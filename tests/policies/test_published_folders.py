@@ -229,18 +229,18 @@ def test_a_model_named_by_its_hub_id_is_fetched(monkeypatch, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("features", "renamed", "order"),
+    ("features", "empty", "renamed", "order"),
     [
-        (("wrist", "front"), {}, ["wrist", "front"]),
-        (("camera1", "camera2", "empty_camera_0"), {"wrist": "camera1", "front": "camera2"}, ["wrist", "front"]),
-        (("front",), {}, ["front"]),
-        (("camera1", "camera2"), {}, ["front", "wrist"]),
+        (("wrist", "front"), 0, {}, ["wrist", "front"]),
+        (("camera1", "camera2", "empty_camera_0"), 1, {"wrist": "camera1", "front": "camera2"}, ["wrist", "front"]),
+        (("front", "empty_camera_0", "empty_camera_1"), 2, {}, ["front"]),
+        (("camera1", "camera2"), 0, {}, ["front", "wrist"]),
     ],
 )
-def test_cameras_of_a_lerobot_folder_are_in_the_models_order(features, renamed, order, folders, tmp_path):
+def test_cameras_of_a_lerobot_folder_are_in_the_models_order(features, empty, renamed, order, folders, tmp_path):
     pictures = "observation.images."
     folder = shutil.copytree(folders["smolvla"], tmp_path / "folder")
-    change_json(folder / "config.json", input_features={pictures + name: {} for name in features}, empty_cameras=1)
+    change_json(folder / "config.json", input_features={pictures + name: {} for name in features}, empty_cameras=empty)
     rename_map = {pictures + one: pictures + other for one, other in renamed.items()}
     rename = {"registry_name": "rename_observations_processor", "config": {"rename_map": rename_map}}
     steps = json.loads((folder / "policy_preprocessor.json").read_text())["steps"]

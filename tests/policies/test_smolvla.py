@@ -54,8 +54,9 @@ class Reference:
     def linear(self, name, x):
         return F.linear(x, self.w[f"{name}.weight"], self.w.get(f"{name}.bias"))
 
-    def prefix(self, frames, ids, state):
-        """Keys and values of each layer [L, kv_heads, d], and the state's last hidden state."""
+    def prefix(self, frames, ids, state, empty=0):
+        """Keys and values of each layer [L, kv_heads, d], which of these are seen, and the state's last hidden state.
+        `empty` black pictures follow the others and are masked, as lerobot's empty_cameras are."""
         images = []
         for frame in frames:
             pixels = torch.from_numpy(frame).permute(2, 0, 1)[None] / 255
@@ -65,16 +66,19 @@ class Reference:
             pixels = F.pad(pixels, (64 - wide, 0, 64 - high, 0)) * 2 - 1
             images.append(self.connector(self.vision(pixels).last_hidden_state)[0] * math.sqrt(DIM))
         words = self.text.embed_tokens(torch.tensor(ids)) * math.sqrt(DIM)
-        x = torch.cat([*images, words, self.linear("state_proj", state)[None]])
-        mask = torch.zeros(len(x), len(x))
-        mask[:-1, -1] = torch.finfo(torch.float32).min
-        found = self.text(inputs_embeds=x[None], attention_mask=mask[None, None], use_cache=True)
+        black = self.connector(self.vision(torch.full((1, 3, 64, 64), -1.0)).last_hidden_state)[0] * math.sqrt(DIM)
+        x = torch.cat([*images, *[black] * empty, words, self.linear("state_proj", state)[None]])
+        known, mask = torch.ones(len(x)).bool(), torch.zeros(len(x), len(x))
+        known[len(frames) * len(black) : (len(frames) + empty) * len(black)] = False
+        mask[:-1, -1] = mask[:, ~known] = torch.finfo(torch.float32).min
+        places = {"position_ids": known.cumsum(0)[None] - 1, "attention_mask": mask[None, None]}
+        found = self.text(inputs_embeds=x[None], **places, use_cache=True)
         layers = [
             (each.keys[0].transpose(0, 1), each.values[0].transpose(0, 1)) for each in found.past_key_values.layers
         ]
-        return layers, found.last_hidden_state[0, -1]
+        return layers, known, found.last_hidden_state[0, -1]
 
-    def velocity(self, layers, x, time, shortest, longest):
+    def velocity(self, layers, known, x, time, shortest, longest):
         dim = self.w["action_in_proj.bias"].shape[0]
         period = shortest * (longest / shortest) ** torch.linspace(0, 1, dim // 2, dtype=torch.float64)
         angle = 2 * math.pi * time / period
@@ -87,11 +91,11 @@ class Reference:
             ready = root_norm(x, self.w[f"{at}.input_layernorm.weight"])
             q = self.linear(f"{at}.self_attn.q_proj", ready).view(len(x), HEADS, HEAD)
             if number % 2:
-                places, seen = here, torch.ones(len(x), len(keys)).bool()
+                places, seen = here, known.expand(len(x), -1)
                 k = self.linear(f"{at}.self_attn.k_proj", keys.flatten(1)).view(-1, KV_HEADS, HEAD)
                 v = self.linear(f"{at}.self_attn.v_proj", values.flatten(1)).view(-1, KV_HEADS, HEAD)
             else:
-                places, seen = len(keys) + here, torch.cat([torch.ones(len(x), len(keys)).bool(), causal], dim=1)
+                places, seen = known.sum() + here, torch.cat([known.expand(len(x), -1), causal], dim=1)
                 k = self.linear(f"{at}.self_attn.k_proj", ready).view(-1, KV_HEADS, HEAD)
                 v = self.linear(f"{at}.self_attn.v_proj", ready).view(-1, KV_HEADS, HEAD)
                 k, v = torch.cat([keys, turned(k, places)]), torch.cat([values, v])
@@ -108,8 +112,8 @@ class Reference:
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("periods", [(), (0.05, 9.0)])
-def test_actions_and_what_the_value_reads_are_those_of_an_independent_reference(periods):
+@pytest.mark.parametrize(("periods", "empty"), [((), 0), ((0.05, 9.0), 1), ((), 2)])
+def test_actions_and_what_the_value_reads_are_those_of_an_independent_reference(periods, empty):
     policy, draw = build("smolvla", spec=SPEC), torch.Generator().manual_seed(2)
     policy.model.settings = settings_of(TINY | dict(zip(("min_period", "max_period"), periods)))
     for parameter in policy.model.parameters():
@@ -121,11 +125,12 @@ def test_actions_and_what_the_value_reads_are_those_of_an_independent_reference(
         frames = [obs["images"][name][row] for name in SPEC.images]
         text = obs["instruction"][row]
         ids = policy.encode(text)
-        layers, felt = reference.prefix(frames, ids, F.pad(torch.from_numpy(obs["state"][row]), (0, 28)))
+        state = F.pad(torch.from_numpy(obs["state"][row]), (0, 28))
+        layers, known, felt = reference.prefix(frames, ids, state, empty)
         torch.testing.assert_close(seen.hidden[row], felt, atol=1e-4, rtol=1e-4)
         x = torch.from_numpy(draws[row, : 8 * 8]).float().view(8, 8)
         for step in range(10):
-            x = x - reference.velocity(layers, x, 1 - step / 10, *(periods or (4e-3, 4.0))) / 10
+            x = x - reference.velocity(layers, known, x, 1 - step / 10, *(periods or (4e-3, 4.0))) / 10
         np.testing.assert_allclose(actions[row], x[:5, :3].numpy(), atol=1e-3, rtol=1e-3)
 
 

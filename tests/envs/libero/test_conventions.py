@@ -1,5 +1,18 @@
-"""Conventions of LIBERO that policies were trained with, and that evaluations of others have had wrong: those of
-vla-eval's list of common pitfalls that no other test guards."""
+"""Conventions of LIBERO that policies were trained with, and that evaluations of others have had wrong.
+
+Of the 26 rows of vla-eval's list of common pitfalls these can happen with LIBERO; what no other test guards is here:
+- rotation: axis-angle or Euler, w first or last, the half turn: the first two tests;
+- gripper: threshold, polarity: the second and the fourth; test_env's step that is LIBERO's own bit for bit;
+- state: not sent, from the controller instead of the observation: the second and the last;
+- actions: relative or absolute: test_env's step; number of dimensions: tests/policies/test_published_folders;
+  statistics, length of a chunk: the last two;
+- episodes: step limit, what ends one, control rate: the third and the last; initial states: test_env's stored states;
+- images: crop in the center, upside down: the last; test_images;
+- other software: test_env's protocol of another MuJoCo. Seed: stored states leave furniture alone to it (test_env).
+The other ten belong to CALVIN, SimplerEnv, RoboTwin and MolmoBot (rot6d, an offset of angles, Bridge's rotation, a
+sticky gripper, a hand's place in the base frame, a finger's range, kinds of actions of one model, a gripper of 0 to
+255, a policy's period, forks of a simulator).
+"""
 
 import importlib.util
 
@@ -74,6 +87,7 @@ def test_the_statistics_that_a_model_was_trained_with_scale_its_actions(bounds, 
         ("openvla_oft", 8, ("agentview", "wrist"), 0.9),
         ("pi0", 5, ("agentview", "wrist"), None),
         ("pi05", 5, ("agentview", "wrist"), None),
+        ("smolvla", 1, ("agentview", "wrist"), None),
     ],
 )
 def test_published_models_are_asked_as_their_authors_ask_them(recipe, chunk, cameras, crop):
