@@ -99,6 +99,25 @@ print(first.shape)
     assert done.stdout.startswith("(2, "), done.stderr
 
 
+@NEEDS_ONNX
+def test_the_onnx_runner_needs_onnxruntime_and_numpy_alone(runs, exported):
+    folder, policy = exported("mlp", "onnx"), load_policy(runs["mlp"] / "checkpoints/v000001/policy")
+    state = np.linspace(-1, 1, 2 * policy.spec.state_dim, dtype=np.float32).reshape(2, -1)
+    program = f"""
+import sys
+begun = {{*sys.modules}}
+sys.path.insert(0, {str(folder)!r})
+import json, numpy as np, run_policy
+print(json.dumps(run_policy.Policy().act({{"state": np.array({state.tolist()})}}).tolist()))
+files = [getattr(sys.modules[name], "__file__", None) or "" for name in {{*sys.modules}} - begun]
+print(sorted({{file.split("site-packages/")[1].split("/")[0] for file in files if "site-packages/" in file}}))
+"""
+    done = subprocess.run([sys.executable, "-I", "-c", program], capture_output=True, text=True, timeout=280)
+    actions, packages = done.stdout.splitlines() or [done.stderr, ""]
+    np.testing.assert_allclose(json.loads(actions), policy.act_on({"state": state}), atol=1e-5, rtol=1e-5)
+    assert packages == "['numpy', 'onnxruntime']"
+
+
 def test_an_exported_policy_plays_its_best_actions_only(exported):
     policy = load_policy(exported("mlp"))
     observed = {"state": np.zeros((1, policy.spec.state_dim), np.float32)}

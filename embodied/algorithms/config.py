@@ -235,6 +235,12 @@ class PPOConfig(PolicyGradientConfig):
     value_lr: float | None = Field(
         None, ge=0, description="Learning rate of the value function's own weights; null: the same as lr."
     )
+    critic_warmup: int = Field(
+        0,
+        ge=0,
+        description="Iterations at the start in which the value function alone learns, so that a policy that imitated "
+        "first does not follow values that nobody has learned yet.",
+    )
 
     gamma: float = Field(0.99, ge=0, le=1, description="Discount, per decision or env step (advantage_level).")
     gae_lambda: float = Field(

@@ -65,6 +65,7 @@ OURS = {  # our keys -> names in other toolkits; a name may mean two keys
     "algo.name": "algorithm adv_type",
     "algo.lr": "lr learning_rate actor_lr policy_lr",
     "algo.value_lr": "critic_lr vf_lr critic_learning_rate",
+    "algo.critic_warmup": "critic_warmup_steps critic_warmup_iters value_warmup num_critic_warmup_steps",
     "algo.lr_schedule": "anneal_lr lr_scheduler lr_scheduler_type",
     "algo.gamma": "gamma discount discount_factor",
     "algo.gae_lambda": "lam lambda lmbda gae_lam",

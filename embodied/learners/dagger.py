@@ -95,7 +95,7 @@ class DaggerLearner(ImitationLearner):
             items = torch.from_numpy(self.demos.find(minibatch))
             passes = self._passes(self._micro_batches(items))
             steps.add_passes(passes, partial(self.loss_of, end.iteration, float(size)), 1.0)
-            steps.step(factor, 0, size, 1.0)
+            steps.step((factor, factor), 0, size, 1.0)
         rows, _ = steps.finished(end.iteration)
         means = {f"train/{name}": float(np.mean([row[name] for row in rows])) for name in rows[0]}
         return means | {"train/lr": self.algo.lr * factor, "train/labels": float(len(numbers))}

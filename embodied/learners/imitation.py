@@ -90,7 +90,7 @@ class ImitationLearner(LearnerWorker):
                 items = torch.from_numpy(items[(items >= 0) & (items < len(demos))])
                 passes = self._passes(self._micro_batches(items))
                 steps.add_passes(passes, partial(self.loss_of, epoch, self._count(minibatch)), 1.0)
-                steps.step(factor, 0, len(minibatch), 1.0)
+                steps.step((factor, factor), 0, len(minibatch), 1.0)
             rows, _ = steps.finished(iteration)
         means = {f"train/{name}": float(np.mean([row[name] for row in rows])) for name in rows[0]}
         return means | {"train/lr": config.lr * factor}

@@ -40,6 +40,7 @@ KEPT_BYTES = 4 * 2**30  # limit of host memory for an iteration's frozen feature
 FILE, SHARD = "optimizer.safetensors", "optimizer-{}-of-{}.safetensors"
 MASTER, MEAN = "master", "mean"  # a parameter's further tensors in the stored state
 HALVES = (torch.bfloat16, torch.float16)
+LrFactors = Sequence[float | Tensor]  # on the learning rates of the policy and of its value function
 NORM_PART = 2**20  # numbers whose squares are summed in their own precision, exact to five digits
 
 
@@ -279,13 +280,13 @@ class PolicyOptimizer:
             (master if p.dtype in HALVES else p).grad = gradient
         return self.summed[-num_stats:]
 
-    def step(self, norm: Tensor, lr_factor: float | Tensor, skipped: Tensor | None = None) -> None:
+    def step(self, norm: Tensor, lr_factors: LrFactors, skipped: Tensor | None = None) -> None:
         """Apply the gradient of the last `exchange`, scaled down if its norm is too large; if `skipped` is 1, nothing
         changes."""
         if self.max_grad_norm is not None:
             self.flat *= (torch.full_like(norm, self.max_grad_norm) / (norm + 1e-6)).clamp(max=1.0)
         gradients = self._by_parameter(self.flat) if self.sharded else self.gradients
-        self.adam.step(gradients, [lr * lr_factor for lr in self.base_lrs], skipped)
+        self.adam.step(gradients, [lr * factor for lr, factor in zip(self.base_lrs, lr_factors)], skipped)
         with torch.no_grad():
             if halves := [(local(p), m) for p, m in zip(self.params, self.masters, strict=True) if p.dtype in HALVES]:
                 torch._foreach_copy_(*map(list, zip(*halves, strict=True)))

@@ -23,7 +23,7 @@ from embodied.core.arrays import flat_dict, is_tensor, leaves, map_obs
 from embodied.core.errors import ConfigError, Diverged, EmbodiedError, WrongShape
 from embodied.core.rng import minibatches
 from embodied.core.types import BatchEnd, Trajectory
-from embodied.learners.model import KEPT_BYTES, Model, Pass, PolicyOptimizer, scheduled
+from embodied.learners.model import KEPT_BYTES, LrFactors, Model, Pass, PolicyOptimizer, scheduled
 from embodied.learners.train_batch import OF_ITEMS, RankBatch, units_per_step
 from embodied.policies.base import Scores
 from embodied.runtime.collective import Collective
@@ -57,9 +57,9 @@ class StepSums:
 class GradientSteps:
     """The gradient steps of one update, for any loss:
 
-    steps.add_passes(passes, loss_of, count)    # accumulates the gradient, and numbers for the log
-    steps.step(lr_factor, epoch, units, count)  # sums both over all ranks, and changes the weights
-    rows, _ = steps.read(steps.steps)           # the numbers of each step, divided by its count
+    steps.add_passes(passes, loss_of, count)     # accumulates the gradient, and numbers for the log
+    steps.step(lr_factors, epoch, units, count)  # sums both over all ranks, and changes the weights
+    rows, _ = steps.read(steps.steps)            # the numbers of each step, divided by its count
     """
 
     def __init__(self, model: Model, optimizer: PolicyOptimizer, names: Sequence[str]) -> None:
@@ -85,23 +85,23 @@ class GradientSteps:
         self.model.backward(loss, last)
         self.sums[: len(numbers)].add_(numbers)
 
-    def step(self, lr_factor: float, epoch: int, units: int, divisor: float, count: float | None = None) -> None:
+    def step(self, lr_factors: LrFactors, epoch: int, units: int, divisor: float, count: float | None = None) -> None:
         """Take a step with all ranks for a minibatch of `units` units. Statistics are divided by `divisor`, and the
         gradient by `count`, if given."""
-        sums = self.exchange(lr_factor, count)
+        sums = self.exchange(lr_factors, count)
         more = self.model.policy.end_step(self.optimizer.collective.sum)
         self.steps.append(StepSums(sums, epoch, units, divisor, more))
 
-    def exchange(self, lr_factor: float, count: float | None) -> Tensor:
+    def exchange(self, lr_factors: LrFactors, count: float | None) -> Tensor:
         """Sum over all ranks and take a step; returns `StepSums.sums`."""
-        return self.take_step(*self.optimizer.exchange(self.sums, count), lr_factor)
+        return self.take_step(*self.optimizer.exchange(self.sums, count), lr_factors)
 
-    def take_step(self, totals: Tensor, norm: Tensor, lr_factor: float | Tensor) -> Tensor:
+    def take_step(self, totals: Tensor, norm: Tensor, lr_factors: LrFactors) -> Tensor:
         """Take a step with the summed gradients; returns `StepSums.sums`. The device checks that these are finite:
         otherwise this step and all later steps leave the weights unchanged."""
         sums = torch.cat([totals.double(), norm.view(1)])
         self.broken.masked_fill_((sums - sums).any(), 1.0)  # infinity minus itself is NaN, too
-        self.optimizer.step(norm, lr_factor, self.broken)
+        self.optimizer.step(norm, lr_factors, self.broken)
         self.sums.zero_()
         return sums
 
@@ -193,7 +193,7 @@ class PolicySteps(GradientSteps):
         if not units:
             return {}
         self.imitate(end, counted or 1.0, count or 1.0)
-        self.step(self.lr_factor(end), 0, int(units), counted or 1.0, count or 1.0)
+        self.step(self.lr_factors(end), 0, int(units), counted or 1.0, count or 1.0)
         ages = {"train/staleness": 0.0, "train/staleness_max": 0.0, "train/staleness_0": 1.0}  # `check_version`
         metrics = self.metrics(end, 1) | ages
         note_gap(self.model, self.config, metrics)
@@ -204,7 +204,7 @@ class PolicySteps(GradientSteps):
         num_masked = self.sums.new_zeros(1) if batch is None else batch.num_masked
         history, rows = self.finished(end.iteration, self.largest, num_masked)
         metrics = mismatch_numbers(*(history[0][name] for name in MISMATCH), rows[:, :3])
-        metrics |= {"train/epochs": float(epochs), "train/lr": self.config.lr * self.lr_factor(end)}
+        metrics |= {"train/epochs": float(epochs), "train/lr": self.config.lr * self.lr_factors(end)[0]}
         if batch is not None:
             metrics |= batch.metrics
             if batch.excluded is not None:
@@ -212,9 +212,9 @@ class PolicySteps(GradientSteps):
         names = [name for name in history[0] if name not in MISMATCH]
         return {f"train/{name}": float(np.mean([row[name] for row in history])) for name in names} | metrics
 
-    def lr_factor(self, end: BatchEnd) -> float:
-        """The factor on learning rates in this iteration."""
-        return scheduled(self.config, end.iteration, end.total)
+    def lr_factors(self, end: BatchEnd) -> tuple[float, float]:
+        factor = scheduled(self.config, end.iteration, end.total)
+        return 0.0 if end.iteration < getattr(self.config, "critic_warmup", 0) else factor, factor
 
 
 class FixedPass:
@@ -259,9 +259,8 @@ class GraphedSteps(PolicySteps):
         self.sums = optimizer.fix_gradients(len(self.names))
         self.room = optimizer.summed
         self.on_gpu = model.device == "cuda"
-        self.lr_factor_there = torch.ones(
-            (), dtype=torch.float32 if self.on_gpu else torch.float64, device=model.device
-        )
+        dtype = torch.float32 if self.on_gpu else torch.float64
+        self.lr_factors_there = [torch.ones((), dtype=dtype, device=model.device) for _ in range(2)]
         self.row = torch.zeros(len(self.names) + 1, dtype=torch.float64, device=model.device)
         self.pool = torch.cuda.graph_pool_handle() if self.on_gpu else None
         self.passes: dict[tuple, FixedPass] = {}
@@ -289,15 +288,16 @@ class GraphedSteps(PolicySteps):
             self.model.begin_pass()
             fixed.graph.replay()
 
-    def exchange(self, lr_factor: float, count: float | None) -> Tensor:
+    def exchange(self, lr_factors: LrFactors, count: float | None) -> Tensor:
         assert count is None
         self.optimizer.collective.sum(self.room)  # in place
-        self.lr_factor_there.fill_(lr_factor)
+        for there, factor in zip(self.lr_factors_there, lr_factors, strict=True):
+            there.fill_(factor)
         self.step_graph.replay()
         return self.row.clone()
 
     def _take_step(self) -> None:
-        self.row.copy_(self.take_step(*self.optimizer.split(self.room), self.lr_factor_there))
+        self.row.copy_(self.take_step(*self.optimizer.split(self.room), self.lr_factors_there))
         self.room.zero_()
 
     def _most_items(self, batch: RankBatch) -> int:
@@ -400,7 +400,7 @@ def update_policy(
             units = len(minibatch)
             steps.add(batch, owned, batch.divisor(units))
             steps.imitate(end, batch.stats_divisor(units))
-            steps.step(steps.lr_factor(end), epoch, units, batch.stats_divisor(units))
+            steps.step(steps.lr_factors(end), epoch, units, batch.stats_divisor(units))
         # The mean KL over all ranks, measured before each gradient step.
         if config.target_kl is not None and steps.epoch_kl(epoch) / batch.num_units > config.target_kl:
             break

@@ -32,7 +32,7 @@ from embodied.run.devices import draws_on_gpus, networks_on, plan_of_map
 AMOUNTS = {
     "env": ("num_envs", "stagger", "retries"),
     "algo": (
-        *("rollout_decisions", "epochs", "minibatch_size", "lr", "value_lr", "lr_schedule"),
+        *("rollout_decisions", "epochs", "minibatch_size", "lr", "value_lr", "critic_warmup", "lr_schedule"),
         *("groups", "group_size", "filter", "filter_low", "filter_high", "max_rounds", "max_empty"),
         *("filter_metric", "adam_betas", "weight_decay"),
         *("surplus", "clip", "ratio_cap", "importance_cap", "episode_mask_low", "episode_mask_high"),

@@ -264,7 +264,7 @@ class CriticWorker(NetworkWorker):
                     steps_taken.add_passes(passes, partial(self.value_loss, batch), tokens / steps)
                 else:
                     self.help_learning()
-                steps_taken.step(lr_factor, epoch, len(units), tokens / steps)
+                steps_taken.step((lr_factor, lr_factor), epoch, len(units), tokens / steps)
         losses = [row["value_loss"] for row in steps_taken.read(steps_taken.steps)[0]]
         if not np.isfinite(losses).all():
             raise Diverged("the critic's loss is not finite; try a lower roles.critic_lr")

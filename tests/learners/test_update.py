@@ -238,10 +238,24 @@ def test_learning_rates_warm_up_and_fall_to_their_floor_or_stay():
     assert [lr_factor("linear", progress, 0.2) for progress in (0, 0.5, 1)] == pytest.approx([1, 0.6, 0.2])
     assert [lr_factor("cosine", progress, 0.2) for progress in (0, 0.5, 1)] == pytest.approx([1, 0.6, 0.2])
     algo = PPOConfig(lr=1e-3, lr_schedule="cosine", final_lr=1e-4, warmup_iterations=2)
-    steps = SimpleNamespace(config=algo)
-    factors = [PolicySteps.lr_factor(steps, BatchEnd(iteration, 6)) for iteration in range(6)]
     # Cosine over four iterations: 0.1 + 0.45 * (1 + cos(pi / 4)) = 0.868
-    assert factors == pytest.approx([1 / 3, 2 / 3, 1, 0.868, 0.55, 0.232], abs=1e-3)
+    every = [1 / 3, 2 / 3, 1, 0.868, 0.55, 0.232]
+    for warmup, of_policy in ((0, every), (1, [0, *every[1:]])):
+        steps = SimpleNamespace(config=algo.model_copy(update={"critic_warmup": warmup}))
+        policy, value = zip(*(PolicySteps.lr_factors(steps, BatchEnd(iteration, 6)) for iteration in range(6)))
+        assert value == pytest.approx(every, abs=1e-3) and policy == pytest.approx(of_policy, abs=1e-3)
+
+
+@pytest.mark.parametrize("graphs", ["on", "off"])
+def test_while_the_critic_warms_up_the_policy_stays_bit_for_bit(graphs):
+    config = PPOConfig(rollout_decisions=T, epochs=2, minibatch_size=7, lr=1e-2, critic_warmup=2, weight_decay=0.1)
+    policy = make()
+    model, optimizer = Model(policy, LearnerConfig(graphs=graphs)), PolicyOptimizer(policy, config, Alone())
+    for iteration in range(4):
+        groups = {name: [p.detach().clone() for p in group] for name, group in policy.parameter_groups().items()}
+        ours(model, optimizer, rollout(policy, seed=iteration), config, iteration)
+        same = {name: all(map(torch.equal, before, policy.parameter_groups()[name])) for name, before in groups.items()}
+        assert same == {"policy": iteration < 2, "value": False}
 
 
 # What learners say of their speed: tokens a second, and the share of what their devices can compute

@@ -21,7 +21,6 @@ STATES, CHOICES = EnvSpec(ActionSpec(3), state_dim=4), EnvSpec(ActionSpec(1, num
 EYES = {"name": "cnn", "channels": (4, 4), "kernels": (4, 3), "strides": (2, 1), "hidden": (16,), "chunk": 2}
 OFT = {"name": "openvla_oft", "chunk": 2, "proprio": True, "film": True}
 WITHOUT = pytest.mark.skipif(not find_spec("onnxruntime"), reason="the extra onnx is missing")
-ONNX = pytest.param("onnx", marks=[WITHOUT, pytest.mark.slow])
 FAMILIES = {
     "mlp": (MLPConfig(hidden=(16, 16), chunk=3, normalize_observations=True), STATES),
     "mlp that chooses": (MLPConfig(hidden=(16, 16), chunk=3), CHOICES),
@@ -124,9 +123,17 @@ def test_a_saved_policy_is_refused_with_any_bit_flipped_and_taken_without_its_ch
     load_policy(tmp_path)
 
 
-@pytest.mark.parametrize("kind", ["torch", ONNX])
-@pytest.mark.parametrize("family", [name for name in FAMILIES if not name.endswith("expert learns")], indirect=True)
-def test_a_program_of_its_best_actions_acts_as_it_does(kind, family, tmp_path):
+EXPORTED = [name for name in FAMILIES if not name.endswith("expert learns")]
+TOLD = ("openvla", "oft", "oft that regresses", "pi0", "smolvla")  # half a minute each
+
+
+@pytest.mark.parametrize(
+    ("family", "kind"),
+    [(name, "torch") for name in EXPORTED]
+    + [pytest.param(name, "onnx", marks=[WITHOUT, *[pytest.mark.slow] * (name in TOLD)]) for name in EXPORTED],
+    indirect=["family"],
+)
+def test_a_program_of_its_best_actions_acts_as_it_does(family, kind, tmp_path):
     name, policy = family
     if name == "pi05":
         with pytest.raises(ConfigError, match="writes each state into the prompt"):
