@@ -115,7 +115,11 @@ def about(run):
     return json.loads((run / "run.json").read_text())
 
 
-def test_a_recipe_that_makes_the_start_is_trained_first(recipes, capsys):
+@pytest.mark.parametrize("way", ["ppo", "dagger"])
+def test_a_recipe_that_makes_the_start_is_trained_first(way, recipes, capsys):
+    if way == "dagger":
+        learn = (LEARN % "").replace("algo: {", "algo: {name: dagger, steps: 5, ")
+        (recipes / "first.yaml").write_text("extends: pointmass_ppo" + SMALL + learn)
     assert second(recipes, "seed=5", "algo.lr=0", "env.num_envs=8") == 0
     (made,), (run,) = runs(recipes, "first"), runs(recipes, "second")
     output = capsys.readouterr().out
@@ -126,6 +130,7 @@ def test_a_recipe_that_makes_the_start_is_trained_first(recipes, capsys):
     assert all((before[name] == after[name]).all() for name in before if not name.startswith("normalizer"))
     config = read_yaml((made / "config.yaml").read_text())
     assert (config["seed"], config["env"]["num_envs"], config["run"]["dir"]) == (5, 8, str(recipes / "runs"))
+    assert config["algo"]["name"] == way
     assert config["algo"]["lr"] > 0 and config["run"]["start_from"] is None, "what is the second run's own"
     assert read_yaml((run / "config.yaml").read_text())["run"]["start_from"] == str(made)
 

@@ -4,9 +4,13 @@ from threading import Event
 
 import numpy as np
 import pytest
+from served_robot import served
 
 from embodied.core.chunks import ChunkRule, LateActions
 from embodied.core.errors import ConfigError
+from embodied.core.types import ActionSpec, EnvSpec
+from embodied.policies import make_policy
+from embodied.policies.config import MLPConfig
 from embodied.policies.remote.asynchronous import ChunkClient
 
 
@@ -84,3 +88,19 @@ def test_a_robot_goes_on_with_its_chunk_while_the_server_computes_and_then_skips
     assert played == [0, 1, 2, 3, 4, 5, 6, 507, 508]
     assert robot.delay == 2
     robot.close()
+
+
+def test_a_robot_plays_the_chunks_of_a_real_server():
+    policy = make_policy(MLPConfig(hidden=(8,), chunk=6), EnvSpec(ActionSpec(2), state_dim=1), seed=0)
+    with served(policy) as (address, _):
+        robot, played = ChunkClient(address, overlap=1, delay=1), []
+        for step in range(14):
+            if robot.answer:
+                robot.answer.result(60)  # it comes one step after it was asked for
+            played.append(robot.act({"state": np.array([step], np.float32)}))
+        robot.close()
+    chunks = policy.act_on({"state": np.arange(14, dtype=np.float32)[:, None]})
+    expected = [chunks[at, step - at] for at, step in zip([0] * 5 + [4] * 4 + [8] * 4 + [12], range(14))]
+    for step in (5, 9, 13):  # the last action of a chunk is mixed with the next chunk's
+        expected[step] = (chunks[max(step - 5, 0), 5] + expected[step]) / 2
+    np.testing.assert_allclose(played, expected, atol=1e-6)
