@@ -236,10 +236,7 @@ class PPOConfig(PolicyGradientConfig):
         None, ge=0, description="Learning rate of the value function's own weights; null: the same as lr."
     )
     critic_warmup: int = Field(
-        0,
-        ge=0,
-        description="Iterations at the start in which the value function alone learns, so that a policy that imitated "
-        "first does not follow values that nobody has learned yet.",
+        0, ge=0, description="Iterations at the start in which the values alone learn, for a policy that has imitated."
     )
 
     gamma: float = Field(0.99, ge=0, le=1, description="Discount, per decision or env step (advantage_level).")
@@ -415,6 +412,7 @@ class GRPOConfig(PolicyGradientConfig):
         never_with({"surplus": "carry"}, {}, "groups of older weights would be learned from; try algo.surplus=discard"),
     )
     whole_episodes: ClassVar[Literal[True]] = True
+    critic_warmup: ClassVar[int] = 0  # no values are learned
 
     def default_of(self, key: str) -> Any:
         return PRESETS[self.name].get(key, super().default_of(key))

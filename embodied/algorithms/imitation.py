@@ -70,6 +70,7 @@ class DaggerConfig(AdamOfImitation):
     whole_episodes: ClassVar[bool] = False
     kl_coef: ClassVar[float] = 0.0
     average: ClassVar[int | None] = None
+    critic_warmup: ClassVar[int] = 0
     imitation: ClassVar[KeptImitation | None] = None
     group_size: ClassVar[int] = 1
     epochs: ClassVar[int] = 1

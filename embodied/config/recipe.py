@@ -152,9 +152,9 @@ class RunConfig(Strict):
                 f"algo.warmup_iterations={algo.warmup_iterations} leaves none of run.iterations={iterations} at "
                 f"algo.lr; try algo.warmup_iterations={iterations // 10}"
             )
-        if iterations and (warm := getattr(algo, "critic_warmup", 0)) >= iterations:
+        if iterations and algo.critic_warmup >= iterations:
             yield (
-                f"algo.critic_warmup={warm} leaves the policy none of run.iterations={iterations}; try "
+                f"algo.critic_warmup={algo.critic_warmup} leaves the policy none of run.iterations={iterations}; try "
                 f"algo.critic_warmup={iterations // 10}"
             )
         if self.pipeline.schedule == "periodic" and (reason := algo.why_not_periodic()):

@@ -214,7 +214,7 @@ class PolicySteps(GradientSteps):
 
     def lr_factors(self, end: BatchEnd) -> tuple[float, float]:
         factor = scheduled(self.config, end.iteration, end.total)
-        return 0.0 if end.iteration < getattr(self.config, "critic_warmup", 0) else factor, factor
+        return 0.0 if end.iteration < self.config.critic_warmup else factor, factor
 
 
 class FixedPass:
