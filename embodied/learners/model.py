@@ -222,7 +222,8 @@ class PolicyOptimizer:
     def __init__(self, policy, algo, collective: Collective, dtypes: Mapping[str, torch.dtype] | None = None) -> None:
         """`dtypes` of published weights, where they differ from the learner's."""
         rates = learning_rates(algo)
-        groups = {name: [p for p in group if p.requires_grad] for name, group in policy.parameter_groups().items()}
+        found = sorted(policy.parameter_groups().items())  # "policy", then "value", as in LrFactors
+        groups = {name: [p for p in group if p.requires_grad] for name, group in found}
         names = {id(p): name for name, p in policy.named_parameters()}
         self.collective = collective
         self.params = [p for group in groups.values() for p in group]
