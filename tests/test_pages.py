@@ -49,6 +49,7 @@ IMITATED = (
 )
 IMITATE = "sft.episodes=64 sft.warmup_steps=0 env.num_envs=8 eval.episodes=4"
 STATES = "env.max_episode_steps=20 algo.rollout_decisions=2 algo.minibatch_size=16"
+WARMED = "run.start_from=runs/so100-DATE run.iterations=2 algo.critic_warmup=1"
 WARP = "env.num_envs=2 algo.minibatch_size=4 eval.episodes=2 eval.videos=1"
 OFT = re.search(
     r"`libero_grpo_openvla_oft` \| (.*) on cores \| (.*) GPUs \| (.*) \| (.*) \|", Page("placement_reference.md").text
@@ -170,6 +171,7 @@ PAGES = {
     "small_arm.md": [
         Step("collect recipe=pickcubeso100_sft", "success_once"),
         Step("sft recipe=pickcubeso100_sft", "success_once", "sft.epochs=4 sft.minibatch_size=32"),
+        Step("train recipe=pickcubeso100_ppo", "success_once", f"{STATES} {WARMED}"),
     ],
     "versions.md": [Step("python -m embodied --version", re.compile(r"^\d+\.\d+\.\d+$"))],
     "evaluation.md": [
