@@ -43,7 +43,7 @@ def held(policy, config):
     (scores.logprobs.sum() + scores.values.sum()).backward()
     grads = sum(p.numel() * (4 if p.grad is None else p.grad.element_size()) for p in optimizer.params)
     optimizer.exchange(torch.zeros(1))
-    optimizer.step(torch.ones(()), 1.0)
+    optimizer.step(torch.ones(()), (1.0, 1.0))
     state = sum(t.numel() * t.element_size() for s in optimizer.adam.state.values() for t in s.values() if t.ndim)
     copies = sum(m.numel() * 4 for m, p in zip(optimizer.masters, optimizer.params) if p.dtype == torch.bfloat16)
     return state + copies + grads + optimizer.flat.numel() * 4, sum(size for _, size in kept.values())
