@@ -146,15 +146,18 @@ class RunConfig(Strict):
                 f"pipeline.granularity={pieces} is more than algo.rollout_decisions={algo.rollout_decisions}; leave it "
                 "out to hand on whole rollouts"
             )
-        iterations = self.run.iterations
+        iterations, told = self.run.iterations, f"run.iterations={self.run.iterations}"
+        if iterations is None and (steps := self.run.env_steps) and not algo.whole_episodes:
+            iterations = max(1, steps // (self.env.num_envs * algo.rollout_decisions * policy.chunk))
+            told = f"the {iterations} iterations of run.env_steps={steps}"
         if iterations and algo.warmup_iterations >= iterations:
             yield (
-                f"algo.warmup_iterations={algo.warmup_iterations} leaves none of run.iterations={iterations} at "
-                f"algo.lr; try algo.warmup_iterations={iterations // 10}"
+                f"algo.warmup_iterations={algo.warmup_iterations} leaves none of {told} at algo.lr; try "
+                f"algo.warmup_iterations={iterations // 10}"
             )
         if iterations and algo.critic_warmup >= iterations:
             yield (
-                f"algo.critic_warmup={algo.critic_warmup} leaves the policy none of run.iterations={iterations}; try "
+                f"algo.critic_warmup={algo.critic_warmup} leaves the policy none of {told}; try "
                 f"algo.critic_warmup={iterations // 10}"
             )
         if self.pipeline.schedule == "periodic" and (reason := algo.why_not_periodic()):

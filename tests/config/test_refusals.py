@@ -186,6 +186,7 @@ PPO algo.final_lr=1e-5 -> algo.final_lr=1e-05 has no effect with algo.lr_schedul
 PPO algo.lr_schedule=cosine algo.final_lr=1 -> try algo.final_lr=0
 GRPO run.iterations=20 run.env_steps=null algo.warmup_iterations=20 -> try algo.warmup_iterations=2
 PPO run.iterations=20 run.env_steps=null algo.critic_warmup=20 -> leaves the policy none of run.iterations=20
+pointmass_ppo algo.critic_warmup=39 -> leaves the policy none of the 39 iterations of run.env_steps=20000; try
 SUMS eval.samples=3 -> try eval.episodes=198
 PPO eval.top_k=5 -> eval.top_k=5 has no effect with policy.name=mlp: actions are no tokens; leave it out
 PPO eval.samples=2 -> eval.samples=2 has no effect with policy.name=mlp: every episode begins in a state of its own
