@@ -106,6 +106,15 @@ class RunConfig(Strict):
         """Env rows that a policy worker answers at once, at most; 1: one request after the other."""
         return self.pipeline.merge_rows or self.policy.merged_rows
 
+    @property
+    def total_iterations(self) -> int | None:
+        """`run.iterations`, or `run.env_steps` in whole iterations (with action chunks slightly fewer steps may be
+        executed); None where neither says it."""
+        run = self.run
+        if run.iterations is not None or run.env_steps is None or self.algo.whole_episodes:
+            return run.iterations
+        return max(1, run.env_steps // (self.env.num_envs * self.algo.rollout_decisions * self.policy.chunk))
+
     def with_values(self, section: str, **changes: Any) -> RunConfig:
         """The config with other values in a section."""
         return self.model_copy(update={section: getattr(self, section).model_copy(update=changes)})
@@ -146,10 +155,10 @@ class RunConfig(Strict):
                 f"pipeline.granularity={pieces} is more than algo.rollout_decisions={algo.rollout_decisions}; leave it "
                 "out to hand on whole rollouts"
             )
-        iterations, told = self.run.iterations, f"run.iterations={self.run.iterations}"
-        if iterations is None and (steps := self.run.env_steps) and not algo.whole_episodes:
-            iterations = max(1, steps // (self.env.num_envs * algo.rollout_decisions * policy.chunk))
-            told = f"the {iterations} iterations of run.env_steps={steps}"
+        iterations = self.total_iterations
+        told = f"run.iterations={iterations}"
+        if self.run.iterations is None:
+            told = f"the {iterations} iterations of run.env_steps={self.run.env_steps}"
         if iterations and algo.warmup_iterations >= iterations:
             yield (
                 f"algo.warmup_iterations={algo.warmup_iterations} leaves none of {told} at algo.lr; try "

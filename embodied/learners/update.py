@@ -213,6 +213,7 @@ class PolicySteps(GradientSteps):
         return {f"train/{name}": float(np.mean([row[name] for row in history])) for name in names} | metrics
 
     def lr_factors(self, end: BatchEnd) -> tuple[float, float]:
+        """The factors on learning rates in this iteration; the policy's is 0 while the critic warms up."""
         factor = scheduled(self.config, end.iteration, end.total)
         return 0.0 if end.iteration < self.config.critic_warmup else factor, factor
 

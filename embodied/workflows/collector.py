@@ -105,7 +105,7 @@ class Collector:
 
     def total_iterations(self) -> int:
         """The number of iterations of the recipe."""
-        return self.config.run.iterations
+        return self.config.total_iterations
 
     def collect(self, version: int) -> Batch:
         """Play rounds with this version of the weights until the batch needs no more. Parts of dead sims are left out,
@@ -238,14 +238,6 @@ class Horizon(Collector):
             raise ConfigError(f"pipeline.granularity={pieces} sends parts of rollouts, but {reason}; leave it out")
         self.blocks = env_blocks(self.num_envs, len(self.channels))
         self.rows_of_ranks = [np.array(block) for block in self.blocks]
-
-    def total_iterations(self) -> int:
-        """`run.iterations`, or `run.env_steps` in whole iterations (with action chunks slightly fewer steps may be
-        executed)."""
-        run = self.config.run
-        if run.iterations is not None:
-            return run.iterations
-        return max(1, run.env_steps // (self.num_envs * self.horizon * self.config.policy.chunk))
 
     def begin(self) -> None:
         self.sources: dict[str, np.ndarray] = {}  # source of a slice -> its env rows

@@ -124,13 +124,13 @@ def test_a_saved_policy_is_refused_with_any_bit_flipped_and_taken_without_its_ch
 
 
 EXPORTED = [name for name in FAMILIES if not name.endswith("expert learns")]
-TOLD = ("openvla", "oft", "oft that regresses", "pi0", "smolvla")  # half a minute each
+VLAS = ("openvla", "oft", "oft that regresses", "pi0", "smolvla")  # half a minute each
 
 
 @pytest.mark.parametrize(
     ("family", "kind"),
     [(name, "torch") for name in EXPORTED]
-    + [pytest.param(name, "onnx", marks=[WITHOUT, *[pytest.mark.slow] * (name in TOLD)]) for name in EXPORTED],
+    + [pytest.param(name, "onnx", marks=[WITHOUT, *[pytest.mark.slow] * (name in VLAS)]) for name in EXPORTED],
     indirect=["family"],
 )
 def test_a_program_of_its_best_actions_acts_as_it_does(family, kind, tmp_path):
