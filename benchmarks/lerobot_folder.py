@@ -39,16 +39,25 @@ def main() -> None:
     from benchmarks import common
 
     print(common.machine(), common.code_commit(), flush=True)
+    for name, largest, difference in differences(asked.python):
+        print(f"{name}: actions up to {largest:.3g}, largest difference {difference:.2g}")
+
+
+def differences(python: str) -> list[tuple[str, float, float]]:
+    """Of lerobot's folder and the one after RL: name, largest action, largest difference of an action."""
+    from benchmarks import common
+
+    found = []
     with tempfile.TemporaryDirectory() as place:
         begun, pushed, runs, seen = (Path(place) / name for name in ("begun", "pushed", "runs", "seen"))
-        call(asked.python, __file__, "write", begun)
+        call(python, __file__, "write", begun)
         call(*common.train_command(RECIPE, f"policy.pretrained={begun}", f"run.dir={runs}", *RL))
         call(sys.executable, "-m", "embodied.push", common.only_run(runs), "ada/arm", f"out={pushed}")
         seen.mkdir()
         for name, folder in (("as lerobot wrote it", begun), ("after RL", pushed)):
             largest = act(folder, seen)
-            difference = float(call(asked.python, __file__, "act", folder, seen).split()[-1])
-            print(f"{name}: actions up to {largest:.3g}, largest difference {difference:.2g}", flush=True)
+            found.append((name, largest, float(call(python, __file__, "act", folder, seen).split()[-1])))
+    return found
 
 
 def call(*command: object) -> str:

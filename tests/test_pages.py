@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 import bare_environment
 import pytest
+import tiny_vla
 from pages import Page, apart, lacks, runner
 from tiny_language import publish
 from verifiers_stand_in import stand_in
@@ -159,6 +160,9 @@ PAGES = {
         Step("evaluate", "comparison.html"),
         Step("drive.py", "(1, 1, 2)"),
         Step("push runs/reach", ("license: mit", "nothing was uploaded")),
+        Step("train recipe=libero_grpo_smolvla", "success_once", f"policy.chunk=8 {INLINE}", slow=True),
+        Step("export .*=smolvla_torch", "graph.json", slow=True),
+        Step("push runs/smolvla", "nothing was uploaded", slow=True),
     ],
     "demonstrations.md": [
         Step("collect recipe=pointmass_ppo", "success_once"),
@@ -335,6 +339,8 @@ def prepare(folder, name):
         (folder / "questions.jsonl").write_text(next(text for kind, text in Page(name).blocks if kind == "json"))
         (folder / "verifiers-env/bin").mkdir(parents=True)
         stand_in(folder / "verifiers-env/bin/python")
+    if name == "export.md":
+        tiny_vla.publish(folder / "models/smolvla", "smolvla", tiny_vla.ARM)
     if name == "own_task.md":
         bare_environment.make(folder / "simulator_env")
     if name == "libero.md":
