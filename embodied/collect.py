@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 from embodied import let_call
 from embodied.config.command_line import CONFIG, from_python
 from embodied.config.recipe import Loaded, RunConfig, load
-from embodied.core.errors import ConfigError, EmbodiedError
+from embodied.core.errors import ConfigError, EmbodiedError, naming
 from embodied.core.files import as_path, check_place
 from embodied.core.types import EnvSpec, EpisodeList, EpisodeResult, Recording
 from embodied.envs import env_class, interpreter_of
@@ -135,7 +135,8 @@ def check_whole(out: Path) -> None:
 
 def collect(loaded: Loaded, out: Path, checkpoint: str | None) -> None:
     """Play with `checkpoint` or an expert, and write the dataset."""
-    source = find(checkpoint, loaded) if checkpoint else find("random")  # an expert needs no policy
+    with naming("checkpoint"):
+        source = find(checkpoint, loaded) if checkpoint else find("random")  # an expert needs no policy
     expert = None if checkpoint else loaded.config.collect.expert
     name = checkpoint or EXPERTS[expert]
     if expert:

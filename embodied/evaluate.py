@@ -21,6 +21,7 @@ from embodied import let_call
 from embodied.config.command_line import from_python, stored_recipe
 from embodied.config.recipe import Loaded, RunConfig, load
 from embodied.core.errors import ConfigError, EmbodiedError, EvaluationStopped
+from embodied.core.files import check_place
 from embodied.core.options import pinned
 from embodied.core.types import EpisodeResult
 from embodied.envs import env_class, interpreter_of
@@ -119,6 +120,7 @@ def play(loaded: Loaded) -> Path | None:
     wanted = asked[0] if len(asked) == 1 else {"policies": asked}
     runs, alone = loaded.config.run.dir, sources[0]
     folder = runs / "compare" if len(sources) > 1 else alone.out or runs / f"evaluate-{alone.name}"
+    check_place("run.dir", folder)
     with Interruption(at_once=True), open_folder(folder, wanted) as out:
         print(f"results     {out}", flush=True)
         if len(sources) == 1:

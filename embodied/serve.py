@@ -22,7 +22,7 @@ from pydantic import ValidationError
 from embodied.config.answers import config_error, describe, explain
 from embodied.config.command_line import parse
 from embodied.config.read import COMMAND_LINE, Tree, leaves, root
-from embodied.core.errors import ConfigError
+from embodied.core.errors import ConfigError, naming
 from embodied.core.options import SERVERS, WEBSOCKETS
 from embodied.core.types import ActionSpec, EnvSpec
 from embodied.policies.config import PLAYING, POLICY_CONFIGS
@@ -185,9 +185,11 @@ def find_language(checkpoint: str, named: str | None = None) -> PolicySource | N
     family = published_family(here)
     if family and (options := POLICY_CONFIGS.get(family)) and options.speaks:
         return PolicySource(here.resolve().name, options(name=family, pretrained=str(here)), folder=here.resolve())
-    if family or not (source := find(checkpoint, trusted=named)).config.speaks:
+    if family:
         return None
-    return source
+    with naming("checkpoint"):
+        source = find(checkpoint, trusted=named)
+    return source if source.config.speaks else None
 
 
 def with_options(config: LanguageConfig, words: list[str]) -> LanguageConfig:

@@ -32,7 +32,7 @@ from embodied import let_call
 from embodied.config.command_line import FLAGS, SEVERAL, from_python, parse
 from embodied.config.recipe import Loaded, load
 from embodied.core.errors import ConfigError
-from embodied.core.files import as_path
+from embodied.core.files import as_path, check_place
 from embodied.core.yaml_text import read_yaml, write_yaml, yaml_problem
 from embodied.placement import PlacementPlan, Topology
 from embodied.placement.topology import number
@@ -369,6 +369,7 @@ def run_several(argv: Sequence[str], sweep: bool = False) -> tuple[int, Path | N
         ("embodied.sweep" if sweep else "embodied.train", *(word for word in argv if word not in FLAGS)),
     )
     group, new = find_group(first.config.run.dir, wanted, order.group)
+    check_place("group", group.folder)
     todo = [member for member in group.members if member.key in {one.key for one in wanted.members}]
     states = {member.key: group.state(member) for member in todo}
     at_once = max(1, min(at_once, sum(state not in OVER for state in states.values())))

@@ -115,7 +115,7 @@ def follow(
     is called with the folder. `before`: the recipes of the runs that wait for this run's policy."""
     loaded = replace(loaded, config=pinned(loaded.config))
     config, plan = launch.planned(loaded.config, dry=loaded.dry_run, roles=roles_of_run(program, loaded.config))
-    run, checkpoint = to_resume(loaded)
+    run, checkpoint = to_resume(loaded, program.command)
     code, start = choose_start(loaded, config, run, before)
     if code:
         return code
@@ -233,12 +233,14 @@ class WorkerRequests:
             self.changes.go_on()
 
 
-def to_resume(loaded: Loaded) -> tuple[Path | None, Path | None]:
+def to_resume(loaded: Loaded, command: str) -> tuple[Path | None, Path | None]:
     """The run to resume and its newest whole checkpoint, if any was saved."""
     resume = loaded.config.resume
     if isinstance(resume, Path) and not resume.is_dir():
         raise CheckpointError(f"resume={resume}: no such run folder")
     run = resume if isinstance(resume, Path) else None  # resume=auto has found no run
+    if run:
+        RunFolder.check_resumable(run, command)
     if run is None or not any(run.glob("checkpoints/v[0-9]*")):  # it ended before its first checkpoint
         return run, None
     return run, newest(run)

@@ -29,8 +29,8 @@ NOT_NEEDED = ("libc6", "libdrm-amdgpu1")  # always installed; only for AMD cards
 TIMEOUT_S = 600
 
 
-def main() -> int:
-    asked = sys.argv[1:]
+def main(argv: list[str] | None = None) -> int:
+    asked = sys.argv[1:] if argv is None else argv
     if {"-h", "--help"} & {*asked}:
         print(__doc__)
         return 0

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
+from urllib.parse import urlsplit
 
 from pydantic import (
     AfterValidator,
@@ -354,6 +355,15 @@ class ExternalPolicyConfig(PolicyOptions):
         return 0  # unknown
 
 
+def odd_addresses(*urls: str) -> Iterator[str]:
+    """What is wrong with hosts and ports of servers."""
+    for url in urls:
+        try:
+            urlsplit(url).port  # noqa: B018
+        except ValueError as err:
+            yield f"policy.url={url} is no address ({err}); write host and port, such as 127.0.0.1:8000"
+
+
 class RemoteConfig(PolicyOptions):
     """A server that acts, in vla-eval's model protocol. It is evaluated, and learns nothing."""
 
@@ -386,6 +396,9 @@ class RemoteConfig(PolicyOptions):
     @property
     def few_weights(self) -> float:
         return 0
+
+    def conflicts(self) -> Iterator[str]:
+        yield from odd_addresses(self.url)
 
 
 ONNX = "policy.onnx"  # in an exported folder; without it, operations of PyTorch

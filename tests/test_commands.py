@@ -36,6 +36,39 @@ def test_a_command_sees_the_arguments_that_it_would_have_by_its_own_name(monkeyp
     assert capsys.readouterr().out.startswith("engines")
 
 
+def test_every_command_explains_itself(capsys):
+    for name in commands.commands():
+        assert commands.main([name, "--help"]) == 0
+        assert "python -m embodied" in capsys.readouterr().out, name
+
+
+@pytest.mark.parametrize(
+    ("asked", "told"),
+    [
+        (
+            "train recipe=pointmass_ppo run.start_from=EMPTY --dry-run",
+            "run.start_from=EMPTY: no policy in it; name a run",
+        ),
+        ("train recipe=pointmass_ppo resume=EMPTY --dry-run", "EMPTY is not a run folder: run.json is missing"),
+        ("train recipe=pointmass_ppo run.dir=LONG --dry-run", "has 300 bytes; a file's name has at most 255"),
+        ("train recipe=pointmass_ppo resume=[1]", "resume=[1]: should be a path"),
+        (
+            "sft recipe=pointmass_ppo sft.data=EMPTY --dry-run",
+            "sft.data=EMPTY is no LeRobot dataset: there is no meta/",
+        ),
+        ("evaluate checkpoint=EMPTY", "checkpoint=EMPTY: no policy in it; name a run"),
+        ("evaluate recipe=pointmass_ppo checkpoint=ws://h:x", "policy.url=ws://h:x is no address (Port could not be"),
+        ("sweep recipe=pointmass_ppo seeds=0-1 group=/dev/null/x --dry-run", "/dev/null is not a folder; name another"),
+    ],
+)
+def test_an_option_whose_value_cannot_be_is_named_with_it(asked, told, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "EMPTY").mkdir()
+    words = asked.replace("EMPTY", str(tmp_path / "EMPTY")).replace("LONG", "x" * 300).split()
+    assert commands.main(words) == 2
+    assert told.replace("EMPTY", str(tmp_path / "EMPTY")) in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("words", "told"),
     [

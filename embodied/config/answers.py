@@ -9,6 +9,7 @@ from __future__ import annotations
 import difflib
 import re
 from collections.abc import Iterable, Sequence
+from itertools import takewhile
 from pathlib import Path
 from textwrap import wrap
 from types import UnionType
@@ -256,7 +257,7 @@ def explain(
 
 
 def _explain(error: ErrorDetails, root: Section, tree: Tree, command: Command | None) -> list[str]:
-    path = ".".join(map(str, error["loc"]))
+    path = ".".join(takewhile(lambda part: "[" not in part, map(str, error["loc"])))  # without the names of validators
     kind = error["type"]
     if kind == "union_tag_invalid":  # a section with an unknown name
         path, error = f"{path}.name", {**error, "input": error["ctx"]["tag"]}

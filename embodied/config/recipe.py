@@ -211,8 +211,8 @@ OF_ANSWERS = (
         "algo.name=grpo",
     ),
 )
-NO_SERVER = never_with(
-    {"policy.name": "remote"}, {}, "a server learns nothing here; python -m embodied.evaluate plays it"
+ONLY_ACTS = never_with(
+    {"policy.name": ("remote", "exported")}, {}, "it learns nothing here; python -m embodied.evaluate plays it"
 )
 NO_CHUNKS = never_with(
     "policy.chunks",
@@ -220,7 +220,7 @@ NO_CHUNKS = never_with(
     "only evaluations join chunks: training scores the actions that the policy itself has drawn; leave it out",
 )
 TRAINING = (
-    NO_SERVER,
+    ONLY_ACTS,
     NO_CHUNKS,
     never_with(
         "pipeline.granularity",
@@ -317,7 +317,7 @@ TRAINING = (
     ),
 )
 IMITATION = (
-    NO_SERVER,
+    ONLY_ACTS,
     NO_CHUNKS,
     never_with({"pipeline.schedule": ("periodic", "async")}, {}, "nothing is collected in the meantime; leave it out"),
     never_with("pipeline.async_level pipeline.granularity", {}, "nothing is collected in the meantime; leave it out"),

@@ -168,10 +168,10 @@ class RunSection(Strict):
     def _one_part_of_a_path(cls, name: str | None) -> str | None:
         if name is None:
             return name
+        if (size := len(name.encode(errors="replace"))) > LONGEST_NAME:
+            raise ValueError(f"has {size} bytes; {LONGEST_NAME} are allowed, since files are named after it")
         if not as_path(name).name.strip() or "/" in name or name.startswith("."):
             raise ValueError("should be a name without /; the folder around it is run.dir")
-        if (size := len(name.encode())) > LONGEST_NAME:
-            raise ValueError(f"has {size} bytes; {LONGEST_NAME} are allowed, since files are named after it")
         return name
 
 

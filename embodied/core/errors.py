@@ -9,7 +9,8 @@ from __future__ import annotations
 import difflib
 import os
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 
 # Control characters except tab and newline, and half surrogate pairs, which stand for bytes that are no UTF-8.
 _UNPRINTABLE = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff]")
@@ -59,6 +60,18 @@ class CheckpointError(EmbodiedError):
     """A checkpoint is missing, incomplete or damaged."""
 
     exit_code = 2
+
+
+@contextmanager
+def naming(key: str) -> Iterator[None]:
+    """Put the option before errors about its value: `/tmp: no policy in it` becomes `checkpoint=/tmp: no policy in
+    it`."""
+    try:
+        yield
+    except (ConfigError, CheckpointError) as err:
+        if f"{key}=" in str(err):
+            raise
+        raise type(err)(f"{key}={err}") from None
 
 
 class Diverged(EmbodiedError):

@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     import numpy as np
 
 CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029\ud800-\udfff]")  # ends a line, or cannot be written as UTF-8
+LONGEST_PART = 255  # bytes of a name, in file systems
 ADDRESS = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*:/")  # s3://bucket; pathlib merges the slashes
 DAMAGE = (
     ArithmeticError,
@@ -86,6 +87,8 @@ def as_path(text: str | Path) -> Path:
     path = Path(text)
     if odd := CONTROL.search(str(path)):
         raise BadPath(f"{str(path)!r} cannot be a path: it holds the character {odd[0]!r}; leave it out")
+    if long := next((part for part in path.parts if len(os.fsencode(part)) > LONGEST_PART), None):
+        raise BadPath(f"{long[:20]}... has {len(os.fsencode(long))} bytes; a file's name has at most {LONGEST_PART}")
     if ADDRESS.match(str(path)):
         raise BadPath(f"{path} is an address, which cannot be a path; name a folder or file of this machine")
     try:

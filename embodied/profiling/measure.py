@@ -283,7 +283,7 @@ def lengths_of(config: RunConfig, conversations: list[tuple[int, int]], pass_cos
 
 
 def share_of_step(config: RunConfig, num_envs: int, decisions: int) -> int:
-    """The items of a gradient step from `envs` of all envs; conversations in whole groups."""
+    """The items of a gradient step from `num_envs` of all envs; conversations in whole groups."""
     whole = config.algo.minibatch_size or decisions * config.env.num_envs
     share = max(1, round(whole * num_envs / config.env.num_envs))
     if config.policy.speaks:

@@ -22,7 +22,7 @@ from embodied.config.read import Command, is_one_of
 from embodied.config.recipe import Loaded, RunConfig, commands_of_recipe, load
 from embodied.config.recipe_files import recipe_names
 from embodied.core.arrays import flat_dict
-from embodied.core.errors import CheckpointError, ConfigError, nearest
+from embodied.core.errors import CheckpointError, ConfigError, naming, nearest
 from embodied.core.files import digest
 from embodied.core.yaml_text import read_yaml, write_yaml
 from embodied.envs import env_class
@@ -88,7 +88,8 @@ def find_all(loaded: Loaded) -> list[PolicySource]:
     checkpoints = loaded.checkpoints
     sources: list[PolicySource] = []
     for checkpoint in checkpoints:
-        policy = find(checkpoint, loaded)
+        with naming("checkpoint"):
+            policy = find(checkpoint, loaded)
         taken_names = {source.name for source in sources}
         names = [policy.name, *(f"{policy.name}-{number}" for number in range(2, len(checkpoints) + 1))]
         sources.append(
@@ -238,7 +239,8 @@ def find_server(url: str, loaded: Loaded | None) -> PolicySource:
 
 def find_start(start: Path, policy: Any) -> PolicySource:
     """The policy of `run.start_from`. Raises ConfigError if its options differ from this run's policy."""
-    source = find(str(start), trusted=policy.name)
+    with naming("run.start_from"):
+        source = find(str(start), trusted=policy.name)
     check_same_policy(f"run.start_from={start}", source.config, policy)
     return source
 

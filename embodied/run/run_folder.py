@@ -106,14 +106,19 @@ class RunFolder:
         return run
 
     @classmethod
-    def reopen(cls, path: Path, command: str = "train", config_yaml: str = "") -> RunFolder:
-        """Continue in the folder of an earlier run of the same command. `config_yaml` replaces its recipe."""
-        run = cls(path)
+    def check_resumable(cls, path: Path, command: str = "train") -> None:
+        """Refuse a folder that holds no run of this command."""
         if not (path / "run.json").is_file():
             raise CheckpointError(f"{path} is not a run folder: run.json is missing")
-        if (made_by := run.info().get("command", "train")) != command:
+        if (made_by := cls(path).info().get("command", "train")) != command:
             again = f"python -m embodied.{made_by} {quote(f'resume={path}')}"
             raise CheckpointError(f"{path} is a run of another command: {again}")
+
+    @classmethod
+    def reopen(cls, path: Path, command: str = "train", config_yaml: str = "") -> RunFolder:
+        """Continue in the folder of an earlier run of the same command. `config_yaml` replaces its recipe."""
+        cls.check_resumable(path, command)
+        run = cls(path)
         run.logs.mkdir(exist_ok=True)
         run._hold()
         resumed = [*run.info().get("resumed", []), {"at": timestamp(), "provenance": provenance()}]

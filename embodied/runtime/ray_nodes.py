@@ -167,7 +167,7 @@ def join(address: str, modules: Sequence[str]) -> None:
     if not host or not port.isdigit():
         raise ConfigError(f"cluster.address={address}: write auto, or host:port as `ray start --head` prints it")
     if not _answers(host, int(port)):
-        raise EmbodiedError(
+        raise ConfigError(
             f"cluster.address={address}: nothing answers there; is `ray start --head` running, and is the port open?"
         )
     with pack_modules(modules) as folder:
@@ -182,7 +182,7 @@ def address_here() -> str:
     except (ConnectionError, ValueError):
         address = None
     if address is None:
-        raise EmbodiedError("cluster.address=auto: no Ray runs on this machine; start one: `ray start --head`")
+        raise ConfigError("cluster.address=auto: no Ray runs on this machine; start one: `ray start --head`")
     return address
 
 

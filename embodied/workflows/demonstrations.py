@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from embodied.algorithms.config import SFTConfig
 from embodied.algorithms.imitation import KeptImitation
-from embodied.core.errors import ConfigError
+from embodied.core.errors import ConfigError, naming
 from embodied.core.types import EnvSpec
 from embodied.envs import env_class
 from embodied.envs.text.text_env import TextEnv
@@ -53,7 +53,8 @@ def count_items(env: EnvConfig, options: SFTConfig | KeptImitation) -> int:
         return check_examples(env, options, kind)
     from embodied.datasets import read_dataset
 
-    dataset = read_dataset(options.data, images=False, names=options.names)
+    with naming(f"{options.section}data"):
+        dataset = read_dataset(options.data, images=False, names=options.names)
     dataset.check_whole(options.episodes)
     return sum(entry["length"] for entry in dataset.entries[: options.episodes])
 
@@ -68,7 +69,8 @@ def check_examples(env: EnvConfig, options: SFTConfig | KeptImitation, kind: typ
         )
     count = options.episodes
     if options.data is not None:
-        count = len(read_examples(options.data, options.episodes, options.names))  # refuses unreadable files
+        with naming(f"{section}data"):
+            count = len(read_examples(options.data, options.episodes, options.names))
     elif kind.solution is TextEnv.solution:
         raise ConfigError(no_solution(env))
     if count is None:
@@ -86,7 +88,8 @@ def check_dataset(config: SFTConfig | KeptImitation, spec: EnvSpec, learners: in
 
     if spec.privileged_dim:
         raise ConfigError("demonstrations hold no privileged numbers; set env.privileged=false")
-    dataset = read_dataset(config.data, images=False, names=config.names)
+    with naming(f"{config.section}data"):
+        dataset = read_dataset(config.data, images=False, names=config.names)
     wanted = {ACTION: (spec.action.dim,), **({STATE: (spec.state_dim,)} if spec.state_dim else {})}
     wanted |= {CAMERA + camera: tuple(size) for camera, size in spec.images.items()}
     shapes = {name: tuple(feature["shape"]) for name, feature in dataset.features.items()}

@@ -176,8 +176,9 @@ def task_of(config: EnvPoolConfig) -> str:
 
 def spec_of(config: EnvPoolConfig) -> Any:
     """EnvPool's description of the task. Refuses what it does not know."""
-    envpool = library()
     task, what = task_of(config), f"env.name={config.name!r}"
+    config.needs.check(what)
+    envpool = library()
     if task not in (tasks := envpool.list_all_envs()):
         raise ConfigError(f"{what}: EnvPool {version('envpool')} has no task {task!r}{nearest(task, tasks)}")
     if ours := sorted(OURS & config.kwargs.keys()):

@@ -83,7 +83,7 @@ def run(command: list[str]) -> None:
     try:
         done = subprocess.run(command, capture_output=True, text=True, errors="replace", timeout=INSTALL_S)
     except OSError as err:
-        raise ConfigError(f"{command[0]}: {err.strerror}") from None
+        raise ConfigError(f"{command[0] or 'python='}: {err.strerror}") from None
     except subprocess.TimeoutExpired:
         raise EmbodiedError(f"{' '.join(command)} was not done within {INSTALL_S:g} seconds") from None
     if done.returncode:

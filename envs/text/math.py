@@ -28,7 +28,7 @@ from tempfile import NamedTemporaryFile
 from typing import Any
 
 from embodied.core.conversations import Said, in_words, is_content, pictures_in, with_frames
-from embodied.core.errors import ConfigError
+from embodied.core.errors import ConfigError, naming
 from embodied.core.files import files_of, is_data_set, read_rows
 from embodied.core.pictures import FRAMES, is_video
 from embodied.core.types import EpisodeSpec
@@ -389,9 +389,11 @@ def questions(config: Any) -> tuple[list[Question], list[Question]]:
         raise ConfigError(
             'env.name=math reads questions from a file: env.file=FILE.jsonl with lines {"question": ..., "answer": ...}'
         )
-    every = read(config.file, config.columns)
+    with naming("env.file"):
+        every = read(config.file, config.columns)
     if config.held_out is not None:
-        held_out = read(config.held_out, config.columns)
+        with naming("env.held_out"):
+            held_out = read(config.held_out, config.columns)
     else:
         held_out = every[: max(1, min(MOST, int(SHARE * len(every))))]
     held_out_questions = {repr(question.said) for question in held_out}

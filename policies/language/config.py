@@ -12,7 +12,7 @@ from embodied.core.errors import CheckpointError
 from embodied.core.files import as_path, read_object
 from embodied.core.options import LocalPath, never_with, only_with
 from embodied.core.plugins import ENGINE_CLASSES
-from embodied.policies.config import OF_SERVER, LoraOptions, PublishedFolder
+from embodied.policies.config import OF_SERVER, LoraOptions, PublishedFolder, odd_addresses
 
 SEEING = ("qwen2_5_vl", "idefics3", "smolvlm")  # config.json's model_type of models that read pictures
 
@@ -188,5 +188,7 @@ class LanguageConfig(LoraOptions):
             yield "policy.url should name every server once"
         if not all(re.fullmatch(r"https?://[^/@\s?#]+(/[^@\s?#]*)?", url) for url in self.urls):
             yield "policy.url should be like http://127.0.0.1:8000, without a user's name or a password"
+        else:
+            yield from odd_addresses(*self.urls)
         if "/" not in self.token_from and not re.fullmatch(r"[A-Za-z_]\w*", self.token_from):
             yield "policy.token_from names an environment variable, or a file with a / in its name"

@@ -78,7 +78,11 @@ GRPO pipeline.granularity=2 learner.most_items=999 -> learners get groups before
 PPO env.num_envs=9 pipeline.stages=2 -> env.num_envs=9 is not a multiple of pipeline.stages=2; try env.num_envs=8
 PPO learner.most_items=5 -> learner.most_items=5 has no effect with algo.name=ppo: in rollouts of a fixed length
 GRPO PERIODIC ONCE learner.most_items=5 -> with pipeline.schedule=periodic: learners keep no batch there
-PPO policy.name=remote policy.url=ws://h -> policy.name=remote: a server learns nothing here
+PPO policy.name=remote policy.url=ws://h -> policy.name=remote: it learns nothing here
+PPO policy.name=exported policy.pretrained=/tmp -> policy.name=exported: it learns nothing here
+SUMS policy.engine=http policy.url=http://h:x -> policy.url=http://h:x is no address (Port could not be cast
+SUMS policy.engine=http policy.url=http://h:99999999 -> is no address (Port out of range 0-65535)
+PPO policy.name=remote policy.url=ws://[ -> policy.url=ws://[ is no address
 PPO learner.precision=bf16 policy.dtype=float64 -> bf16 lowers the products of float32; try policy.dtype=float32
 pointmass_ppo_pi0_tiny policy.dtype=bfloat16 learner.shard=true -> its norms are float32; try policy.dtype=float32
 PPO learner.pack_tokens=64 -> learner.pack_tokens=64 has no effect with policy.name=mlp: only conversations pass

@@ -2,10 +2,12 @@ import errno
 import itertools
 import json
 import os
+import shutil
 from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
 from embodied.core.errors import CheckpointError
 from embodied.core.files import read_arrays
@@ -25,6 +27,7 @@ from embodied.run.run_folder import (
     verify,
     write_checkpoint,
 )
+from embodied.train import main as train
 
 
 def fill(folder: Path) -> None:
@@ -272,3 +275,17 @@ def test_the_policy_folder_of_a_checkpoint_is_checked_too_where_it_is_named_alon
     for load in (find, load_policy):
         with pytest.raises(CheckpointError, match=r"policy is damaged: model\.safetensors does not match its checksum"):
             load(str(saved / "policy"))
+
+
+@pytest.mark.parametrize("name", ["ppo", "grpo"])
+def test_a_run_of_205c5498_goes_on_and_is_evaluated(name, tmp_path):
+    """Two iterations of a point mass on 27 November, before the house was rebuilt; GRPO that may carry groups over."""
+    run = tmp_path / name
+    shutil.copytree(Path(__file__).parents[1] / "support/old_runs" / name, run)
+    asked = [f"resume={run}", "run.iterations=3", "cluster.backend=inline", "eval.episodes=2", "eval.videos=0"]
+    assert train(asked) == 0
+    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    assert [row["iteration"] for row in rows] == [1, 2, 3] and rows[2]["env_steps"] > rows[1]["env_steps"]
+    before, after = (load_policy(run / "checkpoints" / version / "policy") for version in ("v000002", "v000003"))
+    assert any(not torch.equal(old, new) for old, new in zip(before.parameters(), after.parameters(), strict=True))
+    assert (run / "eval/v000003/results.json").is_file()

@@ -38,7 +38,7 @@ def missing_bridge_assets(task: str, folder: Path, exists: Callable[[Path], bool
 
 
 def asset_folder(environ: Mapping[str, str]) -> Path:
-    """The folder of ManiSkill's downloads, like its `ASSET_DIR`, without an import."""
+    """The folder of ManiSkill's downloads, like its ASSET_DIR, without an import."""
     return Path(environ.get("MS_ASSET_DIR", Path.home() / ".maniskill")) / "data"
 
 
