@@ -30,7 +30,7 @@ from embodied.envs.config import EnvConfig
 from embodied.envs.own_modules import explain_errors, names_a_class, own_modules
 from embodied.policies import make_policy, policy_class
 from embodied.policies.config import PolicyConfig
-from embodied.run.policy_source import PolicySource, check_fits, trained_in
+from embodied.run.policy_source import BUILT_IN, PolicySource, check_fits, trained_in
 
 if TYPE_CHECKING:
     from embodied.core.types import EnvSpec
@@ -47,7 +47,7 @@ def names_own_objects(config: RunConfig, policies: Sequence[Any]) -> bool:
 
 
 def own_policies(policies: Sequence[Any]) -> list[Any]:
-    return [policy for policy in policies if ":" in policy.name]
+    return [policy for policy in policies if ":" in policy.name and policy.name not in BUILT_IN.values()]
 
 
 def try_own_objects(config: RunConfig, env: Any, policies: Sequence[Any]) -> None:

@@ -189,7 +189,8 @@ def test_it_is_the_policy_that_is_evaluated_that_decides_where_it_acts(tmp_path,
         assert where in line
 
 
-def test_declared_machines_are_shown_and_nothing_is_started(capsys):
+def test_declared_machines_are_shown_and_nothing_is_started(capsys, monkeypatch):
+    monkeypatch.setattr("subprocess.run", lambda *_, **__: pytest.fail("a process is started"))
     asked = ["recipe=pointmass_ppo_openvla_tiny", "cluster.machines=2x4xGPU"]
     assert train.main([*asked, "--dry-run"]) == 0
     told = capsys.readouterr().out
