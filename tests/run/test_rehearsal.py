@@ -26,12 +26,8 @@ from embodied.train import main as train
 POINT = EnvSpec(ActionSpec(2), state_dim=6)
 ARM = EnvSpec(ActionSpec(7), state_dim=8, images={"agentview": (64, 64, 3)}, instruction=True)
 CODE = """
-import os
-import signal
-
-import gymnasium
 import numpy as np
-from embodied.envs import ActionSpec, EnvSpec, TextEnv, VectorEnv
+from embodied.envs import TextEnv
 from embodied.policies import NoiseSpec, Policy, PolicyOutput
 
 
@@ -67,6 +63,19 @@ def praise(asked, answer):
     return float("good" if asked else answer)
 
 
+class Muddled(TextEnv):
+    def reset(self, spec):
+        raise KeyError("question")
+"""
+DEADLY = """
+import os
+import signal
+
+import gymnasium
+import numpy as np
+from embodied.envs import ActionSpec, EnvSpec, VectorEnv
+
+
 class Crash(VectorEnv):
     def __init__(self, config, num_envs):
         super().__init__(config, num_envs, EnvSpec(ActionSpec(1), state_dim=1, max_episode_steps=9))
@@ -78,11 +87,6 @@ class Crash(VectorEnv):
 
     def _step(self, actions, active):
         os.kill(os.getpid(), signal.SIGSEGV)
-
-
-class Muddled(TextEnv):
-    def reset(self, spec):
-        raise KeyError("question")
 
 
 class Speck(gymnasium.Env):
@@ -113,7 +117,7 @@ class Killer(Speck):
 
 
 gymnasium.register("Killer-v0", Killer, max_episode_steps=9)
-"""
+"""  # a module without policies: importing it does not import torch
 
 
 @pytest.fixture(scope="module")
@@ -131,14 +135,16 @@ def folders(tmp_path_factory):
     save_file({"weight": torch.zeros(1)}, root / "bert" / "model.safetensors")
     make_policy(Pi0Config(name="pi0"), ARM, 0).save_pretrained(root / "pi0")
     make_policy(MLPConfig(hidden=(8,)), POINT, 0).save_pretrained(root / "mlp")
-    (root / "my_former.py").write_text(CODE)
+    for module, code in {"my_former": CODE, "my_deadly": DEADLY}.items():
+        (root / f"{module}.py").write_text(code)
     yield root
-    sys.modules.pop("my_former", None)
+    for module in ("my_former", "my_deadly"):
+        sys.modules.pop(module, None)
 
 
 OFT = "recipe=libero_grpo_openvla_oft policy.pretrained={} cluster.machines=8xH100"
-SPECK = "recipe=pointmass_ppo env.name=my_former:Speck env.max_episode_steps=9"
-KILLER = "env.name=gym:Killer-v0 env.modules=[my_former] env.kwargs.at="
+SPECK = "recipe=pointmass_ppo env.name=my_deadly:Speck env.max_episode_steps=9"
+KILLER = "env.name=gym:Killer-v0 env.modules=[my_deadly] env.kwargs.at="
 KILLED = "the process died with SIGSEGV while building and stepping"
 REFUSED = {
     OFT.format("empty"): "policy.pretrained=empty: config.json is missing",
@@ -156,10 +162,10 @@ REFUSED = {
     "recipe=sums_grpo run.start_from=null roles.verifier=my_former:praise": (
         r"roles.verifier=my_former:praise cannot score an answer: ValueError: .*'good' \(.*my_former.py, line"
     ),
-    "recipe=pointmass_ppo env.name=my_former:Crash": KILLED,
+    "recipe=pointmass_ppo env.name=my_deadly:Crash": KILLED,
     f"recipe=pointmass_ppo {KILLER}make": KILLED,
     f"check {KILLER}step": KILLED,
-    f"check {KILLER}raises": r"ValueError: a motor is off \(.*my_former.py, line",
+    f"check {KILLER}raises": r"ValueError: a motor is off \(.*my_deadly.py, line",
     f"check {KILLER}old": "step returned 4 values, it must return observation, reward, terminated, truncated, info",
     "recipe=pointmass_ppo policy.name=cnn": "policy.name=cnn needs images, .*set env.cameras",
     "recipe=pointmass_ppo policy.name=cnn env.cameras=[top]": "images of 36x36 .*'top' are 32x32; .*env.image_size=36",
