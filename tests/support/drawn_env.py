@@ -12,7 +12,7 @@ from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
-from watched_env import ImageEnv
+from image_env import ImageEnv
 
 
 class DrawnEnv(ImageEnv):

@@ -10,21 +10,11 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from image_env import ImageEnv
 
 from embodied.core.types import ActRequest, Trajectory
-from embodied.envs.pointmass.config import PointMassConfig
-from embodied.envs.pointmass.env import REACH, PointMassEnv
+from embodied.envs.pointmass.env import REACH
 from embodied.runtime.channel import Remote
-
-
-class ImageEnv(PointMassEnv):
-    """The point mass seen by both cameras; `env.kwargs` are further options of it."""
-
-    def __init__(self, config, num_envs: int) -> None:
-        common = {name: getattr(config, name) for name in ("num_envs", "max_episode_steps", "on_success")}
-        seen = {"cameras": ("near", "top"), "image_size": 16, "state": "proprio"}
-        own = {name: value for name, value in config.kwargs.items() if name != "notes"}
-        super().__init__(PointMassConfig(name="pointmass", **{**common, **seen, **own}), num_envs)
 
 
 class CountedEnv(ImageEnv):

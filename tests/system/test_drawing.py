@@ -52,9 +52,9 @@ def test_a_drawer_that_fails_on_the_gpu_is_named_with_the_picture(kwargs, words)
 
 def test_a_drawer_that_hangs_costs_its_deadline_and_is_killed(tmp_path):
     pids = tmp_path / "pid"
-    result = probe(drawn(fault="hang", at=3, pids=str(pids)), [SEAT], replace(SOON, next=10))
+    result = probe(drawn(fault="hang", at=3, pids=str(pids)), [SEAT], replace(SOON, next=5))
     assert re.fullmatch(
-        r"(drawer-0 hangs at picture 2|computing-0 hangs at product \d+): nothing for 10 s", result.problem
+        r"(drawer-0 hangs at picture 2|computing-0 hangs at product \d+): nothing for 5 s", result.problem
     )
     with pytest.raises(ProcessLookupError):
         os.kill(int(pids.read_text()), 0)
