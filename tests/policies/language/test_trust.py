@@ -124,12 +124,12 @@ def test_what_rounding_does_to_an_answer_is_measured_and_more_is_refused(dtype, 
     monkeypatch.setitem(
         LIMITS, policy.dtype, replace(LIMITS[policy.dtype], proof=0.0, drawn=0.0)
     )  # every answer is suspicious
-    asked = [Request(n, [5 + n, 6, 7], 1 + n % 5, n) for n in range(20)]
+    asked = [Request(n, [5 + n, 6, 7], 1 + n % 5, n) for n in range(10)]
     assert not any(each.mismatch for each in checked(policy, policy, asked, rule))
     if dtype == "float32":
         assert all(each.mismatch for each in checked(policy, moved(policy, 1e-3), asked, rule))
     others = checked(policy, policy, asked, rule, lambda tokens: [9, *tokens[1:]])
-    assert sum(bool(each.mismatch) for each in others) > 17
+    assert sum(bool(each.mismatch) for each in others) > 8
 
 
 @pytest.mark.parametrize("check", [check_proof, check_logprobs])
