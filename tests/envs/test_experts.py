@@ -88,8 +88,9 @@ def test_maniskills_expert_places_uses_tools_raises_inserts_and_hands_over(task)
     pytest.importorskip("mani_skill")
     from embodied.envs.maniskill.env import ManiSkillEnv
 
-    env = ManiSkillEnv(ManiSkillConfig(task=task), 4)
-    assert sum(result.success_once for result in play(env, 4)) >= 3
+    rows = 2 if task == "PegInsertionSide-v1" else 4  # the peg's physics take long, and no insertion may fail
+    env = ManiSkillEnv(ManiSkillConfig(task=task), rows)
+    assert sum(result.success_once for result in play(env, rows)) >= 0.75 * rows
     env.close()
 
 
