@@ -139,7 +139,7 @@ def test_a_program_of_its_best_actions_acts_as_it_does(family, kind, tmp_path):
         with pytest.raises(ConfigError, match="writes each state into the prompt"):
             export_program.describe(policy, observe(), [*TEXTS])
         return
-    policy = shallow(copy.deepcopy(policy), 2)
+    policy = shallow(copy.deepcopy(policy), 1 if name.startswith(("openvla", "oft")) else 2)  # others alternate
     reads = type(policy).prompt_tokens is not Policy.prompt_tokens
     description = {"program": export_program.describe(policy, observe(2), [*TEXTS] if reads else [])}
     runner = export_program.write(tmp_path, kind, description, policy, observe(2))
