@@ -46,6 +46,8 @@ def filled(value):
 
 def commands_in(source):
     """(line, command, arguments) of every command in the strings of a module. A word that is no argument ends one."""
+    if "-m" not in source:  # most modules; looking through their strings takes seconds
+        return
     tree = ast.parse(source)
     nested = {id(part) for node in ast.walk(tree) if isinstance(node, ast.JoinedStr) for part in [*ast.walk(node)][1:]}
     for node in ast.walk(tree):

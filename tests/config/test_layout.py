@@ -41,28 +41,32 @@ def nodes_of(path):
     return [*ast.walk(ast.parse(path.read_text()))]
 
 
+def import_statements(node, runs=True, for_types=False):
+    """(statement, whether it runs when the module is imported, whether it is for types alone) of all imports in a node.
+    Expressions contain none."""
+    if isinstance(node, ast.Import | ast.ImportFrom):
+        yield node, runs, for_types
+    runs = runs and not isinstance(node, ast.FunctionDef)
+    for_types = for_types or (isinstance(node, ast.If) and getattr(node.test, "id", "") == "TYPE_CHECKING")
+    for inner in ast.iter_child_nodes(node):
+        if not isinstance(inner, ast.expr):
+            yield from import_statements(inner, runs, for_types)
+
+
 @cache
 def imports(path, with_types=False):
     """The modules a file imports, and whether each import runs when the module is imported."""
-    nodes = nodes_of(path)
-    typing_only = {
-        id(inner)
-        for node in nodes
-        if isinstance(node, ast.If) and getattr(node.test, "id", "") == "TYPE_CHECKING"
-        for inner in ast.walk(node)
-    }
-    lazy = {id(inner) for node in nodes if isinstance(node, ast.FunctionDef) for inner in ast.walk(node)}
     found = []
-    for node in nodes:
-        if id(node) in typing_only and not with_types:
+    for node, runs, for_types in import_statements(nodes_of(path)[0]):
+        if for_types and not with_types:
             continue
         if isinstance(node, ast.Import):
-            found += [(alias.name, id(node) not in lazy) for alias in node.names]
+            found += [(alias.name, runs) for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
             assert not node.level, f"{path}: relative import"
             names = [f"{node.module}.{alias.name}" for alias in node.names]
             names = [name if name in MODULES or node.module == "embodied" else node.module for name in names]
-            found += [(name, id(node) not in lazy) for name in names]
+            found += [(name, runs) for name in names]
     return found
 
 
@@ -221,8 +225,8 @@ def test_every_option_is_read_outside_its_model():
 
 def code_lines(path):
     """Lines without blank, comment and docstring lines."""
-    tree, documented = ast.parse(path.read_text()), set()
-    for node in ast.walk(tree):
+    documented = set()
+    for node in nodes_of(path):
         has_docstring = isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef)
         if has_docstring and ast.get_docstring(node, False) is not None:
             documented |= {*range(node.body[0].lineno, node.body[0].end_lineno + 1)}
