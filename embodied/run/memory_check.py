@@ -154,7 +154,8 @@ def measured_memory(config: RunConfig, ranks: int) -> Memory | None:
     alike = config.with_values("learner", micro_batch_size=rows, shard=False, reduce_each_pass=None)
     alike = alike if config.policy.speaks else alike.with_values("policy", preset="full")
     alike = alike.with_values("policy", cache_gb=None) if config.policy.speaks else alike
-    settings = alike.model_dump_json(include={"policy", "learner", "algo", "env", "roles"})
+    files = {} if config.policy.speaks else {"policy": {"pretrained", "statistics"}}  # robot policies need none here
+    settings = alike.model_dump_json(include={"policy", "learner", "algo", "env", "roles"}, exclude=files)
     if settings not in counted:
         from embodied.learners.memory_estimate import estimate
 
