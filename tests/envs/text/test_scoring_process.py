@@ -113,9 +113,9 @@ def test_mathematics_that_never_ends_costs_one_answer():
     scorer = Scorer(scoring.MATHEMATICS)
     try:
         assert scorer.score(60.0, answer="0.5", solutions=["\\frac{1}{2}"]) == (1.0, "")
-        score, problem = scorer.score(1.5, answer="\\int_0^\\infty x^{x^{x^x}} dx", solutions=[LOOPS])
+        score, problem = scorer.score(0.5, answer="\\int_0^\\infty x^{x^{x^x}} dx", solutions=[LOOPS])
         assert score == 0.0
-        score, problem = scorer.score(1.5, answer=LOOPS, solutions=["3"])
+        score, problem = scorer.score(0.5, answer=LOOPS, solutions=["3"])
         assert score == 0.0 and problem
         assert scorer.score(60.0, answer="1/2", solutions=["0.5"]) == (1.0, "")
     finally:
