@@ -152,8 +152,7 @@ def measured_memory(config: RunConfig, ranks: int) -> Memory | None:
     rows = -(-(config.algo.minibatch_size or max(1, decisions_of(config))) // ranks)
     rows = min(rows, config.learner.micro_batch_size or rows)
     alike = config.with_values("learner", micro_batch_size=rows, shard=False, reduce_each_pass=None)
-    alike = alike if config.policy.speaks else alike.with_values("policy", preset="full")
-    alike = alike.with_values("policy", cache_gb=None) if config.policy.speaks else alike
+    alike = alike.with_values("policy", **({"cache_gb": None} if config.policy.speaks else {"preset": "full"}))
     files = {} if config.policy.speaks else {"policy": {"pretrained", "statistics"}}  # robot policies need none here
     settings = alike.model_dump_json(include={"policy", "learner", "algo", "env", "roles"}, exclude=files)
     if settings not in counted:
