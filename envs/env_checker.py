@@ -266,7 +266,8 @@ class Checker:
             fail("frames", "drawing frames changes the rewards")
 
     def a_saved_state_continues(self) -> None:
-        self.play(self.actions(3), self.first)
+        if len(over := np.flatnonzero(self.play(self.actions(3), self.first).done.any(axis=1))):
+            self.reset(self.others, over)  # as players do: what an ended episode looks like is not kept
         state = self.env.get_state()
         if not state:
             return
