@@ -390,14 +390,14 @@ def best_seconds(work: Callable[[], Any], device: str, tries: int = 5) -> float:
 
 
 def acting(policy: Any, asked: argparse.Namespace, read: float = 0.0) -> Figures:
-    """Decisions a second by rows, eager and recorded as graphs, beside the most that the device allows: its rate of
+    """Decisions a second by rows, eager and captured as graphs, beside the most that the device allows: its rate of
     products, counted in a decision of one row, and then its bandwidth for `read` bytes of weights (once for all rows;
     0: all weights once)."""
     import numpy as np
     from torch.utils.flop_counter import FlopCounterMode
 
     from embodied.learners.worker import peak_rate
-    from embodied.runtime.device_graphs import Recordings
+    from embodied.runtime.device_graphs import CapturedGraphs
     from embodied.runtime.device_memory import num_bytes
 
     draw, width = np.random.default_rng(1), policy.noise_spec().width
@@ -411,12 +411,12 @@ def acting(policy: Any, asked: argparse.Namespace, read: float = 0.0) -> Figures
         obs, noise = seen(policy, rows), draw.random((rows, width))
         bound = rows / max(read_s, rows * row_s)
         for arm in ("", "recorded_"):
-            policy.recordings = Recordings(device) if arm else None
-            for _ in range(3 if arm else 0):  # fills the KV cache, is a first call, is recorded
+            policy.captured_graphs = CapturedGraphs(device) if arm else None
+            for _ in range(3 if arm else 0):  # fills the KV cache, is a first call, is captured
                 policy.act(obs, noise)
             seconds = best_seconds(lambda obs=obs, noise=noise: policy.act(obs, noise), device)
             figures[f"{arm}decisions_per_s_{rows}"] = {"measured": rows / seconds, "bound": bound}
-        policy.recordings = None
+        policy.captured_graphs = None
     return figures
 
 
@@ -557,7 +557,7 @@ def pi0(asked: argparse.Namespace) -> Figures:
 def smolvla(asked: argparse.Namespace) -> Figures:
     """SmolVLA from a folder as lerobot writes it: it is opened, acts, takes a gradient step of its expert, and is saved
     and opened again. Seconds, and GB of memory up to then; without a GPU, of the process. On a GPU also decisions and
-    items a second, eager and recorded."""
+    items a second, eager and captured."""
     import numpy as np
     import torch
 

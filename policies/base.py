@@ -27,7 +27,7 @@ from embodied.policies.policy_folder import CONFIG, WEIGHTS, checksums
 from embodied.runtime.published_weights import Spec, blob_of, spec_of, write_safetensors
 
 if TYPE_CHECKING:
-    from embodied.runtime.device_graphs import Recordings
+    from embodied.runtime.device_graphs import CapturedGraphs
 
 # Arrays from other processes are read-only, and policies never write to an observation.
 warnings.filterwarnings("ignore", "The given NumPy array is not writable", UserWarning)
@@ -50,12 +50,12 @@ class Policy(nn.Module):
     max_length: int | None = None  # the most tokens of a whole conversation
     any_image_size = False  # True: it resizes images itself
     takes_device_noise = False  # True: `act` takes noise as a tensor on its device
-    is_recordable = False  # True: `act` on tensors may be recorded as a graph, since it does not read their numbers
+    is_recordable = False  # True: `act` on tensors may be captured as a graph, since it does not read their numbers
     reads_words = False  # True: `as_tensors` turns instructions to tensors
     gap_limits: tuple[float, float] = (math.inf, math.inf)  # nats by which log-probs of acting may differ from the
     # learner's in full and in half precision; beyond that the learner computes them again
     value_names: tuple[str, ...] = ()  # name prefixes of parameters that only predict values
-    recordings: Recordings | None = None  # of a policy that has its own decisions recorded; a policy worker sets it
+    captured_graphs: CapturedGraphs | None = None  # of the policy's own decisions; a policy worker sets it
     own_losses: tuple[str, ...] = ()  # the name of `Scores.own_loss` in the metrics
     auxiliary_loss: str = ""  # the metrics' name of the second loss of `imitate`, if any
 

@@ -44,7 +44,7 @@ from embodied.runtime.published_weights import Blob, Publication, blob_of, tenso
 from embodied.runtime.weights import WeightReader
 
 if TYPE_CHECKING:
-    from embodied.runtime.device_graphs import Recordings
+    from embodied.runtime.device_graphs import CapturedGraphs
 
 ONE_BY_ONE = Merging()
 ALL_ACTIONS = SamplingRule()
@@ -61,7 +61,7 @@ class PolicyWorker(Worker):
         merging: Merging = ONE_BY_ONE,
         graphs: str = "off",
     ) -> None:
-        """`precision` is the learner's, since log-probs must agree. `graphs`: record acting as graphs; of small
+        """`precision` is the learner's, since log-probs must agree. `graphs`: capture acting as graphs; of small
         policies if observations are tensors."""
         self.config = config
         self.seed = seed
@@ -73,16 +73,16 @@ class PolicyWorker(Worker):
         self.shares = False  # True: it uses a learner's weights
         self.cache_bytes = 0  # its largest working memory so far
         self.checks = FiniteChecks()  # checks of answers on a device, until a rollout ends
-        self.recordings: Recordings | None = None
+        self.captured_graphs: CapturedGraphs | None = None
         if graphs != "off":
-            from embodied.runtime.device_graphs import Recordings
+            from embodied.runtime.device_graphs import CapturedGraphs
 
-            self.recordings = Recordings(device)
+            self.captured_graphs = CapturedGraphs(device)
 
     def build(self, spec: EnvSpec) -> None:
         self.belongings = DeviceTensors(self.timers)
         self.policy = make_policy(self.config, spec).eval().to(self.device)
-        self.policy.recordings = self.recordings
+        self.policy.captured_graphs = self.captured_graphs
         self.noise = self.policy.noise_spec()
         self.noise_device = self.device if self.device != "cpu" and self.policy.takes_device_noise else ""
         self.action_dim = spec.action.dim
@@ -99,7 +99,7 @@ class PolicyWorker(Worker):
         self.shares = shared
         weights = [] if shared else self._weights()
         self.cache_bytes = max(self.cache_bytes, num_bytes(self.policy.cache_tensors()))
-        graphs = 0 if self.recordings is None else self.recordings.bytes
+        graphs = 0 if self.captured_graphs is None else self.captured_graphs.bytes
         return Needs(num_bytes(weights) + self.cache_bytes + self.computing.num_bytes + graphs)
 
     def onload(self) -> None:
@@ -107,8 +107,8 @@ class PolicyWorker(Worker):
 
     def offload(self) -> None:
         if not self.belongings.away:
-            if self.recordings is not None:
-                self.recordings.clear()  # their memory cannot be moved
+            if self.captured_graphs is not None:
+                self.captured_graphs.clear()  # their memory cannot be moved
             weights = {} if self.shares else {"weights": self._weights()}
             self.belongings.offload(weights | {"cache": self.policy.cache_tensors()}, emptied=("cache",))
             give_back_unused()
@@ -197,7 +197,7 @@ class PolicyWorker(Worker):
         """One call of the policy for all decisions, one for requests of values, one for the values of final
         observations."""
         numbered = dict(enumerate(requests))
-        kept = self.recordings is None  # a graph would read copies of weights that are no longer there
+        kept = self.captured_graphs is None  # a graph would read copies of weights that are no longer there
         with torch.autocast(self.device, torch.bfloat16, enabled=self.bf16, cache_enabled=kept):
             later = all(r.checked_later for r in requests)
             final = {i: r.final_obs for i, r in numbered.items() if r.final_obs is not None}
@@ -243,9 +243,11 @@ class PolicyWorker(Worker):
 
         inputs = {"obs": obs, "episodes": episodes, "decisions": decisions}
         there = self.noise_device and self.policy.is_recordable and all(map(is_tensor, leaves(inputs)))
-        if self.recordings is None or not there:
+        if self.captured_graphs is None or not there:
             return PolicyOutput(**decide(**inputs))
-        return PolicyOutput(**self.recordings.run((rule.stream, rule.temperature), decide, inputs, self._weights()))
+        return PolicyOutput(
+            **self.captured_graphs.run((rule.stream, rule.temperature), decide, inputs, self._weights())
+        )
 
     def _noise_keys(self, requests: list[ActRequest]) -> tuple[Array, Array]:
         """The episodes and decisions that key the noise."""
@@ -267,9 +269,9 @@ class PolicyWorker(Worker):
                 numbers = (episodes, decisions, self.noise.width, self.noise_device)
                 return {"noise": draw_noise(self.noise.kind, *where, *numbers)}
 
-            if self.recordings is None or self.policy.is_recordable:  # its graph draws the noise, too
+            if self.captured_graphs is None or self.policy.is_recordable:  # its graph draws the noise, too
                 return drawn(**keys)["noise"]
-            return self.recordings.run_padded(("noise", stream), drawn, keys, ())["noise"]
+            return self.captured_graphs.run_padded(("noise", stream), drawn, keys, ())["noise"]
         draw = rng.normal if self.noise.kind == "normal" else rng.uniform
         return draw(*where, host(episodes), host(decisions), self.noise.width)
 

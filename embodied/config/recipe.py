@@ -321,7 +321,7 @@ IMITATION = (
     NO_CHUNKS,
     never_with({"pipeline.schedule": ("periodic", "async")}, {}, "nothing is collected in the meantime; leave it out"),
     never_with("pipeline.async_level pipeline.granularity", {}, "nothing is collected in the meantime; leave it out"),
-    never_with("learner.graphs", {}, "imitation records no steps; leave it out"),
+    never_with("learner.graphs", {}, "imitation captures no steps; leave it out"),
     only_with(
         "learner.sequence_degree",
         LANGUAGE,

@@ -50,9 +50,9 @@ class LearnerConfig(Strict):
     compile: bool = Field(False, description="Compile the network (torch.compile); the first iteration takes longer.")
     graphs: Literal["auto", "on", "off"] = Field(
         "auto",
-        description="Record gradient steps as CUDA graphs and repeat them; minibatches are padded to few sizes. auto: "
+        description="Capture gradient steps as CUDA graphs and repeat them; minibatches are padded to few sizes. auto: "
         "on GPUs, for policies that read instructions and for others of up to 10 million weights. Weights "
-        "are equal up to rounding. Acting is recorded, too, unless off: of policies that read instructions, "
+        "are equal up to rounding. Acting is captured, too, unless off: of policies that read instructions, "
         "and of small ones on observations that a simulator keeps on the GPU.",
     )
     checkpoint_activations: bool | Literal["half", "language", "auto"] = Field(
@@ -88,7 +88,7 @@ class LearnerConfig(Strict):
         slow = {"shard": self.shard, "sequence_degree": self.sequence_degree != 1}
         if self.graphs == "on" and (given := [f"learner.{name}" for name, on in slow.items() if on]):
             raise ValueError(
-                f"learner.graphs=on records steps that one learner computes as a whole, but {given[0]} is set; "
+                f"learner.graphs=on captures steps that one learner computes as a whole, but {given[0]} is set; "
                 "try learner.graphs=auto"
             )
         return self

@@ -81,7 +81,7 @@ class Model:
         self.collective: Collective = Alone()  # ranks that must run a sharded network equally often
         self.table: DividesPasses | None = None  # set if ranks run passes together
         self.imitation: Any = None  # adds the imitation loss of RL (`imitation.ImitatingLearner.imitate_too`)
-        self.graphed: Any = None  # gradient steps that were recorded (`update.GraphedSteps`), or False: they cannot be
+        self.graphed: Any = None  # gradient steps that were captured (`update.GraphedSteps`), or False: they cannot be
         self.rescores = False  # True: log-probs of acting were too far from the policy's own (`Policy.gap_limits`)
         self.first_backward: float | None = None  # when it began, by time.perf_counter; of the update since it was None
         if config.checkpoint_activations:
@@ -95,7 +95,7 @@ class Model:
         return self.config.pack_tokens * (1 if self.table is None else self.table.degrees[0])
 
     def begin_pass(self) -> None:
-        """Called before a recorded pass (forward and backward)."""
+        """Called before a captured pass (forward and backward)."""
         self.tick()
         self.first_backward = self.first_backward or perf_counter()
 

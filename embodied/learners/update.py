@@ -29,7 +29,7 @@ from embodied.policies.base import Scores
 from embodied.runtime.collective import Collective
 from embodied.runtime.device_memory import take
 
-SMALL = 10_000_000  # largest number of weights of a policy with recorded steps
+SMALL = 10_000_000  # largest number of weights of a policy with captured steps
 SIZES = 8  # most sizes of padded minibatches, each with its own graph
 UNCOUNTED = ("mask", "current", "weights")  # zeros for padding items
 LossOf = Callable[[Pass], tuple[Tensor, Tensor]]  # the loss of a pass, a sum, and numbers for the log
@@ -219,7 +219,7 @@ class PolicySteps(GradientSteps):
 
 
 class FixedPass:
-    """The inputs of a recorded pass in memory with fixed addresses, and the graph of the pass (`device_graphs.py`)."""
+    """The inputs of a captured pass in memory with fixed addresses, and the graph of the pass (`device_graphs.py`)."""
 
     def __init__(self, batch: RankBatch, size: int, dtype: torch.dtype) -> None:
         device = batch.mask.device
@@ -252,7 +252,7 @@ class FixedPass:
 
 
 class GraphedSteps(PolicySteps):
-    """Gradient steps recorded once for all updates: a pass for each size of padded minibatches, and the step. Ranks sum
+    """Gradient steps captured once for all updates: a pass for each size of padded minibatches, and the step. Ranks sum
     their gradients in between."""
 
     def __init__(self, model: Model, optimizer: PolicyOptimizer, config: AlgoConfig) -> None:
@@ -270,17 +270,17 @@ class GraphedSteps(PolicySteps):
 
     @property
     def is_valid(self) -> bool:
-        """True if all recorded tensors still have their addresses."""
+        """True if all captured tensors still have their addresses."""
         return self.optimizer.summed is self.room and self._addresses() == self.addresses
 
     def begin(self, batch: RankBatch) -> None:
-        """Begin an update with empty statistics; missing graphs are recorded."""
+        """Begin an update with empty statistics; missing graphs are captured."""
         self.steps = []
         self.room.zero_()
         self.largest.fill_(-math.inf)
         self.broken.zero_()
         self._pass_for(batch, self._most_items(batch))
-        self.step_graph = self.step_graph or self._recorded(self._take_step)
+        self.step_graph = self.step_graph or self._capture(self._take_step)
 
     def add(self, batch: RankBatch, units: Tensor, divisor: float = 1.0) -> None:
         for items in units.split(self._most_items(batch)) if len(units) else ():
@@ -309,7 +309,7 @@ class GraphedSteps(PolicySteps):
         key = (size, bool(self.steps), *shapes)
         if key not in self.passes:
             fixed = FixedPass(batch, size, self.model.dtype)
-            fixed.graph = self._recorded(lambda: self._learn_from(fixed))
+            fixed.graph = self._capture(lambda: self._learn_from(fixed))
             self.passes[key] = fixed
         return self.passes[key]
 
@@ -320,15 +320,15 @@ class GraphedSteps(PolicySteps):
         loss, numbers = self.loss_of_scores(scores, fixed.batch, 1.0, fixed.own_weight)
         self.backward(loss / fixed.divisor, numbers, last=True)
 
-    def _recorded(self, work: Callable[[], None]) -> Any:
-        """The graph of this work. Recording changes no weights, since the update counts as broken meanwhile."""
-        from embodied.runtime.device_graphs import record
+    def _capture(self, work: Callable[[], None]) -> Any:
+        """The graph of this work. The capture changes no weights, since the update counts as broken meanwhile."""
+        from embodied.runtime.device_graphs import capture
 
         changed = (self.room, self.largest, self.broken)
         before = [tensor.clone() for tensor in changed]
         self.broken.fill_(1.0)
         try:
-            return record(work, self.model.device, self.pool)
+            return capture(work, self.model.device, self.pool)
         finally:
             for tensor, kept in zip(changed, before, strict=True):
                 tensor.copy_(kept)
@@ -341,12 +341,12 @@ class GraphedSteps(PolicySteps):
 def steps_of(
     model: Model, optimizer: PolicyOptimizer, config: AlgoConfig, batch: RankBatch
 ) -> tuple[PolicySteps, RankBatch]:
-    """Gradient steps for this batch (recorded if learner.graphs allows it), and the batch in the form for them."""
+    """Gradient steps for this batch (captured if learner.graphs allows it), and the batch in the form for them."""
     reason = why_not_graphs(model, config, batch)
     if reason and model.config.graphs == "on":
         raise ConfigError(f"learner.graphs=on: {reason}; try learner.graphs=auto")
     if reason:
-        if optimizer.fixed:  # an earlier batch's steps were recorded
+        if optimizer.fixed:  # an earlier batch's steps were captured
             optimizer.forget_gradients()
         return PolicySteps(model, optimizer, config), batch
     if model.policy.reads_words:
@@ -362,16 +362,16 @@ def steps_of(
         model.graphed = False
         if model.config.graphs == "on":
             raise ConfigError(
-                f"learner.graphs=on: a step of {type(model.policy).__name__} cannot be recorded ({err}); "
+                f"learner.graphs=on: a step of {type(model.policy).__name__} cannot be captured ({err}); "
                 "try learner.graphs=off"
             ) from err
-        print(f"learner.graphs=auto: steps are not recorded: {err}", flush=True)
+        print(f"learner.graphs=auto: steps are not captured: {err}", flush=True)
         return PolicySteps(model, optimizer, config), batch
     return model.graphed, batch
 
 
 def why_not_graphs(model: Model, config: AlgoConfig, batch: RankBatch) -> str:
-    """The reason why gradient steps for this batch are not recorded; "" if they are."""
+    """The reason why gradient steps for this batch are not captured; "" if they are."""
     options, policy = model.config, model.policy
     if options.graphs == "off" or model.graphed is False:
         return "they are off"

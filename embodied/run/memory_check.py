@@ -285,7 +285,7 @@ def acting_bytes(config: RunConfig, memory: Memory, rows: int) -> float:
 
 
 def graph_bytes(config: RunConfig, memory: Memory, rows: int) -> int:
-    """Bytes of a policy worker's recorded decisions, one for each number of rows up to its own."""
+    """Bytes of a policy worker's captured decisions, one for each number of rows up to its own."""
     if config.learner.graphs == "off":
         return 0
     return memory.deciding * sum({padded_rows(count) for count in range(1, rows + 1)})

@@ -1,9 +1,9 @@
-"""Graphs: device operations that are recorded once and then replayed on the same memory, without Python.
+"""Graphs: device operations that are captured once and then replayed on the same memory, without Python.
 
 A pass of a small network has some hundred operations, and each takes a GPU less time than Python needs to launch it.
-`record` makes a CUDA graph. On a CPU it makes a `HostGraph` with the same rules: inputs are copied into fixed buffers,
-sizes never change, results must not be read while recording, and no array is sent to the device. That is not faster,
-but lets tests compare recorded with ordinary passes without a GPU.
+`capture` makes a CUDA graph. On a CPU it makes a `CpuGraph` with the same rules: inputs are copied into fixed buffers,
+sizes never change, results must not be read during the capture, and no array is sent to the device. That is not faster,
+but lets tests compare captured with ordinary passes without a GPU.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from embodied.core.arrays import Observation, flat_dict, is_tensor, leaves, map_obs, num_rows, padded_rows
 
-WARM_UP = 3  # runs before CUDA records: libraries allocate their memory in the first run
+WARM_UP = 3  # runs before CUDA captures: libraries allocate their memory in the first run
 READS = ("_local_scalar_dense", "item", "nonzero", "_unique2", "unique_dim", "unique_consecutive", "masked_select")
 FETCHES, SENDS = ("cpu", "numpy", "tolist", "__array__"), ("tensor", "as_tensor")  # what a GPU waits for
 MOST = 16  # graphs; they share their temporary memory
 
 
-class HostGraph(TorchDispatchMode):
-    """Records the operations that run inside, and replays them into the same tensors."""
+class CpuGraph(TorchDispatchMode):
+    """Captures the operations that run inside, and replays them into the same tensors."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -34,10 +34,10 @@ class HostGraph(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func.overloadpacket.__name__ in READS:
-            raise RuntimeError(f"{func} reads a result while it is recorded")
+            raise RuntimeError(f"{func} reads a result while it is captured")
         result = func(*args, **(kwargs or {}))
-        known = tree_map_only(Tensor, lambda tensor: tensor.detach(), (args, kwargs or {}, tree_leaves(result)))
-        self.calls.append((func, *known))
+        detached = tree_map_only(Tensor, lambda tensor: tensor.detach(), (args, kwargs or {}, tree_leaves(result)))
+        self.calls.append((func, *detached))
         return result
 
     @torch.no_grad()
@@ -49,20 +49,20 @@ class HostGraph(TorchDispatchMode):
 
 
 class NoTransfers(TorchFunctionMode):
-    """Refuses what a GPU cannot record: reading a tensor on the host, and sending numbers of the host to it."""
+    """Refuses what a GPU cannot capture: reading a tensor on the host, and sending numbers of the host to it."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = getattr(func, "__name__", "")
         if name in FETCHES or (name in SENDS and not isinstance(args[0], Tensor | bool | int | float)):
-            raise RuntimeError(f"{name} goes to or from the host's memory while it is recorded")
+            raise RuntimeError(f"{name} goes to or from the host's memory while it is captured")
         return func(*args, **(kwargs or {}))
 
 
-def record(work: Callable[[], None], device: str, pool: Any = None) -> Any:
-    """Returns a graph of the operations of `work`, with a method `replay`. Recording may run `work` several times."""
+def capture(work: Callable[[], None], device: str, pool: Any = None) -> Any:
+    """Returns a graph of the operations of `work`, with a method `replay`. The capture may run `work` several times."""
     if device != "cuda":
         work()
-        with HostGraph() as graph, NoTransfers():
+        with CpuGraph() as graph, NoTransfers():
             work()
         return graph
     stream, cuda_graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
@@ -77,12 +77,12 @@ def record(work: Callable[[], None], device: str, pool: Any = None) -> Any:
     return cuda_graph
 
 
-class Recordings:
+class CapturedGraphs:
     """Graphs of functions of tensors, by the tensors' shapes and the weights' addresses."""
 
     def __init__(self, device: str) -> None:
         self.device = device
-        self.graphs: dict[tuple, Any] = {}  # inputs, graph and results; None: came once; False: cannot be recorded
+        self.graphs: dict[tuple, Any] = {}  # inputs, graph and results; None: came once; False: cannot be captured
         self.failed = False
         self.clear()
 
@@ -119,7 +119,7 @@ class Recordings:
                 return results
             self.graphs[key] = self.graphs.pop(key)  # the last one used goes last
             if self.graphs[key] is None:
-                self.graphs[key] = self._recorded(work, inputs)
+                self.graphs[key] = self._capture(work, inputs)
             if not self.graphs[key]:
                 return work(**inputs)
             held, graph, results = self.graphs[key]
@@ -127,14 +127,14 @@ class Recordings:
             graph.replay()
             return map_obs(torch.clone, results)
 
-    def _recorded(self, work: Callable[..., Observation], inputs: Observation) -> Any:
+    def _capture(self, work: Callable[..., Observation], inputs: Observation) -> Any:
         held, results = map_obs(torch.clone, inputs), dict[str, Any]()
         before = self._reserved()
         try:
-            graph = record(lambda: results.update(work(**held)), self.device, self.pool)
+            graph = capture(lambda: results.update(work(**held)), self.device, self.pool)
         except RuntimeError as err:
             if not self.failed:
-                print(f"acting is not recorded: {err}", flush=True)
+                print(f"acting is not captured: {err}", flush=True)
             self.failed = True
             return False
         self.bytes += max(0, self._reserved() - before)

@@ -328,7 +328,7 @@ def take_processed_pictures(architecture: str, most: int) -> None:
 
 
 def on_gpu(cache: int, weights: int) -> dict[str, Any]:
-    """Options that give vLLM this much GPU memory for its cache, and let it sleep. By default vLLM also records CUDA
+    """Options that give vLLM this much GPU memory for its cache, and let it sleep. By default vLLM also captures CUDA
     graphs (not measured). vLLM starts only if its share of the GPU (92% by default) is free, but a learner may already
     use some."""
     share = min(1.0, (cache + weights) / torch.cuda.get_device_properties().total_memory)

@@ -45,7 +45,7 @@ class VLAConfig(LoraOptions):
     compile: bool = Field(
         False,
         description="Act on CPUs with networks compiled by torch.compile: faster, after a minute at first; needs a C++ "
-        "compiler. GPUs record decisions instead (learner.graphs). A saved policy does not keep it.",
+        "compiler. GPUs capture decisions instead (learner.graphs). A saved policy does not keep it.",
     )
 
 

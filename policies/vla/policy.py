@@ -84,7 +84,7 @@ def pad_rows(
 
 KEYFRAMES = "keyframe_head."
 IDS, IS_WORD = "ids", "is_word"  # an instruction as tensors [N, L]; without a mask nothing is padded
-PROMPT_STEP = 32  # recorded programs take prompts whose length is a multiple, once there are several lengths
+PROMPT_STEP = 32  # captured programs take prompts whose length is a multiple, once there are several lengths
 AHEAD = 2  # the next keyframe and the end
 COMPILERS = ("g++", "clang++", "c++")
 
@@ -106,7 +106,7 @@ class VLAPolicy(PublishedPolicy):
     def __init__(self, config: Any, spec: EnvSpec) -> None:
         super().__init__(with_adapter_options(config), spec)
         self.adapters = config.lora_path and Path(config.lora_path)
-        self.lengths: set[int] = set()  # of prompts in recorded decisions
+        self.lengths: set[int] = set()  # of prompts in captured decisions
         self.source = self.folder_of(self.config) if self.config.pretrained else None
         self.origin = self.source and self.source.path
 
@@ -249,12 +249,12 @@ class VLAPolicy(PublishedPolicy):
 
     def as_tensors(self, obs: Observation, device: torch.device | str | None = None) -> Observation:
         """The observation as tensors, with the words of its prompts as instruction. With a `device` (of a learner's
-        recorded passes) they stay there; else they are sent to the policy's."""
+        captured passes) they stay there; else they are sent to the policy's."""
         seen = {name: obs[name] for name in ("images", "state") if name in obs}
-        count, recorded = num_rows(seen), self.recordings is not None or device is not None
-        several = recorded and len(self.lengths) > 1
+        count, captured = num_rows(seen), self.captured_graphs is not None or device is not None
+        several = captured and len(self.lengths) > 1
         ids, is_word = self.prompts(obs, count, PROMPT_STEP if several else 1)
-        if recorded and not several:
+        if captured and not several:
             self.lengths.update(is_word.sum(1).tolist())
             if len(self.lengths) > 1:
                 ids, is_word = self.prompts(obs, count, PROMPT_STEP)
@@ -276,11 +276,11 @@ class VLAPolicy(PublishedPolicy):
         return compiled(function) if acts else function
 
     def compute(self, name: Hashable, work: Callable[..., Observation], inputs: Observation) -> Observation:
-        """The results of `work(**inputs)` on tensors; a policy worker on a GPU records it."""
-        if self.recordings is None or not torch.is_inference_mode_enabled():
+        """The results of `work(**inputs)` on tensors; a policy worker on a GPU captures it."""
+        if self.captured_graphs is None or not torch.is_inference_mode_enabled():
             return work(**inputs)
         addresses = (*self.parameters(), *self.buffers(), *self.cache_tensors())
-        return self.recordings.run_padded(name, work, inputs, addresses)
+        return self.captured_graphs.run_padded(name, work, inputs, addresses)
 
     def write_folder(self, folder: Path, tensors=None, specs=None) -> None:
         super().write_folder(folder, tensors, specs)
@@ -303,7 +303,7 @@ class VLAPolicy(PublishedPolicy):
         return ours
 
 
-# Acting with functions compiled by torch.compile, on CPUs: GPUs record whole decisions (`compute`). Learning is not
+# Acting with functions compiled by torch.compile, on CPUs: GPUs capture whole decisions (`compute`). Learning is not
 # compiled. Fused operations round like separate ones, so log-probs still equal the learner's. For a second number of
 # rows or length of prompts a function is compiled again, then for all sizes.
 

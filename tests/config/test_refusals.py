@@ -136,7 +136,7 @@ PPO policy.chunks.blend=cubic -> policy.chunks.blend='cubic': should be 'linear'
 SUMS eval.delay=3 -> eval.delay=3 counts env steps, and policy.name=language answers in words
 PPO algo.average=20 eval.interleave=true -> evaluations beside a rollout play the weights that act in it
 SUMS eval.interleave=true run.eval_every=null -> the only evaluation is the last; leave it out, or set run.eval_every=5
-PPO learner.shard=true learner.graphs=on -> records steps that one learner computes as a whole, but learner.shard is set
+PPO learner.shard=true learner.graphs=on -> captures steps that one learner computes as a whole, but learner.shard is set
 PPO learner.reduce_each_pass=true -> leave it out, or set learner.shard=true
 SUMS sft.data=examples.jsonl -> sft.data has no effect in train; leave it out, or run python -m embodied.sft
 PPO collect.noise=1 -> or run python -m embodied.collect
@@ -151,7 +151,7 @@ SFT pipeline.schedule=async -> pipeline.schedule=async: nothing is collected in 
 SFT pipeline.async_level=3 -> pipeline.async_level=3: nothing is collected in the meantime; leave it out
 SFT pipeline.granularity=3 -> pipeline.granularity=3: nothing is collected in the meantime; leave it out
 pickcube_sft learner.sequence_degree=2 -> has no effect with policy.name=mlp: only conversations pass
-SFT learner.graphs=on -> imitation records no steps; leave it out
+SFT learner.graphs=on -> imitation captures no steps; leave it out
 SUMS learner.sequence_degree=2 algo.imitation.episodes=9 -> =2 does not go with algo.imitation={episodes: 9}: RL and
 PPO algo.imitation.weight=0 -> algo.imitation.weight=0: should be greater than 0
 PPO algo.imitation.decay=2 -> algo.imitation.decay=2: should be less than or equal to 1

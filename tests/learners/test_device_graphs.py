@@ -1,20 +1,20 @@
-"""Which recorded graphs are kept."""
+"""Which captured graphs are kept."""
 
 import torch
 
-from embodied.runtime.device_graphs import MOST, Recordings
+from embodied.runtime.device_graphs import MOST, CapturedGraphs
 
 
 def test_a_graph_in_use_outlasts_shapes_that_come_now_and_then():
     """As in an evaluation beside a rollout: its rows become fewer, those of the rollout do not."""
-    recordings, calls = Recordings("cpu"), []
+    graphs, calls = CapturedGraphs("cpu"), []
 
     def doubled(numbers):
         calls.append(len(numbers))
         return {"doubled": 2 * numbers}
 
     def run(rows):
-        found = recordings.run("doubled", doubled, {"numbers": torch.ones(rows)}, [])
+        found = graphs.run("doubled", doubled, {"numbers": torch.ones(rows)}, [])
         assert found["doubled"].tolist() == [2.0] * rows
 
     run(100)

@@ -1,4 +1,4 @@
-"""Recorded gradient steps (learner.graphs) learn what other steps do; and what an update reads of its device."""
+"""Captured gradient steps (learner.graphs) learn what other steps do; and what an update reads of its device."""
 
 import sys
 from dataclasses import replace
@@ -156,7 +156,7 @@ def reads_its_numbers(policy):
 
 @pytest.mark.usefixtures("on_devices")
 def test_steps_that_no_graph_can_hold_are_refused_and_with_graphs_auto_learned_from_as_ever(monkeypatch):
-    """What reads a number meanwhile cannot be recorded."""
+    """What reads a number meanwhile cannot be captured."""
     algo, found = PPOConfig(**PPO), {}
     for graphs in ("on", "auto", "off"):
         model, optimizer = learner(graphs, Alone())
@@ -166,7 +166,7 @@ def test_steps_that_no_graph_can_hold_are_refused_and_with_graphs_auto_learned_f
             if graphs == "auto":  # as if on a GPU
                 patched.setattr("embodied.learners.update.why_not_graphs", lambda *_: "")
             if graphs == "on":
-                with pytest.raises(ConfigError, match=r"MLPPolicy cannot be recorded.*try learner\.graphs=off"):
+                with pytest.raises(ConfigError, match=r"MLPPolicy cannot be captured.*try learner\.graphs=off"):
                     update_policy(model, optimizer, algo, share, 0, BatchEnd(0, 2))
             else:
                 found[graphs] = update_policy(model, optimizer, algo, share, 0, BatchEnd(0, 2))

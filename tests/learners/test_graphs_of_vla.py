@@ -1,4 +1,4 @@
-"""Recorded gradient steps of policies that read instructions; log-probs of acting that are too far away."""
+"""Captured gradient steps of policies that read instructions; log-probs of acting that are too far away."""
 
 from dataclasses import replace
 

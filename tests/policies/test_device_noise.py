@@ -84,12 +84,12 @@ def reads_its_actions(policy):
 @pytest.mark.parametrize("reads", [False, True])
 def test_acting_that_is_recorded_decides_the_same_and_where_it_cannot_be_recorded_too(device, reads):
     """From the second request of a shape on; weights that change are seen, and those that have moved."""
-    plain, recorded = acting(device), acting(device, graphs="auto")
+    plain, captured = acting(device), acting(device, graphs="auto")
     rng, arrays = np.random.default_rng(0), (torch.tensor(EPISODES), torch.tensor(DECISIONS))
     for decision in range(8):
         states, weights = torch.tensor(rng.normal(size=(5, 4))), torch.tensor(rng.normal(size=256))
         found = []
-        for chosen in (plain, recorded):
+        for chosen in (plain, captured):
             chosen.noise_device = device
             if reads and not decision:
                 reads_its_actions(chosen.policy)
@@ -101,7 +101,7 @@ def test_acting_that_is_recorded_decides_the_same_and_where_it_cannot_be_recorde
         for name, wanted in vars(found[0]).items():
             if name != "replay":
                 torch.testing.assert_close(getattr(found[1], name), wanted, rtol=0, atol=0)
-    kept = [type(graph) for graph in recorded.recordings.graphs.values()]
+    kept = [type(graph) for graph in captured.captured_graphs.graphs.values()]
     assert kept == [bool if reads else tuple] * 2
 
 

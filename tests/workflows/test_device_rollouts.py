@@ -8,7 +8,7 @@ from stepped import Run
 
 from embodied.envs.sim_worker import SimWorker
 from embodied.policies.worker import PolicyWorker
-from embodied.runtime.device_graphs import Recordings
+from embodied.runtime.device_graphs import CapturedGraphs
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # ManiSkill's and SAPIEN's own
 TOGETHER = {"sim,policy": "cpu:0", "learner": "cpu:1"}
@@ -23,7 +23,7 @@ def noise_of_tensors(monkeypatch):
 
     def on_device(self, spec):
         build(self, spec)
-        self.noise_device, self.recordings = torch.device("cpu"), Recordings("cpu")
+        self.noise_device, self.captured_graphs = torch.device("cpu"), CapturedGraphs("cpu")
 
     monkeypatch.setattr(PolicyWorker, "build", on_device)
 

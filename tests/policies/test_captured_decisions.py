@@ -1,4 +1,4 @@
-"""Decisions of VLA policies that are recorded as graphs: the CPU's stand-in decides as without them."""
+"""Decisions of VLA policies that are captured as graphs: the CPU's stand-in decides as without them."""
 
 import numpy as np
 import pytest
@@ -8,7 +8,7 @@ from tiny_vla import ROBOT, TEXTS, build, noise, observe, shallow
 from embodied.core.arrays import padded_rows
 from embodied.policies.worker import PolicyWorker
 from embodied.runtime import Cluster, HostPlan, Timers
-from embodied.runtime.device_graphs import Recordings
+from embodied.runtime.device_graphs import CapturedGraphs
 from embodied.runtime.published_weights import spec_of
 from embodied.runtime.weights import WeightStore
 
@@ -37,14 +37,14 @@ def with_trained_adapters(policy):
 
 
 def pair(case):
-    """A policy, and one with the same weights whose decisions are recorded."""
-    plain, recorded = (with_trained_adapters(shallow(build(**CASES[case]))) for _ in range(2))
-    recorded.recordings = Recordings("cpu")
-    return plain, recorded
+    """A policy, and one with the same weights whose decisions are captured."""
+    plain, captured = (with_trained_adapters(shallow(build(**CASES[case]))) for _ in range(2))
+    captured.captured_graphs = CapturedGraphs("cpu")
+    return plain, captured
 
 
 def graphs_of(policy):
-    return [graph for graph in policy.recordings.graphs.values() if graph]
+    return [graph for graph in policy.captured_graphs.graphs.values() if graph]
 
 
 def assert_equal(one, other, tolerance=0.0):
@@ -56,13 +56,13 @@ def assert_equal(one, other, tolerance=0.0):
 @pytest.mark.parametrize("case", CASES)
 def test_recorded_decisions_are_those_of_others(case):
     """From the second request of a kind on; the first two have as many rows as the graph, and one prompt."""
-    plain, recorded = pair(case)
+    plain, captured = pair(case)
     for seed in range(4):
         obs, draws = observe(4, texts=TEXTS[:1], seed=seed), noise(plain, 4, seed=seed)
-        assert_equal(plain.act(obs, draws), recorded.act(obs, draws))
-        assert np.array_equal(plain.value(obs), recorded.value(obs))
-    assert len(graphs_of(recorded)) == 2 and not recorded.recordings.failed
-    best = [each.act(obs, draws, temperature=0.0).actions for each in (plain, recorded)]
+        assert_equal(plain.act(obs, draws), captured.act(obs, draws))
+        assert np.array_equal(plain.value(obs), captured.value(obs))
+    assert len(graphs_of(captured)) == 2 and not captured.captured_graphs.failed
+    best = [each.act(obs, draws, temperature=0.0).actions for each in (plain, captured)]
     assert np.array_equal(*best)
 
 
@@ -70,12 +70,12 @@ def test_recorded_decisions_are_those_of_others(case):
     "case", ["openvla, adapters in half precision", "oft that regresses", "pi0", "pi05", "smolvla"]
 )
 def test_rows_and_prompts_are_padded_to_few_sizes_which_changes_answers_by_rounding_alone(case):
-    plain, recorded = pair(case)
-    recorded.act(observe(4), noise(plain, 4))  # it has seen prompts of two lengths
+    plain, captured = pair(case)
+    captured.act(observe(4), noise(plain, 4))  # it has seen prompts of two lengths
     tolerance = PADDED[plain.config.dtype]
     for rows in (3, 4, 3):
         obs, draws = observe(rows, seed=rows), noise(plain, rows, seed=rows)
-        wanted, found = plain.act(obs, draws), recorded.act(obs, draws)
+        wanted, found = plain.act(obs, draws), captured.act(obs, draws)
         assert found.actions.shape == wanted.actions.shape
         if tolerance > 1e-2 and "tokens" in wanted.replay:  # another token is another action
             alike = (found.replay["tokens"] == wanted.replay["tokens"]).reshape(rows, -1).all(1)
@@ -83,35 +83,35 @@ def test_rows_and_prompts_are_padded_to_few_sizes_which_changes_answers_by_round
             assert alike.any()
         else:
             assert_equal(wanted, found, tolerance)
-        np.testing.assert_allclose(recorded.value(obs), plain.value(obs), atol=tolerance)
-    assert len(graphs_of(recorded)) == 2, "three and four rows share their graphs"
+        np.testing.assert_allclose(captured.value(obs), plain.value(obs), atol=tolerance)
+    assert len(graphs_of(captured)) == 2, "three and four rows share their graphs"
 
 
 def test_rows_do_not_depend_on_their_company():
-    _, recorded = pair("openvla, adapters in half precision")
-    obs, draws = observe(3), noise(recorded, 3)
+    _, captured = pair("openvla, adapters in half precision")
+    obs, draws = observe(3), noise(captured, 3)
     for _ in range(3):
-        together = recorded.act(obs, draws)
+        together = captured.act(obs, draws)
     others = observe(3, seed=5)
     others["images"] = {name: np.concatenate([obs["images"][name][:1], frames[1:]])
                         for name, frames in others["images"].items()}  # fmt: skip
     others["state"][:1] = obs["state"][:1]
-    assert np.array_equal(recorded.act(others, draws).logprobs[0], together.logprobs[0])
+    assert np.array_equal(captured.act(others, draws).logprobs[0], together.logprobs[0])
 
 
 def test_new_weights_need_no_new_graph():
-    plain, recorded = pair("openvla, adapters in half precision")
+    plain, captured = pair("openvla, adapters in half precision")
     obs, draws = observe(2, texts=TEXTS[:1]), noise(plain, 2)
     for _ in range(3):  # the first one allocates the KV cache
-        before = recorded.act(obs, draws)
-    kept = graphs_of(recorded)
+        before = captured.act(obs, draws)
+    kept = graphs_of(captured)
     weights = {name: tensor.float() * 1.5 for name, tensor in plain.state_dict().items()}
-    for policy in (plain, recorded):
+    for policy in (plain, captured):
         policy.load_weights(weights)
-    after = recorded.act(obs, draws)
+    after = captured.act(obs, draws)
     assert not np.array_equal(after.values, before.values)
     assert_equal(plain.act(obs, draws), after)
-    assert graphs_of(recorded) == kept
+    assert graphs_of(captured) == kept
 
 
 def test_versions_that_are_copied_on_the_gpu_need_one_graph():
@@ -142,15 +142,15 @@ def test_versions_that_are_copied_on_the_gpu_need_one_graph():
 
 
 def test_a_decision_that_cannot_be_recorded_is_made_as_ever_and_the_log_says_so_once(capsys):
-    plain, recorded = pair("openvla")
-    embed = recorded._embed
-    recorded._embed = lambda chosen: embed(chosen) if chosen.tolist() else None
+    plain, captured = pair("openvla")
+    embed = captured._embed
+    captured._embed = lambda chosen: embed(chosen) if chosen.tolist() else None
     for rows in (2, 4):
         obs, draws = observe(rows, texts=TEXTS[:1]), noise(plain, rows)
         for _ in range(3):
-            assert_equal(plain.act(obs, draws), recorded.act(obs, draws))
-    assert not graphs_of(recorded)
-    assert capsys.readouterr().out.count("acting is not recorded: tolist goes to or from the host's memory") == 1
+            assert_equal(plain.act(obs, draws), captured.act(obs, draws))
+    assert not graphs_of(captured)
+    assert capsys.readouterr().out.count("acting is not captured: tolist goes to or from the host's memory") == 1
 
 
 def test_numbers_of_rows():
