@@ -118,7 +118,7 @@ def counted() -> Iterator[Counter[str]]:
         return OneKernel.apply(kernels, "rms_norm", work, x, weight)
 
     whole = patch.multiple(F, scaled_dot_product_attention=attention, rms_norm=rms_norm)
-    with whole, patch.object(layers, "host_rms_norm", rms_norm), kernels:
+    with whole, patch.object(layers, "cpu_rms_norm", rms_norm), kernels:
         yield kernels.counts
 
 

@@ -29,7 +29,7 @@ from embodied.core.arrays import (
     is_tensor,
     leaves,
     map_obs,
-    on_host,
+    on_cpu,
     room_for,
     take_rows,
     tensor_of,
@@ -136,7 +136,7 @@ class EpisodeTracker:
         """The outcome of rows whose episode just ended."""
         if not len(rows):
             return []
-        outcomes = on_host([self.total_reward, self.success_once, self.success_now, self.success_at_reset])
+        outcomes = on_cpu([self.total_reward, self.success_once, self.success_now, self.success_at_reset])
         numbers = (array[rows].tolist() for array in (self.length, *outcomes))
         return [*map(self._result, rows.tolist(), *numbers)]
 

@@ -30,7 +30,7 @@ from embodied.core.arrays import (
     host,
     is_tensor,
     map_obs,
-    on_host,
+    on_cpu,
     room_for,
     side_by_side,
     tensor_of,
@@ -339,7 +339,7 @@ class VectorEnv(EnvCapabilities, GymnasiumVectorEnv):
         parts = {name: flags for name in names if is_tensor(flags := getattr(step, name))}
         if not parts:
             return step
-        read = zip(parts, on_host([*parts.values()]), strict=True)
+        read = zip(parts, on_cpu([*parts.values()]), strict=True)
         return replace(step, **{name: array if name == "rewards" else array.astype(bool) for name, array in read})
 
     def _moved_rewards(self, given: Array, moved: np.ndarray) -> Array:
@@ -467,7 +467,7 @@ class ReplayedEnv(VectorEnv):
         return super()._advance(actions, moved, *flags)
 
     def _get_state(self) -> dict[str, np.ndarray]:
-        steps = on_host(list(self._actions))
+        steps = on_cpu(list(self._actions))
         shape = (self.num_envs, self.env_spec.max_episode_steps, self.env_spec.action.dim)
         actions = np.zeros(shape, np.result_type(np.float32, *steps))
         for back, step in enumerate(reversed(steps), 1):

@@ -69,7 +69,7 @@ def concatenate(arrays: Sequence[Any]) -> Any:
     return torch.cat(list(arrays))
 
 
-def on_host(arrays: Sequence[Any]) -> list[Any]:
+def on_cpu(arrays: Sequence[Any]) -> list[Any]:
     """The arrays as numpy. Tensors are copied from their device in one transfer, in a type that holds every number."""
     tensors = [array for array in arrays if is_tensor(array)]
     if len(tensors) < 2:
@@ -132,9 +132,7 @@ class FiniteChecks:
     def read(self) -> dict[str, np.ndarray]:
         """By name, the rows with non-finite numbers since the last call; empty if everything was finite."""
         pending, self.wrong = self.wrong, {}
-        results = (
-            (what, np.isnan(rows)) for (what, _), rows in zip(pending, on_host([*pending.values()]), strict=True)
-        )
+        results = ((what, np.isnan(rows)) for (what, _), rows in zip(pending, on_cpu([*pending.values()]), strict=True))
         return {what: np.flatnonzero(rows) for what, rows in results if rows.any()}
 
 

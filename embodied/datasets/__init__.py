@@ -5,15 +5,15 @@ torch.
 """
 
 from embodied.datasets.layout import Features, features_of, fps_of, frame_of
-from embodied.datasets.reader import Dataset, RecordedEpisode, read_dataset
+from embodied.datasets.reader import Dataset, DatasetEpisode, read_dataset
 from embodied.datasets.writer import DatasetWriter, EpisodeBuffer, buffer_name
 
 __all__ = [
     "Dataset",
+    "DatasetEpisode",
     "DatasetWriter",
     "EpisodeBuffer",
     "Features",
-    "RecordedEpisode",
     "buffer_name",
     "features_of",
     "fps_of",

@@ -28,7 +28,7 @@ OLDER_EPISODES, OLDER_TASKS = "meta/episodes.jsonl", "meta/tasks.jsonl"  # layou
 
 
 @dataclass(frozen=True)
-class RecordedEpisode:
+class DatasetEpisode:
     """An episode of T env steps. `obs` are the observations before each action: "state" [T, D], "images" {camera: uint8
     [T, H, W, 3]}, "instruction" T times the task.
     """
@@ -77,10 +77,10 @@ class Dataset:
     def __len__(self) -> int:
         return len(self.entries)
 
-    def __iter__(self) -> Iterator[RecordedEpisode]:
+    def __iter__(self) -> Iterator[DatasetEpisode]:
         return (self[number] for number in range(len(self)))
 
-    def __getitem__(self, number: int) -> RecordedEpisode:
+    def __getitem__(self, number: int) -> DatasetEpisode:
         entry = self.entries[number]
         columns = self._columns(entry)
         number = int(columns["task_index"][0])
@@ -96,7 +96,7 @@ class Dataset:
         if success is None and layout.SUCCESS in columns:
             success = bool(columns[layout.SUCCESS].any())
         numbers = {name: array for name, array in columns.items() if array.dtype != object}
-        return RecordedEpisode(
+        return DatasetEpisode(
             entry["episode_index"], task, success, obs, as_vectors(numbers.pop(layout.ACTION)), numbers
         )
 

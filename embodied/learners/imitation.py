@@ -32,7 +32,7 @@ from embodied.core.conversations import FIRST_PLACE, pictures_in, with_frames
 from embodied.core.errors import ConfigError
 from embodied.core.pictures import FRAMES
 from embodied.core.types import EnvSpec, Observation, env_blocks
-from embodied.datasets import RecordedEpisode, read_dataset
+from embodied.datasets import DatasetEpisode, read_dataset
 from embodied.learners.examples import Example, beginning_of, read_examples, solved_examples
 from embodied.learners.model import Pass, lr_factor
 from embodied.learners.update import GradientSteps
@@ -168,7 +168,7 @@ class Demonstrations:
     def __len__(self) -> int:
         return len(self._actions)
 
-    def read(self, episodes: Iterable[RecordedEpisode], items: int, folder: Path | None) -> Iterator[Observation]:
+    def read(self, episodes: Iterable[DatasetEpisode], items: int, folder: Path | None) -> Iterator[Observation]:
         """Store these episodes with `items` items in all; yields the observations of each, numbers only."""
         if self.spec.images:
             self.image_cache = DemoImages(dict(self.spec.images), items, folder)

@@ -34,7 +34,7 @@ from embodied.core.arrays import (
     is_tensor,
     leaves,
     map_obs,
-    on_host,
+    on_cpu,
     room_for,
     take_rows,
     text_lists,
@@ -388,7 +388,7 @@ def staleness(ages: np.ndarray, collective: Collective) -> dict[str, float]:
 def estimated_on_host(trajectory: Trajectory) -> Trajectory:
     """The trajectory with rewards and values as numpy, copied from a device in one transfer."""
     names = [name for name in ("rewards", "values", "next_values") if getattr(trajectory, name) is not None]
-    return replace(trajectory, **dict(zip(names, on_host([getattr(trajectory, name) for name in names]), strict=True)))
+    return replace(trajectory, **dict(zip(names, on_cpu([getattr(trajectory, name) for name in names]), strict=True)))
 
 
 def estimate_advantages(

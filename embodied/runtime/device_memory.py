@@ -200,7 +200,7 @@ def synchronize() -> None:
         sys.modules["torch"].cuda.synchronize()
 
 
-def host_memory(size: int) -> Any:
+def cpu_memory(size: int) -> Any:
     """Returns a numpy array of zeros in the host's memory, pinned if there is a GPU."""
     if not on_gpu():
         return np.zeros(size, np.uint8)

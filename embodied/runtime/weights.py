@@ -32,7 +32,7 @@ import numpy as np
 
 from embodied.core.errors import DeadlineExceeded, EmbodiedError, StaleWeights
 from embodied.runtime.channel import Channel, put_all
-from embodied.runtime.device_memory import gpu_id, host_memory, synchronize
+from embodied.runtime.device_memory import cpu_memory, gpu_id, synchronize
 from embodied.runtime.payload import map_private, map_shared, own_device
 from embodied.runtime.published_weights import (
     Blob,
@@ -475,7 +475,7 @@ def memory_for(publication: Publication, route: str) -> np.ndarray:
     if route == "handles":
         return np.empty(0, np.uint8)
     if route == "buckets":
-        return host_memory(size)
+        return cpu_memory(size)
     fd = open_snapshot(publication)
     try:
         return np.frombuffer(map_private(fd, size), np.uint8)

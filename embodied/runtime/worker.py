@@ -34,7 +34,7 @@ class Total:
 
 
 @dataclass(frozen=True)
-class RecordedSpans:
+class Spans:
     """Spans that one worker recorded: (name, start, seconds) by its own clock, in the order of their ends."""
 
     spans: list[tuple[str, float, float]]
@@ -85,10 +85,10 @@ class Timers:
         """The seconds of each of these pieces since `totals` returned `before`."""
         return seconds_between(before, self.totals(), *names)
 
-    def record(self, on: bool) -> RecordedSpans:
+    def record(self, on: bool) -> Spans:
         """Starts or stops recording single pieces; returns the pieces recorded since the last call."""
         with self._lock:
-            kept = RecordedSpans(self._spans or [], self._lost)
+            kept = Spans(self._spans or [], self._lost)
             self._spans, self._lost = [] if on else None, 0
         return kept
 
@@ -212,7 +212,7 @@ class Worker:
         return self.timers.totals()
 
     @served_while_busy
-    def record(self, on: bool) -> RecordedSpans:
+    def record(self, on: bool) -> Spans:
         """Starts or stops recording every measured piece of work; returns the pieces recorded since the last call."""
         return self.timers.record(on)
 

@@ -2,7 +2,7 @@
 begin when the batch is complete, or early, before the first unit.
 
 `Collector` asks four questions, which `Horizon` (PPO on robots) and `groups.Groups` (GRPO, and all training with
-conversations) answer: what to play next, what is certain, what was lost, what to save. `RecordedEpisodes` (imitation)
+conversations) answer: what to play next, what is certain, what was lost, what to save. `DatasetBatches` (imitation)
 plays nothing. The driver only knows which parts exist, and learners get trajectories from the sims. `Relays` passes
 them through a program's own roles.
 """

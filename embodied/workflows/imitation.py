@@ -32,7 +32,7 @@ def imitator_arguments(workers: Workers) -> tuple:
     return *env, *learner_arguments(workers, config.sft)
 
 
-class RecordedEpisodes(Collector):
+class DatasetBatches(Collector):
     """Demonstrations on disk, or answered prompts, instead of played episodes. Every learner reads its own."""
 
     def __init__(self, workers: Workers) -> None:
@@ -62,4 +62,4 @@ class ImitationLoop(EmbodiedLoop):
     command = "sft"
     roles = (*EVALUATION_ROLES, replace(LEARNER, worker=imitator, arguments=imitator_arguments))
     plays = False
-    make_collector = RecordedEpisodes
+    make_collector = DatasetBatches

@@ -306,7 +306,7 @@ def replaced_draws(rand: RowsOfUniforms) -> Iterator[None]:
 def own_draws(device: torch.device) -> Iterator[Callable[[int], Any]]:
     """Yields a function that seeds torch's generator on the host, from which all draws come inside; afterwards the
     generator is restored."""
-    with DRAWING, nullcontext() if device.type == "cpu" else DrawsOnHost():
+    with DRAWING, nullcontext() if device.type == "cpu" else DrawsOnCpu():
         before = torch.default_generator.get_state()
         try:
             yield torch.default_generator.manual_seed  # torch.manual_seed would look for GPUs: 0.5 ms
@@ -318,7 +318,7 @@ DRAWS = ("rand", "randn", "randint", "randperm", "rand_like", "randn_like", "nor
 DRAWS += ("uniform_", "normal_", "random_", "exponential_", "bernoulli_")
 
 
-class DrawsOnHost(TorchFunctionMode):
+class DrawsOnCpu(TorchFunctionMode):
     """Random numbers for a GPU are drawn on the host and sent, so that a seed gives the same numbers as on cores."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

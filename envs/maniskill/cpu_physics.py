@@ -389,12 +389,12 @@ class Rows(torch.Tensor):
 
     def __getitem__(self, scenes: Any) -> torch.Tensor:
         """The places of the rows in a list of scenes, such as an object's."""
-        if not hasattr(scenes, "on_host"):
-            scenes.on_host = scenes.cpu().numpy()
-            scenes.in_order = np.array_equal(scenes.on_host, np.arange(scenes.on_host.size))
-        if scenes.in_order and self.end <= scenes.on_host.size:  # one in each scene: most objects
+        if not hasattr(scenes, "on_cpu"):
+            scenes.on_cpu = scenes.cpu().numpy()
+            scenes.in_order = np.array_equal(scenes.on_cpu, np.arange(scenes.on_cpu.size))
+        if scenes.in_order and self.end <= scenes.on_cpu.size:  # one in each scene: most objects
             return self.as_subclass(torch.Tensor)
-        return torch.as_tensor(np.flatnonzero(np.isin(scenes.on_host, self.rows)), device=self.device)
+        return torch.as_tensor(np.flatnonzero(np.isin(scenes.on_cpu, self.rows)), device=self.device)
 
     def __setitem__(self, *_: Any) -> None:
         raise NotImplementedError("rows that are drawn together cannot be chosen again")

@@ -153,7 +153,7 @@ def rms_norm(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
     if weight is not None and weight.dtype != x.dtype:
         return rms_norm(x.to(weight.dtype), weight, eps).to(x.dtype)
     by_hand = x.is_cpu and x.dtype in EXACT and not needs_a_graph()
-    return (host_rms_norm if by_hand else F.rms_norm)(x, x.shape[-1:], weight, eps)
+    return (cpu_rms_norm if by_hand else F.rms_norm)(x, x.shape[-1:], weight, eps)
 
 
 def needs_a_graph() -> bool:
@@ -161,15 +161,15 @@ def needs_a_graph() -> bool:
     return torch.is_grad_enabled() or torch.compiler.is_compiling()
 
 
-def host_rms_norm(x: Tensor, shape: tuple[int, ...], weight: Tensor | None, eps: float) -> Tensor:
+def cpu_rms_norm(x: Tensor, shape: tuple[int, ...], weight: Tensor | None, eps: float) -> Tensor:
     """`F.rms_norm` bit for bit, which makes 17 calls on a CPU."""
-    size, least = host_numbers(shape[-1], eps, x.dtype)
+    size, least = cpu_scalars(shape[-1], eps, x.dtype)
     normed = x * torch.addcdiv(least, (x * x).sum(-1, True), size).rsqrt_()
     return normed if weight is None else normed.mul_(weight)
 
 
 @cache
-def host_numbers(size: int, eps: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+def cpu_scalars(size: int, eps: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     with torch.inference_mode(False):
         return torch.tensor(size, dtype=dtype), torch.tensor(eps, dtype=dtype)
 

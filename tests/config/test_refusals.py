@@ -136,7 +136,7 @@ PPO policy.chunks.blend=cubic -> policy.chunks.blend='cubic': should be 'linear'
 SUMS eval.delay=3 -> eval.delay=3 counts env steps, and policy.name=language answers in words
 PPO algo.average=20 eval.interleave=true -> evaluations beside a rollout play the weights that act in it
 SUMS eval.interleave=true run.eval_every=null -> the only evaluation is the last; leave it out, or set run.eval_every=5
-PPO learner.shard=true learner.graphs=on -> captures steps that one learner computes as a whole, but learner.shard is set
+PPO learner.shard=true learner.graphs=on -> captures steps that one learner computes as a whole, but learner.shard
 PPO learner.reduce_each_pass=true -> leave it out, or set learner.shard=true
 SUMS sft.data=examples.jsonl -> sft.data has no effect in train; leave it out, or run python -m embodied.sft
 PPO collect.noise=1 -> or run python -m embodied.collect

@@ -11,7 +11,7 @@ import torch
 from embodied.algorithms.config import SFTConfig
 from embodied.core.errors import ConfigError
 from embodied.core.types import ActionSpec, EnvSpec
-from embodied.datasets import RecordedEpisode
+from embodied.datasets import DatasetEpisode
 from embodied.learners.imitation import DemoImages, Demonstrations, next_keyframes, sft_factor
 
 SPEC = EnvSpec(ActionSpec(2), state_dim=3, images={"a": (16, 16, 3), "b": (8, 4, 3)}, instruction=True)
@@ -23,7 +23,7 @@ def episode(number, length, size=SPEC):
     state = draw.normal(size=(length, 3)).astype(np.float32)
     obs = {"state": state, "images": images, "instruction": [f"task {number}"] * length}
     actions = draw.normal(size=(length, 2)).astype(np.float32)
-    return RecordedEpisode(number, f"task {number}", True, obs, actions, {})
+    return DatasetEpisode(number, f"task {number}", True, obs, actions, {})
 
 
 def test_items_are_those_of_the_episodes_whatever_is_asked_for(tmp_path):

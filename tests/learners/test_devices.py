@@ -9,7 +9,7 @@ import torch
 
 from embodied.algorithms.config import GRPOConfig
 from embodied.core.types import ActionSpec, EnvSpec, Trajectory, Unit
-from embodied.datasets import RecordedEpisode
+from embodied.datasets import DatasetEpisode
 from embodied.learners.imitation import Demonstrations, ImitationLearner
 from embodied.learners.model import Pass
 from embodied.learners.train_batch import build_batch
@@ -69,7 +69,7 @@ def test_losses_of_imitation_are_summed_where_the_gradients_are():
     learner.device, learner._noise = "meta", lambda items, iteration: None
     learner.policy = SimpleNamespace(auxiliary_loss="keyframe_loss")
     learner.demos = Demonstrations(EnvSpec(ActionSpec(2)), 1, 0, 3)
-    episode = RecordedEpisode(0, "go", None, {"instruction": ["go"] * 3}, np.zeros((3, 2), np.float32), {})
+    episode = DatasetEpisode(0, "go", None, {"instruction": ["go"] * 3}, np.zeros((3, 2), np.float32), {})
     assert list(learner.demos.read([episode], 3, None)) == [{}]
     learner.model = SimpleNamespace(
         dtype=torch.float32,

@@ -17,7 +17,7 @@ from embodied.algorithms.config import PPOConfig
 from embodied.core import arrays
 from embodied.core.arrays import map_obs, text_arrays
 from embodied.core.types import ActionSpec, BatchEnd, EnvSpec, Trajectory, Unit
-from embodied.datasets.reader import RecordedEpisode
+from embodied.datasets.reader import DatasetEpisode
 from embodied.learners.config import LearnerConfig
 from embodied.learners.imitation import Demonstrations, ImitationLearner
 from embodied.learners.model import Model, Pass, PolicyOptimizer
@@ -135,7 +135,7 @@ def imitate(policy):
     learner.demos = Demonstrations(policy.spec, policy.horizon, 0, ROWS)
     actions = np.zeros((ROWS, policy.spec.action.dim), np.float32)
     obs = {"instruction": ["push the red cube"] * ROWS} | seen(policy.spec)
-    episode = RecordedEpisode(0, "push the red cube", None, obs, actions, {})
+    episode = DatasetEpisode(0, "push the red cube", None, obs, actions, {})
     list(learner.demos.read([episode], ROWS, None))
     try:
         steps = GradientSteps(learner.model, None, learner._losses)

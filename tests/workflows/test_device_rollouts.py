@@ -58,13 +58,13 @@ def test_the_gpu_recipe_moves_nothing_in_a_step_and_learns_what_it_learns_on_the
     pytest.importorskip("mani_skill")
     from embodied.envs.maniskill.env import ManiSkillEnv
 
-    _, *on_host = trained(tmp_path / "host", "maniskill_ppo_gpu", SMALL)
+    _, *on_cpu = trained(tmp_path / "host", "maniskill_ppo_gpu", SMALL)
     monkeypatch.setattr(ManiSkillEnv, "gives_tensors", True)
     (moved, resets), *on_device = trained(tmp_path / "device", "maniskill_ppo_gpu", SMALL)
     assert sum(moved.values()) <= 5, moved  # of 20 decisions
     assert 0 < sum(resets.values()) <= 5, resets  # of all rows at once
-    assert on_device[1:] == on_host[1:] and len(on_device[2]) == 4
-    for name, array in on_host[0].items():
+    assert on_device[1:] == on_cpu[1:] and len(on_device[2]) == 4
+    for name, array in on_cpu[0].items():
         np.testing.assert_array_equal(on_device[0][name], array)
 
 
@@ -84,12 +84,12 @@ def test_staggered_rows_learn_on_the_device_what_they_learn_on_the_host_and_a_st
     """Episodes end in different steps, so the next ones begin on some of the rows."""
     points = "env={name: 'watched_env:%s', num_envs: 4, max_episode_steps: 7, on_success: continue}"
     options = [*CNN, POINTS[1], "algo.minibatch_size=80", "env.kwargs={stagger: true}"]
-    _, *on_host = trained(tmp_path / "host", "pointmass_ppo", [points % "ImageEnv", *options])
+    _, *on_cpu = trained(tmp_path / "host", "pointmass_ppo", [points % "ImageEnv", *options])
     (moved, _), *on_device = trained(tmp_path / "device", "pointmass_ppo", [points % "TensorEnv", *options])
     reads = {line: count for line, count in moved.items() if line.partition(" ")[0] in READS}
     assert 8 <= sum(reads.values()) <= 20 + 3, reads  # of 20 decisions, in most of which an episode ends
-    assert on_device[1] == on_host[1]
-    for result, other in zip(on_device[2], on_host[2], strict=True):
+    assert on_device[1] == on_cpu[1]
+    for result, other in zip(on_device[2], on_cpu[2], strict=True):
         assert result._replace(task="ImageEnv") == other
-    for name, array in on_host[0].items():
+    for name, array in on_cpu[0].items():
         np.testing.assert_array_equal(on_device[0][name], array)
