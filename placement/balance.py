@@ -92,7 +92,7 @@ class Division:
         return sorted(self.loads, reverse=True)
 
 
-def group_of(rank: int, degree: int) -> range:
+def sequence_ranks(rank: int, degree: int) -> range:
     """The aligned group of `degree` ranks that contains this rank."""
     first = rank // degree * degree
     return range(first, first + degree)
@@ -143,7 +143,9 @@ def place(
     each = [exchange.load(sequence, degree) for sequence, degree in zip(sequences, chosen, strict=True)]
     for number in sorted(range(len(sequences)), key=lambda number: (-chosen[number], -each[number], number)):
         degree, owner = chosen[number], sequences[number].owner
-        groups = [group_of(first, degree) for first in (range(0, num_ranks, degree) if owner is None else [owner])]
+        groups = [
+            sequence_ranks(first, degree) for first in (range(0, num_ranks, degree) if owner is None else [owner])
+        ]
         ranks[number] = min(groups, key=lambda group: max(loads[rank] for rank in group))
         for rank in ranks[number]:
             loads[rank] += each[number]

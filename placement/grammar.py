@@ -222,8 +222,8 @@ def text_of(devices: Sequence[tuple[str, str, int]]) -> str:
     return ",".join(parts)
 
 
-def split_cores(cores: tuple[int, ...], workers: int, part: str) -> list[tuple[int, ...]]:
-    """Divides cores into equal, disjoint parts, one for each worker. A remainder is refused; `part` is the text to
+def split_cores(cores: tuple[int, ...], workers: int, quoted: str) -> list[tuple[int, ...]]:
+    """Divides cores into equal, disjoint parts, one for each worker. A remainder is refused; `quoted` is the text to
     quote."""
     cores_of_worker, rest = divmod(len(cores), workers)
     if rest or not cores_of_worker:
@@ -232,6 +232,6 @@ def split_cores(cores: tuple[int, ...], workers: int, part: str) -> list[tuple[i
             works = f"cpu:{first}-{first + workers - 1}*{workers}, or fewer workers: cpu:{span(cores)}*{len(cores)}"
         else:
             works = f"cpu:{span(cores[: cores_of_worker * workers])}*{workers}"
-        uneven = f"{part!r} splits {number(len(cores), 'core')} among {workers} workers"
+        uneven = f"{quoted!r} splits {number(len(cores), 'core')} among {workers} workers"
         raise PlacementError(f"{uneven}, which leaves no equal parts; try {works}")
     return [cores[i * cores_of_worker : (i + 1) * cores_of_worker] for i in range(workers)]

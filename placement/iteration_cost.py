@@ -321,8 +321,8 @@ class Pricer:
         cost, asker = self.cost(name, zone.device_class), self.asker_for(name)
         if asker in (None, name):
             return self.table(name, zone.device_class, stages).bytes[devices]
-        each, _, together = self.merging(name, asker, at, stages)
-        return cost.bytes.at(np.ceil(together * each))
+        items, _, together = self.merging(name, asker, at, stages)
+        return cost.bytes.at(np.ceil(together * items))
 
     # Seconds of a node of the dataflow
 
@@ -421,15 +421,15 @@ class Pricer:
             seconds = cost.seconds.at(size) * ratio
             return seconds, seconds, seconds * stages, cost.last_s.at(size) * slowed
         workers = np.maximum(np.minimum(devices, parts), 1)
-        each, waiting, together = self.merging(name, asker, at, stages)
-        seconds = np.where(devices > 0, cost.seconds.at(together * each) * ratio, np.inf)
+        items, waiting, together = self.merging(name, asker, at, stages)
+        seconds = np.where(devices > 0, cost.seconds.at(together * items) * ratio, np.inf)
         full, rest = np.divmod(waiting, together)
-        stage = full * seconds + np.where(rest > 0, cost.seconds.at(rest * each) * ratio, 0.0)
+        stage = full * seconds + np.where(rest > 0, cost.seconds.at(rest * items) * ratio, 0.0)
         alone = (together == 1) & (self.parts_of_request(name, asker, at, stages) == 1)
         requests = np.where(alone, np.maximum(-(-parts // workers), 1), stages)  # without askers infinite anyway
         first = np.where(together == 1, seconds * -(-requests // stages), stage)
         whole = np.where(together == 1, seconds, stage) * requests
-        return seconds, first, whole, cost.last_s.at(together * each) * slowed
+        return seconds, first, whole, cost.last_s.at(together * items) * slowed
 
     def unequal(self, name: str, at: Mapping, stages: int) -> Array:
         """The factor by which unequal lengths of answers prolong the work of a component's workers."""

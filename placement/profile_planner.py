@@ -72,10 +72,10 @@ class Splits:
         devices_of_worker = self.pricer.devices_of_worker(name, zone.device_class)
         return devices_of_worker * np.union1d(thinned(np.arange(1, count // devices_of_worker + 1)), equal[equal > 0])
 
-    def at(self, rows: np.ndarray, known: int) -> Terms:
-        """The terms of splits [zones, n]: indices of sizes, or of the largest size that a zone after `known` may have,
-        of which the least value of every term is taken."""
-        bounds = self.bounds[max(0, min(known, len(self.layer)))]
+    def at(self, rows: np.ndarray, num_known: int) -> Terms:
+        """The terms of splits [zones, n]: indices of sizes, or of the largest size that a zone after the first
+        `num_known` may have, of which the least value of every term is taken."""
+        bounds = self.bounds[max(0, min(num_known, len(self.layer)))]
         return {
             key: term[tuple(row if n > 1 else 0 for row, n in zip(rows, term.shape))] if term.ndim else term
             for key, term in bounds.items()
@@ -155,21 +155,21 @@ class Planner:
         spare = counts - beside @ smallest
         rows = np.zeros((len(sizes) + 1, len(self.swaps)), int)  # indices of sizes, and of a set of swapped components
         rows[-1] = np.arange(len(self.swaps))
-        for known in range(len(sizes) + 1):
-            if known:
-                options = rows[known - 1] + 1
+        for num_known in range(len(sizes) + 1):
+            if num_known:
+                options = rows[num_known - 1] + 1
                 first = np.repeat(np.cumsum(options) - options, options)
                 rows = np.repeat(rows, options, axis=1)
-                rows[known - 1] = np.arange(rows.shape[1]) - first
-            taken = np.stack([size[row] - size[0] for size, row in zip(sizes[:known], rows)] or [0 * rows[-1]])
-            left = spare[:, None] - beside[:, : max(known, 1)] @ taken
-            for z in range(known, len(sizes)):
+                rows[num_known - 1] = np.arange(rows.shape[1]) - first
+            taken = np.stack([size[row] - size[0] for size, row in zip(sizes[:num_known], rows)] or [0 * rows[-1]])
+            left = spare[:, None] - beside[:, : max(num_known, 1)] @ taken
+            for z in range(num_known, len(sizes)):
                 rows[z] = np.searchsorted(sizes[z], smallest[z] + left[z], "right") - 1
-            seconds, fits = self._price(layers, parts, rows, known, chunks)
+            seconds, fits = self._price(layers, parts, rows, num_known, chunks)
             kept = np.flatnonzero(fits & (seconds < best[0] * (1 - ROUNDING)))
             if not len(kept):
                 return best
-            free = (left[known:, kept] / counts[known:, None]).sum(axis=0)
+            free = (left[num_known:, kept] / counts[num_known:, None]).sum(axis=0)
             kept = kept[most_promising(seconds[kept], free, width)]
             rows = rows[:, kept]
         numbers = iter(int(size[row[0]]) for size, row in zip(sizes, rows))
@@ -177,17 +177,17 @@ class Planner:
         return float(seconds[kept[0]]), Layout(sized, stages, chunks, self.swaps[rows[-1, 0]])
 
     def _price(
-        self, layers: Sequence[Layer], parts: Sequence[Splits], rows: np.ndarray, known: int, chunks: int
+        self, layers: Sequence[Layer], parts: Sequence[Splits], rows: np.ndarray, num_known: int, chunks: int
     ) -> tuple[np.ndarray, np.ndarray]:
-        """Lower bounds on the seconds of splits of which the first zones are known, exact if all are; and whether they
-        may fit in memory."""
+        """Lower bounds on the seconds of splits of which the first `num_known` zones are known, exact if all are; and
+        whether they may fit in memory."""
         terms, first = [], 0
         swapped = {name: swaps[rows[-1]] for name, swaps in self.is_swapped.items()}
         for splits in parts:
             ours = rows[first : first + len(splits.layer)]
-            terms.append(splits.at(ours, known - first))
+            terms.append(splits.at(ours, num_known - first))
             terms[-1] |= self.pricer.swap_terms(splits.layer, terms[-1], swapped)
-            if known == len(rows) - 1:
+            if num_known == len(rows) - 1:
                 devices = [size[row] for size, row in zip(splits.sizes, ours)]
                 terms[-1] |= self.pricer.overlapped_terms(splits.layer, devices, splits.stages)
             first += len(splits.layer)

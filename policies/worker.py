@@ -70,7 +70,7 @@ class PolicyWorker(Worker):
         self.merging = merging
         self.weights = WeightReader()
         self.computing = Computing()
-        self.shares = False  # True: it uses a learner's weights
+        self.shares_storage = False  # True: it uses a learner's weights
         self.cache_bytes = 0  # its largest working memory so far
         self.checks = FiniteChecks()  # checks of answers on a device, until a rollout ends
         self.captured_graphs: CapturedGraphs | None = None
@@ -96,7 +96,7 @@ class PolicyWorker(Worker):
 
     def needs(self, shared: bool = False) -> Needs:
         """The policy's weights, unless it uses a learner's, and its largest working memory so far."""
-        self.shares = shared
+        self.shares_storage = shared
         weights = [] if shared else self._weights()
         self.cache_bytes = max(self.cache_bytes, num_bytes(self.policy.cache_tensors()))
         graphs = 0 if self.captured_graphs is None else self.captured_graphs.bytes
@@ -109,7 +109,7 @@ class PolicyWorker(Worker):
         if not self.belongings.away:
             if self.captured_graphs is not None:
                 self.captured_graphs.clear()  # their memory cannot be moved
-            weights = {} if self.shares else {"weights": self._weights()}
+            weights = {} if self.shares_storage else {"weights": self._weights()}
             self.belongings.offload(weights | {"cache": self.policy.cache_tensors()}, emptied=("cache",))
             give_back_unused()
 

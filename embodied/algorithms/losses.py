@@ -56,8 +56,8 @@ def loss_sum(
     loss, bonus, stats = _surrogate(logprobs, entropy, items, config)
     parts = {"policy_loss": loss, "entropy": bonus}
     if isinstance(config, PPOConfig) and items.returns is not None:  # else a separate critic trains the values
-        known, clip, delta = (items.values, items.returns, items.weights), config.value_clip, config.huber_delta
-        parts["value_loss"], more = value_loss_sum(values, *known, value_clip=clip, huber_delta=delta)
+        fields, clip, delta = (items.values, items.returns, items.weights), config.value_clip, config.huber_delta
+        parts["value_loss"], more = value_loss_sum(values, *fields, value_clip=clip, huber_delta=delta)
         loss, stats = loss + config.value_coef * parts["value_loss"], stats | more
     if config.entropy_coef:
         loss = loss - config.entropy_coef * bonus

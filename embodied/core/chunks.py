@@ -47,8 +47,8 @@ class ChunkRule:
                 f"it takes at least {least} actions"
             )
 
-    def shares(self) -> np.ndarray:
-        """The old chunk's share [K] in each of its last actions."""
+    def weights_of_old(self) -> np.ndarray:
+        """The weights [K] of the last actions of the old chunk in the mixed actions."""
         mixed = np.zeros(self.overlap) if self.real_time else self._falling()
         return np.concatenate([np.ones(self.delay), mixed]).astype(np.float32)
 
@@ -66,12 +66,12 @@ class ChunkRule:
         """The actions [N, L, A] from an observation on: the rest of the old chunk [N, K, A], then the new one."""
         if not self.num_continued:
             return new
-        share = self.shares()[:, None]
-        whole = np.isin(share, (0, 1)).all()
+        weights = self.weights_of_old()[:, None]
+        whole = np.isin(weights, (0, 1)).all()
         if not whole and new.dtype.kind not in "f":
             raise ConfigError("policy.chunks.overlap mixes two actions, and this env's are choices; leave it out")
         first = new[:, : self.num_continued]
-        mixed = np.where(share == 1, old, first) if whole else share * old + (1 - share) * first
+        mixed = np.where(weights == 1, old, first) if whole else weights * old + (1 - weights) * first
         return np.concatenate([mixed.astype(new.dtype), new[:, self.num_continued :]], axis=1)
 
 

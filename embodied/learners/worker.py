@@ -77,7 +77,7 @@ class LearnerWorker(Worker):
         self.collective: Collective = Alone()
         self.store: WeightStore | None = None
         self.computing = Computing()
-        self.shares = False  # True: policy workers of this process act with its weights
+        self.shares_storage = False  # True: policy workers of this process act with its weights
 
     def listen(self, timeout_s: float) -> RendezvousAddress:
         """Rank 0: open the rendezvous for ranks on several machines."""
@@ -286,7 +286,7 @@ class LearnerWorker(Worker):
     def needs(self, shared: bool = False) -> Needs:
         """Bytes of weights, gradients, the optimizer's two averages, the mean of weights, the reference, communicators,
         and other memory of updates; weights shared with policy workers are not offloaded."""
-        self.shares = shared
+        self.shares_storage = shared
         weights, trained = num_bytes(self._weights()), num_bytes(self.optimizer.masters)
         aside = num_bytes(self.optimizer.masters_aside()) + num_bytes(self._reference())
         aside += self.gpus.memory.num_bytes if self.gpus else 0
@@ -298,11 +298,11 @@ class LearnerWorker(Worker):
 
     def offload(self) -> None:
         if not self.belongings.away:
-            if not self.shares:
+            if not self.shares_storage:
                 self.store.keep()
             self.optimizer.forget_gradients()
             self.model.graphed = None
-            weights = {} if self.shares else {"weights": self._weights()}
+            weights = {} if self.shares_storage else {"weights": self._weights()}
             more = {"reference": self._reference(), "optimizer": self.optimizer.tensors()}
             self.belongings.offload(weights | more)
             if self.gpus is not None:

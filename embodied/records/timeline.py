@@ -87,7 +87,9 @@ class Timeline:
         self._close()
         wall = perf_counter() - self.began
         pairs = zip(self.groups, self.before, strict=True)
-        return describe({group.role: shares(before, group.timings().survivors(), wall) for group, before in pairs})
+        return describe(
+            {group.role: time_fractions(before, group.timings().survivors(), wall) for group, before in pairs}
+        )
 
     def _close(self) -> None:
         if self.writer is not None:
@@ -101,7 +103,7 @@ class Timeline:
             self.writer.note(worker, f"{recording.lost} more pieces were not kept", iteration)
 
 
-def shares(before: dict[str, dict], after: dict[str, dict], wall_s: float) -> dict[str, float]:
+def time_fractions(before: dict[str, dict], after: dict[str, dict], wall_s: float) -> dict[str, float]:
     """A group's use of time between two readings of its workers' totals: shares of its workers' wall-clock time by
     name, the largest first; waiting is part of `idle`, the last. A restarted worker counts from its restart."""
     own_seconds: dict[str, float] = defaultdict(float)
@@ -112,9 +114,9 @@ def shares(before: dict[str, dict], after: dict[str, dict], wall_s: float) -> di
         for name, total in new.items():
             own_seconds[name] += total.own_s - (old[name].own_s if name in old else 0.0)
     whole = wall_s * max(len(after), 1)
-    shares_by_name = {name: seconds / whole for name, seconds in own_seconds.items() if name != "wait"}
-    shares_by_name = dict(sorted(shares_by_name.items(), key=lambda item: -item[1]))
-    return shares_by_name | {"idle": max(0.0, 1.0 - sum(shares_by_name.values()))}
+    fractions_by_name = {name: seconds / whole for name, seconds in own_seconds.items() if name != "wait"}
+    fractions_by_name = dict(sorted(fractions_by_name.items(), key=lambda item: -item[1]))
+    return fractions_by_name | {"idle": max(0.0, 1.0 - sum(fractions_by_name.values()))}
 
 
 def describe(groups: dict[str, dict[str, float]]) -> str:

@@ -117,8 +117,8 @@ def describe_sum(loads: list[Load]) -> list[str]:
     """Loads as text, grouped by name."""
     merged = gather((load.what, load.bytes) for load in loads)
     return [
-        f"{f'{len(each)} x ' if len(each) > 1 else ''}{what} {number(sum(each) / len(each))}"
-        for what, each in merged.items()
+        f"{f'{len(sizes)} x ' if len(sizes) > 1 else ''}{what} {number(sum(sizes) / len(sizes))}"
+        for what, sizes in merged.items()
     ]
 
 
@@ -176,13 +176,13 @@ def of_layers(num_weights: int) -> Memory:
 
 def loads(config: RunConfig, plan: PlacementPlan, learn: bool, memory: Memory | None) -> Iterator[Load]:
     """All counted memory, with its place."""
-    learners, each = (
+    learners, bytes_of_sim = (
         [host for host in plan.hosts if "learner" in host.roles],
         sim_bytes(config, plan.count("sim"), learn),
     )
     for host in plan.hosts:
-        if "sim" in host.roles and each:
-            yield Load("simulators", each, host.node)
+        if "sim" in host.roles and bytes_of_sim:
+            yield Load("simulators", bytes_of_sim, host.node)
     if learn and (images := image_bytes(config)):
         for host in learners:
             yield Load("images", copies(config) * images / len(learners), host.node, phase=UPDATE)
@@ -207,13 +207,13 @@ def loads(config: RunConfig, plan: PlacementPlan, learn: bool, memory: Memory | 
         device = host.device if on_gpu else ""
         if host.render:
             yield Load("drawing", DRAWING_BYTES, host.node, host.render)
-        for each in host.devices if on_gpu else ():
-            yield Load("CUDA", CUDA_BYTES, host.node, each)
+        for gpu in host.devices if on_gpu else ():
+            yield Load("CUDA", CUDA_BYTES, host.node, gpu)
         if on_gpu and learn and "learner" in host.roles and len(learners) > 1:
             yield Load("NCCL", NCCL_BYTES, host.node, device)
         if on_gpu and divided and "policy" in host.roles:
-            for each in host.devices:
-                yield Load("vLLM's NCCL", NCCL_BYTES, host.node, each)
+            for gpu in host.devices:
+                yield Load("vLLM's NCCL", NCCL_BYTES, host.node, gpu)
         if on_gpu and set(host.roles) & {"policy", "learner"}:
             yield Load("weights on their way to GPUs", memory.weights, host.node, phase=START)
         shared = learn and {"policy", "learner"} <= set(host.roles) and not sharded

@@ -95,10 +95,10 @@ class Generation:
     def ask(self, *conversations: ServedConversation) -> list[Future[Written]]:
         """Futures of the answers; cancelling a future abandons its conversation. One pass reads all of these
         prompts."""
-        for done in [each.written for each in conversations] if self.failed else []:
+        for done in [conversation.written for conversation in conversations] if self.failed else []:
             resolve_future(done, error=EmbodiedError(FAILED))
-        self.orders.put((lambda _: self.queue.put(*(Waiting(each, each) for each in conversations)), Future()))
-        return [each.written for each in conversations]
+        self.orders.put((lambda _: self.queue.put(*(Waiting(c, c) for c in conversations)), Future()))
+        return [conversation.written for conversation in conversations]
 
     @property
     def writing(self) -> list[ServedConversation]:
@@ -128,9 +128,11 @@ class Generation:
 
         return self.order(resume)
 
-    def update(self, source: Path | dict[str, Blob], version: int, mode: Mode, known: str | None = None) -> Future[str]:
+    def update(
+        self, source: Path | dict[str, Blob], version: int, mode: Mode, source_fingerprint: str | None = None
+    ) -> Future[str]:
         """Load weights (of a folder, or by their published names) when no answer is open; returns their fingerprint.
-        Weights whose fingerprint is `known` are not loaded again."""
+        Weights are not loaded again if `source_fingerprint` is that of the current ones."""
 
         def update(done: Future[str]) -> None:
             if self.kept and self.writing:
@@ -138,7 +140,7 @@ class Generation:
                 resolve_future(done, error=BadRequest(why, status=409))
                 return
             self.abort(mode)
-            self.changes.append((lambda: self.load(source, version, known), done))
+            self.changes.append((lambda: self.load(source, version, source_fingerprint), done))
 
         return self.order(update)
 
@@ -192,7 +194,10 @@ class Generation:
             traceback.print_exc()
             self.failed = err
             self.queue.workers({})  # all wait again
-            for future in [*(each.request.written for each in self.queue.waiting), *(done for _, done in self.changes)]:
+            for future in [
+                *(waiting.request.written for waiting in self.queue.waiting),
+                *(done for _, done in self.changes),
+            ]:
                 resolve_future(future, error=EmbodiedError(FAILED))
             self.on_failure()
         else:
@@ -306,9 +311,9 @@ class Generation:
                 given = likely.gather(1, ids[0, begin + 1 : begin + 1 + len(likely), None])
                 ranks = (likely > given).sum(1) + 1
                 best = likely.topk(max(count, 1))
-                for place, (rank, each) in enumerate(zip(ranks.tolist(), given[:, 0].tolist())):
+                for place, (rank, logprob) in enumerate(zip(ranks.tolist(), given[:, 0].tolist())):
                     pairs = zip(best.indices[place, :count].tolist(), best.values[place, :count].tolist())
-                    scores.append(TokenScore(tokens[begin + place + 1], each, rank, tuple(pairs)))
+                    scores.append(TokenScore(tokens[begin + place + 1], logprob, rank, tuple(pairs)))
         return tuple(scores)
 
     def abort(self, mode: Mode) -> None:
@@ -319,14 +324,14 @@ class Generation:
     def forget_who_left(self) -> None:
         """Abandon conversations of disconnected clients."""
         self.queue.drop(lambda waiting: waiting.request.written.cancelled())
-        for conversation in [each for each in self.writing if each.written.cancelled()]:
+        for conversation in [served for served in self.writing if served.written.cancelled()]:
             self.engine.cancel(conversation)
             self.queue.take_answer(conversation)
 
-    def load(self, source: Path | dict[str, Blob], version: int, known: str | None) -> str:
+    def load(self, source: Path | dict[str, Blob], version: int, source_fingerprint: str | None) -> str:
         """Replace all weights by a folder's or by these; on an error none is replaced."""
-        if known == self.fingerprint:
-            return known
+        if source_fingerprint == self.fingerprint:
+            return source_fingerprint
         stored = self.policy.read_weights(source) if isinstance(source, Path) else source
         self.policy.check_names(stored)
         ours = self.policy.state_dict(keep_vars=True)

@@ -67,7 +67,9 @@ class Batch:
     @property
     def samples(self) -> list[dict[str, Any]]:
         """Conversations for samples.jsonl."""
-        return sorted((sample for part in self.played for sample in part.samples), key=lambda sample: sample["index"])
+        return sorted(
+            (sample for of_sim in self.played for sample in of_sim.samples), key=lambda sample: sample["index"]
+        )
 
     @property
     def problems(self) -> list[str]:

@@ -292,7 +292,7 @@ def facts(env: Any, config: ManiSkillConfig) -> dict[str, str]:
     agents = getattr(env.agent, "agents", None) or [env.agent]
     controls = list(dict.fromkeys(mode for agent in agents for mode in agent.supported_control_modes))
     cameras = [f"{name} ({camera.config.width}x{camera.config.height})" for name, camera in cameras_of(env).items()]
-    state = groups(env, env.get_info(), config)["state"]
+    state = state_groups(env, env.get_info(), config)["state"]
     limit = f"{spec.max_episode_steps} an episode" if spec.max_episode_steps else "no limit of its own: 100 an episode"
     return {
         "class": f"{cls.__name__} in {inspect.getsourcefile(cls)}",
@@ -322,12 +322,12 @@ def numbers(env: Any, info: dict[str, Any], config: ManiSkillConfig) -> dict[str
     rest."""
     from mani_skill.utils import common
 
-    parts = groups(env, info, config)
+    parts = state_groups(env, info, config)
     return {name: common.flatten_state_dict(tree, use_torch=True, device=env.device) for name, tree in parts.items()}
 
 
-def groups(env: Any, info: dict[str, Any], config: ManiSkillConfig) -> dict[str, dict[str, Any]]:
-    """The same by ManiSkill's names; relative positions come last."""
+def state_groups(env: Any, info: dict[str, Any], config: ManiSkillConfig) -> dict[str, dict[str, Any]]:
+    """The observed numbers in groups, by ManiSkill's names; relative positions come last."""
     full = env.obs_mode == "state"  # some tasks compute it in their own way
     extra = {} if full else env._get_obs_extra(info)
     if config.state == "joints":  # e.g. PullCube-v1's goal tells the cube's initial position

@@ -229,20 +229,20 @@ class DividedPass:
         """Attention of this rank's places: [B, heads, W/N, D] -> [B, W/N, heads, D]. `of_heads` computes it for all
         places and some heads, [B, heads, W, D] -> [B, W, heads, D], with their number among the halves."""
         count, dtype = self.group.size, value.dtype  # autocast leaves queries wider than values
-        parts = [each.to(dtype).unflatten(1, (count, -1)).movedim(1, 0) for each in (query, key, value)]
+        parts = [tensor.to(dtype).unflatten(1, (count, -1)).movedim(1, 0) for tensor in (query, key, value)]
         sizes = [part.shape[2] for part in parts]  # heads of a rank; parts are [N, B, heads/N, W/N, D]
         halves = 2 if query.numel() >= HALVED[query.device.type] and not any(size % 2 for size in sizes) else 1
         coming = [self._to_heads(half) for half in zip(*(part.chunk(halves, 2) for part in parts), strict=True)]
-        leaving = [self._to_places(of_heads(*each(), at)) for at, each in enumerate(coming)]
-        return torch.cat([each() for each in leaving], 3).flatten(2, 3)
+        leaving = [self._to_places(of_heads(*wait(), at)) for at, wait in enumerate(coming)]
+        return torch.cat([wait() for wait in leaving], 3).flatten(2, 3)
 
     def _to_heads(self, parts: Sequence[Tensor]) -> Callable[[], list[Tensor]]:
         """Begin to exchange [N, B, heads/N, W/N, D]; the result waits for [B, heads/N, W, D]."""
         wait = travel(self.group, torch.cat([tensor.flatten(1) for tensor in parts], 1))
         sizes, shapes = [tensor[0].numel() for tensor in parts], [tensor.shape for tensor in parts]
         return lambda: [
-            each.view(shape).movedim(0, 3).flatten(2, 3)
-            for each, shape in zip(wait().split(sizes, 1), shapes, strict=True)
+            tensor.view(shape).movedim(0, 3).flatten(2, 3)
+            for tensor, shape in zip(wait().split(sizes, 1), shapes, strict=True)
         ]
 
     def _to_places(self, out: Tensor) -> Callable[[], Tensor]:
@@ -257,7 +257,7 @@ class DividedPass:
         parts = parts_of_ranks(packed, self.group.size)
         of_rank = torch.stack(scores_of(parts[self.group.place], ranks=self), 1)
         scored = [mine.scored for mine in parts]
-        scores = AllScores.apply(self, [len(each) for each in scored], of_rank)
+        scores = AllScores.apply(self, [len(numbers) for numbers in scored], of_rank)
         return scores.unbind(1), np.concatenate(scored)
 
 

@@ -378,9 +378,9 @@ class LanguagePolicy(PublishedPolicy):
 
     def begin_with(self, tensors: dict[str, Any]) -> None:
         """Begin with these weights of a policy. A missing value head or missing biases keep their initial values."""
-        own = self.state_dict()
-        heads = {name: host(tensor) for name, tensor in own.items() if self.is_ours(name)}
-        self.load_weights(heads | {name: each for name, each in tensors.items() if name in own or self.is_models(name)})
+        initial = self.state_dict()
+        heads = {name: host(tensor) for name, tensor in initial.items() if self.is_ours(name)}
+        self.load_weights(heads | {n: tensor for n, tensor in tensors.items() if n in initial or self.is_models(n)})
 
     # On disk
 
@@ -391,8 +391,8 @@ class LanguagePolicy(PublishedPolicy):
         """The model's config plus our settings, so that other programs can read the folder."""
         ours = super().description()
         if names := ours.get("base_names"):
-            known = files.origins(self.model, read_blobs(self.origin))  # combined weights keep their own names
-            ours["base_names"] = {name: name if known[name].rule else known[name].names[0] for name in names}
+            origins = files.origins(self.model, read_blobs(self.origin))  # combined weights keep their own names
+            ours["base_names"] = {name: name if origins[name].rule else origins[name].names[0] for name in names}
         ours["policy"] |= {"pretrained": "." if self.origin else None}
         if self.config.engine == "http":  # its server belongs to the current run
             usual = type(self.config).model_fields
@@ -522,9 +522,9 @@ class FirstLayers(CountedLanguage):
         inputs = {"actions": np.concatenate(texts), "mask": mask, "groups": np.zeros(2, np.int64), "lengths": lengths}
         with torch.no_grad():
             ours = self(inputs).logprobs[:, 0, 0].split(lengths.tolist())
-            rows = [(own[1:], torch.from_numpy(ids)) for own, ids in zip(ours, texts)]
+            rows = [(logprobs[1:], torch.from_numpy(ids)) for logprobs, ids in zip(ours, texts)]
             likely = [peer(ids[None], use_cache=False).logits[0, :-1].float().log_softmax(-1) for _, ids in rows]
-        gaps = [own - theirs.gather(1, ids[1:, None])[:, 0] for (own, ids), theirs in zip(rows, likely)]
+        gaps = [ours - theirs.gather(1, ids[1:, None])[:, 0] for (ours, ids), theirs in zip(rows, likely)]
         return float(torch.cat(gaps).abs().max())
 
 
@@ -560,8 +560,10 @@ class InParts(torch.autograd.Function):
             with torch.enable_grad(), torch.autocast(ctx.kind, dtype, enabled=enabled):
                 scores = ctx.score(block, *which)
             of = [grads[number][end - len(which[0]) : end] for number in wanted]
-            own, *more = torch.autograd.grad([scores[number] for number in wanted], [block, *weights], of)
-            backwards[first : first + ctx.most] = own
-            for total, grad in zip(sums, more, strict=True):
+            block_grad, *weight_grads = torch.autograd.grad(
+                [scores[number] for number in wanted], [block, *weights], of
+            )
+            backwards[first : first + ctx.most] = block_grad
+            for total, grad in zip(sums, weight_grads, strict=True):
                 total += grad
         return None, None, None, backwards, *(s.to(w.dtype) for s, w in zip(sums, weights, strict=True))

@@ -186,7 +186,7 @@ class SlotEngine(Engine):
     @torch.no_grad()
     def open(self, requests: list[Request]) -> None:
         """Give each conversation a row with its keys and values."""
-        first, known = len(self.rows), {prefix(r): row for row, r in reversed([*enumerate(self.rows)])}
+        first, row_of_prefix = len(self.rows), {prefix(r): row for row, r in reversed([*enumerate(self.rows)])}
         had = self.move_in(requests)
         fresh, copies = [], []  # rows that compute their prefix, or copy it from another row
         for row in range(first, len(self.rows)):
@@ -202,10 +202,10 @@ class SlotEngine(Engine):
                 self.proofs[row] = ProofWriter()
             if row in had:
                 continue
-            if (words := prefix(request)) in known:
-                copies.append((known[words], row))
+            if (words := prefix(request)) in row_of_prefix:
+                copies.append((row_of_prefix[words], row))
             else:
-                known[words] = row
+                row_of_prefix[words] = row
                 fresh.append(row)
         more = int(self.limits[: len(self.rows)].max(initial=0)) - self.written.shape[1]
         if more > 0:  # the longest answer does not fit into the buffers

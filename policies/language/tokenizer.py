@@ -108,8 +108,8 @@ class ConversationTokenizer:
             raise ConfigError(f"policy.{'system' if system else 'template_arguments'}: this model has no chat template")
         read = set(re.findall(r"[A-Za-z_]\w*", str(self.base.chat_template)))
         if unread := next((name for name in arguments if name not in read), None):
-            known = nearest(unread, read)
-            raise ConfigError(f"policy.template_arguments: this model's chat template has no {unread}{known}")
+            suggestion = nearest(unread, read)
+            raise ConfigError(f"policy.template_arguments: this model's chat template has no {unread}{suggestion}")
         self.system, self.arguments = system, dict(arguments)
 
     def with_system(self, messages: tuple[Message, ...]) -> tuple[Message, ...]:
@@ -273,8 +273,8 @@ def of_characters(chat: bool | None = None, sees: bool = False) -> ConversationT
     from tokenizers.pre_tokenizers import Split
     from transformers import PreTrainedTokenizerFast
 
-    known = [PADDING, END, UNKNOWN, *CHARACTERS]
-    fast = Fast(WordLevel({word: number for number, word in enumerate(known)}, unk_token=UNKNOWN))
+    words = [PADDING, END, UNKNOWN, *CHARACTERS]
+    fast = Fast(WordLevel({word: number for number, word in enumerate(words)}, unk_token=UNKNOWN))
     fast.pre_tokenizer = Split(Regex(r"[\s\S]"), "isolated")
     fast.decoder = Fuse()
     base = PreTrainedTokenizerFast(

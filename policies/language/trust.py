@@ -141,8 +141,8 @@ class ProofBlock:
         """How far the block's means [M] are from the means of these states, relative to the sizes of the states."""
         states = states.detach().float()[:, dimensions(states)]
         sizes = states.square().mean(0).sqrt()
-        own, sizes = (array.cpu().numpy() for array in (states.mean(0), sizes + 0.1 * sizes.mean()))
-        return (self.means - own) / np.maximum(sizes, 1e-30)
+        means, sizes = (array.cpu().numpy() for array in (states.mean(0), sizes + 0.1 * sizes.mean()))
+        return (self.means - means) / np.maximum(sizes, 1e-30)
 
 
 def dimensions(states: Tensor) -> Tensor:
@@ -204,10 +204,10 @@ def check_proof(
         proof = [ProofBlock.from_text(text) for text in answer.proof]
     except ValueError as err:
         return CheckedAnswer(str(err))
-    own, limits = states_behind(policy, said, answer.tokens), LIMITS[policy.dtype]
-    far, drawn = errors = answer_errors(policy, own, answer.tokens, proof, rule, uniform)
+    states, limits = states_behind(policy, said, answer.tokens), LIMITS[policy.dtype]
+    far, drawn = errors = answer_errors(policy, states, answer.tokens, proof, rule, uniform)
     if far > limits.proof or drawn > limits.drawn:
-        limits = rounding_limits(policy, own, said, answer.tokens, rule)
+        limits = rounding_limits(policy, states, said, answer.tokens, rule)
     count = len(answer.tokens)
     if far > limits.proof:
         what = f"the proof of an answer of {count} tokens is of other hidden states than those of the learner's weights"
@@ -220,17 +220,17 @@ def check_proof(
     with rounding_noise(policy, noise_seed(uniform)):
         other = states_behind(policy, said, answer.tokens).split(BLOCK)
     numbers = tensor_of(np.asarray(uniform), policy.device).split(BLOCK)
-    redrawn = [choose(policy.head(rows).to(policy.exact), rule, each)[0] for rows, each in zip(other, numbers)]
-    rounded = answer_errors(policy, own, torch.cat(redrawn).tolist(), [*map(ProofBlock.of, other)], rule, uniform)
+    redrawn = [choose(policy.head(rows).to(policy.exact), rule, noise)[0] for rows, noise in zip(other, numbers)]
+    rounded = answer_errors(policy, states, torch.cat(redrawn).tolist(), [*map(ProofBlock.of, other)], rule, uniform)
     size, draws = (float(np.sign(error - limits.pooled * usual)) for error, usual in zip(errors, rounded))
-    shifts = [block.shift(states) for block, states in zip(proof, own.split(BLOCK))] if limits.directed else []
+    shifts = [block.shift(rows) for block, rows in zip(proof, states.split(BLOCK))] if limits.directed else []
     return CheckedAnswer("", shifts, size, np.array([draws]))
 
 
 @torch.no_grad()
 def answer_errors(
     policy: LanguagePolicy,
-    own: Tensor,
+    states: Tensor,
     written: Sequence[int],
     proof: Sequence[ProofBlock],
     rule: SamplingRule,
@@ -238,9 +238,9 @@ def answer_errors(
 ) -> tuple[float, float]:
     """Returns the largest error of a block and the mean error of the draws, by the learner's states [A, D] before the
     `written` tokens."""
-    blocks = own.split(BLOCK)
-    far = max(block.error(each) for block, each in zip(proof, blocks)) if len(proof) == len(blocks) else 1.0
-    tokens, numbers = (tensor_of(np.asarray(each), policy.device) for each in (written, uniform))
+    blocks = states.split(BLOCK)
+    far = max(block.error(rows) for block, rows in zip(proof, blocks)) if len(proof) == len(blocks) else 1.0
+    tokens, numbers = (tensor_of(np.asarray(array), policy.device) for array in (written, uniform))
     drawn = [
         draw_errors(policy.head(part).to(policy.exact), tokens[at : at + BLOCK], rule, numbers[at : at + BLOCK])
         for at, part in zip(range(0, len(written), BLOCK), blocks)

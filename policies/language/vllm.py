@@ -236,14 +236,14 @@ class VLLMEngine(Engine):
     def onload(self) -> int:
         return self._wake(WEIGHTS)
 
-    def _wake(self, part: str) -> int:
-        if part not in self.asleep:
+    def _wake(self, tag: str) -> int:
+        if tag not in self.asleep:
             return 0
-        self.engine.wake_up(tags=[part])
+        self.engine.wake_up(tags=[tag])
         if not on_gpus(self.config, self.policy):
-            self.engine.collective_rpc("allocate", args=(part,))
-        self.asleep.remove(part)
-        return self.part_bytes[part]
+            self.engine.collective_rpc("allocate", args=(tag,))
+        self.asleep.remove(tag)
+        return self.part_bytes[tag]
 
     def close(self) -> None:
         self.engine.engine_core.shutdown()
@@ -309,8 +309,8 @@ def take_processed_pictures(architecture: str, most: int) -> None:
     from vllm.model_executor.models import ModelRegistry
     from vllm.multimodal import MULTIMODAL_REGISTRY
 
-    known = ModelRegistry.models[architecture].load_model_cls()
-    factories = known._processor_factory
+    model_class = ModelRegistry.models[architecture].load_model_cls()
+    factories = model_class._processor_factory
 
     class Limits(factories.info):
         def get_supported_mm_limits(self) -> dict[str, int | None]:
@@ -324,7 +324,7 @@ def take_processed_pictures(architecture: str, most: int) -> None:
 
     more = {"info": Limits, "dummy_inputs": factories.dummy_inputs}
     register = MULTIMODAL_REGISTRY.register_processor(Processor, **more)
-    ModelRegistry.register_model(architecture, register(type(known.__name__, (known,), {})))
+    ModelRegistry.register_model(architecture, register(type(model_class.__name__, (model_class,), {})))
 
 
 def on_gpu(cache: int, weights: int) -> dict[str, Any]:
@@ -389,7 +389,7 @@ class FromFolder:
     """
 
     arriving: Any = None  # buckets of weights
-    emptied: Any = None  # part -> what was freed, for a CPU
+    emptied: Any = None  # tag -> what was freed, for a CPU
     dividing: Any = ()  # hooks that divide logits
 
     def sees_folder(self, folder: str) -> bool:
@@ -440,10 +440,10 @@ class FromFolder:
         for layer in self.model_runner.get_model().modules():
             if hasattr(layer, "cpu_linear"):  # repacked for vLLM's CPU kernels; the next load repacks them
                 layer.cpu_linear = None
-        self.emptied = {part: Offloader(keeps=False) for part in (WEIGHTS, CACHE)}
-        for part, held in memory_of(self).items():
-            self.emptied[part].offload(held)
+        self.emptied = {tag: Offloader(keeps=False) for tag in (WEIGHTS, CACHE)}
+        for tag, held in memory_of(self).items():
+            self.emptied[tag].offload(held)
 
-    def allocate(self, part: str) -> None:
-        """Give a part its memory back, without content."""
-        self.emptied.pop(part).onload()
+    def allocate(self, tag: str) -> None:
+        """Give the weights or the cache memory again, without content."""
+        self.emptied.pop(tag).onload()

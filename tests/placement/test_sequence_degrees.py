@@ -9,8 +9,8 @@ from embodied.placement.balance import (
     ExchangeCosts,
     SequenceLoad,
     divide_sequences,
-    group_of,
     order_of_passes,
+    sequence_ranks,
 )
 
 K = 1024
@@ -37,7 +37,7 @@ def tables(draw):
             max_size=24,
         )
     )
-    return ranks, [group_of(owner, degree) for owner, degree, _ in owned], [size for *_, size in owned]
+    return ranks, [sequence_ranks(owner, degree) for owner, degree, _ in owned], [size for *_, size in owned]
 
 
 def stuck(ranks, orders, groups):
@@ -98,7 +98,7 @@ def test_dividing_never_leaves_more_to_do_than_not_dividing(table, each, owned):
     assert max(found.loads) <= max(alone.loads) * (1 + 1e-9)
     assert sum(found.loads) >= sum(alone.loads) * (1 - 1e-9)
     for sequence, ranks in zip(sequences, found.ranks, strict=True):
-        assert ranks == group_of(ranks.start, len(ranks))
+        assert ranks == sequence_ranks(ranks.start, len(ranks))
         assert sequence.owner is None or sequence.owner in ranks
 
 

@@ -12,7 +12,7 @@ from embodied.records.timeline import (
     describe,
     innermost,
     read_trace,
-    shares,
+    time_fractions,
 )
 from embodied.runtime import Cluster, HostPlan, Timers, Worker
 from embodied.runtime.worker import Total
@@ -99,6 +99,6 @@ def test_shares_are_of_all_workers_time_and_waiting_is_idle():
         "sim-1": {"step": Total(1, 2.0, 2.0)},  # replaced meanwhile
     }
     # two workers, 10 s: 4 + 2 of 20 s in step; waiting and the rest are idle
-    assert shares(before, after, 10.0) == {"step": 0.3, "idle": 0.7}
+    assert time_fractions(before, after, 10.0) == {"step": 0.3, "idle": 0.7}
     told = describe({"sim": {"step": 0.3, "reset": 0.004, "idle": 0.7}, "learner": {"update": 0.99, "idle": 0.005}})
     assert told == "sim: step 30%, idle 70%; learner: update 99%"

@@ -330,7 +330,9 @@ class PutOnPlate(BridgeScene, BaseEnv):
             moved = [row for row in rows if poses[row] or before[row] is None or self._pose(thing, before[row])]
             if moved:
                 placed = [poses[row] or ([*parked(*thing)], [1, 0, 0, 0]) for row in moved]
-                p, q = (torch.tensor(np.array(part), dtype=torch.float32, device=self.device) for part in zip(*placed))
+                p, q = (
+                    torch.tensor(np.array(column), dtype=torch.float32, device=self.device) for column in zip(*placed)
+                )
                 self.scene._reset_mask = Rows.of(np.array(moved), self.device)
                 actor.set_pose(Pose.create_from_pq(p, q))
         self.scene._reset_mask = everyone
@@ -413,7 +415,7 @@ class PutOnPlate(BridgeScene, BaseEnv):
         wanted = [what(episode) for episode in self.episodes]
         answer = torch.zeros(self.num_envs, dtype=torch.bool, device=self.device)
         for thing in dict.fromkeys(wanted):
-            actors = self.actors.get(thing) or tuple(self.actors[part] for part in thing)
+            actors = self.actors.get(thing) or tuple(self.actors[key] for key in thing)
             shows_it = torch.tensor([name == thing for name in wanted], device=self.device)
             answer |= shows_it & ask(actors)
         return answer
