@@ -85,7 +85,7 @@ def test_amounts_of_work_do_not_change_the_costs_but_the_policy_does():
     assert dataflow_of(two)["sim"].items == 8
 
 
-def test_what_a_real_run_takes_besides_goes_where_it_belongs():
+def test_extra_seconds_of_a_real_run_are_added_to_the_right_costs():
     dataflow = dataflow_of(load([*SMALL]).config)
     costs = {"sim": constant(0.1), "policy": constant(0.1), "learner": Curve((8, 16), (0.1, 0.2))}
     profile = Profile(dataflow, {name: {"cpu": Cost(curve)} for name, curve in costs.items()})
@@ -146,7 +146,7 @@ def test_sims_are_measured_without_a_policy_and_networks_with_few_rows_many_time
     assert min(networks.update(12, 24, 1)["step"]) > 0
 
 
-def test_what_a_policy_and_a_learner_with_shards_need_is_what_a_run_counts():
+def test_the_probed_memory_of_policy_and_sharded_learner_is_that_of_a_run():
     config = load([*SMALL]).config
     probes = standalone_worker(ProbeWorker, config, tick=lambda: None)
     probes.rollout(2, 4, 1)

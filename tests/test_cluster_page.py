@@ -341,7 +341,7 @@ def running(program: str) -> bool:
     return False
 
 
-def test_what_does_not_fit_is_told_in_a_line(machines, tmp_path):
+def test_a_wrong_token_or_node_is_refused_in_one_line(machines, tmp_path):
     wrong = machines.train(tmp_path, RAY_AUTH_TOKEN=secrets.token_hex(32))
     assert wrong.returncode in (1, 2) and "the cluster does not take this token" in wrong.stderr
     nowhere = machines.train(tmp_path, "placement={'sim,policy': 'node3/cpu:0', learner: 'cpu:0'}")

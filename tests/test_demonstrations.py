@@ -54,7 +54,7 @@ def metrics(run):
         (["recipe=pointmass_ppo", f"out={__file__}/x"], "is not a folder; name another place"),
     ],
 )
-def test_what_cannot_be_collected_is_refused_before_anything_is_printed(words, told, tmp_path, capsys):
+def test_an_impossible_collection_is_refused_before_anything_is_printed(words, told, tmp_path, capsys):
     out = [] if words[-1].startswith("out=") else [f"out={tmp_path / 'demos'}"]
     assert collect([*words, *out]) == 2
     said = capsys.readouterr()

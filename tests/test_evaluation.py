@@ -241,7 +241,7 @@ def but_provenance(folder):
     return {key: value for key, value in results(folder)[0].items() if key != "provenance"}
 
 
-def test_what_was_played_before_ctrl_c_is_kept_and_the_same_command_plays_the_rest(tmp_path, interrupted, capsys):
+def test_episodes_before_ctrl_c_are_kept_and_the_same_command_plays_the_rest(tmp_path, interrupted, capsys):
     command = ["checkpoint=scripted:SucceedsOnEvenSeeds", *SWITCH, "eval.episodes=10"]
     with interrupted(3):
         run(*command, code=130)

@@ -145,7 +145,7 @@ def test_a_folder_brings_no_code(change, words, exported, tmp_path):
         Policy(tmp_path, TorchSession(tmp_path)).act(observed)
 
 
-def test_what_no_program_can_be_made_of_is_refused_with_a_way_out(runs, exported, tmp_path, capsys, monkeypatch):
+def test_a_policy_that_cannot_be_exported_is_refused_with_a_way_out(runs, exported, tmp_path, capsys, monkeypatch):
     language, out = tmp_path / "language", f"out={tmp_path / 'new'}"
     publish(language, "llama", tied=True)
     state, flow, again = f"checkpoint={runs['mlp']}", f"checkpoint={runs['pi0']}", exported("mlp")

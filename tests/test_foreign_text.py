@@ -35,7 +35,7 @@ class Odd(PointMassEnv):
     ("text", "shown"),
     [("plain\tline\n", "plain\tline\n"), ("\udcff", "\\udcff"), ("\x1b[2J\r", "\\x1b[2J\\r"), ("é\x85", "é\\x85")],
 )
-def test_what_cannot_be_printed_is_shown_as_an_escape(text, shown):
+def test_unprintable_characters_are_shown_as_escapes(text, shown):
     assert printable(text) == shown == str(EmbodiedError(text))
 
 

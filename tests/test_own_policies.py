@@ -132,7 +132,7 @@ def test_an_own_class_without_a_checkpoint_plays_with_the_weights_a_run_would_be
     assert np.allclose([one.total_reward for one in read_results(same)[1]], [one.total_reward for one in episodes])
 
 
-def test_its_options_are_those_of_the_recipe_or_of_the_command_line(capsys):
+def test_options_of_an_own_policy_come_from_the_recipe_or_the_command_line(capsys):
     sampled = ["recipe=my_linear.yaml", *INLINE, "eval.temperature=1", "eval.episodes=4", "eval.videos=0"]
     rewards = []
     for options in ([], ["policy.kwargs={std: 0.3}"], ["policy.kwargs={std: 0.9}"]):
@@ -145,7 +145,7 @@ def test_its_options_are_those_of_the_recipe_or_of_the_command_line(capsys):
     assert "policy.kwargs has no effect in evaluate" in capsys.readouterr().err
 
 
-def test_its_episodes_become_demonstrations():
+def test_episodes_of_an_own_policy_become_demonstrations():
     pytest.importorskip("pyarrow")
     what = ["checkpoint=my_nets:Linear", "recipe=my_linear.yaml", "collect.episodes=2", "collect.keep=all"]
     run(collect, *what, *INLINE, "out=demos")
@@ -194,7 +194,7 @@ INCOMPLETE = {
 
 
 @pytest.mark.parametrize("name", INCOMPLETE)
-def test_what_an_own_policy_lacks_is_said_in_one_line(name, tmp_path, capsys):
+def test_a_mistake_in_an_own_policy_is_named_in_one_line(name, tmp_path, capsys):
     body, told = INCOMPLETE[name]
     base = "Policy" if name == "Bare" else "my_nets.Linear"
     text = f"import torch, my_nets\nfrom embodied.policies.base import Policy\n\n\nclass {name}({base}):\n    {body}\n"

@@ -175,7 +175,7 @@ def test_devices_without_costs_are_refused_with_the_measurement_that_is_missing(
 @pytest.mark.parametrize(
     ("more", "devices"), [(["recipe=pointmass_ppo"], {"cpu": 2}), ([], {"cpu": 16, "gpu-H100": 8})]
 )
-def test_what_does_not_run_on_gpus_needs_no_costs_there(capsys, tmp_path, more, devices):
+def test_a_recipe_that_does_not_run_on_gpus_needs_no_costs_for_gpus(capsys, tmp_path, more, devices):
     named = profile_of(tmp_path, ON_CORES, devices)
     code, out, err = run(capsys, *more, named, "cluster=8xH100", f"out={tmp_path}/plan")
     assert code == 0, err

@@ -132,7 +132,7 @@ def test_a_repository_that_everybody_reads_is_no_private_one(run, tmp_path, monk
         (["random", "ada/reach"], "no weights to upload"),
     ],
 )
-def test_what_is_wrong_is_said(words, told, capsys):
+def test_mistakes_in_a_push_command_are_explained(words, told, capsys):
     assert push.main(words) == 2
     assert told in capsys.readouterr().err
 

@@ -482,7 +482,7 @@ PHASES = ("lent", "draining", "waiting", "publishing", "saving")  # a robots' ru
 
 @pytest.mark.chaos
 @pytest.mark.parametrize(("name", "victim"), [*ROBOTS, *TALKERS, ("", "command")])
-def test_whoever_is_killed_in_whatever_phase_all_runs_learn_what_they_learn_alone(name, victim, alone, tmp_path):
+def test_runs_learn_what_they_learn_alone_after_a_kill_in_any_phase(name, victim, alone, tmp_path):
     """Sims, engines and learners are started again. After a driver or the command, resume= goes on with all runs."""
     runs, struck = TwoRuns(tmp_path), []
     share = runs.share

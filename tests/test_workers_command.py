@@ -72,7 +72,7 @@ def test_only_one_command_asks_at_a_time(tmp_path):
 @pytest.mark.parametrize(
     "content", [{}, {"change": 0}, {"change": "1"}, {"change": 10**9}, {"change": 1, "devices": 3}]
 )
-def test_a_request_file_with_anything_else_is_none(content):
+def test_a_file_with_other_content_is_not_taken_for_a_request(content):
     with pytest.raises(ValueError, match="number of workers"):
         WorkerRequest.read(content)
 

@@ -70,7 +70,7 @@ def test_at_step_level_gamma_acts_once_per_played_env_step():
     assert_allclose(advantages, column(3, 4.625))
 
 
-def test_what_masked_steps_hold_does_not_matter():
+def test_the_numbers_of_masked_steps_do_not_change_advantages():
     data = fields(**CHUNKS)
     expected = gae(**data, gamma=0.5, lam=0.5)
     data["rewards"][0, 0, 2] = np.nan

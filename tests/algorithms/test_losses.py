@@ -77,7 +77,7 @@ def test_dual_clip_bounds_the_loss_of_negative_advantages():
     assert one_unit(5.0, 2.0, dual_clip=3.0)[0] == pytest.approx(-2.4)  # A > 0: as without
 
 
-def test_what_a_level_means():
+def test_each_log_prob_level_clips_its_own_ratio():
     # One item of two steps with two dimensions; log-ratios log [[2, 1/4], [1/2, 2]], A = 1, clip 0.2:
     #   action_dim: ratios 2, .25, .5, 2 -> min(r, 1.2) -> (1.2 + .25 + .5 + 1.2) / 4 = 0.7875
     #   action: ratios .5, 1 -> (.5 + 1) / 2 = 0.75        chunk: ratio .5 -> 0.5

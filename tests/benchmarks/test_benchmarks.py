@@ -88,7 +88,7 @@ def test_new_results_leave_the_commit_as_it_is_and_changed_code_does_not(tmp_pat
 
 
 @pytest.mark.parametrize("path", sorted((ROOT / "benchmarks").rglob("*.py")), ids=lambda path: path.stem)
-def test_what_a_benchmark_imports_from_us_is_there(path):
+def test_every_name_that_a_benchmark_imports_exists(path):
     """Also inside its functions, which nobody runs for months."""
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.ImportFrom) and str(node.module).startswith(("embodied", "benchmarks")):

@@ -50,7 +50,7 @@ def test_periodic_is_measured_by_the_weights_of_sync(tmp_path):
     assert golden.distance(tmp_path, "text_grpo_periodic", "text_grpo_exact") == pytest.approx(2e-9, rel=1e-3)
 
 
-def test_what_an_entry_needs_is_trained_before_it():
+def test_golden_runs_come_after_the_runs_that_they_need():
     assert golden.in_order(["sums_judge"]) == ["sums_sft", "sums_judge"]
     assert golden.in_order(["text_grpo_periodic"]) == ["text_grpo_exact", "text_grpo_periodic"]
     assert golden.in_order(["libero_ppo"]) == ["libero_ppo"]

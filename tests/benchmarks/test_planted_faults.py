@@ -53,7 +53,7 @@ def test_a_fault_is_caught_by_the_first_test_that_fails_with_it_alone(planted, c
 
 
 @pytest.mark.slow
-def test_what_is_known_is_not_measured_again(planted, monkeypatch):
+def test_a_measured_fault_is_only_measured_again_on_request(planted, monkeypatch):
     planted("--faults", "subtracts")
     monkeypatch.setattr(planted_faults.Copy, "first_failure", lambda copy, tests: "tests/other.py::test_other")
     monkeypatch.setattr(planted_faults.Copy, "_fails_anyway", lambda copy, test: False)

@@ -199,7 +199,7 @@ ASIDE = (
 )
 
 
-def test_what_few_runs_use_stands_aside_and_is_imported_on_use():
+def test_modules_for_few_runs_are_only_imported_when_used():
     for module, path in MODULES.items():
         outside = [folder for folder in ASIDE if not allowed(module, [folder])]
         assert not [name for name, now in imports(path) if now and allowed(name, outside)], path
@@ -265,7 +265,7 @@ def test_imports_go_down_the_floors_as_the_architecture_page_draws_them():
             assert not [name for name in used if floor_of(name) > floor_of(module)], module
 
 
-def test_what_docstrings_name_is_a_name_in_the_code():
+def test_names_in_docstrings_exist_in_the_code():
     """`name` in a docstring: a name or word of the sources; in a function's one of its own file, or a function, class,
     module or field of another."""
     named, words = [], {}

@@ -279,7 +279,7 @@ def refused(words):
 
 
 @pytest.mark.parametrize(("asked", "answer"), ROWS, ids=[asked for asked, _ in ROWS])
-def test_what_does_not_go_together_is_answered_with_a_value_that_works(asked, answer):
+def test_conflicting_options_are_refused_with_a_value_that_works(asked, answer):
     words = words_of(asked)
     told = mistakes(words)
     (line,) = (line for line in told if answer in line)

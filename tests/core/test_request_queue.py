@@ -70,12 +70,12 @@ def test_workers_have_about_as_many_each_and_no_more_than_they_have_room_for(que
     ("loads", "rows", "given"),
     [((0, 3, 3), 5, (4, 1, 0)), ((0, 0), 3, (2, 1)), ((4, 4), 3, (0, 0)), ((1, 0, 2), 1, (0, 1, 0)), ((0,), 9, (4,))],
 )
-def test_who_has_less_is_given_more(loads, rows, given):
+def test_workers_with_less_load_are_given_more_rows(loads, rows, given):
     named = dict(zip("abc", loads, strict=False))
     assert tuple(level(named, dict.fromkeys(named, 4), rows).values()) == given
 
 
-def test_what_a_worker_that_died_had_waits_in_front_and_one_that_leaves_still_answers(queue):
+def test_requests_of_a_dead_worker_come_first_and_a_leaving_worker_still_answers(queue):
     queue.put(*prompts(*range(8)))
     taken(queue)
     queue.workers({"c": 9}, others={"b"})

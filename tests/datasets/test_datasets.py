@@ -176,7 +176,7 @@ def test_frames_that_do_not_fit_are_refused_by_name(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_what_a_user_writes_is_refused_before_it_is_there(tmp_path):
+def test_an_invalid_dataset_is_refused_and_leaves_no_folder(tmp_path):
     wrong = features_of(STATE) | {"observation.images.front": {"dtype": "video", "shape": (3, 64, 64)}}
     with pytest.raises(ValueError, match=r"observation\.images\.front has shape \[3, 64, 64\]; a video's is"):
         DatasetWriter(tmp_path / "set", 20, wrong)

@@ -37,14 +37,14 @@ def config(name, **options):
     ],
     ids=str,
 )
-def test_its_tasks_keep_the_contract(options):
+def test_envpool_tasks_keep_the_contract(options):
     env = make_env(config(max_episode_steps=12, **options), 4)
     check_vector_env(env)
     env.close()
 
 
 @pytest.mark.parametrize("task", ["Swimmer-v5", "Walker2d-v5", "Ant-v5"])
-def test_its_steps_are_those_of_gymnasium(task):
+def test_steps_of_envpool_equal_those_of_gymnasium(task):
     """From one state, with the same actions. Contacts differ between versions of MuJoCo, and decide how Ant goes on."""
     mujoco = pytest.importorskip("mujoco")
     if task == "Ant-v5" and not mujoco.__version__.startswith("3.6."):
@@ -73,7 +73,7 @@ def test_its_steps_are_those_of_gymnasium(task):
         ({"name": "envpool:Ant-v5", "kwargs": {"num_threads": 3}}, "num_threads follows from other options"),
     ],
 )
-def test_what_it_cannot_play_is_refused_before_a_run(options, message):
+def test_an_unsupported_envpool_task_is_refused_before_the_run(options, message):
     chosen = config(**options)
     with pytest.raises(ConfigError, match=re.escape(message)):
         env_class(chosen).check(chosen)

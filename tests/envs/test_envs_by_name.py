@@ -100,7 +100,7 @@ def test_a_bridge_task_says_by_its_name_who_plays_it_and_what_files_it_lacks(tmp
     assert env_class(toy).missing_files(toy, bare) == {}
 
 
-def test_what_an_env_or_a_policy_of_ones_own_needs_is_listed_and_imported_when_asked_for():
+def test_names_for_own_envs_and_policies_are_listed_and_imported_on_use():
     code = (
         "import sys, embodied.envs as envs, embodied.policies as policies\n"
         "assert not {'torch', 'gymnasium'} & sys.modules.keys()\n"

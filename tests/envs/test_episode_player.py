@@ -98,7 +98,7 @@ def begun(stage, episodes):
     return [known[:episodes] for known in found]
 
 
-def test_what_failed_is_retried_from_its_initial_state_and_a_resumed_run_goes_on_with_it():
+def test_failed_episodes_are_retried_from_their_initial_state_also_after_a_resume():
     config = PointMassConfig(name="pointmass", retries=2)
     stage = staged(config)
     stage.reset_all(SPECS)

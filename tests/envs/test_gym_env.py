@@ -297,7 +297,7 @@ def test_mistakes_are_explained(name, kwargs, message, monkeypatch):
         ("step", ({"place": [0, 0], "door": 0}, 0, False, False, {"success": True}), "'success' in some steps only"),
     ],
 )
-def test_what_a_method_must_return_is_said(monkeypatch, method, given, message):
+def test_a_wrong_return_value_of_an_env_method_is_explained(monkeypatch, method, given, message):
     env = make(HERE, max_episode_steps=5)
     env.reset(seed=0)
     monkeypatch.setattr(env, "_success_key", None)

@@ -65,7 +65,7 @@ def test_an_answer_belongs_to_the_last_question_of_this_round_and_a_second_one_i
     assert answer.key == (2, 0, 4) and answer.output is not None
 
 
-def test_what_a_worker_that_died_was_asked_its_successor_is_asked():
+def test_the_request_to_a_dead_worker_is_sent_again_to_its_successor():
     asking = Asking("a")
     asking.ask()
     asking.tell("a again")

@@ -88,7 +88,7 @@ def earned(env, steps=5, action=0.0):
         ("difference", [0.2, 0.3, 0.0, 0.5, -0.5]),
     ],
 )
-def test_what_a_step_earns(reward, expected):
+def test_the_reward_of_a_step_follows_the_reward_option(reward, expected):
     env = begin(Scripted(reward=reward))
     for _ in range(2):
         np.testing.assert_allclose(earned(env), [expected, expected], atol=1e-7)

@@ -203,7 +203,7 @@ def test_training_and_evaluation(mine):
         (["env.kwargs={hard_reset: false}"], r"env.task=Lift .*multiple values for keyword argument 'hard_reset'"),
     ],
 )
-def test_what_cannot_be_is_one_line_of_a_dry_run(mine, capsys, arguments, says):
+def test_a_dry_run_refuses_an_impossible_task_in_one_line(mine, capsys, arguments, says):
     assert train.main(["recipe=robosuite_ppo", *arguments, *INLINE, "--dry-run"]) == 2
     err = capsys.readouterr().err
     assert re.search(says, err) and err.count("\n") == 1, err

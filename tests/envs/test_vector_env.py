@@ -257,7 +257,7 @@ def test_wrong_reset_options_are_refused(options, message):
         CountingEnv(2).reset(options=options)
 
 
-def test_it_is_a_gymnasium_vector_env_without_autoreset():
+def test_our_vector_env_is_a_gymnasium_vector_env_without_autoreset():
     env = CountingEnv(3)
     assert env.metadata["autoreset_mode"] == AutoresetMode.DISABLED
     obs, _ = env.reset(seed=1)

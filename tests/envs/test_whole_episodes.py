@@ -63,7 +63,7 @@ def alone():
 
 
 @pytest.mark.parametrize(("rows", "stages"), [(5, 1), (12, 1), (20, 1), (2, 3)])
-def test_what_is_recorded_does_not_depend_on_the_company(alone, rows, stages):
+def test_recorded_episodes_do_not_depend_on_the_number_of_rows_or_stages(alone, rows, stages):
     ours, theirs = arrays_of(play(rows, stages)[0]), arrays_of(alone[0])
     assert ours.keys() == theirs.keys()
     assert all(np.array_equal(ours[name], theirs[name]) for name in theirs)

@@ -287,7 +287,7 @@ def test_statistics_are_means_over_sampled_tokens():
 
 
 @pytest.mark.parametrize("options", [{"decoupled": True}, PPO], ids=str)
-def test_what_the_env_said_counts_for_nothing(options):
+def test_tokens_of_the_env_have_no_effect_on_the_update(options):
     config = algo(**options)
     data, scores = data_of(config, stale=0.1)
     (weights, numbers), *_ = trained(data, config, scores=scores)

@@ -71,7 +71,7 @@ def size_of_one(tensor):
 
 
 @pytest.mark.parametrize(("dtype", "atol"), [("float32", 1e-4), ("bfloat16", 0.3)])
-def test_what_is_kept_is_scored_as_it_acted(dtype, atol):
+def test_cached_features_give_the_log_probs_of_acting(dtype, atol):
     """Up to rounding: prompts that are cached are padded, and rows that are padded otherwise round otherwise; other
     images would change the log-probs by 3."""
     spec = EnvSpec(ActionSpec(2), state_dim=3, images=CAMERAS, instruction=True)

@@ -94,13 +94,13 @@ WAYS = {
 
 @pytest.mark.usefixtures("on_devices")
 @pytest.mark.parametrize("way", WAYS)
-def test_recorded_steps_learn_what_others_learn(way):
+def test_captured_steps_learn_the_same_as_other_steps(way):
     options = dict(WAYS[way])
     tolerance = options.pop("tolerance", TOLERANCE[DEVICE])
     assert_alike(learned("on", **options), learned("off", **options), tolerance)
 
 
-def test_ranks_with_recorded_steps_learn_what_one_learner_does():
+def test_ranks_with_captured_steps_learn_the_same_as_one_learner():
     """Their shares of a minibatch differ, and one may have none."""
     algo = PPOConfig(**PPO | {"minibatch_size": 11})
 
@@ -116,7 +116,7 @@ def test_ranks_with_recorded_steps_learn_what_one_learner_does():
 
 @pytest.mark.usefixtures("on_devices")
 @pytest.mark.parametrize("change", ["gradients", "optimizer", "off"])
-def test_what_was_recorded_is_recorded_again_where_memory_has_moved(change, tmp_path):
+def test_gradient_steps_are_captured_again_after_their_memory_has_moved(change, tmp_path):
     """As after a learner gave up its device, or read a checkpoint; or no more, where that is switched off."""
 
     def between(model, optimizer):

@@ -52,7 +52,7 @@ def learn(model, optimizer, played, iteration=0, algo=PPO):
 
 
 @pytest.mark.parametrize("case", ["openvla", pytest.param("oft", marks=pytest.mark.slow), "pi0", "smolvla"])
-def test_recorded_steps_of_policies_that_read_learn_what_others_learn(case, monkeypatch):
+def test_captured_steps_of_policies_with_instructions_learn_the_same_as_other_steps(case, monkeypatch):
     """In two updates with prompts of two lengths. Images may stay on the host."""
     options, more = CASES[case]
     if case == "smolvla":
@@ -70,7 +70,7 @@ def test_recorded_steps_of_policies_that_read_learn_what_others_learn(case, monk
         assert one == pytest.approx(other, abs=1e-8)
 
 
-def test_on_a_gpu_steps_of_large_policies_that_read_are_recorded_unless_asked():
+def test_on_a_gpu_steps_of_large_policies_with_instructions_are_captured_by_default():
     model, _ = learner({"name": "openvla", **EXACT}, checkpoint_activations=True)
     played = decisions(model.policy)
     share = build_batch(played, Unit((), played.ids), 0, PPO, Alone(), model)
@@ -98,7 +98,7 @@ def test_a_learner_computes_log_probs_again_once_those_of_acting_are_too_far_fro
     assert learn_from(3 * limit) < 1e-12
 
 
-def test_so_does_a_learner_whose_only_step_begins_early():
+def test_a_learner_whose_only_step_begins_early_computes_distant_log_probs_again():
     model, optimizer = learner({"name": "openvla", "dtype": "float64"})
     config = GRPOConfig(name="grpo", groups=2, group_size=ROWS // 2, filter="none", lr=1e-3)
 

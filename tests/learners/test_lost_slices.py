@@ -54,7 +54,7 @@ def test_a_rank_learns_from_what_it_is_told_of_and_forgets_the_rest_of_the_batch
         assert channel.qsize() == 1 and channel.get(key=2).source == "sim-0/0#3"
 
 
-def test_what_older_weights_have_played_is_known_for_it():
+def test_decisions_of_older_weights_are_marked_as_stale():
     """Half of the decisions are those of the version before the one that is trained on."""
     data = toy.rollout(toy.make(), seed=3)
     data.versions[: toy.T * toy.N // 2] = 4

@@ -58,7 +58,7 @@ def held(policy, config):
     ],
     ids=["openvla", "bfloat16", "oft"],
 )
-def test_what_is_counted_is_what_a_small_learner_holds(options):
+def test_the_memory_estimate_equals_the_memory_of_a_small_learner(options):
     config = LearnerConfig()
     training, activations = held(build(**options), config)
     counted = count(build(**options), config, made_up(build(**options), 2))
@@ -115,7 +115,7 @@ def test_every_block_counts_though_only_two_of_a_kind_are_passed_through(count):
     )
 
 
-def test_what_was_counted_is_freed():
+def test_the_memory_estimate_keeps_no_weights():
     policy = build(OpenVLAConfig, name="openvla").to("meta")
     weight = weakref.ref(next(policy.parameters()))
     kept_by_pass(policy, made_up(policy, 2), 0)

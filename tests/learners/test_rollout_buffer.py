@@ -91,7 +91,7 @@ def test_encoding_begins_before_the_rollout_has_ended():
     assert look.sizes == [6, 6] and not found.has_all_of(SOURCES[:1])  # four of five decisions, in lots of two
 
 
-def test_what_a_dead_worker_played_is_forgotten_when_its_successor_plays():
+def test_rollouts_of_a_dead_sim_are_replaced_by_those_of_its_successor():
     again = rollout("sim-1/0#2", [3, 4], 3)
     early, *_ = pieces(SECOND, 6, 1)
     found, _ = taken(early, FIRST, *pieces(again, 2, 5))

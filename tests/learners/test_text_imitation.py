@@ -108,7 +108,7 @@ def test_a_learner_gives_a_sign_of_life_after_each_example_that_it_plays():
     one.close()
 
 
-def test_of_several_turns_all_answers_are_learned():
+def test_all_answers_of_several_turns_are_imitated():
     (example,) = solved_examples(env("Counting"), 0, range(1))
     assert example == (("1,", "2"), (",3,", "4"))
     ((tokens, mask),) = written(Characters(), example)
@@ -262,7 +262,7 @@ def test_a_file_holds_prompts_or_messages(tmp_path):
         ('{"messages": [{"role": "robot", "content": "a"}], "answer": "b"}', "system|user|assistant"),
     ],
 )
-def test_a_file_that_is_none_is_refused_with_its_line(tmp_path, line, reason):
+def test_an_invalid_examples_file_is_refused_with_its_line(tmp_path, line, reason):
     path = tmp_path / "examples.jsonl"
     path.write_text(line)
     with pytest.raises(ConfigError, match=r"examples\.jsonl.*sft\.data is JSONL") as caught:

@@ -296,7 +296,7 @@ raise SystemExit(code or " ".join(slow & sys.modules.keys()) or 0)
 
 
 @pytest.mark.parametrize("decay", [0.0, 0.1])
-def test_its_steps_are_those_of_torch(decay):
+def test_our_adam_takes_the_steps_of_torchs_adamw(decay):
     generator = torch.Generator().manual_seed(3)
     shapes = [(7, 5), (5,), (3, 2, 2)]
     ours, theirs = ([torch.ones(shape) for shape in shapes] for _ in range(2))

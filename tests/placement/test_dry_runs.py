@@ -166,7 +166,7 @@ def test_a_map_that_works_is_on_what_the_networks_and_the_simulator_need(counted
         assert planned(recipe, "2xGPU", f"placement={works}")[1].hosts
 
 
-def test_what_a_host_holds_is_refused_too(tmp_path):
+def test_simulators_that_exceed_the_memory_of_a_machine_are_refused(tmp_path):
     (tmp_path / "small.yaml").write_text("nodes: [{gpus: 8, cores: 128, memory_gb: 64}]")
     recipe = ["libero_grpo", f"{tmp_path}/small.yaml", "env.task=libero_10", "env.num_envs=64"]
     _, plan = planned(*recipe, "policy.hidden=[2048,2048]")

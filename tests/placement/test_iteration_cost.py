@@ -60,7 +60,7 @@ def test_two_stages_hide_the_faster_one_behind_the_slower_one():
     assert seconds == timeline.seconds == pytest.approx(2 + 20 * 3, rel=0.05)
 
 
-def test_what_can_be_looked_at_ahead_is_looked_at_while_sims_play_where_they_are_apart():
+def test_frozen_features_are_computed_during_the_rollout_where_learners_are_apart_from_sims():
     costs = constant(3), constant(1), constant(1)
     apart = ((Zone(("sim", "policy"), "gpu", 1), Zone(("learner",), "gpu", 1)),)
     together = ((Zone(("sim", "policy", "learner"), "gpu", 1),),)
@@ -142,7 +142,7 @@ def test_rollout_and_update_overlap_as_the_schedule_says(schedule, step_s, secon
     assert busy_s(timeline) == pytest.approx({"gpu:0": 20 * step_s, "gpu:1": 80})
 
 
-def test_what_comes_once_in_an_update_comes_after_the_last_group():
+def test_costs_once_per_update_come_after_the_last_group():
     _, priced = overlapped("periodic", constant(5), LINE, fixed_s=3.0, exchange_s=constant(4.0))
     assert priced == pytest.approx(100 + 40 + 3 + 4 + 1)
 

@@ -103,7 +103,7 @@ def test_a_profile_of_robots_knows_nothing_of_conversations():
     assert cost_key(language) != cost_key(language.model_copy(update={"policy": plain}))
 
 
-def test_a_profile_of_a_verifier_is_none_of_a_reward_model():
+def test_profiles_of_different_scorers_have_different_keys():
     scorers = ("verifier=a:b", "reward_model=m", "judge=m", "judge=m roles.judge_tokens=2")
     configs = [load(["recipe=sums_grpo", *f"roles.{scorer}".split()]).config for scorer in scorers]
     assert len({cost_key(config, roles_of(["reward"])) for config in configs}) == len(scorers)

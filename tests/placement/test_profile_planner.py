@@ -43,7 +43,7 @@ def test_the_fastest_layout_of_every_mode_is_that_of_brute_force(schedule):
 
 
 @pytest.mark.parametrize("schedule", ["sync", "periodic", "async"])
-def test_so_it_is_with_roles_that_take_groups_as_they_come(schedule):
+def test_the_fastest_layout_equals_brute_force_with_roles_that_take_groups_as_they_come(schedule):
     for seed in range(2 if schedule == "sync" else 6):
         dataflow, profile, classes = case(seed, "periodic", classes=(1,), more=1)
         parts = tuple(replace(c, units=c.name == "reward") for c in dataflow.components)
@@ -52,7 +52,7 @@ def test_so_it_is_with_roles_that_take_groups_as_they_come(schedule):
 
 
 @pytest.mark.parametrize("schedule", ["sync", "periodic", "async"])
-def test_so_it_is_with_policy_workers_of_two_devices(schedule):
+def test_the_fastest_layout_equals_brute_force_with_policy_workers_of_two_devices(schedule):
     for seed in range(4):
         dataflow, profile, classes = case(seed, schedule, devices=4)
         wide = tuple(replace(c, devices=2) if c.name == "policy" else c for c in dataflow.components)
@@ -165,7 +165,7 @@ def test_weights_that_policy_and_learner_share_are_counted_once():
     assert pricer.price(Layout(together)).used_bytes["gpu"] == 16  # a learner is never in a simulator's process
 
 
-def test_what_workers_divide_among_them_is_counted_once_for_all():
+def test_memory_that_workers_divide_is_counted_once():
     profile = simple_profile(constant(0.1), constant(0.1), constant(1), bytes=constant(12), split_bytes=8)
     alone = ((Zone(("sim", "policy"), "gpu", 2),), (Zone(("learner",), "gpu", 1),))
     assert price(profile, alone).used_bytes["gpu"] == 12
@@ -184,7 +184,7 @@ def test_several_learners_with_shards_share_no_weights():
         assert pricer.price(Layout(apart)).used_bytes["gpu"] == used
 
 
-def test_what_does_not_fit_beside_each_other_swaps_and_pays_for_it():
+def test_components_that_do_not_fit_together_swap_and_pay_for_it():
     profile = simple_profile(constant(1), constant(1), constant(1), bytes=constant(60), onload_s=2, offload_s=3)
     policy = Cost(constant(1), bytes=constant(50), onload_s=0.5, offload_s=0.25)
     profile = replace(profile, costs={**profile.costs, "policy": {"gpu": policy}})

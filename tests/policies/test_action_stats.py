@@ -67,7 +67,7 @@ def test_a_published_model_takes_the_ranges_of_a_dataset(demos, tmp_path):
         ({"q01": [0.0]}, "action has 1 numbers, the env 3"),
     ],
 )
-def test_ranges_that_are_none_are_refused_with_a_way_to_count_them(demos, action, words):
+def test_invalid_action_ranges_are_refused_with_a_way_to_count_them(demos, action, words):
     (demos / "meta" / "stats.json").write_text(json.dumps({"action": ACTION | action}))
     with pytest.raises(ConfigError, match=rf"stats\.json cannot be read: .*{words}.*quantiles .* writes it"):
         build(statistics=str(demos))

@@ -31,7 +31,7 @@ def played(policy):
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_what_began_with_fresh_weights_can_be_begun_from(family, tmp_path):
+def test_a_policy_can_begin_from_a_folder_that_began_with_fresh_weights(family, tmp_path):
     narrow, wide = dataset(tmp_path / "narrow", 0.5), dataset(tmp_path / "wide", 2.0)
     first = build(family, 1, **FAMILIES[family], statistics=narrow)
     first.save_pretrained(tmp_path / "first")

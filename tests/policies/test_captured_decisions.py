@@ -54,7 +54,7 @@ def assert_equal(one, other, tolerance=0.0):
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_recorded_decisions_are_those_of_others(case):
+def test_captured_decisions_equal_other_decisions(case):
     """From the second request of a kind on; the first two have as many rows as the graph, and one prompt."""
     plain, captured = pair(case)
     for seed in range(4):
@@ -141,7 +141,7 @@ def test_versions_that_are_copied_on_the_gpu_need_one_graph():
     assert_equal(learner.act(obs, draws), acted)
 
 
-def test_a_decision_that_cannot_be_recorded_is_made_as_ever_and_the_log_says_so_once(capsys):
+def test_a_decision_that_cannot_be_captured_is_made_as_usual_and_the_log_says_so_once(capsys):
     plain, captured = pair("openvla")
     embed = captured._embed
     captured._embed = lambda chosen: embed(chosen) if chosen.tolist() else None

@@ -95,7 +95,7 @@ def test_a_better_eye_is_not_taken_for_another_policy():
         ({}, {"kernels": (4, 7)}, r"need images of 16x16 pixels or more, and those of camera 'wrist' are 12x12"),
     ],
 )
-def test_what_it_cannot_look_at_is_refused(change, options, words):
+def test_images_that_the_cnn_cannot_read_are_refused(change, options, words):
     with pytest.raises(ConfigError, match=words):
         build(replace(SPEC, **change), **options)
 

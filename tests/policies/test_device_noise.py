@@ -82,7 +82,7 @@ def reads_its_actions(policy):
 
 @devices
 @pytest.mark.parametrize("reads", [False, True])
-def test_acting_that_is_recorded_decides_the_same_and_where_it_cannot_be_recorded_too(device, reads):
+def test_captured_acting_decides_the_same_also_where_the_capture_fails(device, reads):
     """From the second request of a shape on; weights that change are seen, and those that have moved."""
     plain, captured = acting(device), acting(device, graphs="auto")
     rng, arrays = np.random.default_rng(0), (torch.tensor(EPISODES), torch.tensor(DECISIONS))

@@ -74,7 +74,7 @@ def test_the_norm_without_gradients_is_torchs_bit_for_bit(dtype):
 
 
 @pytest.mark.parametrize("activation", [F.silu, torch.tanh])
-def test_what_acting_overwrites_changes_no_result(activation):
+def test_in_place_operations_of_acting_change_no_result(activation):
     torch.manual_seed(0)
     gated, plain = GatedMLP(6, 10, activation), MLP(6, 10)
     x, add_to = torch.randn(2, 3, 6), torch.randn(2, 3, 6)

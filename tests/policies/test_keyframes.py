@@ -45,7 +45,7 @@ def test_the_loss_is_that_of_the_asked_numbers_at_both_places(family):
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_it_teaches_eyes_and_no_more(family):
+def test_keyframe_imitation_trains_only_the_vision_encoder_and_its_head(family):
     policy = build(family, keyframes=[1])
     policy.imitate(*demonstrated(policy))[1].sum().backward()
     taught = {name for name, p in policy.named_parameters() if p.grad is not None and p.grad.abs().max() > 0}

@@ -187,7 +187,7 @@ def stays(array, device):
 
 
 @pytest.mark.parametrize("family", ["mlp", "cnn", "openvla", "oft_l1_film", "pi05"])
-def test_what_is_left_on_the_cpu_is_found(family, monkeypatch):
+def test_a_tensor_left_on_the_cpu_is_found(family, monkeypatch):
     """So that the tests above can fail."""
     card, policy = on_the_card(family)
     with card:

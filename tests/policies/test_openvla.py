@@ -11,7 +11,7 @@ from embodied.policies.vla.policy import pad_rows
 from embodied.policies.vla.statistics import Statistics, statistics_of
 
 
-def test_what_follows_the_features_that_are_read_is_frozen():
+def test_tower_layers_after_the_features_in_use_are_frozen():
     still = {name.split(".")[2] for name, p in build().named_parameters() if not p.requires_grad}
     assert still == {"blocks", "norm", "attn_pool"}  # the towers' last blocks and what comes after them
 
@@ -60,7 +60,7 @@ RANGE, NAN = {"q01": [0.0, -1.0], "q99": [1.0, 1.0]}, float("nan")
         ({"q01": [0.0, 2.0]}, "is no range"),
     ],
 )
-def test_ranges_that_are_none_are_refused_unless_masked(change, words):
+def test_invalid_action_ranges_are_refused_unless_masked(change, words):
     with pytest.raises(CheckpointError, match=f"here: the action statistics of kitchen cannot be read: .*{words}"):
         statistics_of({"kitchen": {"action": RANGE | change}}, None, "here")
     masked = RANGE | {"q01": [0.0, NAN], "mask": [True, False]}

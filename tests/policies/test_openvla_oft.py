@@ -47,7 +47,7 @@ def policy(request):
 
 
 @pytest.mark.parametrize("stop", [True, False])
-def test_it_reads_what_transformers_llama_gives_for_the_published_sequence(stop):
+def test_log_probs_of_the_published_sequence_equal_those_of_transformers_llama(stop):
     """One row at a time, without padding: begin, images, state, prompt, empty tokens, stop; read one place before."""
     transformers = pytest.importorskip("transformers")
     policy = lively(build(proprio=True, stop_token=stop))

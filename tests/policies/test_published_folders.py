@@ -198,7 +198,7 @@ BOTH = ("openvla", "pi0")
         (["smolvla", "openvla"], {}, {"keyframes": [4]}, r"policy\.keyframes=\[4\].*gives 4; set env\.state=proprio"),
     ],
 )
-def test_what_it_cannot_act_in_is_refused_with_a_way_out(families, change, options, words):
+def test_an_env_that_a_published_policy_cannot_act_in_is_refused_with_a_way_out(families, change, options, words):
     for family in families:
         with pytest.raises(ConfigError, match=words):
             build(family, spec=replace(ROBOT, **change), **options)

@@ -186,7 +186,7 @@ def test_stale_weights_answer_nothing_however_many_ask(channel):
     assert not any(worker.found.values())
 
 
-def test_it_waits_for_other_sims_as_long_as_it_may_and_never_for_the_rest_of_the_same(channel):
+def test_merging_waits_for_other_sims_and_never_for_other_stages_of_the_same_sim(channel):
     for wait_s, sources, rows in ((30.0, ("sim-0/0#1", "sim-1/0#1"), [2]), (0.0, ("sim-0/0#1", "sim-1/0#1"), [1, 1])):
         worker, inbox = counting(Merging(64, wait_s)), channel(f"requests {wait_s}")
         replies = {source: channel(f"replies {wait_s} {source}") for source in sources}
@@ -209,7 +209,7 @@ def test_it_waits_for_other_sims_as_long_as_it_may_and_never_for_the_rest_of_the
     thread.join(20)
 
 
-def test_it_waits_for_no_sim_that_asks_another_worker_by_now(channel):
+def test_merging_does_not_wait_for_a_sim_that_asks_another_worker(channel):
     worker, requests = counting(Merging(64, 30.0)), [question(sim, 1) for sim in (0, 1)]
     inbox, ends = channel("requests"), {request.source: channel(request.source) for request in requests}
     serving = threading.Thread(

@@ -25,7 +25,7 @@ GOOD = {"actions": np.zeros((4, 2, 3)), "logprobs": np.zeros((4, 2, 3)), "values
         {"values": np.zeros((4, 1))},
     ],
 )
-def test_what_would_broadcast_is_refused(wrong):
+def test_answers_of_a_policy_that_would_broadcast_are_refused(wrong):
     check_output(PolicyOutput(**GOOD), 4, 3)
     with pytest.raises(WrongShape, match=r"they must be \[4, chunk"):
         check_output(PolicyOutput(**GOOD | wrong), 4, 3)

@@ -24,7 +24,7 @@ def begun(folder, *indices, asked=ASKED, clock=lambda: 0.0):
     return kept
 
 
-def test_what_is_over_comes_back_to_the_last_digit(tmp_path):
+def test_finished_episodes_are_read_back_to_the_last_digit(tmp_path):
     begun(tmp_path, 3, 0, 7)
     again = begun(tmp_path)
     assert again.finished == {one.index: one for one in over(0, 3, 7)} and str(again) == "3 of 10 episodes"
@@ -46,7 +46,7 @@ def test_a_part_that_cannot_be_read_is_played_again(tmp_path, name, text):
     assert partial_in(tmp_path)["over"] == 0
 
 
-def test_what_a_killed_process_leaves_is_about_a_second_old(tmp_path):
+def test_a_killed_evaluation_loses_about_one_second_of_results(tmp_path):
     """An episode ends every 0.4 s; it is written every second."""
     now = [0.0]
     kept = begun(tmp_path, clock=lambda: now[0])

@@ -28,7 +28,7 @@ class Sim(Worker):
 
 
 @pytest.mark.parametrize("backend", ["inline", "local"])
-def test_what_workers_did_is_written_on_the_drivers_clock(tmp_path, backend):
+def test_the_timeline_uses_the_drivers_clock(tmp_path, backend):
     path, timers = tmp_path / "trace.json", Timers()
     with Cluster(backend, [HostPlan("left", ("sim",)), HostPlan("right", ("sim",))], timeout_s=300) as cluster:
         sims = cluster.launch(Sim, "sim")

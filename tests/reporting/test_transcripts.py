@@ -120,7 +120,7 @@ with TranscriptWriter(Path(sys.argv[1]), "sim-0") as writer:
 """
 
 
-def test_what_was_added_before_a_kill_is_there(tmp_path):
+def test_transcripts_added_before_a_kill_can_be_read(tmp_path):
     process = subprocess.Popen([sys.executable, "-c", WRITE_ON, tmp_path / PARTS], stdout=subprocess.PIPE)
     told = [int(process.stdout.readline()) for _ in range(20)]
     process.send_signal(signal.SIGKILL)

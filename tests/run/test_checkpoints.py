@@ -227,7 +227,7 @@ def test_without_a_success_the_return_decides_which_is_the_best(tmp_path):
     assert versions(tmp_path) == [2, 4]
 
 
-def test_what_we_did_not_write_is_never_removed(tmp_path):
+def test_pruning_keeps_folders_that_we_did_not_write(tmp_path):
     for version in range(1, 7):
         write(tmp_path, version)
     parent = tmp_path / "checkpoints"
@@ -252,7 +252,7 @@ def test_damaged_checkpoints_of_a_later_version_do_not_displace_the_one_that_was
     assert newest(tmp_path).name == "v000006" and versions(tmp_path) == [6, 8, 9]
 
 
-def test_what_a_killed_run_left_half_written_goes_with_the_next_save(tmp_path):
+def test_half_written_checkpoints_of_a_killed_run_are_removed_by_the_next_save(tmp_path):
     write(tmp_path, 1)
     for name in (".writing-v000002", ".removing-v000000"):
         (tmp_path / "checkpoints" / name / "policy").mkdir(parents=True)

@@ -257,7 +257,7 @@ def test_a_conversation_of_unknown_length_counts_as_a_pack_unless_vllm_reserves_
 
 
 @pytest.mark.parametrize("kind", ["tiny", "tiny_gpt2", "tiny_vl", *SEEING])
-def test_what_is_counted_is_what_a_pass_keeps(kind, tmp_path):
+def test_the_counted_activations_equal_those_that_a_pass_keeps(kind, tmp_path):
     """The pass, with pictures where a model sees them."""
     prompt, pictures = [5] * 20, [drawing("count", seed, 128) for seed in range(4)]
     made_of = {"pretrained": str(publish(tmp_path, kind))} if kind in SEEING else {"preset": kind}

@@ -237,7 +237,7 @@ def test_a_failed_seed_does_not_end_the_others_and_is_named(children, capsys):
     assert "seed 1: unfinished, WorkerFailed: sim-0: gone" in told and "seed 2: not begun, the second one" in told
 
 
-def test_what_is_unfinished_is_resumed(children):
+def test_an_unfinished_run_of_a_group_is_resumed(children):
     crew = children(1)
     crew.run(crew.group.members, Interruption())
     crew.run(crew.group.members, Interruption())

@@ -29,7 +29,7 @@ def hybrid(capacity):
     return Coordinator({"fake:0": 10 * GB, "fake:1": capacity * GB}, {"rollout": rollout, "update": update})
 
 
-def test_what_fits_beside_each_other_is_loaded_once_and_never_moves():
+def test_workers_that_fit_together_on_a_device_are_loaded_once_and_never_moved():
     coordinator = hybrid(14)
     assert finish(coordinator, coordinator.acquire("rollout")) == [("onload", "policy-0"), ("onload", "sim-0")]
     coordinator.release("rollout")
@@ -39,7 +39,7 @@ def test_what_fits_beside_each_other_is_loaded_once_and_never_moves():
     assert coordinator.used_bytes("fake:1") == 14 * GB
 
 
-def test_what_does_not_fit_swaps_while_the_sim_keeps_its_device():
+def test_policy_and_learner_that_do_not_fit_swap_while_the_sim_keeps_its_device():
     coordinator = hybrid(10)
     finish(coordinator, coordinator.acquire("rollout"))
     coordinator.release("rollout")
@@ -66,7 +66,7 @@ def test_a_worker_that_joins_a_gang_holds_its_devices_with_it_and_frees_them_whe
     assert coordinator.holders.keys() == {"fake:0", "fake:1"} and coordinator.used_bytes("fake:2") == 0
 
 
-def test_who_came_to_need_more_in_its_turn_makes_room_from_then_on():
+def test_a_worker_whose_memory_has_grown_is_offloaded_for_other_phases():
     rollout, update = [Claim("policy-0", ("fake:0",), gives_back=False)], [Claim("learner-0", ("fake:0",), 9, 2)]
     coordinator = Coordinator({"fake:0": 10}, {"rollout": rollout, "update": update}, ["policy-0", "learner-0"])
     assert coordinator.acquire("rollout") == []
@@ -80,7 +80,7 @@ def test_who_came_to_need_more_in_its_turn_makes_room_from_then_on():
         coordinator.revise([Claim("policy-0", ("fake:0",), 9)])
 
 
-def test_what_can_never_fit_is_refused_with_the_arithmetic():
+def test_a_phase_that_can_never_fit_is_refused_with_the_arithmetic():
     with pytest.raises(LeaseError) as caught:
         hybrid(6.5)
     assert "rollout does not fit on fake:1: policy-0 6 GB + learner-0 1 GB are more than its 6.5 GB" in str(
@@ -175,7 +175,7 @@ def who_could_hold(waiting, held, on, order):
 
 
 @given(shared_devices())
-def test_who_holds_who_waits_and_who_gives_way_is_what_trying_gives(found):
+def test_holders_waiters_and_preemptions_equal_those_of_a_slow_reference(found):
     on, tiers, preemptible, wishes = found
     gangs = {name: gang(name, *sorted(devices)) for name, devices in on.items()}
     coordinator = Coordinator(dict.fromkeys(["d:0", "d:1", "d:2"], 0), gangs, tiers=tiers, preemptible=preemptible)
@@ -205,7 +205,7 @@ def test_who_holds_who_waits_and_who_gives_way_is_what_trying_gives(found):
             assert coordinator.in_the_way(name) <= held and coordinator.in_the_way(name)
 
 
-def test_whoever_waits_gets_its_turn_once_all_others_have_had_theirs():
+def test_every_waiting_gang_gets_its_devices_exactly_once():
     for number in range(300):
         rng = random.Random(number)
         on = {name: set(rng.sample(["d:0", "d:1", "d:2"], rng.randint(1, 3))) for name in "abcd"}

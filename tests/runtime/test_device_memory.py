@@ -36,7 +36,7 @@ def test_memory_that_processes_share_stays():
     assert own.sum() == shared.sum() == 8
 
 
-def test_what_was_offloaded_takes_no_memory_and_comes_back_with_its_views():
+def test_offloaded_tensors_take_no_memory_and_return_with_their_views():
     network, adam, view = trained()
     tensors = tensors_of(network, adam)
     before, shown = [tensor.clone() for tensor in tensors], view.clone()
@@ -65,7 +65,7 @@ def test_every_part_is_moved_and_told_on_its_own():
     assert told == [*(f"offload {part}" for part in parts), *(f"onload {part}" for part in parts)]
 
 
-def test_what_is_emptied_comes_back_as_zeros_whatever_the_memory_held_before():
+def test_tensors_offloaded_without_content_return_as_zeros():
     cache, offloader = torch.ones(1000), Offloader(keeps=False)
     offloader.offload([cache])
     freed = torch.full((1000,), torch.nan)  # its memory is the next to be given out
@@ -89,7 +89,7 @@ def test_memory_of_somebody_else_stays():
     assert mapped.untyped_storage().nbytes() == 32
 
 
-def test_what_changed_in_between_is_what_comes_back():
+def test_changed_tensors_return_with_their_new_values():
     network, adam, _ = trained()
     offloader = Offloader()
     for value in (1.0, 2.0):

@@ -80,7 +80,7 @@ def test_a_handle_goes_to_nobody_but_who_holds_the_same_gpu(pretended):
     assert decode(encode(item, ""))["numbers"].device.type == "meta", "nobody holds nothing"
 
 
-def test_what_was_on_a_gpu_arrives_on_the_cpu_where_the_reader_holds_none(pretended):
+def test_gpu_tensors_arrive_on_the_cpu_of_a_reader_without_a_gpu(pretended):
     import torch
 
     pretended.setenv("EMBODIED_DEVICE", "gpu:3")

@@ -142,7 +142,7 @@ def test_calls_on_a_group(counters):
         counters[3]
 
 
-def test_what_is_summed_stays_as_it_was_given_for_ranks_that_read_it_later():
+def test_an_array_given_to_all_reduce_may_change_before_other_ranks_read_it():
     told = []
     rank = SimpleNamespace(name="critic-0", rank=0, world_size=1, broadcast=lambda item, *_: told.append(item))
     mine = np.ones(2)
@@ -221,7 +221,7 @@ def test_an_exception_is_told_if_the_disk_has_no_room_for_the_log(processes, tmp
         assert counters.add(1).wait() == [1, 2, 3]
 
 
-def test_what_cannot_be_sent_is_a_failure(counters, backend):
+def test_an_object_that_cannot_be_pickled_is_a_failure(counters, backend):
     handle = counters.unsendable()
     if backend != "inline":
         with pytest.raises(WorkerFailed, match=r"unsendable failed: .*pickle"):
@@ -270,7 +270,7 @@ def test_a_worker_that_closes_a_channel_and_then_fails_is_the_cause(backend):
             waiting.wait()
 
 
-def test_what_a_worker_has_put_before_it_failed_can_still_be_taken(backend):
+def test_items_that_a_worker_put_before_its_failure_can_be_read(backend):
     with three(backend) as cluster:
         channel, worker = cluster.channel("reports", capacity=None), cluster.launch(Counter, "role0")
         if backend == "local":  # the failure is reported while the item waits to be read
@@ -399,7 +399,7 @@ def test_the_driver_notices_notes_and_other_calls_while_a_long_one_goes_on(backe
         assert long.wait() == ["the rest"]
 
 
-def test_what_nccl_refuses_this_rank_is_its_own_failure_and_the_loss_of_another_is_not():
+def test_an_nccl_error_of_this_rank_is_told_from_the_loss_of_another_rank():
     import torch.distributed as dist
 
     refused = "NCCL error in: NCCLUtils.cpp:93, invalid usage\nncclInvalidUsage: ...\nDuplicate GPU detected : rank 0"

@@ -112,7 +112,7 @@ def test_a_worker_that_failed_is_named_to_those_that_wait_for_it(cluster):
         b.send_all(("a", 0), (None, "are you there?")).wait()
 
 
-def test_what_has_come_from_a_dead_peer_is_kept_and_its_successor_is_heard(processes, tmp_path):
+def test_items_of_a_dead_peer_are_kept_and_those_of_its_successor_are_received(processes, tmp_path):
     hosts = [HostPlan("left", ("a",)), HostPlan("right", ("b",))]
     with Cluster(processes, hosts, log_dir=tmp_path, timeout_s=300) as cluster:
         a, b = cluster.launch(Peer, "a"), cluster.launch(Peer, "b")

@@ -34,7 +34,7 @@ assert calls == ["127.0.0.1:1"], calls
 """
 
 
-def test_who_asks_after_the_end_starts_no_cluster_of_rays_own():
+def test_a_question_after_the_end_does_not_start_a_ray_cluster():
     done = subprocess.run([sys.executable, "-c", AFTER_THE_END], capture_output=True, text=True, timeout=120)
     assert done.stdout == "refused\n", done.stderr
 

@@ -184,7 +184,7 @@ def pids(cluster, host):
     return int(cluster._backend.describe_host(host).split(",")[0].removeprefix("pid "))
 
 
-def test_what_a_host_has_put_before_it_died_arrives(cluster):
+def test_items_that_a_host_put_before_its_death_arrive(cluster):
     a, b, _ = launch(cluster)
     to_driver, to_b = cluster.channel("to the driver", capacity=None), cluster.channel("to b", home=b)
     items = [b"x" * 10_000] * 50  # what a socket holds without being read
@@ -198,7 +198,7 @@ def test_what_a_host_has_put_before_it_died_arrives(cluster):
     assert b.take(to_b, 3).wait() == [[1, 2, 3]]
 
 
-def test_what_a_call_has_put_outlives_its_host(cluster):
+def test_items_of_a_finished_call_outlive_its_host(cluster):
     a, b, _ = launch(cluster)
     to_driver, to_b = cluster.channel("to the driver", capacity=None), cluster.channel("to b", home=b)
     for channel in (to_driver, to_b):

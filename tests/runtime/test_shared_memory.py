@@ -40,7 +40,7 @@ def test_memory_is_not_used_again_while_a_copy_of_its_descriptor_waits_somewhere
     os.close(other)
 
 
-def test_what_a_reader_still_sees_is_never_overwritten():
+def test_memory_of_an_array_in_use_is_never_overwritten():
     seen = [decode(encode(np.full(SIZE, i))) for i in range(5)]  # the payloads and their descriptors are gone
     parts = [array[7:] for array in seen]
     del seen
@@ -65,7 +65,7 @@ def test_memory_of_a_reader_that_was_killed_is_used_again(segments):
     os.close(again)
 
 
-def test_what_is_kept_is_bounded():
+def test_the_memory_kept_for_reuse_is_bounded():
     segments = Segments(kept_bytes=1 << 20)
     before = len(os.listdir("/proc/self/fd"))
     taken = [segments.take(300_000) for _ in range(8)]  # each takes half of what may be kept

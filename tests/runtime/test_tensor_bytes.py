@@ -53,7 +53,7 @@ def test_a_safetensors_file_is_read_without_torch_and_bfloat16_keeps_its_numbers
         assert np.array_equal(array_of(blobs[name]), expected.numpy())
 
 
-def test_what_is_written_tensor_by_tensor_is_a_safetensors_file(tmp_path):
+def test_weights_written_tensor_by_tensor_make_a_safetensors_file(tmp_path):
     blobs = {name: blob_of(tensor) for name, tensor in SOME.items()}
     specs = {name: blob.spec for name, blob in blobs.items()}
     write_safetensors(tmp_path / "model.safetensors", specs, reversed(blobs.items()))

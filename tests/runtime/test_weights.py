@@ -135,7 +135,7 @@ def test_a_reader_that_missed_a_version_takes_all_of_it(store):
 
 
 @pytest.mark.parametrize("state", ["published", "being written"])
-def test_who_comes_late_for_a_version_loads_the_next_one(store, state):
+def test_a_reader_that_missed_a_version_loads_the_next_one(store, state):
     """A worker that was started again builds while learners publish: its call names a version that is gone."""
     first, reader = store.publish(0, blobs(1.0)), WeightReader()
     second = store.publish(1, blobs(2.0, ["trained"]))
@@ -150,7 +150,7 @@ def test_who_comes_late_for_a_version_loads_the_next_one(store, state):
         pass
 
 
-def test_what_is_overwritten_while_it_is_checked_is_not_called_damaged(store, monkeypatch):
+def test_a_snapshot_overwritten_during_its_check_is_not_called_damaged(store, monkeypatch):
     first, reader, check = store.publish(0, blobs(1.0)), WeightReader(), module.check
 
     def overwrite_first(*args):
@@ -204,7 +204,7 @@ def numbers(tensors):
     (False, "GPU-a", "handles"), (True, "GPU-a", "handles"), (False, "GPU-b", "buckets"), (True, "GPU-b", "snapshot"),
     (False, "", "buckets"),
 ])  # fmt: skip
-def test_who_holds_the_same_gpu_copies_live_tensors_there(live_store, monkeypatch, snapshot, gpu, route):
+def test_only_a_reader_on_the_same_gpu_copies_the_live_tensors(live_store, monkeypatch, snapshot, gpu, route):
     store = WeightStore(SPECS, snapshot, live_store.live, gpu="GPU-a")
     publication = store.publish(0, blobs(1.0))
     assert WeightReader().route(publication) == "shared"

@@ -294,7 +294,7 @@ WRONG = [{}, {"Authorization": SECRET}, {"Authorization": "Bearer wrong"}, {"Aut
 
 
 @pytest.mark.parametrize("headers", WRONG, ids=str)
-def test_with_a_token_nobody_is_heard_without_it(server, headers):
+def test_requests_without_the_token_are_refused(server, headers):
     for path in (COMPLETIONS, CHAT, "/update_weights", "/pause", "/nowhere"):
         assert ask(server, path, {"prompt": "a"}, headers)[0] == 401
     for path in ("/v1/models", "/weight_info"):

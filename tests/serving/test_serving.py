@@ -225,7 +225,7 @@ def test_an_odd_handshake_is_refused_and_the_next_client_is_served(policy, monke
         assert not [line for line in told if "Traceback" in line]
 
 
-def test_what_goes_wrong_inside_is_printed_here_and_not_told(policy, monkeypatch):
+def test_an_internal_error_is_logged_by_the_server_and_not_sent_to_the_client(policy, monkeypatch):
     with served(policy) as (address, told), connect(address) as connection:
         connection.recv(timeout=30)
         monkeypatch.setattr(policy, "act", lambda *_: {}["the weights are at /home/me"])
@@ -332,7 +332,7 @@ def test_openpis_own_client_is_served(policy, monkeypatch):
         (["checkpoint=random"], "no weights to serve"),
     ],
 )
-def test_what_cannot_be_served_is_refused_in_a_line(arguments, reason, capsys):
+def test_a_policy_that_cannot_be_served_is_refused_in_one_line(arguments, reason, capsys):
     assert serve.main(arguments) in (1, 2)
     assert reason in capsys.readouterr().err
 

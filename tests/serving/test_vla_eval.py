@@ -77,7 +77,7 @@ print(json.dumps(anyio.run(ask)))
 """
 
 
-def test_its_client_gets_the_actions_of_the_policy_one_by_one():
+def test_the_vla_eval_client_gets_the_actions_of_a_chunk_one_by_one():
     spec = EnvSpec(ActionSpec(2), state_dim=3, images={"top": (16, 16, 3), "wrist": (16, 16, 3)}, instruction=True)
     options = {"hidden": (8,), "channels": (4,), "kernels": (4,), "strides": (4,), "features": 8}
     policy = make_policy(CNNConfig(name="cnn", chunk=2, **options), spec, seed=0)
@@ -123,7 +123,7 @@ server.close()
 """
 
 
-def test_its_server_is_evaluated_by_us(tmp_path, capsys):
+def test_our_evaluation_plays_a_policy_of_a_vla_eval_server(tmp_path, capsys):
     with started("-c", SERVER, stdin=subprocess.PIPE) as process:
         try:
             address = next(line for line in process.stdout if line.startswith("ws://")).strip()

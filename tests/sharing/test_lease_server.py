@@ -321,7 +321,7 @@ def say(parent, *messages):
         ([ENTER, JOIN, RELEASE | {"do": "acquire", "gang": "x"}], "x asks for devices, but no such gang has joined"),
     ],
 )
-def test_what_is_not_of_the_protocol_is_refused_and_harms_no_run(parent, messages, problem):
+def test_invalid_messages_are_refused_and_harm_no_run(parent, messages, problem):
     run = joined(parent, "a", "fake:0", "fake:1")
     with parent.lock:
         parent.server.expected.clear()  # this process is a run no longer

@@ -81,7 +81,7 @@ def test_roles_that_a_recipe_adds_work_between_rollout_and_update(tmp_path):
     assert (cost.rollout_s(1), cost.update_s(1)) == (2 * 5, 3 + 4 * 1)
 
 
-def test_what_was_not_measured_is_refused_with_the_command_that_measures_it(tmp_path, capsys):
+def test_a_run_without_a_profile_is_refused_with_the_command_that_measures_it(tmp_path, capsys):
     (tmp_path / "taxi.yaml").write_text("extends: pointmass_ppo\n")
     words = [f"recipe={tmp_path / 'taxi.yaml'}", *ROBOT[1:], f"run.dir={tmp_path}"]
     assert share.main([*words, "--plan"]) == 2

@@ -162,7 +162,7 @@ def test_a_missing_need_is_found_with_its_cause_and_its_fix(check, state, change
     assert any(one.fix and words in f"{one.detail}; {one.fix}" for one in found), found
 
 
-def test_what_is_not_installed_is_not_tried():
+def test_doctor_does_not_try_packages_that_are_not_installed():
     machine = Tried(packages={"sapien": None, "mujoco": None, "ray": None, "math-verify": None, "reasoning-gym": None})
     assert ("frame", "maniskill") not in {
         (name, *more) for check in CHECKS for _ in check(machine) for name, *more in machine.asked
@@ -246,7 +246,7 @@ def write(stat, **busy_s):
     stat.write_text("\n".join(["cpu  1 2 3 4 5 6 7 8 9 10", *rows, "intr 1 2 3"]))
 
 
-def test_others_are_what_our_cores_worked_less_what_we_did(tmp_path):
+def test_the_load_of_others_is_the_load_of_our_cores_without_our_own(tmp_path):
     now, own = [0.0], [0.0]
     write(tmp_path / "stat", core0=1, core1=1)
     meter = LoadMeter(tmp_path / "stat", {0, 1}, clock=lambda: now[0], own_s=lambda: own[0])

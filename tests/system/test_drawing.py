@@ -129,7 +129,7 @@ def test_results_are_remembered_for_the_driver_and_for_as_many_drawers(cache):
     assert recorded(env, seats(8)) is None
 
 
-def test_results_are_forgotten_after_a_week_and_a_damaged_file_is_none(cache):
+def test_drawing_results_expire_after_a_week_and_a_damaged_file_is_ignored(cache):
     env = drawn()
     record(env, [SEAT], Result(1, 1))
     path = drawing.place_of(env, [SEAT])

@@ -64,7 +64,7 @@ def test_every_recipe_env_and_policy_is_listed_and_says_what_it_is():
         assert all(len(item.purpose) > 20 and item.purpose.endswith(".") for item in LISTS[kind](Bare()))
 
 
-def test_what_lacks_a_package_or_a_driver_says_so():
+def test_the_list_names_missing_packages_and_drivers():
     assert named("recipes", Bare("sapien"))["maniskill_ppo"].problem == "not installed: mani-skill"
     assert named("envs", Bare())["maniskill"].problem == "not installed: mani-skill, sapien"
     whole = Bare("mani-skill", "sapien", vulkan="none")
@@ -76,7 +76,7 @@ def test_what_lacks_a_package_or_a_driver_says_so():
     assert "Needs mani-skill, sapien, a Vulkan driver." in named("envs", whole)["maniskill"].purpose
 
 
-def test_what_has_a_locked_environment_runs_where_that_is_made():
+def test_envs_with_a_locked_environment_are_listed_as_runnable_once_it_is_made():
     lacking, whole = Bare(), Bare()
     whole.lock_problem = lambda name: ""
     for kind, name in (("envs", "metaworld"), ("recipes", "metaworld_ppo"), ("sims", "metaworld")):
@@ -88,7 +88,7 @@ def test_what_has_a_locked_environment_runs_where_that_is_made():
     assert problem_of_env(yours, lacking) == ""
 
 
-def test_what_lacks_files_names_them_and_how_to_get_them():
+def test_the_list_names_missing_files_and_how_to_get_them():
     machine = Bare("mani-skill", "sapien", *LIBERO.packages, *LIBERO.data[1:])
     carrot = problem_of_env(load(["recipe=carrot_sft_pi0_tiny"]).config.env, machine)
     assert carrot == (

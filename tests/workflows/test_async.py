@@ -155,7 +155,7 @@ def test_a_rollout_begins_before_the_update_beside_it_has_ended(tmp_path):
     assert events[1:] == ["collect", "update", "collect", "wait for learner.learn"]
 
 
-def test_what_was_collected_ahead_is_dropped_and_counted_on_resuming(tmp_path, capsys, monkeypatch):
+def test_batches_collected_ahead_are_dropped_and_counted_on_resuming(tmp_path, capsys, monkeypatch):
     place = "placement={'sim,policy': 'cpu:0', learner: 'cpu:1'}"
     asked = [*PPO, place, "pipeline.schedule=async", "pipeline.async_level=2", "cluster.backend=inline"]
     asked += ["eval.episodes=2", "eval.videos=0", "run.save_every=1", f"run.dir={tmp_path}", "run.keep=null"]

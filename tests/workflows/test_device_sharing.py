@@ -128,7 +128,7 @@ def test_a_policy_and_a_learner_in_one_process_swap_cache_and_optimizer(tmp_path
     assert all(np.array_equal(tight.weights[name], roomy.weights[name]) for name in roomy.weights)
 
 
-def test_what_never_fits_is_refused_with_the_sum(tmp_path):
+def test_an_update_that_never_fits_is_refused_with_the_sum(tmp_path):
     with pytest.raises(EmbodiedError, match=r"update does not fit on fake:2: learner-0 .* more than its"):
         Trained(tmp_path, SHARED, LEARNING * WEIGHTS - 1)
 

@@ -81,7 +81,7 @@ def certain(found, *groups):
 PERIODIC = ("pipeline.schedule=periodic", "algo.minibatch_size=null", "algo.epochs=1")
 
 
-def test_what_is_certain_goes_to_the_rank_that_has_least_to_do():
+def test_groups_that_are_certain_go_to_the_rank_with_the_least_work():
     found, sims, groups = experience(2, 3, *PERIODIC, cost=lambda episodes: (10, 3, 5)[episodes[0] // SIZE])
     certain(found, *groups)
     assert (had(sims, 0), had(sims, 1)) == ([0, 1, 2, 3], [4, 5, 6, 7, 8, 9, 10, 11])

@@ -95,7 +95,7 @@ def test_the_learner_keeps_pixels_as_bytes_until_it_looks(tmp_path, monkeypatch)
     assert seen == [(np.uint8, torch.uint8)] * ITERATIONS
 
 
-def test_what_a_simulator_gives_as_tensors_stays_tensors_and_teaches_the_same(reference, tmp_path, monkeypatch):
+def test_tensors_of_a_simulator_stay_tensors_and_teach_the_same_as_arrays(reference, tmp_path, monkeypatch):
     seen = []
 
     def watched(trajectory, *rest):

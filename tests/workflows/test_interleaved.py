@@ -71,7 +71,7 @@ def alone(monkeypatch):
     [(), (TWO_ENGINES, "eval.num_envs=2", "policy.max_running=2")],
     ids=["one engine", "two engines with little room"],
 )
-def test_it_finds_the_same_and_changes_no_training(whole, alone, options, tmp_path):
+def test_an_interleaved_evaluation_finds_the_same_and_changes_no_training(whole, alone, options, tmp_path):
     run = run_of(tmp_path, BESIDE, *options)
     assert alone == [(3, 6)]  # the last one, with no rollout to be beside of
     for version in ("v000001", "v000002", "v000003"):
@@ -129,7 +129,7 @@ def test_robots_play_it_with_the_same_results_and_train_the_same(options, by_the
 
 
 @pytest.mark.parametrize("where", ["before", "after"])
-def test_one_that_was_under_way_when_the_run_died_is_played_again(where, whole, tmp_path, monkeypatch):
+def test_an_evaluation_under_way_when_the_run_died_is_played_again(where, whole, tmp_path, monkeypatch):
     collect = EmbodiedLoop.collect
 
     def dying(loop):

@@ -57,7 +57,7 @@ def test_periodic_is_sync_where_there_is_one_step(kept, tmp_path):
     assert [row[LOSS] for row in rows] == pytest.approx([row[LOSS] for row in others], rel=1e-9)
 
 
-def test_conversations_too(tmp_path):
+def test_imitation_of_conversations_gives_the_same_weights_for_any_number_of_learners(tmp_path):
     lines = tmp_path / "lines.jsonl"
     lines.write_text("".join(json.dumps({"prompt": f"{n}?", "answer": str(n % 10)}) + "\n" for n in range(20, 33)))
     kept = f"algo.imitation={{data: {lines}, weight: 1.0, minibatch_size: 5}}"

@@ -64,7 +64,7 @@ def test_a_slow_engine_has_fewer_of_the_answers(sync, monkeypatch, tmp_path):
     assert answered == {0: 17, 1: 3}
 
 
-def test_what_a_killed_engine_had_is_asked_again_once_and_nothing_else(sync, monkeypatch, tmp_path):
+def test_only_the_requests_of_a_killed_engine_are_asked_again_each_once(sync, monkeypatch, tmp_path):
     given = []
 
     class Killing(prompts.RequestQueue):
@@ -151,7 +151,7 @@ def test_an_answer_that_an_engine_had_begun_goes_on_elsewhere_from_the_tokens_th
 @pytest.mark.slow
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
 @pytest.mark.parametrize("schedule", ["sync", "periodic", "async"])
-def test_who_replaces_an_engine_gives_the_same_answers(sync, how, schedule, tmp_path):
+def test_a_replacement_engine_gives_the_same_answers(sync, how, schedule, tmp_path):
     """Under async the second batch is of the first weights, too, so only its first is sync's."""
     with Talk(tmp_path, f"pipeline.schedule={schedule}", "faults.hang_s=8", backend="local") as run:
         strike(run, "rollout", "policy-1", how)

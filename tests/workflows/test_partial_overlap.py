@@ -109,7 +109,7 @@ def expected(tmp_path_factory):
         return run.weights()
 
 
-def test_they_take_part_again_in_the_round_in_which_the_update_ends(expected, watched, tmp_path):
+def test_policy_workers_on_learner_devices_rejoin_in_the_round_in_which_the_update_ends(expected, watched, tmp_path):
     joined = []
     with Gated(tmp_path) as run:
         assert run.device_sharing.gives_way("policy-1")
@@ -135,7 +135,7 @@ def test_they_take_part_again_in_the_round_in_which_the_update_ends(expected, wa
 
 
 @pytest.mark.parametrize("moment", [pytest.param("asleep", marks=SLOW), pytest.param("joining", marks=SLOW), "acting"])
-def test_one_of_them_that_is_killed_is_replaced_at_any_moment(moment, expected, watched, tmp_path):
+def test_a_killed_policy_worker_on_a_learner_device_is_replaced_at_any_moment(moment, expected, watched, tmp_path):
     killed, built = [], []
     with Gated(tmp_path) as run:
         run.pass_on(0, 1)
@@ -194,7 +194,7 @@ class Other:
 
 
 @pytest.mark.parametrize("victim", [None, *(pytest.param(name, marks=SLOW) for name in ("policy-0", "policy-1"))])
-def test_who_wants_the_device_meanwhile_gets_it_and_no_result_depends_on_that(victim, expected, watched, tmp_path):
+def test_another_thread_that_wants_the_device_gets_it_without_changing_results(victim, expected, watched, tmp_path):
     """A thread takes the device again and again while the first rollout is played, some of it stopped."""
     with Gated(tmp_path, backend="local" if victim else "inline") as run:
         other, killed = Other(run, seed=5, times=12), []
@@ -218,7 +218,7 @@ def test_who_wants_the_device_meanwhile_gets_it_and_no_result_depends_on_that(vi
         assert close(run.weights(), expected)
 
 
-def test_one_that_does_not_come_to_an_end_when_others_want_its_device_is_replaced(expected, tmp_path):
+def test_a_policy_worker_that_does_not_release_its_device_in_time_is_replaced(expected, tmp_path):
     (once := tmp_path / "once").parent.mkdir(exist_ok=True)
     fault = f"policy.kwargs={{fault: hang, place: rollout, worker: policy-1, once: {once}}}"
     with Gated(tmp_path, "policy.name=faulty_policy:FaultyPolicy", fault) as run:

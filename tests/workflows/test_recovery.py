@@ -106,7 +106,7 @@ def test_an_error_that_the_first_restart_does_not_mend_ends_the_run(tmp_path):
         assert len(run.lines) == 1, "the budget is five"
 
 
-def test_so_does_one_of_a_policy_beside_its_sims(tmp_path, monkeypatch):
+def test_a_repeated_error_of_a_policy_beside_its_sims_ends_the_run(tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(os.path.join(os.path.dirname(os.path.dirname(__file__)), "support"))
     fault = "policy.kwargs={fault: exception, place: first_step, worker: policy-0}"
     with Run.shipped(tmp_path, "pointmass_ppo", "local", "policy.name=faulty_policy:FaultyPolicy", fault) as run:
@@ -146,7 +146,7 @@ def test_a_policy_that_dies_in_a_rollout_changes_nothing(tmp_path, options):
 
 @pytest.mark.chaos
 @pytest.mark.parametrize("worker", ["sim-0", "policy-0"])
-def test_who_dies_between_rollouts_is_replaced_without_loss(tmp_path, worker):
+def test_a_worker_that_dies_between_rollouts_is_replaced_without_loss(tmp_path, worker):
     with Run(tmp_path, TWO_SIMS) as run:
         run.iterate(0)
         os.kill(run.pid(worker), signal.SIGKILL)

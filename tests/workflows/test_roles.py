@@ -69,7 +69,7 @@ def test_parts_of_a_sim_that_died_stay_out_of_the_rollouts_that_stream(tmp_path)
     assert after["relay/parts"] == 16 and after["faults/restarts"] == 0
 
 
-def test_what_passes_through_a_role_unchanged_is_learned_from_as_if_it_had_come_straight(tmp_path):
+def test_rollouts_passed_unchanged_through_a_role_teach_the_same_as_without_the_role(tmp_path):
     plain, *_ = learned(tmp_path / "plain", EmbodiedLoop)
     relayed, loop, claims, _ = learned(tmp_path / "relayed", RelayingLoop)
     assert all(np.array_equal(plain[name], relayed[name]) for name in plain)

@@ -222,7 +222,7 @@ def test_an_honest_server_of_another_processor_is_believed(begun, tmp_path):
 
 
 @pytest.mark.parametrize("suspects", ["use", "stop"])
-def test_what_a_server_answered_before_it_lied_is_used_or_left_out_or_ends_the_run(suspects, tmp_path, monkeypatch):
+def test_earlier_answers_of_a_lying_server_are_used_or_dropped_or_end_the_run(suspects, tmp_path, monkeypatch):
     before, released = ServerPool.release, []
     models = [build(preset="tiny_gpt2", dtype="float64", max_running=4, seed=7) for _ in range(2)]
     with contextlib.ExitStack() as stack:

@@ -51,7 +51,7 @@ class Readers:
         return SimpleNamespace(workers=[self.workers[rank]], load_weights=load_weights)
 
 
-def test_who_missed_the_version_before_gets_all_weights():
+def test_a_reader_that_missed_the_previous_version_gets_all_weights():
     readers = Readers(2, 1, None)
     sharing = SimpleNamespace(takes_part=lambda worker: True, unbuilt=set())
     cluster = SimpleNamespace(channel=lambda name, home, capacity: name)

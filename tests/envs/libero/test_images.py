@@ -71,7 +71,7 @@ def test_images_are_drawn_where_a_chunk_ends_and_where_an_episode_does(env, monk
     assert drawn == both[2:]
 
 
-def test_what_draws_is_freed_for_a_learner_and_made_again(env):
+def test_the_renderer_is_freed_for_a_learner_and_made_again(env):
     before, row = env.observe()["images"], env._rows[0]
     assert env.free_gpu_memory()
     env._image_cache.stale[:] = True

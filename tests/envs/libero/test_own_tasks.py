@@ -137,7 +137,7 @@ def test_a_wrong_task_file_is_refused_in_a_line(mine, capsys, old, new, says):
         (["env.task=my_task.bddl", "env.states_file=two.npz"], "which of its arrays. it has a, b and no 'states'"),
     ],
 )
-def test_what_cannot_be_a_task_or_its_states_is_refused_before_anything_starts(mine, capsys, arguments, says):
+def test_an_invalid_task_or_states_file_is_refused_before_anything_starts(mine, capsys, arguments, says):
     (mine / "raises.py").write_text("raise RuntimeError('boom')\n")
     more = (
         '\n\nclass Bare(TASK_MAPPING["libero_floor_manipulation"]):\n    pass\n\n\nclass Twisted(Lifted):\n    pass\n'

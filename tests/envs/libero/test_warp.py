@@ -38,7 +38,7 @@ def start(env, *specs):
     return env.reset(options={"reset_mask": mask, "episodes": list(specs)})[0]["state"]
 
 
-def test_its_results_have_a_name_of_their_own():
+def test_results_of_libero_in_warp_have_their_own_protocol():
     for task, name in ((SPATIAL, "libero-warp-v1"), ("libero_goal_swap", "libero-pro-warp-v1")):
         config = LiberoConfig(name="libero", task=task, backend="warp")
         protocol = choose_protocol(env_class(config), config, None)
@@ -134,7 +134,7 @@ def test_a_row_without_room_for_its_contacts_ends_its_episode_with_an_error(env,
 
 
 @pytest.mark.slow
-def test_it_keeps_the_contract(env):
+def test_libero_in_warp_keeps_the_contract(env):
     check_vector_env(env(3, task=SPATIAL, max_episode_steps=6, settling_steps=1))
 
 

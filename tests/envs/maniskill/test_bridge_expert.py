@@ -50,7 +50,7 @@ def scene(**changes):
     return BridgeWorld(**{name: np.array([value]) for name, value in (usual | changes).items()})
 
 
-def test_it_does_one_thing_after_another():
+def test_the_expert_approaches_grasps_lifts_carries_and_releases_in_order():
     goal, grip = hand_target(scene(hand=[0.05, 0.0, 1.0]))
     assert goal[0] == pytest.approx([0, 0, 0.888 + ABOVE]) and grip[0] == OPEN  # over the thing
     goal, grip = hand_target(scene(hand=[0.0, 0.0, 0.95]))

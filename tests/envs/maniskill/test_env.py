@@ -228,14 +228,14 @@ def test_auto_takes_the_batched_backend_only_where_it_was_proven():
         ({"control_mode": "pd_ee_delta_pose", "backend": "cpu_batched"}, ConfigError, "pd_joint_delta_pos"),
     ],
 )
-def test_what_cannot_run_is_refused_before_the_run(options, error, says, monkeypatch, tmp_path):
+def test_an_env_that_cannot_run_is_refused_before_the_run(options, error, says, monkeypatch, tmp_path):
     without_files(monkeypatch, tmp_path)
     config = ManiSkillConfig(**options)
     with pytest.raises(error, match=says):
         env_class(config).check(env_class(config).proven(config, tmp_path))
 
 
-def test_what_a_task_needs_and_does_not_tell_maniskill_is_missed_too(monkeypatch):
+def test_undeclared_assets_of_maniskill_tasks_are_reported_missing(monkeypatch):
     from mani_skill.utils.assets import DATA_GROUPS, DATA_SOURCES
 
     monkeypatch.setattr("embodied.envs.maniskill.tasks.lacking", lambda asset: [asset])

@@ -127,7 +127,7 @@ def triangles(env) -> int:
     return sum(len(part.triangles) for shape in shapes if hasattr(shape, "parts") for part in shape.parts)
 
 
-def test_what_people_are_shown_is_hidden_from_the_policy():
+def test_markers_for_human_viewers_are_hidden_from_the_policy():
     """The goal of PickCube-v1 is a green ball in the air."""
     from embodied.envs.maniskill.images import cameras_of, paint, picture
 

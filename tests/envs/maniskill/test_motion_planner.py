@@ -82,7 +82,7 @@ def test_a_plan_follows_from_its_episode_and_not_from_what_was_planned_before(ta
 
 
 @pytest.mark.slow
-def test_who_plays_beside_an_episode_changes_nothing():
+def test_an_episode_does_not_depend_on_the_episode_beside_it():
     alone = played("StackCube-v1", "pd_ee_delta_pose", 2, 1)
     together = played("StackCube-v1", "pd_ee_delta_pose", 2, 2)
     by_index = lambda results: [(one.seed, one.length) for one in sorted(results, key=lambda one: one.index)]  # noqa: E731

@@ -114,6 +114,6 @@ def test_a_composite_plays_several_tasks(opened):
 
 
 @pytest.mark.parametrize("task", ["chain_sum", "simple_equations"])
-def test_they_keep_the_contract(task):
+def test_reasoning_gym_tasks_keep_the_contract(task):
     chosen = config(task)
     check_text_env(env_class(chosen), chosen)

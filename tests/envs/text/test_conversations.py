@@ -289,7 +289,7 @@ def test_an_answer_that_cannot_be_used_ends_its_conversation_which_counts_for_no
     assert (result.error, result.success_once, result.truncated) == ("a log-prob is NaN", None, None)
 
 
-def test_an_answer_that_was_cut_off_is_heard_and_is_the_last():
+def test_a_truncated_answer_is_scored_and_ends_the_conversation():
     policy = Policy()
     (one,) = held(policy, [3], meanwhile=lambda: policy.answer(truncated=True)).values()
     assert one.result().truncated and one.result().total_reward == 1.0 and len(one.turns) == 1
@@ -311,7 +311,7 @@ def test_a_turn_that_says_something_goes_on_unless_it_says_that_it_is_done():
     assert Turn().done and not Turn(said="more").done and Turn(said="more", done=True).done
 
 
-def test_what_is_no_turn_or_no_text_is_refused_by_name():
+def test_a_text_env_that_returns_no_turn_or_no_text_is_refused_by_name():
     class Silent(Counting):
         def reset(self, spec):
             return 5

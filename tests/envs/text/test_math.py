@@ -297,7 +297,7 @@ def test_the_first_twentieth_is_held_out(tmp_path):
     assert len(drawn) == 95 and not drawn & {*held_out}, "0+1= comes twice in the file"
 
 
-def test_what_is_in_a_held_out_file_is_not_trained_on(tmp_path):
+def test_questions_of_the_held_out_file_are_not_trained_on(tmp_path):
     held_out = written(tmp_path / "b.jsonl", *many(20)[10:])
     chosen = config(written(tmp_path / "a.jsonl", *many(20)), held_out=str(held_out))
     train, others = questions(chosen)

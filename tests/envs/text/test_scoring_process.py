@@ -86,11 +86,11 @@ def test_a_scorer_that_was_killed_between_answers_is_replaced(scorer):
     assert scorer.score(30.0, answer="abc") == (3.0, "")
 
 
-def test_what_a_scorer_raises_is_a_wrong_answer_with_the_reason(scorer):
+def test_an_exception_in_a_scorer_counts_as_a_wrong_answer_with_the_reason(scorer):
     assert scorer.score(30.0, answer="raise") == (0.0, "scoring failed: ValueError: odd")
 
 
-def test_what_libraries_print_is_no_reply(scorer):
+def test_printed_lines_of_libraries_are_not_taken_for_the_score(scorer):
     assert scorer.score(30.0, answer="print") == (5.0, "")
 
 

@@ -187,7 +187,7 @@ def test_a_broken_env_is_caught_by_the_name_of_the_rule(broken):
     assert caught.value.rule == rule, caught.value
 
 
-def test_what_was_loaded_is_let_go_of_though_a_rule_is_broken():
+def test_loaded_data_is_released_after_a_broken_rule():
     gone = []
 
     class Loads(EverythingIsRight):

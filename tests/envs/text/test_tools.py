@@ -59,7 +59,7 @@ class Asked(ToolUser, TextEnv):
         return Turn(reward=float("Paris" in answer), success="Paris" in answer)
 
 
-def test_a_tool_is_told_to_the_template_called_and_heard_in_its_words(tmp_path):
+def test_a_tool_is_described_called_and_answered_in_the_words_of_the_template(tmp_path):
     tokenizer = build(TALKS, pretrained=str(publish(tmp_path, "qwen3", False, TEMPLATE))).tokenizer
     env = Asked(None)
     said = env.reset(None)

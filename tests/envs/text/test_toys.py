@@ -100,7 +100,7 @@ def test_sorting_asks_for_four_to_six_digits_in_order():
 
 
 @pytest.mark.parametrize(("name", "task"), EVERY)
-def test_they_keep_the_contract(name, task):
+def test_sums_and_sorting_keep_the_contract(name, task):
     chosen = config(name, task=task)
     seen = check_text_env(env_class(chosen), chosen)
     assert seen.solution

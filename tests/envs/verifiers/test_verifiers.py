@@ -108,7 +108,7 @@ def test_a_conversation_that_is_cut_short_is_scored_as_it_is(opened):
 # What goes wrong
 
 
-def test_one_that_hangs_is_dropped_and_the_others_go_on_in_a_new_process(opened):
+def test_a_hanging_conversation_is_dropped_and_others_go_on_in_a_new_process(opened):
     stuck = opened("two turns")
     beside, pid = other(stuck), stuck.shared.child.process.pid
     stuck.reset(spec(1)), beside.reset(spec(2))
@@ -124,7 +124,7 @@ def test_one_that_hangs_is_dropped_and_the_others_go_on_in_a_new_process(opened)
         os.kill(pid, 0)
 
 
-def test_one_whose_process_dies_is_dropped_and_the_process_replaced(opened):
+def test_a_conversation_whose_process_dies_is_dropped_and_the_process_replaced(opened):
     env = opened()
     env.reset(spec(1))
     assert env.step("die").dropped == "the environment's process died"
@@ -195,7 +195,7 @@ def test_pictures_come_as_data_urls(opened):
         ("streams", "it asks for something else than one chat completion: "),
     ],
 )
-def test_what_cannot_be_played_is_refused_by_name(opened, plays, why):
+def test_an_unsupported_environment_is_refused_by_name(opened, plays, why):
     env = opened(plays)
     with pytest.raises(EmbodiedError) as caught:  # by what it asks first, or after an answer
         env.step("1" if env.reset(spec(1)) else "")

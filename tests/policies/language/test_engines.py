@@ -302,7 +302,7 @@ def test_a_conversation_never_becomes_longer_than_max_length():
     assert [len(found[1].tokens), found[1].truncated, found[1].dropped] == [0, True, ""]
 
 
-def test_what_is_aborted_comes_back_with_what_was_written():
+def test_aborted_requests_return_the_tokens_written_so_far():
     engine = engine_of(gpt2(), stops=(), max_running=3)
     engine.begin(1, 3, "train", SamplingRule())
     for number in range(2):

@@ -61,7 +61,7 @@ def test_large_groups_that_are_split_score_and_learn_alike():
         assert (one - other).abs().max() <= 1e-12 * max(1.0, float(other.abs().max()))
 
 
-def test_what_the_env_says_has_no_log_prob_and_no_gradient():
+def test_tokens_of_the_env_have_no_log_prob_and_no_gradient():
     policy, inputs = build(preset="tiny_gpt2", dtype="float64"), inputs_of(*TURNS)
     scores = policy(inputs)
     told = ~torch.from_numpy(inputs["mask"].reshape(-1))

@@ -265,7 +265,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_what_cannot_be_seen_is_refused_with_a_sentence(name, fresh, tmp_path):
+def test_pictures_that_a_model_cannot_read_are_refused_with_a_sentence(name, fresh, tmp_path):
     call, words = REFUSED[name]
     with pytest.raises((ConfigError, PictureError, CheckpointError), match=words):
         call(fresh, tmp_path)

@@ -119,7 +119,7 @@ def moved(policy, by):
 
 
 @pytest.mark.parametrize(("dtype", "rule"), OF_SERVERS, ids=str)
-def test_what_rounding_does_to_an_answer_is_measured_and_more_is_refused(dtype, rule, monkeypatch):
+def test_answers_whose_errors_exceed_the_measured_rounding_are_refused(dtype, rule, monkeypatch):
     policy = sharpened(**SMALL, dtype=dtype)
     monkeypatch.setitem(
         LIMITS, policy.dtype, replace(LIMITS[policy.dtype], proof=0.0, drawn=0.0)

@@ -71,7 +71,7 @@ def test_a_fresh_head_predicts_nothing_and_leaves_the_model_as_it_would_be():
 
 
 @pytest.mark.parametrize("options", [{}, {"lora_rank": 2}, {"train_layers": 1}], ids=str)
-def test_it_is_of_float32_and_trained_whatever_the_model_is(options):
+def test_the_value_head_is_float32_and_trained_in_every_model(options):
     policy = build(value_head=True, dtype="bfloat16", **options)
     head = dict(policy.value_head.named_parameters())
     assert all(p.dtype == torch.float32 and p.requires_grad for p in head.values())
@@ -83,7 +83,7 @@ def test_it_is_of_float32_and_trained_whatever_the_model_is(options):
 
 
 @pytest.mark.parametrize("options", [{"preset": "tiny"}, {"preset": "tiny_gpt2"}], ids=str)
-def test_in_a_folder_it_lies_apart_from_the_model(options, tmp_path):
+def test_the_value_head_is_saved_in_its_own_subfolder(options, tmp_path):
     policy = judging(dtype="float32", **options)
     policy.save_pretrained(tmp_path)
     assert set(load_file(tmp_path / "model.safetensors")) == set(policy.state_dict()) - HEAD

@@ -113,7 +113,7 @@ def test_answers_end_with_their_stop_token_or_are_cut_off(drawn):
 
 
 @needs_vllm
-def test_what_is_aborted_comes_back_with_what_was_written(drawn):
+def test_requests_that_vllm_aborts_return_the_tokens_written_so_far(drawn):
     assert drawn["room"] == drawn["left"] == 0
     assert all(truncated and 1 <= len(tokens) <= 3 for tokens, truncated, *_ in drawn["aborted"].values())
 

@@ -160,7 +160,7 @@ def test_weights_that_make_no_numbers_make_answers_that_are_dropped(policy, tmp_
         assert counts_of(engine) == (0, 20)
 
 
-def test_what_is_given_up_leaves_the_server_at_once(policy, tmp_path):
+def test_aborted_requests_leave_the_server_at_once(policy, tmp_path):
     long = [Request(n, [5, 6, n + 5], 60, episode=n) for n in range(8)]
     with served(build(dtype="float64", **SIZES), tmp_path) as server:
         with engine_at(server.url, policy, tmp_path) as engine:
@@ -216,7 +216,7 @@ def test_servers_are_looked_for_before_workers_start(tmp_path, monkeypatch):
         launch.cluster(asked, None, tmp_path)
 
 
-def test_who_may_not_change_weights_is_told_why(policy, tmp_path, monkeypatch):
+def test_an_engine_without_the_right_token_is_told_why_it_cannot_change_weights(policy, tmp_path, monkeypatch):
     with served(build(dtype="float64", **SIZES), tmp_path) as server:
         monkeypatch.setenv(TOKEN, "another-secret-of-enough-letters")
         with pytest.raises(ConfigError, match=r"401: a valid token is needed.*policy.token_from says where"):
@@ -304,7 +304,7 @@ def test_answers_without_sound_logprobs_are_dropped_and_counted(policy):
         assert counts_of(engine) == (0, 5)
 
 
-def test_what_fails_on_the_way_is_asked_again_and_taken_once(policy):
+def test_failed_requests_are_sent_again_and_answered_once(policy):
     busy = lambda body: web.json_response({"error": {"message": "busy"}}, status=503)  # noqa: E731
     broken = lambda body: web.Response(text="<html>", status=502)  # noqa: E731
     aborted = lambda body: answer_of(body, finish="abort")  # noqa: E731
@@ -328,7 +328,7 @@ def as_ours(name, many):
     return reply
 
 
-def test_of_many_requests_in_one_call_what_failed_is_asked_again_alone(policy):
+def test_failed_requests_of_a_batched_call_are_sent_again_alone(policy):
     asked = []
 
     def many(body):

@@ -121,7 +121,7 @@ def test_a_server_that_lies_is_named_within_32_tokens(policy, tmp_path, capsys):
             answers(engine, ASKED)
 
 
-def test_what_a_server_that_has_stopped_keeps_is_answered_by_others(policy, tmp_path, monkeypatch):
+def test_requests_at_a_stopped_server_are_answered_by_other_servers(policy, tmp_path, monkeypatch):
     monkeypatch.setattr(server_pool, "WATCH_S", 0.1)
     with contextlib.ExitStack() as stack:
         servers = [stack.enter_context(served(of_other_weights(), tmp_path)) for _ in range(2)]
