@@ -33,7 +33,7 @@ def told(out):
     return dict(line.strip().split("=", 1) for line in out.splitlines() if line.strip().startswith(("policy.", "env.")))
 
 
-def test_the_protocol_of_the_bridge_is_chosen_and_told(published, capsys):
+def test_the_protocol_of_the_bridge_is_chosen_and_printed(published, capsys):
     folder = published(OpenVLAConfig(name="openvla"))
     assert main([f"checkpoint={folder}", f"env.task={TASK}", "--dry-run"]) == 0
     keys = told(capsys.readouterr().out)

@@ -74,7 +74,7 @@ def test_an_experts_successes_become_demonstrations(demos):
         assert episode.done.tolist() == [False] * (len(episode) - 1) + [True]
 
 
-def test_however_long_an_expert_plays_no_policy_waits_for_it(tmp_path, monkeypatch):
+def test_collecting_demonstrations_calls_no_policy_worker(tmp_path, monkeypatch):
     monkeypatch.setattr("embodied.policies.worker.PolicyWorker.serve", None)  # to call it would fail
     assert collect([*TOY, f"out={tmp_path / 'demos'}", "collect.episodes=2"]) == 0
 
@@ -197,7 +197,7 @@ def test_rl_starts_from_an_imitation_that_starts_from_nothing(tmp_path):
     assert {path.name.partition("-2")[0] for path in tmp_path.glob("*-2*")} >= {"sft-imitate", "pointmass_ppo"}
 
 
-def test_mistakes_are_told_before_anything_starts(demos, tmp_path, capsys):
+def test_mistakes_are_reported_before_anything_starts(demos, tmp_path, capsys):
     assert collect([*TOY, f"out={demos}"]) == 2
     assert collect(TOY) == 2
     planner = ["collect.expert=planner", f"out={demos.parent / 'none'}"]

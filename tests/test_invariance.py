@@ -95,7 +95,7 @@ FAST = {("one_of_each", 2), ("three_learners", 1), ("all_apart", 2), ("auto", 1)
         for stages in (1, 2)
     ],
 )
-def test_every_plan_gives_the_same_weights(reference, tmp_path, placement, stages):
+def test_every_placement_gives_the_same_weights(reference, tmp_path, placement, stages):
     check_same(trained(tmp_path, placement, stages=stages)[0], reference)
 
 

@@ -115,7 +115,7 @@ def test_a_published_plan_says_what_drawing_on_cores_costs(capsys, tmp_path):
     assert undrawn == pytest.approx(whole - 64 * 4 * 1.25, rel=0.01)  # of 512 rows on 512 cores' share, four a worker
 
 
-def test_modes_that_do_not_fit_are_told_with_the_arithmetic(capsys, tmp_path):
+def test_modes_that_do_not_fit_are_listed_with_the_arithmetic(capsys, tmp_path):
     profile = "profile=published_maniskill_openvla"
     _, out, _ = run(capsys, profile, "cluster=2xH100", f"out={tmp_path}")
     assert "does not fit: sim, policy, learner need 3 devices of their own, and there are 2" in out

@@ -64,7 +64,7 @@ def test_profile_plan_auto_and_benchmark_follow_each_other_on_cores_and_a_gpu(tm
 
 
 @pytest.mark.gpu
-def test_the_same_on_a_gpu_that_is_there(tmp_path, capsys):
+def test_profile_and_benchmark_run_on_a_real_gpu(tmp_path, capsys):
     arguments = [*RECIPE, f"run.dir={tmp_path}"]
     assert measure.main([*arguments, "seconds=30"]) == 0
     (path,) = (tmp_path / "profiles").glob("*.json")

@@ -99,7 +99,7 @@ def test_a_decision_pays_for_its_own_divergence_and_what_comes_after():
         ((1.0, 0.0), {"filter_low": 0.5, "filter_high": 0.5}, "kept"),
     ],
 )
-def test_the_filter(scores, options, verdict):
+def test_the_filter_keeps_or_drops_groups_by_their_scores(scores, options, verdict):
     assert verdict_on(scores, config(**options)) == verdict
 
 

@@ -102,7 +102,7 @@ def test_one_length_of_a_run_replaces_the_other():
     assert (config.run.iterations, config.run.env_steps) == (3, None)
 
 
-def test_all_mistakes_are_told_at_once_with_key_reason_and_source(recipe):
+def test_all_mistakes_are_listed_at_once_with_key_reason_and_source(recipe):
     told = mistakes(
         recipe("run: {iterations: 1}\nenv: {name: pointmass, num_envs: 0}\nalgo: {epohcs: 3}"),
         "algo.lr=fast",

@@ -133,7 +133,7 @@ def run(installed, *command, cwd=None):
     return subprocess.run(command, env=env, cwd=cwd, capture_output=True, text=True, timeout=600)
 
 
-def test_ours_are_registered_as_those_of_other_packages_are():
+def test_our_plugins_are_registered_like_those_of_other_packages():
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     assert project["entry-points"] == OURS
     for group in OURS:

@@ -224,7 +224,7 @@ BROKEN = {
     ],
     ids=[*IMAGES, *BROKEN],
 )
-def test_a_broken_env_is_caught_by_the_name_of_the_rule(broken, rule, options):
+def test_a_broken_vector_env_is_refused_with_the_name_of_the_rule(broken, rule, options):
     with pytest.raises(ContractViolation) as caught:
         check_vector_env(broken(config(**options), 3 if options else 4))
     assert caught.value.rule == rule, caught.value

@@ -79,7 +79,7 @@ def test_benchmarks_are_named_number_their_tasks_and_hide_their_goals(env):
     assert not hidden[:, -3:].any() and shown[:, -3:].any() and (hidden[:, :-3] == shown[:, :-3]).all()
 
 
-def test_an_unknown_task_is_refused_with_the_nearest_name():
+def test_an_unknown_metaworld_task_is_refused_with_the_nearest_name():
     chosen = config("draw-open-v3")
     with pytest.raises(ConfigError, match=re.escape("did you mean 'drawer-open-v3'?")):
         env_class(chosen).check(chosen)

@@ -151,7 +151,7 @@ def test_an_own_class_decides_about_reward_success_and_limit(mine):
     env.close()
 
 
-def test_an_end_of_the_tasks_own_terminates_and_success_may_be_untold(mine):
+def test_the_end_of_a_task_terminates_the_episode_and_a_task_may_report_no_success(mine):
     ending, untold = make_env(config("more:Ending"), 1), make_env(config("more:Untold", max_episode_steps=2), 1)
     still = np.zeros((1, 7), np.float32)
     for env in (ending, untold):

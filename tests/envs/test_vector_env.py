@@ -97,7 +97,7 @@ def test_the_step_limit_counts_from_each_rows_own_reset():
     assert chunk(env, LIMIT).mask.sum(axis=1).tolist() == [LIMIT, LIMIT - 3]
 
 
-def test_on_frame_is_told_which_rows_moved():
+def test_on_frame_gets_the_rows_that_moved():
     env, moved = begin(99, 2), []
     env.step_chunk(np.zeros((2, 3, 2)), on_frame=lambda rows: moved.append(rows.tolist()))
     assert moved == [[True, True], [True, True], [True, False]]

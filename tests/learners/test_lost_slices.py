@@ -38,7 +38,7 @@ def test_all_counts_are_those_of_a_smaller_run():
         assert torch.equal(weights[0][name], weights[1][name])
 
 
-def test_a_rank_learns_from_what_it_is_told_of_and_forgets_the_rest_of_the_batch():
+def test_a_rank_learns_only_from_the_rollouts_that_the_driver_names():
     data = toy.rollout(toy.make(), seed=2)
     wanted = ("sim-0/0#2", "sim-1/0#2")
     with Cluster("inline", [HostPlan("a", ("learner",))]) as cluster:

@@ -91,7 +91,7 @@ def test_a_command_says_how_far_it_is_from_the_reference(tmp_path, kl_in):
 
 
 @pytest.mark.parametrize(("kl_in", "shard"), [("loss", False), ("loss", True), ("reward", False)])
-def test_two_learners_take_the_steps_of_one(tmp_path, kl_in, shard):
+def test_two_learners_near_a_reference_take_the_steps_of_one(tmp_path, kl_in, shard):
     told = ["run.iterations=2", "run.env_steps=null", "env.num_envs=4", "algo.rollout_decisions=8", "eval.episodes=1"]
     told += ["algo.minibatch_size=16", "policy.dtype=float64", "policy.hidden=[8]"]
     found = []

@@ -103,7 +103,7 @@ def test_rollouts_of_a_dead_sim_are_replaced_by_those_of_its_successor():
         assert torch.equal(found.encoded(alone.ids)["seen"], taken(alone, rows=alone.ids)[0].features.kept["seen"])
 
 
-def test_nothing_more_is_looked_at_where_it_could_not_be_kept(monkeypatch):
+def test_no_more_features_are_computed_once_they_cannot_be_kept(monkeypatch):
     monkeypatch.setattr(model, "KEPT_BYTES", 16 * 5 * HORIZON - 1)
     found, look = taken(FIRST, SECOND)
     assert look.sizes == [6] and found.features.kept == {}

@@ -172,7 +172,7 @@ def test_the_mismatch_of_episodes_that_count_alike_is_weighted():
     assert numbers["train/mismatch_k3"] == pytest.approx(wanted, rel=1e-9)
 
 
-def test_a_gap_is_only_told_where_decisions_are_current():
+def test_the_log_prob_gap_is_only_logged_for_decisions_of_current_weights():
     data, config = stale_rollout(), PPOConfig(**BASE | {"minibatch_size": None})
     for ranks in (1, 2):
         assert not any("train/logprob_gap" in numbers for _, numbers in trained(data, config, ranks=ranks))

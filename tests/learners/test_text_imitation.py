@@ -198,7 +198,7 @@ def test_passes_that_make_up_for_passes_of_other_ranks_count_nothing():
     padded.close()
 
 
-def test_two_learners_take_the_steps_of_one():
+def test_two_learners_imitating_texts_take_the_steps_of_one():
     config, room = sft(warmup_steps=3, weight_decay=0.1), InProcessRendezvous(2, 30.0)
     alone = trained(config)
     with ThreadPoolExecutor(2) as pool:

@@ -176,7 +176,7 @@ def test_simulators_that_exceed_the_memory_of_a_machine_are_refused(tmp_path):
         planned(*recipe)
 
 
-def test_it_is_the_policy_that_is_evaluated_that_decides_where_it_acts(tmp_path, capsys):
+def test_the_evaluated_policy_decides_on_which_device_it_acts(tmp_path, capsys):
     """And not the recipe's, which an evaluation takes its env from."""
     config = load(["recipe=pointmass_ppo_openvla_tiny"]).config.policy
     spec = EnvSpec(ActionSpec(2), state_dim=4, images={"top": (64, 64, 3)}, instruction=True)

@@ -34,7 +34,7 @@ def test_an_engine_begins_the_next_answer_when_one_is_written():
     assert completion_times(np.array([3, 1, 4]), 2).tolist() == [3, 1, 5]
 
 
-def test_equal_lengths_cost_nothing_and_one_worker_waits_for_nobody():
+def test_equal_lengths_or_a_single_worker_cost_no_waiting():
     equal = Lengths((300, 300), group=4, running=2)
     assert engine_ratios(equal, 16, 4).tolist() == learner_ratios(equal, 8, 4, 4).tolist() == [1.0] * 5
     assert engine_ratios(LONG_TAIL, 16, 4)[1] == learner_ratios(LONG_TAIL, 8, 4, 4)[1] == 1.0

@@ -58,7 +58,7 @@ def test_a_profile_survives_a_file(tmp_path):
         ({"costs": {"sim": {"cpu": {"seconds": 1}}}}, "no costs for policy, learner"),
     ],
 )
-def test_a_file_that_is_no_profile_is_refused(change, answer):
+def test_an_invalid_profile_is_refused_with_a_sentence(change, answer):
     with pytest.raises(PlacementError, match=answer):
         profile_from_json(profile_to_json(PROFILE) | change)
 

@@ -54,7 +54,7 @@ def test_keyframe_imitation_trains_only_the_vision_encoder_and_its_head(family):
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_every_row_is_told_by_its_own_images(family):
+def test_the_keyframe_loss_of_a_row_depends_on_its_own_images_only(family):
     policy = build(family, keyframes=[1, 3])
     inputs, noise = demonstrated(policy)
     _, together = policy.imitate(inputs, noise)

@@ -166,7 +166,7 @@ def test_acting_and_valuing(family):
 
 @on_both
 @each_family
-def test_scoring_and_an_update(family):
+def test_scoring_and_an_update_stay_on_the_gpu(family):
     card, policy = on_the_card(family)
     with card:
         assert learn(policy, rollout(policy))["train/epochs"] == 1
@@ -174,7 +174,7 @@ def test_scoring_and_an_update(family):
 
 @on_both
 @pytest.mark.parametrize("family", IMITATED)
-def test_imitating(family):
+def test_imitation_stays_on_the_gpu(family):
     card, policy = on_the_card(family)
     with card:
         imitate(policy)

@@ -52,7 +52,7 @@ needs_libero = pytest.mark.skipif(find_spec("libero") is None, reason="needs LIB
         ("openvla", [*GOAL, "policy.name=openvla_oft"], "policy.cameras=[agentview] policy.stop_token=false"),
     ],
 )
-def test_the_protocol_of_a_benchmark_and_its_parts_is_chosen_and_told(folders, folder, asked, keys, capsys):
+def test_the_protocol_of_a_benchmark_or_a_part_of_it_is_chosen_and_printed(folders, folder, asked, keys, capsys):
     assert main([f"checkpoint={folders[folder]}", *asked, "--dry-run"]) == 0
     chosen = told(capsys.readouterr().out)
     expected = dict(key.split("=", 1) for key in keys.split())

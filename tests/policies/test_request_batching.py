@@ -112,7 +112,7 @@ def close(ours, theirs):
 
 
 @pytest.mark.parametrize("name", ["openvla", "discrete"])
-def test_the_same_tokens_in_single_precision_too(name, channel):
+def test_merged_requests_give_the_same_tokens_in_single_precision(name, channel):
     config = FAMILIES[name].model_copy(update={"dtype": "float32"})
     requests = [question(sim, 1 + sim % 3) for sim in range(6)]
     together, acted = asked(worker_of(config), channel, requests, "together")

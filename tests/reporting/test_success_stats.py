@@ -61,7 +61,7 @@ def test_the_interval_holds_the_rate_and_mirrors(pair):
     assert (1 - high, 1 - low) == pytest.approx(mirrored)
 
 
-def test_figures_count_tasks_measures_and_errors_apart():
+def test_result_files_count_tasks_measures_and_errors_separately():
     episodes = [episode(0, task="b"), episode(1, True, False, task="a"), episode(2, False, False, task="a")]
     episodes += [
         episode(3, False, False, "b", error="sim-0 died", total_reward=-50.0),

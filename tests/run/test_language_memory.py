@@ -112,7 +112,7 @@ def test_a_vision_tower_is_counted_with_its_model(tmp_path, capsys):
     assert "3.75 billion weights, 3.75 of them trained" in told and "8 x policy + learner on gpu:0-7" in told
 
 
-def test_roles_that_a_recipe_adds_are_counted_too(shape_of):
+def test_the_memory_of_roles_that_a_recipe_adds_is_counted(shape_of):
     folder, large = shape_of("Qwen2.5-1.5B"), shape_of("Qwen2.5-7B")
     words = [f"policy.pretrained={folder}", "policy.max_length=2048", "policy.max_running=32", "policy.dtype=bfloat16"]
     words += ["recipe=sums_ppo_critic", "run.start_from=null", "algo.kl_coef=0.01", "cluster.machines=8xGPU"]

@@ -20,7 +20,7 @@ def test_images_of_an_iteration_are_counted_in_bytes():
     assert image_bytes(load(["recipe=libero_ppo", "env.cameras=[wrist]"]).config) == 8 * 32 * 128 * 128 * 3
 
 
-def test_images_of_whole_episodes_are_counted_too():
+def test_the_memory_of_images_of_whole_episodes_is_counted():
     asked = ["recipe=pointmass_grpo_openvla_oft_tiny", "algo.groups=10"]  # 24 steps in chunks of 4, one 64 x 64 image
     assert image_bytes(load(asked).config) == 10 * 4 * 6 * 64 * 64 * 3
     with pytest.raises(ConfigError, match=r"algo\.groups=10 \* algo\.group_size=4 episodes.*try algo\.groups=4$"):

@@ -35,7 +35,7 @@ def test_the_same_protocol_is_told_from_another_one():
     assert other["differs"] == ["eval.temperature=1.0 here, 0.0 there", "env.image_size=128 here, 256 there"]
 
 
-def test_a_part_of_the_published_evaluation_is_told():
+def test_an_evaluation_of_a_part_of_the_published_one_is_marked_as_different():
     results, *told = played("env.task=libero_spatial/0")
     results["overall"]["success_once"] |= {"count": 1, "of": 2}
     assert compare_with_published(results, *told)["differs"] == [
@@ -44,7 +44,7 @@ def test_a_part_of_the_published_evaluation_is_told():
     ]
 
 
-def test_statistics_of_another_suite_are_told_before_anything_is_played():
+def test_statistics_of_another_suite_are_reported_before_anything_is_played():
     _, config, policy = played()
     for statistics, differs in (
         ("libero_10_no_noops", ["policy.statistics=libero_10_no_noops here, libero_spatial there"]),

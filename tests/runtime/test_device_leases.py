@@ -143,7 +143,7 @@ def test_no_order_of_events_breaks_the_rules():
             assert held or pending or not waiting  # somebody can always go on
 
 
-def test_nobody_gives_way_to_one_that_would_still_wait_for_another():
+def test_no_gang_gives_way_to_one_that_would_still_wait_for_another():
     gangs = {"big": gang("big", "d:0", "d:1"), "act": gang("act", "d:0"), "keep": gang("keep", "d:1")}
     coordinator = Coordinator({"d:0": 0, "d:1": 0}, gangs, tiers={"act": 1}, preemptible=["act"])
     for name in ("act", "keep", "big"):

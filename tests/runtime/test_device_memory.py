@@ -52,7 +52,7 @@ def test_offloaded_tensors_take_no_memory_and_return_with_their_views():
     assert torch.equal(view, shown + 1)
 
 
-def test_every_part_is_moved_and_told_on_its_own():
+def test_every_part_of_memory_is_moved_and_traced_separately():
     timers, weights, scratch = Timers(), torch.arange(1000.0), torch.ones(500)
     belongings = DeviceTensors(timers)
     timers.record(True)

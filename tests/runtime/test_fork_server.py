@@ -92,7 +92,7 @@ def test_where_the_server_fails_hosts_are_started_fresh(how, monkeypatch):
     assert time.monotonic() - started < processes.FORK_S, "a stopped server is not waited for as a slow one is"
 
 
-def test_a_module_that_is_not_there_keeps_nobody_from_starting():
+def test_a_missing_module_does_not_keep_a_host_from_starting():
     with Cluster("local", [plan("one", imports=("no_such_module_at_all", "fractions"))], timeout_s=300) as cluster:
         assert born(cluster, "one")[0]["parent"] == os.getpid()
 

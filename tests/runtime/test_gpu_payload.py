@@ -66,7 +66,7 @@ def fetched(tensor):
     return copy
 
 
-def test_a_handle_goes_to_nobody_but_who_holds_the_same_gpu(pretended):
+def test_a_gpu_handle_is_only_sent_to_a_reader_on_the_same_gpu(pretended):
     import torch
 
     item = {"numbers": torch.zeros(1000), "few": torch.zeros(3)}

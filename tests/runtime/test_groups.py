@@ -125,7 +125,7 @@ def counters(backend):
         yield cluster.launch(Counter, "count", start=10)
 
 
-def test_calls_on_a_group(counters):
+def test_calls_on_a_group_reach_every_rank_with_its_arguments(counters):
     """One cluster for all that only reads, as starting one takes a moment."""
     assert counters.who().wait() == [("count-0", 0, 3), ("count-1", 1, 3), ("count-2", 2, 3)]
     assert counters.add(1, scale=2).wait() == [12, 13, 14]
@@ -196,7 +196,7 @@ def test_a_wait_lasts_as_long_as_there_are_signs_of_life(backend):
             time.sleep(0.01)
 
 
-def test_an_exception_is_told_with_its_place_and_its_traceback(backend, tmp_path):
+def test_an_exception_is_reported_with_its_place_and_its_traceback(backend, tmp_path):
     with three(backend, log_dir=tmp_path) as cluster:
         counters = cluster.launch(Counter, "count")
         with pytest.raises(WorkerFailed) as failed:
@@ -212,7 +212,7 @@ def test_an_exception_is_told_with_its_place_and_its_traceback(backend, tmp_path
         assert counters.add(1).wait() == [1, 2, 3]  # it was told, and the worker lives
 
 
-def test_an_exception_is_told_if_the_disk_has_no_room_for_the_log(processes, tmp_path):
+def test_an_exception_is_reported_even_if_the_disk_has_no_room_for_the_log(processes, tmp_path):
     (tmp_path / "h1.log").symlink_to("/dev/full")
     with three(processes, log_dir=tmp_path) as cluster:
         counters = cluster.launch(Counter, "count")
@@ -299,7 +299,7 @@ def test_the_death_of_a_rank_is_the_cause_and_not_what_its_peers_tell_before(tmp
         dying.join(60)
 
 
-def test_a_killed_host_is_told_with_signal_process_cores_and_log(processes, tmp_path):
+def test_a_killed_host_is_reported_with_signal_process_cores_and_log(processes, tmp_path):
     core = min(os.sched_getaffinity(0))
     hosts = [HostPlan("one", ("count",), cores=(core,)), HostPlan("two", ("count", "other"))]
     with Cluster(processes, hosts, log_dir=tmp_path, timeout_s=300) as cluster:

@@ -83,7 +83,7 @@ def test_memory_that_all_runs_need_together_is_summed_and_those_that_fit_are_nam
         check_memory([("large", config, large), ("a", config, small), ("b", config, small)], tight)
 
 
-def test_of_a_gpu_one_run_has_all_it_needs_and_the_others_what_they_keep_asleep():
+def test_a_gpu_holds_one_active_run_and_the_memory_that_other_runs_keep_asleep():
     gpu = MemorySum("gpu:0", 40e9, {"a": 30e9, "b": 31e9, "c": 0.0}, {"a": 12e9, "b": 1e9, "c": 0.0})
     assert gpu.text("ab") == "gpu:0: b 31.0 + a asleep 12.0 = 43.0 of 40.0 GB" and not gpu.fits("ab")
     assert gpu.fits("ac") and gpu.fits("bc")

@@ -171,7 +171,7 @@ def test_doctor_does_not_try_packages_that_are_not_installed():
 
 
 @pytest.mark.parametrize(("states", "code"), [(["ok", "absent"], 0), (["ok", "warning"], 0), (["failed", "ok"], 1)])
-def test_only_what_failed_decides_the_exit_code(states, code, capsys):
+def test_only_failed_checks_decide_the_exit_code(states, code, capsys):
     checks = [lambda machine, state=state: [Finding("thing", state, "told", "mend it")] for state in states]
     assert examine(Tried(), False, checks) == code
     assert capsys.readouterr().out.count("fix: mend it") == 2

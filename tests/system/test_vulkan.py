@@ -101,7 +101,7 @@ def test_the_mirror_is_read_from_both_formats():
     assert [read_mirror(text) for text in others] == [None] * len(others)
 
 
-def test_a_machine_without_a_mirror_is_told_so(tmp_path):
+def test_without_a_debian_mirror_the_error_says_so(tmp_path):
     with pytest.raises(EmbodiedError, match="names no mirror of Debian 12"):
         bookworm_mirror(tmp_path)
     (tmp_path / "sources.list.d").mkdir()

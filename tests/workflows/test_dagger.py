@@ -59,7 +59,7 @@ def test_the_expert_plays_first_and_labels_what_the_policy_meets(monkeypatch, tm
     assert not np.allclose(second.actions, second.replay["labels"], atol=0.1)
 
 
-def test_a_resumed_run_is_the_same(tmp_path):
+def test_a_resumed_dagger_run_gives_the_same_weights(tmp_path):
     short = [one for one in DAGGER if not one.startswith("run.iterations")]
     short += ["run.iterations=3", "cluster.backend=inline", "eval.episodes=1", "eval.videos=0", "run.save_every=1"]
     whole = train(*short, "run.keep=null", f"run.dir={tmp_path}", "algo.keep=150").folder

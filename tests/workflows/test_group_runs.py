@@ -61,7 +61,7 @@ def test_the_reference_run_learns_drops_and_carries_over(reference):
     ],
     ids=["two_sims", "four_sims", "many_learners"],
 )
-def test_every_plan_gives_the_same_weights(reference, tmp_path, placement, stages):
+def test_every_placement_gives_the_same_groups_and_weights(reference, tmp_path, placement, stages):
     with Run(tmp_path, placement, *DROPS, f"pipeline.stages={stages}") as run:
         rows = run.play()
         for (episodes, row), (others, other) in zip(rows, reference[0], strict=True):
@@ -96,7 +96,7 @@ def test_the_divergence_in_the_reward_is_the_same_wherever_it_runs(tmp_path):
         assert far(run.weights(), found[0]) > 1e-4
 
 
-def test_a_resumed_run_equals_one_that_was_not_stopped(reference, tmp_path):
+def test_a_resumed_run_on_groups_equals_one_that_was_not_stopped(reference, tmp_path):
     with Run(tmp_path / "first", TWO_SIMS, *DROPS) as run:
         run.play(0, 2)
         run.loop.save_learners(tmp_path / "saved")

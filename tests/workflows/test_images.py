@@ -52,7 +52,7 @@ def test_the_cnn_learns_from_pictures_and_its_trunks_move(reference, tmp_path):
 
 
 @pytest.mark.slow
-def test_in_processes_of_its_own_every_picture_crosses_once_to_each_who_looks(reference, tmp_path):
+def test_between_processes_every_picture_is_sent_once_to_each_reader(reference, tmp_path):
     notes = tmp_path / "notes"
     weights, _ = trained(tmp_path, APART, "local", *env("CountedEnv", notes=str(notes)))
     for name, array in reference[0].items():
@@ -67,7 +67,7 @@ def test_in_processes_of_its_own_every_picture_crosses_once_to_each_who_looks(re
         assert num_bytes == pictures * 2 * 16 * 16 * 3  # bytes, not floats, of two cameras
 
 
-def test_beside_the_policy_pictures_leave_the_process_for_the_learner_alone(tmp_path):
+def test_with_policy_and_sim_in_one_process_pictures_are_only_sent_to_the_learner(tmp_path):
     notes = tmp_path / "notes"
     trained(tmp_path, TOGETHER, "local", *env("CountedEnv", notes=str(notes)))
     asked, learnt = count(notes)

@@ -81,7 +81,7 @@ def test_an_interleaved_evaluation_finds_the_same_and_changes_no_training(whole,
     assert equal(final_weights(run), final_weights(whole))
 
 
-def test_with_servers_it_finds_the_same(whole, alone, tmp_path, monkeypatch):
+def test_an_interleaved_evaluation_with_servers_finds_the_same(whole, alone, tmp_path, monkeypatch):
     monkeypatch.setenv(TOKEN, SECRET)
     models = [build(preset="tiny_gpt2", dtype="float64", max_running=4, seed=seed) for seed in (7, 8)]
     with served(models[0], tmp_path) as one, served(models[1], tmp_path) as other:

@@ -47,7 +47,7 @@ def test_one_and_two_learners_take_the_same_steps(kept, tmp_path):
     assert far(without, alone) > 1e-3
 
 
-def test_periodic_is_sync_where_there_is_one_step(kept, tmp_path):
+def test_periodic_equals_sync_with_imitation_where_an_update_has_one_step(kept, tmp_path):
     grpo = [*stepped.GRPO[:-1], *ADAM, *stepped.ONE_STEP, kept]
     rows, sync = played(tmp_path / "1", *grpo, placement=ONE_LEARNER)
     others, periodic = played(
@@ -70,7 +70,7 @@ def test_imitation_of_conversations_gives_the_same_weights_for_any_number_of_lea
     assert rows[1][LOSS] < rows[0][LOSS]
 
 
-def test_a_resumed_run_is_the_same(kept, tmp_path):
+def test_a_resumed_run_that_also_imitates_gives_the_same_weights(kept, tmp_path):
     short = [one for one in stepped.PPO if not one.startswith("run.iterations")]
     short += [kept, "cluster.backend=inline"]
     short += ["eval.episodes=1", "eval.videos=0", "run.save_every=1", "run.keep=null", f"run.dir={tmp_path}"]

@@ -46,7 +46,7 @@ def test_many_learners_give_the_same_conversations_and_weights(sync, tmp_path):
             assert [row[name] for name in names] == pytest.approx([known[name] for name in names], rel=1e-6, abs=1e-9)
 
 
-def test_periodic_is_sync_where_there_is_one_step(tmp_path):
+def test_periodic_equals_sync_in_ppo_on_conversations_where_an_update_has_one_step(tmp_path):
     found = []
     for schedule, placement in (("sync", ONE_OF_EACH), ("periodic", APART)):
         asked = (*ONE_STEP, "algo.overlong=2", f"pipeline.schedule={schedule}")

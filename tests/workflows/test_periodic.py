@@ -269,7 +269,7 @@ def test_a_long_first_episode_is_no_delay(tmp_path):
     assert row["time/first_backward_s"] > 4 and row["groups/used"] == 2
 
 
-def test_a_resumed_run_equals_one_that_was_not_stopped(sync, tmp_path):
+def test_a_resumed_periodic_run_equals_one_that_was_not_stopped(sync, tmp_path):
     with Run(tmp_path / "first", PERIODIC) as run:
         run.play(0, 1)
         run.loop.save_learners(tmp_path / "saved")

@@ -124,7 +124,7 @@ print(psutil.Process().memory_info().rss / env.config.worker_bytes(1, num_tasks=
 
 @needs_libero
 @pytest.mark.slow
-def test_one_task_takes_the_memory_that_is_foretold():
+def test_one_libero_task_takes_no_more_than_the_predicted_memory():
     done = subprocess.run([sys.executable, "-W", "ignore", "-c", MEMORY], capture_output=True, text=True, timeout=200)
     assert float(done.stdout.split()[-1]) < 1.2, done.stderr
 

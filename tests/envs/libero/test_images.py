@@ -132,7 +132,7 @@ def test_states_do_not_depend_on_images(env):
     plain.close()
 
 
-def test_a_machine_without_opengl_is_told_what_to_install(monkeypatch):
+def test_without_opengl_the_error_names_the_package_to_install(monkeypatch):
     monkeypatch.delenv("MUJOCO_GL", raising=False)
     monkeypatch.setattr("embodied.envs.mujoco.rendering.loads", lambda library: False)
     with pytest.raises(ConfigError, match="apt-get install libegl1"):

@@ -89,7 +89,7 @@ def test_an_episode_does_not_depend_on_the_episode_beside_it():
     assert by_index(alone) == by_index(together)
 
 
-def test_a_missing_planner_is_told_with_what_to_install(monkeypatch):
+def test_without_the_planner_the_error_names_the_package_to_install(monkeypatch):
     monkeypatch.setitem(sys.modules, motion_planner.SOLUTIONS, None)
     with pytest.raises(ConfigError, match=r"cannot be loaded here.*pip install mplib==0\.1\.1"):
         motion_planner.solver("PickCube-v1")

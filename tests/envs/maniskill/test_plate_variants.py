@@ -16,7 +16,7 @@ from embodied.envs.maniskill.bridge.put_on_plate import (
 )
 
 
-def test_things_lie_apart_on_the_grid():
+def test_objects_lie_apart_on_the_grid():
     assert len(pairs()) == 784 and len(border_places()) == 628 and len(starts()) == 14_375
     assert np.linalg.norm(pairs()[:, 0] - pairs()[:, 1], axis=1).min() > NEAR
     assert np.linalg.norm(two_objects()[:, 0] - two_objects()[:, 2], axis=1).min() > FAR
@@ -50,7 +50,7 @@ def test_a_variant_shows_what_training_did_not():
 
 @pytest.mark.parametrize("name", ["MultiCarrot-v1", "MultiPlate-v1"])
 @pytest.mark.parametrize("which", ["train", "test", "all"])
-def test_the_wrong_thing_is_never_the_right_one(name, which):
+def test_the_extra_object_or_plate_differs_from_the_named_one(name, which):
     drawn = variants(which)[name]
     for number in np.random.default_rng(0).integers(len(drawn), size=300).tolist():
         episode = drawn.episode(number)

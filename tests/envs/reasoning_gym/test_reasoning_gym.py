@@ -82,7 +82,7 @@ def test_held_out_questions_are_never_trained_on_though_the_task_has_few(opened)
     assert not held_out & {*training} and len({*training}) > 20
 
 
-def test_an_unknown_task_is_refused_with_the_nearest_name():
+def test_an_unknown_reasoning_gym_task_is_refused_with_the_nearest_name():
     chosen = config("chain_sun")
     with pytest.raises(ConfigError, match="no task 'chain_sun'; did you mean 'chain_sum'"):
         env_class(chosen).check(chosen)

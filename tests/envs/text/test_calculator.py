@@ -66,7 +66,7 @@ def test_a_call_is_answered_by_a_turn_and_what_follows_is_scored(env):
     assert (turn.done, turn.reward, turn.success) == (True, 1.0, True)
 
 
-def test_a_wrong_call_is_told_so_and_the_conversation_goes_on(env):
+def test_a_wrong_call_is_answered_with_an_error_and_the_conversation_continues(env):
     turn = env.step("<calc>quit()</calc>")
     assert not turn.done and turn.said == "error: not arithmetic\n"
 

@@ -126,7 +126,7 @@ class Solved(Counting):
         return "2"
 
 
-def test_rewards_of_several_functions_are_added_by_their_weights_and_kept_apart():
+def test_rewards_of_several_functions_are_summed_by_weight_and_logged_separately():
     wanted = ["correct", {"name": f"{__name__}:short", "weight": 0.5}, {"name": f"{__name__}:off", "weight": -1}]
     config = ExternalEnvConfig(name="my_pkg.mod:Solved", max_episode_steps=3, rewards=wanted)
     (one,) = held(Policy(), [8], kind=Solved, config=config).values()

@@ -43,7 +43,7 @@ def test_mixtures_keep_the_rules_of_text_envs():
     check_text_env(env_class(config), config)
 
 
-def test_a_run_logs_its_envs_apart(tmp_path):
+def test_a_run_logs_each_env_of_a_mixture_separately(tmp_path):
     given = ["env.name=mixture", "env.mixture={a: {name: 'talking_env:Digits', weight: 4}, b: {name: sums}}"]
     with Talk(tmp_path / "run", *given, "algo.filter=none", "algo.groups=20", "algo.group_size=2") as run:
         ((finished, _),) = run.some(1)

@@ -180,7 +180,7 @@ BROKEN = {
 
 
 @pytest.mark.parametrize("broken", BROKEN)
-def test_a_broken_env_is_caught_by_the_name_of_the_rule(broken):
+def test_a_broken_text_env_is_refused_with_the_name_of_the_rule(broken):
     rule, env = BROKEN[broken]
     with pytest.raises(ContractViolation) as caught:
         check_text_env(env, config())

@@ -58,7 +58,7 @@ def patient_for(seconds, env):
     env.shared.config = env.config.model_copy(update={"score_s": seconds})
 
 
-def test_an_example_is_asked_answered_and_scored(opened):
+def test_an_example_of_the_stand_in_is_asked_answered_and_scored(opened):
     env = opened()
     assert env.reset(spec(3)) == ({"role": "system", "content": "Add."}, {"role": "user", "content": "held out 3?"})
     turn = env.step("3")

@@ -229,7 +229,7 @@ def begun(env, number=0):
     return env.reset(EpisodeSpec("my-sums", number, 0, 0))
 
 
-def test_an_example_is_asked_answered_and_scored(opened):
+def test_an_example_of_the_real_package_is_asked_answered_and_scored(opened):
     env = opened("single")
     facts = {name: env.shared.facts[name] for name in ("train", "held_out", "turns", "kind")}
     # before 0.4 the examples from 55 to 59 of the data set are asked in evaluations, too

@@ -123,7 +123,7 @@ def test_adapters_take_part():
 
 
 @pytest.mark.parametrize("how", ["autocast", "weights"])
-def test_half_precision_writes_too(how):
+def test_half_precision_writes_the_log_probs_of_the_model(how):
     model = qwen3(torch.bfloat16 if how == "weights" else torch.float32)
     with torch.autocast("cpu", torch.bfloat16, enabled=how == "autocast"):
         found = answers(engine_of(model), questions(3))
@@ -317,7 +317,7 @@ def test_aborted_requests_return_the_tokens_written_so_far():
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
-def test_an_answer_with_numbers_that_are_not_finite_is_dropped_and_harms_nobody(value):
+def test_an_answer_with_numbers_that_are_not_finite_is_dropped_without_changing_others(value):
     model = gpt2()
     fine = [question(i, [5, 6, i]) for i in range(2, 6)]
     want = written(answers(engine_of(model), fine))

@@ -31,7 +31,7 @@ def test_characters_go_there_and_back(text):
     assert len(ids) == len(text) and OWN.decode(ids) == text
 
 
-def test_texts_without_plain_characters_have_tokens_too():
+def test_empty_texts_and_unknown_characters_have_tokens():
     assert OWN.encode("", first=False) == []
     assert OWN.encode("", first=True) == [END_ID]
     assert OWN.decode(OWN.encode("é=✓", first=True)) == "<unk>=<unk>"

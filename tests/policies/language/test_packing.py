@@ -67,7 +67,7 @@ def test_tokens_are_those_of_prompts_once_and_of_all_answers(groups, row):
 
 @settings(deadline=None, max_examples=30)
 @given(GROUPS, st.integers(4, 60))
-def test_both_kernels_see_alike_and_nobody_sees_nothing(groups, row):
+def test_both_kernels_have_the_same_mask_and_every_token_attends_to_some_token(groups, row):
     packed = lay_out(*flat(inputs_of(*drawn(groups))), row=row)
     parts = [torch.from_numpy(part) for part in (packed.blocks, packed.segments, packed.order)]
     rows, width = packed.blocks.shape
