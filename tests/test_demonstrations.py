@@ -110,7 +110,7 @@ def test_the_clone_is_evaluated_and_trained_further_like_any_policy(cloned, tmp_
     assert overall(run)["success_once"]["rate"] >= 0.7
 
 
-def test_a_run_that_was_stopped_and_resumed_equals_one_that_was_not(cloned, tmp_path):
+def test_an_imitation_run_that_was_stopped_and_resumed_equals_one_that_was_not(cloned, tmp_path):
     run = shutil.copytree(cloned, tmp_path / cloned.name)
     for folder in (run / "checkpoints/v000020", run / "eval"):
         shutil.rmtree(folder)

@@ -172,7 +172,7 @@ def test_a_policy_that_is_not_there_is_explained(checkpoint, code, says, capsys)
         ("random", "checkpoint=random is not in a run's folder, so name the env: env.name="),
     ],
 )
-def test_without_a_recipe_a_missing_folder_is_told_from_a_missing_env(checkpoint, says, capsys, tmp_path):
+def test_without_a_recipe_a_missing_folder_and_a_missing_env_have_different_errors(checkpoint, says, capsys, tmp_path):
     (tmp_path / "runs").mkdir()
     run(f"checkpoint={checkpoint}", code=2)
     assert says in capsys.readouterr().err

@@ -175,7 +175,7 @@ def test_a_recipe_of_ours_is_named_and_a_folder_of_its_name_wins(first, recipes,
     assert load([f"recipe={recipes / 'second.yaml'}", *given]).config.run.start_from == recipes / "pointmass_ppo"
 
 
-def test_the_first_run_is_not_told_what_only_the_second_one_knows():
+def test_the_first_run_gets_no_options_that_only_apply_to_the_second_run():
     loaded = load(["recipe=sums_grpo", "eval.interleave=true", "run.eval_every=50", "eval.episodes=8"])
     assert first_run(loaded).arguments == ("recipe=sums_sft", "eval.episodes=8")
 

@@ -432,7 +432,7 @@ def test_the_decoupled_loss_by_hand(importance, cap, ratio, advantage, loss, slo
     assert stats["approx_kl"] == pytest.approx(ratio - 1 - math.log(ratio))  # from the proximal policy
 
 
-def test_the_importance_weight_is_of_units_and_masked_steps_are_in_none():
+def test_the_importance_weight_is_per_unit_and_ignores_masked_steps():
     # Two dimensions; the second step was not played. Proximal / old 2 and 3, the policy is at the proximal one, A = 1:
     #   action_dim: (2 + 3) / 2 = 2.5, with cap 2.5 (2 + 2.5) / 2 = 2.25       action, chunk: 2 * 3 = 6, with cap 2.5
     proximal = tensor([[[2.0, 3.0], [math.nan, 7.0]]]).log()

@@ -30,7 +30,7 @@ def ready(tmp_path, monkeypatch):
     return tmp_path
 
 
-def test_another_digit_of_a_loss_or_of_a_weight_is_a_difference_and_a_time_is_none(ready, tmp_path_factory):
+def test_golden_runs_differ_by_a_digit_of_a_loss_or_a_weight_but_not_by_a_time(ready, tmp_path_factory):
     kept = golden.learned_by("sums_judge", ready)
     assert kept["metrics"] == [{"iteration": 1, "train/loss": 0.5}]
     for change, what in (({}, ""), ({"loss": 0.5 + 1e-16}, ""), ({"loss": 0.5 + 1e-15}, "train/loss was 0.5")):

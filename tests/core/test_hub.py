@@ -74,7 +74,7 @@ def test_a_split_is_downloaded_once_and_then_read_from_the_cache_at_its_commit(h
         ("hf:sums", "is named hf:ORG/NAME:CONFIG:SPLIT"),
     ],
 )
-def test_a_name_that_is_none_or_several_shows_the_names_there(hub, name, words):
+def test_an_ambiguous_or_unknown_dataset_name_is_refused_with_what_exists(hub, name, words):
     with pytest.raises(ConfigError, match=words) as told:
         data_files(name)
     assert "\n" not in str(told.value)

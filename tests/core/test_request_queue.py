@@ -92,7 +92,7 @@ def test_requests_of_players_that_ask_no_more_are_dropped(queue):
     assert taken(queue) == {"a": [1], "b": [3]}
 
 
-def test_requests_wait_while_nobody_takes_part():
+def test_requests_wait_while_no_worker_takes_part():
     queue = RequestQueue()
     queue.put(*prompts(1, 2))
     assert not taken(queue)

@@ -332,6 +332,6 @@ def test_shards_of_an_optimizer_that_are_not_all_there_are_refused(tmp_path):
         optimizer.load(tmp_path)
 
 
-def test_while_another_worker_of_the_process_imports_sharded_tensors_there_are_none(monkeypatch):
+def test_tensors_count_as_whole_while_another_worker_imports_sharded_tensors(monkeypatch):
     monkeypatch.setitem(sys.modules, "torch.distributed.tensor", ModuleType("half imported"))
     assert not is_sharded(torch.ones(1))

@@ -33,7 +33,7 @@ def trained(folder, *told, rewarded=True):
 
 
 @pytest.mark.parametrize("told", [[OPENVLA, "policy.temperature=1.6"], [PI0]], ids=["openvla", "pi0"])
-def test_it_trains_and_its_checkpoint_evaluates_alike(told, tmp_path, monkeypatch, capsys):
+def test_a_run_of_a_published_family_and_its_checkpoint_evaluate_alike(told, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     run, rows = trained(tmp_path, told[0], *SHORT, *PPO, *told[1:])
     assert all(np.isfinite(row["train/value_loss"]) for row in rows)
@@ -64,7 +64,7 @@ BRIDGE = ["recipe=maniskill_grpo_openvla_oft_tiny", *FEW, "env.reward=own", "env
         pytest.param(BRIDGE, marks=[slow, needs_maniskill]),
     ],
 )
-def test_it_trains_with_other_options(told, tmp_path, monkeypatch):
+def test_published_families_train_with_other_options(told, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     _, rows = trained(tmp_path, told[0], *SHORT, *told[1:])
     if "algo.kl_coef=0.1" in told:
@@ -82,7 +82,7 @@ def test_it_trains_with_other_options(told, tmp_path, monkeypatch):
     ],
     ids=["smolvla", "pi0", "openvla", "l1", "adapters"],
 )
-def test_it_learns_from_demonstrations_and_goes_on_by_reinforcement_without_them(told, ways, tmp_path, monkeypatch):
+def test_a_policy_learns_from_demonstrations_and_continues_with_rl_without_them(told, ways, tmp_path, monkeypatch):
     pytest.importorskip("pyarrow")
     monkeypatch.chdir(tmp_path)
     usual = [*told[:1], *INLINE, "env.max_episode_steps=8", *told[1:]]

@@ -26,7 +26,7 @@ def played(*words):
     return {"protocol": {"name": "libero-v1", "env": env}, "overall": {"success_once": rate}}, config, config.policy
 
 
-def test_the_same_protocol_is_told_from_another_one():
+def test_the_published_protocol_is_distinguished_from_another_one():
     same = compare_with_published(*played())
     assert same["hub"] == "moojink/openvla-7b-oft-finetuned-libero-spatial" and not same["differs"]
     low, high = same["interval"]  # 480 of 500 against 1,464 of 1,500

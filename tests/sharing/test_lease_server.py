@@ -390,7 +390,7 @@ def test_a_program_takes_turns_with_a_run_until_it_is_silent_while_the_run_waits
     assert [line["ends"] for line in parent.lines if "ends" in line] == ["failed"]
 
 
-def test_a_program_whose_share_has_ended_is_told(parent, program):
+def test_a_program_gets_a_connection_error_after_its_share_has_ended(parent, program):
     assert program.stdout.readline() == "turn\n"
     parent.close()
     assert ask(program, "release") == ""

@@ -314,7 +314,7 @@ def whole(tmp_path_factory):
     return run
 
 
-def test_a_run_that_was_stopped_and_resumed_equals_one_that_was_not(whole, tmp_path, monkeypatch):
+def test_a_language_run_that_was_stopped_and_resumed_equals_one_that_was_not(whole, tmp_path, monkeypatch):
     iterate = EmbodiedLoop.iterate
 
     def stopped(loop, iteration, total):

@@ -96,7 +96,7 @@ def test_a_mixture_of_experts_learns_and_resumes_with_its_biases(tmp_path):
     assert {"train/max_violation", "train/max_violation_0", "train/max_violation_1"} <= numbers[0].keys()
 
 
-def test_biases_are_refused_where_nobody_would_route_with_them(tmp_path):
+def test_expert_biases_are_refused_where_the_model_or_engine_cannot_use_them(tmp_path):
     dense, sparse = write(tmp_path / "dense", transformers.Qwen3Config(**WORDS, **SIZES)), publish(tmp_path, "Qwen3Moe")
     with pytest.raises(ConfigError, match="balances experts, and a qwen3 has none; leave it out"):
         build(pretrained=str(dense), expert_bias_rate=0.01)
