@@ -106,6 +106,10 @@ def play(loaded: Loaded) -> Path | None:
     sources = find_all(loaded)
     for source in sources:
         source.config.chunk_rule(loaded.config.eval.delay)  # refuses chunks that are too short for it
+        if source.config.acts_best and (temperature := loaded.config.eval.temperature):
+            raise ConfigError(
+                f"eval.temperature={temperature:g}: {source.name} plays its best actions only; leave it out"
+            )
     parts = [planned(part, sources, loaded.dry_run) for part in one_env_each(loaded.config)]
     if not loaded.dry_run:
         for config, _ in parts:

@@ -107,7 +107,10 @@ def write(out: Path, source: PolicySource, recipe: Path | None, repository: str,
             (aside / RECIPE).write_text(yaml.safe_dump(asked, sort_keys=False, allow_unicode=True), encoding="utf-8")
         if played and played.film:
             shutil.copyfile(played.film, aside / FILM)
-        (aside / CARD).write_text(card(aside, source, asked, played, repository, options), encoding="utf-8")
+        made = recipe and recipe.with_name("run.json")
+        imitates = bool(made and made.is_file() and read_json(made).get("command") == "sft")
+        text = card(aside, source, asked, played, repository, options, imitates)
+        (aside / CARD).write_text(text, encoding="utf-8")
 
 
 def write_model(folder: Path, source: PolicySource) -> None:
@@ -156,9 +159,15 @@ def evaluation_of(source: PolicySource, run: Path | None) -> Evaluated | None:
 
 
 def card(
-    folder: Path, source: PolicySource, recipe: dict[str, Any], played: Evaluated | None, name: str, options: Options
+    folder: Path,
+    source: PolicySource,
+    recipe: dict[str, Any],
+    played: Evaluated | None,
+    name: str,
+    options: Options,
+    imitates: bool = False,
 ) -> str:
-    """The model card: the policy, its success, its training, and commands that use it."""
+    """The model card: the policy, its success, its training (`imitates`: by imitation), and commands that use it."""
     family, env = source.config.name, recipe.get("env") or {}
     format_of = "lerobot" if read_json(folder / CONFIG).get("type") == family else ""
     kind = "text-generation" if source.config.speaks else "robotics"
@@ -179,8 +188,9 @@ def card(
     ]
     lines += ["## Training"]
     if recipe:
-        method = "imitation" if "sft-" in source.name else str(recipe["algo"].get("name"))
+        method, beside = ("imitation", None) if imitates else (recipe["algo"]["name"], recipe["algo"].get("imitation"))
         start = f", from {Path(began).name}" if began else ""
+        start += ", with an imitation loss beside it" if beside else ""
         lines += [f"By {method}{start}, seed {recipe.get('seed')}; [`{RECIPE}`]({RECIPE}) has all settings.",
                   f"Checkpoint {source.name}, SHA-256 of its weights {source.described()['sha256']}."]  # fmt: skip
     lines += [f"Made with Embodied Loop, commit {commit() or 'unknown'}.", "## Use", use(folder, name, family, env)]

@@ -141,7 +141,9 @@ def follow(
         folder = open_folder(loaded, command, run, checkpoint)
         opened(folder.path)
         with closing(folder, interruption, write_report):
-            console = Console(folder.path, folder.log.note, command=command, advice=without_success(config))
+            dagger = config.algo.name == "dagger"
+            advice = without_success(config)
+            console = Console(folder.path, folder.log.note, command=command, advice=advice, expert_plays=dagger)
             folder.record(placement=asdict(plan), **interpreter_of(config.env))
             console.say("\n".join([launch.describe(config, plan, weights=checkpoint), *launch.notes(loaded)]))
             console.say(launch.describe_saving(config))

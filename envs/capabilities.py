@@ -142,7 +142,8 @@ class EnvCapabilities:
             )
         if cls.expert is EnvCapabilities.expert:
             raise ConfigError(
-                f"there is no expert for env.name={config.name}; name a policy that solves it: checkpoint=runs/..."
+                f"there is no expert for env.name={config.name}; an env of yours may have one (docs/own_task.md), and "
+                "python -m embodied.collect lets a policy play instead: checkpoint=runs/..."
             )
 
     def facts(self) -> dict[str, str]:

@@ -88,6 +88,9 @@ class PolicyOptions(Strict):
     sends_weights: ClassVar[bool] = True
     """False: its workers read its folder themselves."""
 
+    acts_best: ClassVar[bool] = False
+    """True: it plays its best actions and learns nothing."""
+
     merged_rows: ClassVar[int] = 1
     """Env rows that a policy worker answers at once unless the recipe says otherwise."""
 
@@ -409,6 +412,7 @@ class ExportedConfig(PolicyOptions):
 
     policy = "embodied.policies.exported:ExportedPolicy"
     sends_weights = False
+    acts_best = True
 
     compile: ClassVar[bool] = False
     dtype: ClassVar[str] = ""  # the program's

@@ -28,6 +28,8 @@ class Policy:
         """The program's inputs by name."""
         parts = {f"images.{camera}": images for camera, images in observation.get("images", {}).items()}
         parts["state"] = observation.get("state")
+        if missing := [name for name in self.program["inputs"] if parts.get(name, ...) is None]:
+            raise ValueError(f"{missing[0]} is missing; the program reads {', '.join(self.program['inputs'])}")
         rows = len(next(array for array in parts.values() if array is not None))
         if prompts := self.program["prompts"]:
             texts = observation.get("instruction") or rows * [self.program["instruction"]]

@@ -58,6 +58,20 @@ def test_every_command_explains_itself(capsys):
         ),
         ("evaluate checkpoint=EMPTY", "checkpoint=EMPTY: no policy in it; name a run"),
         ("evaluate recipe=pointmass_ppo checkpoint=ws://h:x", "policy.url=ws://h:x is no address (Port could not be"),
+        ("train recipe=pointmass_ppo eval.sets={a:1} --dry-run", "a space is missing after a colon"),
+        (
+            "train recipe=pointmass_ppo eval.sets=q.jsonl",
+            "eval.sets='q.jsonl': should be a map, such as eval.sets='{name",
+        ),
+        ("train recipe=pointmass_ppo algo.imitation=d", "such as algo.imitation='{data: ...}'; its keys: data, names,"),
+        (
+            "train recipe=pointmass_ppo algo.imitation.weigth=1",
+            "algo.imitation.weigth: unknown key, did you mean 'weight'",
+        ),
+        (
+            "train recipe=pointmass_ppo algo.name=dagger policy.chunk=4",
+            "policy.chunk=4 does not go with algo.name=dagger",
+        ),
         ("sweep recipe=pointmass_ppo seeds=0-1 group=/dev/null/x --dry-run", "/dev/null is not a folder; name another"),
     ],
 )

@@ -11,7 +11,7 @@ pytest.importorskip("pyarrow")
 
 from embodied.collect import main as collect
 from embodied.core.yaml_text import read_yaml
-from embodied.datasets import read_dataset
+from embodied.datasets import DatasetWriter, read_dataset
 from embodied.evaluate import main as evaluate
 from embodied.sft import main as sft
 from embodied.train import main as train
@@ -49,7 +49,7 @@ def metrics(run):
     ("words", "told"),
     [
         (["recipe=sums_grpo"], "env.name=sums is a text env, and only robots have demonstrations so far"),
-        (["recipe=gym_ppo"], "there is no expert for env.name=gym:CartPole-v1; name a policy that solves it"),
+        (["recipe=gym_ppo"], "there is no expert for env.name=gym:CartPole-v1; an env of yours may have one"),
         (["recipe=pointmass_ppo", "collect.expert=planner"], "planner is ManiSkill's motion planner and does not play"),
         (["recipe=pointmass_ppo", f"out={__file__}/x"], "is not a folder; name another place"),
     ],
@@ -214,3 +214,15 @@ def test_mistakes_are_reported_before_anything_starts(demos, tmp_path, capsys):
     assert capsys.readouterr().err.count("observation.state is [4] here, [6] there") == 2
     assert sft([*other, f"sft.data={demos}", "env.privileged=true"]) == 2
     assert "set env.privileged=false" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("dtype", "choice"), [("float32", 1), ("int64", 3)])
+def test_choices_that_an_env_does_not_have_are_refused_before_anything_starts(dtype, choice, tmp_path, capsys):
+    state, action = {"dtype": "float32", "shape": (4,)}, {"dtype": dtype, "shape": (1,)}
+    features = {"observation.state": state, "action": action}
+    with DatasetWriter(tmp_path / "lamp", fps=10, features=features) as writer:
+        frame = {"observation.state": np.zeros(4, np.float32), "action": [choice]}
+        writer.add_episode([frame, frame], task="go", success=True)
+    words = ["recipe=gym_ppo", f"run.dir={tmp_path}", f"sft.data={tmp_path / 'lamp'}", "cluster.backend=inline"]
+    assert sft([*words, "--dry-run"]) == 2
+    assert f"is a choice from 0 to 1, int64 [1], and there it is {dtype}, up to {choice}" in capsys.readouterr().err

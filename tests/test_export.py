@@ -118,12 +118,19 @@ print(sorted({{file.split("site-packages/")[1].split("/")[0] for file in files i
     assert packages == "['numpy', 'onnxruntime']"
 
 
-def test_an_exported_policy_plays_its_best_actions_only(exported):
+def test_an_exported_policy_plays_its_best_actions_only(exported, capsys):
     policy = load_policy(exported("mlp"))
     observed = {"state": np.zeros((1, policy.spec.state_dim), np.float32)}
     assert policy.act_on(observed).shape == (1, 1, policy.spec.action.dim)
     with pytest.raises(ConfigError, match="plays its best actions only; set temperature=0"):
         policy.act(observed, np.zeros((1, policy.noise_spec().width)), temperature=1.0)
+    assert evaluate.main([f"checkpoint={exported('mlp')}", "env.name=pointmass", "eval.temperature=1"]) == 2
+    assert "eval.temperature=1: torch plays its best actions only" in capsys.readouterr().err
+
+
+def test_the_runner_names_the_part_of_an_observation_that_is_missing(exported):
+    with pytest.raises(ValueError, match="state is missing; the program reads state"):
+        Policy(exported("mlp"), TorchSession(exported("mlp"))).act({"states": np.zeros((1, 6))})
 
 
 @pytest.mark.parametrize(

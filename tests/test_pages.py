@@ -114,6 +114,7 @@ PAGES = {
         Step("check_lift.py"),
         Step("train .*my_sims:Lift", "success_once"),
         Step("train recipe=my_lift.yaml", "success_once"),
+        Step("collect .*my_script:ScriptedLift", "success_once 100.0%"),
         Step("check env.name=my_gym.*env.python", ("interpreter python 3", "success reported", "contract kept")),
         Step("train .*run.name=apart", "success_once", ROBOT, slow=True),
         Step("evaluate checkpoint=runs/apart", "success_once", slow=True),

@@ -1,5 +1,6 @@
 """A policy on the hub: what is shown before, what arrives, and that it is read back."""
 
+import json
 import shutil
 from types import SimpleNamespace
 
@@ -78,6 +79,15 @@ def test_nothing_is_uploaded_before_the_user_has_seen_it_and_said_yes(run, tmp_p
     assert (folder / "film.mp4").stat().st_size
     assert str(run.parent) not in "".join(file.read_text() for file in folder.glob("*.[myj]*[dn]") if file.is_file())
     assert "run" in yaml.safe_load((folder / "recipe.yaml").read_text())
+    assert "By ppo, seed 0" in text
+
+
+def test_the_card_of_a_run_of_sft_says_imitation_whatever_the_name_of_its_folder(run, tmp_path):
+    other = shutil.copytree(run, tmp_path / "learned")
+    about = json.loads((other / "run.json").read_text())
+    (other / "run.json").write_text(json.dumps(about | {"command": "sft"}))
+    folder = push.push(str(other), "ada/reach", push.Options(out=str(tmp_path / "card")))
+    assert "By imitation, seed 0" in (folder / "README.md").read_text()
 
 
 def test_a_pushed_policy_is_evaluated_by_its_name(run, tmp_path, monkeypatch, capsys):

@@ -15,6 +15,7 @@ from textwrap import wrap
 from types import UnionType
 from typing import Any, Literal, Union, get_args, get_origin
 
+from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 from typing_extensions import is_typeddict
@@ -288,6 +289,11 @@ def reason(error: ErrorDetails, path: str, root: Section, tree: Tree) -> str:
         return f"should be a list; write {path}='[{value if isinstance(value, str) else shorten(value)}]'"
     if kind == "path_type":
         return "should be a path"
+    if kind in ("dict_type", "model_type", "model_attributes_type"):
+        fields = fields_of(path.split("."), root, tree)
+        return f"should be a map, such as {path}='{{{fields[0] if fields else 'name'}: ...}}'" + (
+            f"; its keys: {', '.join(fields)}" if fields else ""
+        )
     text = error["msg"].removeprefix("Input ")
     return text[0].lower() + text[1:]
 
@@ -315,7 +321,13 @@ def fields_of(path: list[str], root: Section, tree: Tree) -> list[str]:
     """The fields of a key whose value is a map with fixed fields; empty for other keys."""
     section = root.section_at(path[:-1])
     field = section.field(path[-1], tree.section(path[:-1])) if section and path else None
-    return [*getattr(field.annotation, "__annotations__", ())] if field and is_typeddict(field.annotation) else []
+    options = get_args(field.annotation) if field and get_origin(field.annotation) in (Union, UnionType) else ()
+    for kind in (field.annotation, *options) if field else ():
+        if is_typeddict(kind):
+            return [*kind.__annotations__]
+        if isinstance(kind, type) and issubclass(kind, BaseModel) and not root.section_at(path):
+            return [*kind.model_fields]
+    return []
 
 
 def chosen_variant(path: str, root: Section, tree: Tree) -> str | None:

@@ -40,7 +40,7 @@ SEVERAL = {  # arguments of several runs (embodied/sweep.py)
 CONFIG = "config.yaml"
 ENV = ("env", "env.name", "env.task")  # keys that choose the env
 EVERY_ENV = "python -m embodied.list envs tasks says which there are"
-WHICH_POLICY = "which policy? python -m embodied.evaluate checkpoint=runs/... or checkpoint=random env.name=NAME"
+WHICH_POLICY = "which policy? add checkpoint=runs/..., or checkpoint=random env.name=NAME"
 KEY = re.compile(r"[A-Za-z_]\w*(\.[\w,+-]+)*")
 
 

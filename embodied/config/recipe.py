@@ -211,6 +211,11 @@ OF_ANSWERS = (
         "algo.name=grpo",
     ),
 )
+LABELLED = never_with(
+    {"policy.chunk": lambda chunk: chunk > 1},
+    {"algo.name": "dagger"},
+    "an expert labels one action of a decision; try policy.chunk=1",
+)
 ONLY_ACTS = never_with(
     {"policy.name": ("remote", "exported")}, {}, "it learns nothing here; python -m embodied.evaluate plays it"
 )
@@ -221,6 +226,7 @@ NO_CHUNKS = never_with(
 )
 TRAINING = (
     ONLY_ACTS,
+    LABELLED,
     NO_CHUNKS,
     never_with(
         "pipeline.granularity",

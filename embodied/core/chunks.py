@@ -43,8 +43,8 @@ class ChunkRule:
         least = self.num_continued + max(self.delay, 1)
         if length < least:
             raise ConfigError(
-                f"{what} is too short for a delay of {self.delay} env steps and an overlap of {self.overlap} actions: "
-                f"it takes at least {least} actions"
+                f"{what} is too short for eval.delay={self.delay} and policy.chunks.overlap={self.overlap}: it takes "
+                f"twice the delay and the overlap; try policy.chunk={least}, or a shorter delay"
             )
 
     def weights_of_old(self) -> np.ndarray:

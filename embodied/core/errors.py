@@ -69,7 +69,7 @@ def naming(key: str) -> Iterator[None]:
     try:
         yield
     except (ConfigError, CheckpointError) as err:
-        if f"{key}=" in str(err):
+        if f"{key}=" in str(err) or re.match(r"\w+(\.\w+)*=", str(err)):
             raise
         raise type(err)(f"{key}={err}") from None
 

@@ -120,6 +120,8 @@ def written(value: Any) -> str:
     if isinstance(value, BaseModel):
         set_fields = [name for name in type(value).model_fields if name in value.model_fields_set]
         return f"{{{', '.join(f'{name}: {written(getattr(value, name))}' for name in set_fields)}}}"
+    if isinstance(value, dict):
+        return f"{{{', '.join(f'{key}: {written(entry)}' for key, entry in value.items())}}}"
     if isinstance(value, (tuple, list)):
         return f"[{', '.join(map(written, value))}]"
     return f"{value:g}" if isinstance(value, float) else str(value)

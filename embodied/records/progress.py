@@ -51,9 +51,10 @@ class Console:
         stream=None,
         command: str = "train",
         advice: str = "",
+        expert_plays: bool = False,
     ) -> None:
         """`note` also gets every line, for a log. `command` resumes the run. `advice` is printed if a third of the run,
-        and at least RECENT episodes, had no success."""
+        and at least RECENT episodes, had no success. `expert_plays`: some training episodes are an expert's."""
         self.folder = folder
         self.command = command
         self.counted = "examples" if command.split()[0] == "sft" else "env steps"
@@ -64,6 +65,7 @@ class Console:
         self.last_checkpoint: Path | None = None
         self.warned = False
         self.advice = advice
+        self.expert_plays = expert_plays
 
     def say(self, text: str) -> None:
         """Print a permanent line."""
@@ -145,7 +147,8 @@ class Console:
         from embodied.records.success_stats import describe_results, greedy_gap, warn_of_errors
 
         self.say(f"evaluation of v{version:06d}: {describe_results(results)}{warn_of_errors(results)}")
-        if gap := greedy_gap(self._recent_means()["success_once"], len(self.recent), results):
+        sampled = None if self.expert_plays else self._recent_means()["success_once"]
+        if gap := greedy_gap(sampled, len(self.recent), results):
             self.say(f"note        {gap}")
 
     def resumed(self, checkpoint: Path, state: dict, abandoned: int, dropped: int) -> None:

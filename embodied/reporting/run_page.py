@@ -126,9 +126,9 @@ def results_note(run: Run) -> str:
     after = env.get("after_success")
     last = run.last.version if run.last else None
     trained = next((row for row in reversed(run.metrics) if row.get("policy_version") == last), {})
-    gap = (
-        greedy_gap(trained.get("success_once"), trained.get("recent_episodes", 0), run.last.results) if trained else ""
-    )
+    labelled = bool(run.config) and (read_yaml(run.config).get("algo") or {}).get("name") == "dagger"
+    sampled = None if labelled else trained.get("success_once")  # of DAgger's episodes some are the expert's
+    gap = greedy_gap(sampled, trained.get("recent_episodes", 0), run.last.results) if trained else ""
     sentences = {
         f"{gap[:1].upper()}{gap[1:]}.": gap,
         "Lines: means over the latest training episodes. Dots: evaluations. Training draws new episodes and acts with "

@@ -191,7 +191,7 @@ def with_env(config: RunConfig, kind: Any, topology: Topology, learn: bool, dry:
 def check_evaluation(config: RunConfig, kind: Any) -> None:
     """Refuse unknown protocols and published models, sets that cannot be read, and datasets that this machine cannot
     write."""
-    if config.eval.sets:
+    if config.eval.sets and kind.speaks:
         from embodied.workflows.evaluator import evaluated
 
         config = evaluated(config)

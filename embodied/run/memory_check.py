@@ -518,7 +518,7 @@ PLAYING = (
         "it takes the likeliest token; leave it out",
     ),
     only_with("eval.top_p eval.top_k eval.min_p", TEXT, "actions are no tokens; leave it out"),
-    only_with("eval.samples eval.sets", TEXT, "every episode begins in a state of its own; leave it out"),
+    only_with("eval.samples eval.sets", TEXT, "only text envs are asked questions, in samples and sets; leave it out"),
     *(
         never_with(
             "env.rewards",

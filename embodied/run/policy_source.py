@@ -247,6 +247,10 @@ def find_start(start: Path, policy: Any) -> PolicySource:
 
 def check_same_policy(start: str, trained: Any, here: Any) -> None:
     """Refuse to start from the weights of another policy."""
+    if trained.acts_best:
+        raise ConfigError(f"{start} is an exported program, which only acts; name the run that it comes from")
+    if trained.name != here.name:
+        raise ConfigError(f"{start} is policy.name={trained.name}, here it is {here.name}; set it to the same")
     from_folders = all(policy.published and policy.pretrained is not None for policy in (trained, here))
     free = (*FREE, "policy.pretrained") if from_folders else FREE
     if odd := [line for line in differing("policy", trained, here) if line.partition("=")[0] not in free]:

@@ -100,5 +100,13 @@ def check_dataset(config: SFTConfig | KeptImitation, spec: EnvSpec, learners: in
     ]
     if odd:
         raise ConfigError(f"{config.section}data={config.data} holds demonstrations of another env: {'; '.join(odd)}")
+    if choices := spec.action.num_choices:
+        kind, figures = dataset.features[ACTION]["dtype"], dataset.stats.get(dataset.theirs.get(ACTION, ACTION), {})
+        largest = max(map(float, figures.get("max", [0])))
+        if "int" not in kind or largest >= choices:
+            raise ConfigError(
+                f"{config.section}data={config.data}: an action of this env is a choice from 0 to {choices - 1}, "
+                f"int64 [1], and there it is {kind}, up to {largest:g}"
+            )
     if (count := min(config.episodes or len(dataset), len(dataset))) < learners:
         raise ConfigError(f"{learners} learners share {count} demonstrations; collect more, or use fewer learners")

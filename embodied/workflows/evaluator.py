@@ -67,7 +67,7 @@ def evaluation_plan(config: RunConfig, cluster: Cluster, all_tasks: tuple[str, .
 
 def evaluated(config: RunConfig) -> RunConfig:
     """The config of evaluations: with `eval.sets` their questions are the env, and all are asked."""
-    if not config.eval.sets:
+    if not (config.eval.sets and env_class(config.env).speaks):  # sets of other envs are refused later
         return config
     from embodied.envs.text.math import QuestionSets, env_of_sets, sets_of
 

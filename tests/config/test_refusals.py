@@ -79,6 +79,8 @@ PPO env.num_envs=9 pipeline.stages=2 -> env.num_envs=9 is not a multiple of pipe
 PPO learner.most_items=5 -> learner.most_items=5 has no effect with algo.name=ppo: in rollouts of a fixed length
 GRPO PERIODIC ONCE learner.most_items=5 -> with pipeline.schedule=periodic: learners keep no batch there
 PPO policy.name=remote policy.url=ws://h -> policy.name=remote: it learns nothing here
+PPO eval.sets={"a":{"file":"a.jsonl"}} -> has no effect with policy.name=mlp: only text envs are asked questions
+PPO algo.name=dagger policy.chunk=4 run.env_steps=null run.iterations=2 -> an expert labels one action of a decision
 PPO policy.name=exported policy.pretrained=/tmp -> policy.name=exported: it learns nothing here
 SUMS policy.engine=http policy.url=http://h:x -> policy.url=http://h:x is no address (Port could not be cast
 SUMS policy.engine=http policy.url=http://h:99999999 -> is no address (Port out of range 0-65535)
@@ -128,7 +130,7 @@ SUMS env.rewards=[correct] roles.reward_model=m -> it replaces them; set roles.r
 SUMS env.rewards=[correct] roles.judge=/nowhere -> it replaces them; set roles.reward_weight
 PPO env.name=benchmarks.gpu_points:GpuPoints env.rewards=[correct] -> a robot's reward is env.reward=my_pkg.my
 SUMS roles.reward_weight=1 -> there is no other reward; leave it out, or set one
-PPO policy.chunk=4 eval.delay=3 -> policy.chunk=4 is too short for a delay of 3 env steps and an overlap of 0 actions
+PPO policy.chunk=4 eval.delay=3 -> is too short for eval.delay=3 and policy.chunks.overlap=0: it takes twice the delay
 PPO policy.chunk=4 policy.chunks.overlap=2 -> only evaluations join chunks: training scores the actions that the policy
 PPO policy.chunks.blend=real_time -> policy.chunks.blend=real_time needs a flow policy, and this is mlp; try
 pickcube_sft policy.chunk=4 policy.chunks.overlap=2 -> only evaluations join chunks
@@ -193,7 +195,7 @@ PPO run.iterations=20 run.env_steps=null algo.critic_warmup=20 -> leaves the pol
 pointmass_ppo algo.critic_warmup=39 -> leaves the policy none of the 39 iterations of run.env_steps=20000; try
 SUMS eval.samples=3 -> try eval.episodes=198
 PPO eval.top_k=5 -> eval.top_k=5 has no effect with policy.name=mlp: actions are no tokens; leave it out
-PPO eval.samples=2 -> eval.samples=2 has no effect with policy.name=mlp: every episode begins in a state of its own
+PPO eval.samples=2 -> eval.samples=2 has no effect with policy.name=mlp: only text envs are asked questions
 PPO env.name=uneven_env:Uneven env.side_by_side=4 -> env.side_by_side=4: only text envs hold conversations
 PPO env.name=sums -> answers with actions; try policy.name=language
 PICTURES policy.preset=tiny -> policy.preset=tiny reads only text
