@@ -115,7 +115,7 @@ def follow(
     is called with the folder. `before`: the recipes of the runs that wait for this run's policy."""
     loaded = replace(loaded, config=pinned(loaded.config))
     config, plan = launch.planned(loaded.config, dry=loaded.dry_run, roles=roles_of_run(program, loaded.config))
-    run, checkpoint = to_resume(loaded, program.command)
+    run, checkpoint = to_resume(loaded, command_of(program))
     code, start = choose_start(loaded, config, run, before)
     if code:
         return code
