@@ -216,7 +216,7 @@ def test_mistakes_are_reported_before_anything_starts(demos, tmp_path, capsys):
     assert "set env.privileged=false" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(("dtype", "choice"), [("float32", 1), ("int64", 3)])
+@pytest.mark.parametrize(("dtype", "choice"), [("float32", 1), ("int64", 3), ("int64", -1)])
 def test_choices_that_an_env_does_not_have_are_refused_before_anything_starts(dtype, choice, tmp_path, capsys):
     state, action = {"dtype": "float32", "shape": (4,)}, {"dtype": dtype, "shape": (1,)}
     features = {"observation.state": state, "action": action}
@@ -225,4 +225,7 @@ def test_choices_that_an_env_does_not_have_are_refused_before_anything_starts(dt
         writer.add_episode([frame, frame], task="go", success=True)
     words = ["recipe=gym_ppo", f"run.dir={tmp_path}", f"sft.data={tmp_path / 'lamp'}", "cluster.backend=inline"]
     assert sft([*words, "--dry-run"]) == 2
-    assert f"is a choice from 0 to 1, int64 [1], and there it is {dtype}, up to {choice}" in capsys.readouterr().err
+    assert (
+        f"is a choice from 0 to 1, int64 [1], and there it is {dtype} from {choice} to {choice}"
+        in capsys.readouterr().err
+    )

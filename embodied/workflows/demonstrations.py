@@ -14,6 +14,7 @@ from embodied.learners.examples import no_solution, read_examples
 
 if TYPE_CHECKING:
     from embodied.config.recipe import RunConfig
+    from embodied.datasets import Dataset
     from embodied.envs.config import EnvConfig
     from embodied.workflows.workers import Workers
 
@@ -51,10 +52,7 @@ def count_items(env: EnvConfig, options: SFTConfig | KeptImitation) -> int:
     kind = env_class(env)
     if kind.speaks:
         return check_examples(env, options, kind)
-    from embodied.datasets import read_dataset
-
-    with naming(f"{options.section}data"):
-        dataset = read_dataset(options.data, images=False, names=options.names)
+    dataset = dataset_of(options)
     dataset.check_whole(options.episodes)
     return sum(entry["length"] for entry in dataset.entries[: options.episodes])
 
@@ -81,15 +79,20 @@ def check_examples(env: EnvConfig, options: SFTConfig | KeptImitation, kind: typ
     return count
 
 
+def dataset_of(options: SFTConfig | KeptImitation) -> Dataset:
+    from embodied.datasets import read_dataset
+
+    with naming(f"{options.section}data"):
+        return read_dataset(options.data, images=False, names=options.names)
+
+
 def check_dataset(config: SFTConfig | KeptImitation, spec: EnvSpec, learners: int) -> None:
     """Refuse demonstrations of another robot or with other observations, and too few of them."""
-    from embodied.datasets import read_dataset
     from embodied.datasets.layout import ACTION, CAMERA, STATE
 
     if spec.privileged_dim:
         raise ConfigError("demonstrations hold no privileged numbers; set env.privileged=false")
-    with naming(f"{config.section}data"):
-        dataset = read_dataset(config.data, images=False, names=config.names)
+    dataset = dataset_of(config)
     wanted = {ACTION: (spec.action.dim,), **({STATE: (spec.state_dim,)} if spec.state_dim else {})}
     wanted |= {CAMERA + camera: tuple(size) for camera, size in spec.images.items()}
     shapes = {name: tuple(feature["shape"]) for name, feature in dataset.features.items()}
@@ -102,11 +105,11 @@ def check_dataset(config: SFTConfig | KeptImitation, spec: EnvSpec, learners: in
         raise ConfigError(f"{config.section}data={config.data} holds demonstrations of another env: {'; '.join(odd)}")
     if choices := spec.action.num_choices:
         kind, figures = dataset.features[ACTION]["dtype"], dataset.stats.get(dataset.theirs.get(ACTION, ACTION), {})
-        largest = max(map(float, figures.get("max", [0])))
-        if "int" not in kind or largest >= choices:
+        least, most = (float(figures.get(end, [0])[0]) for end in ("min", "max"))
+        if "int" not in kind or least < 0 or most >= choices:
             raise ConfigError(
                 f"{config.section}data={config.data}: an action of this env is a choice from 0 to {choices - 1}, "
-                f"int64 [1], and there it is {kind}, up to {largest:g}"
+                f"int64 [1], and there it is {kind} from {least:g} to {most:g}"
             )
     if (count := min(config.episodes or len(dataset), len(dataset))) < learners:
         raise ConfigError(f"{learners} learners share {count} demonstrations; collect more, or use fewer learners")
