@@ -31,6 +31,10 @@ class KeptImitation(Strict):
 
     section = "algo.imitation."
 
+    def weight_at(self, iteration: int) -> float:
+        """The weight of the loss in this iteration."""
+        return self.weight * self.decay**iteration
+
 
 class AdamOfImitation(Strict):
     lr: float = Field(1e-3, ge=0, description="Adam's learning rate.")

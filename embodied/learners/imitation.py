@@ -351,7 +351,7 @@ class ImitatingLearner(ImitationLearner):
         minibatch = np.take(order, np.arange(number * size, (number + 1) * size), mode="wrap")
         items = minibatch - self.demos.first
         items = torch.from_numpy(items[(items >= 0) & (items < len(self.demos))])
-        weight, items_count = options.weight * options.decay**iteration, self._count(minibatch)
+        weight, items_count = options.weight_at(iteration), self._count(minibatch)
 
         def loss_of(micro_batch: Pass) -> tuple[Tensor, Tensor]:
             loss, parts = self.loss_of(iteration * STEPS + number, items_count, micro_batch)

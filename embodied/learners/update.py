@@ -205,6 +205,8 @@ class PolicySteps(GradientSteps):
         history, rows = self.finished(end.iteration, self.largest, num_masked)
         metrics = mismatch_numbers(*(history[0][name] for name in MISMATCH), rows[:, :3])
         metrics |= {"train/epochs": float(epochs), "train/lr": self.config.lr * self.lr_factors(end)[0]}
+        if imitation := self.config.imitation:
+            metrics["train/imitation_weight"] = imitation.weight_at(end.iteration)
         if batch is not None:
             metrics |= batch.metrics
             if batch.excluded is not None:

@@ -12,6 +12,7 @@ from talking_runs import APART, ONE_OF_EACH, Talk, far
 from written_datasets import SPEC, write_new
 
 from embodied import train
+from embodied.algorithms.imitation import KeptImitation
 from embodied.core.errors import ConfigError
 from embodied.learners.imitation import ImitatingLearner
 from embodied.learners.model import Model
@@ -43,6 +44,7 @@ def test_one_and_two_learners_take_the_same_steps(kept, tmp_path):
     others, shared = played(tmp_path / "2", *ppo, kept, placement=stepped.TWO_LEARNERS)
     assert far(shared, alone) < 1e-10
     assert [row[LOSS] for row in rows] == pytest.approx([row[LOSS] for row in others], rel=1e-9)
+    assert [row["train/imitation_weight"] for row in rows] == [0.5, 0.25]
     without = played(tmp_path / "3", *ppo, placement=ONE_LEARNER)[1]
     assert far(without, alone) > 1e-3
 
@@ -100,7 +102,7 @@ def test_the_gradient_is_that_of_the_weighted_mean_and_spares_the_deviation(tmp_
     w, deviation = torch.ones(1, requires_grad=True), torch.zeros(1, requires_grad=True)
     learner = object.__new__(ImitatingLearner)
     learner.seed, learner.device, learner.config = 0, "cpu", SimpleNamespace(micro_batch_size=2)
-    learner.algo = SimpleNamespace(imitation=SimpleNamespace(weight=0.5, decay=0.5, minibatch_size=7))
+    learner.algo = SimpleNamespace(imitation=KeptImitation(weight=0.5, decay=0.5, minibatch_size=7))
     learner.demos = Numbers()
     learner.policy = SimpleNamespace(auxiliary_loss="", deviations=lambda: [deviation], imitation_noise=lambda: None)
     learner.model = SimpleNamespace(
