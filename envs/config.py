@@ -291,7 +291,8 @@ class ExternalEnvConfig(CommonEnvConfig):
     def _names_a_class(cls, values: Any) -> Any:
         if not isinstance(values, dict):
             return values
-        name = str(values.get("name", ""))
+        given = values.get("name", "")
+        name = f"{next(iter(given))}:" if isinstance(given, dict) and len(given) == 1 else str(given)  # YAML of "gym:"
         if not EXTERNAL.fullmatch(name):
             raise ValueError(unknown_env(name))
         return with_task(values, name.rpartition(":")[2])
@@ -302,6 +303,9 @@ ENV_CONFIGS = Plugins(ENVS, "env.name", {"external": ExternalEnvConfig})
 
 def unknown_env(name: str) -> str:
     """The message for a name that is neither an env's nor a class."""
+    kind = name.rstrip(":")
+    if form := getattr(ENV_CONFIGS.get(kind), "written", ""):
+        return f"env.name={name} names no env: write env.name={form}; python -m embodied.list envs tasks says which"
     ours = [getattr(ENV_CONFIGS[kind], "written", kind) for kind in OURS[ENVS]]
     names = [*ours, *(kind for kind in ENV_CONFIGS.names if kind not in OURS[ENVS])]
     choices = ", ".join([*names, "my_pkg.my_module:MyEnv"])
@@ -314,8 +318,8 @@ def unknown_env(name: str) -> str:
 def kind_of(value: Any) -> str:
     """The tag of the model that an env section belongs to."""
     name = value.get("name", "maniskill") if isinstance(value, dict) else getattr(value, "name", "maniskill")
-    kind, colon, _ = str(name).partition(":")  # "gym:" in YAML is a mapping
-    return kind if kind in ENV_CONFIGS and issubclass(ENV_CONFIGS[kind], NamedWithKind) == bool(colon) else "external"
+    kind, _, task = str(name).partition(":")
+    return kind if kind in ENV_CONFIGS and issubclass(ENV_CONFIGS[kind], NamedWithKind) == bool(task) else "external"
 
 
 EnvConfig = Annotated[CommonEnvConfig, ChosenByName(ENV_CONFIGS, kind_of)]

@@ -154,7 +154,7 @@ def test_a_policy_on_the_hub_is_evaluated_like_its_folder(tmp_path, hub):
         ("nowhere", 2, "nowhere: there is no such folder"),
         (str(Path(__file__).parent), 2, "no policy in it"),
         ("[]", 2, "name at least one"),
-        ("[random,3]", 2, "should be text"),
+        ("[random,true]", 2, "should be text"),
         ("nowhere:Policy", 2, "No module named 'nowhere'"),
     ],
 )
@@ -167,6 +167,8 @@ def test_a_policy_that_is_not_there_is_explained(checkpoint, code, says, capsys)
     ("checkpoint", "says"),
     [
         ("runs/nothing-2026", "checkpoint=runs/nothing-2026: there is no such folder\n"),
+        ("3", "error: checkpoint=3: there is no such folder\n"),
+        ("true", "error: checkpoint=True: should be text\n"),
         ("org/policy", "no such folder; if it is a policy on the Hugging Face hub, name its env: env.name=libero"),
         (".", "checkpoint=.: no policy in it; name a run folder"),
         ("random", "checkpoint=random is not in a run's folder, so name the env: env.name="),

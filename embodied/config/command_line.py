@@ -187,7 +187,7 @@ def base_recipe(
         problems += [] if problems else [WHICH_POLICY]
     elif "checkpoint" in arguments:
         named = command.name == "evaluate" and bool(values.keys() & {*ENV})
-        problems += no_recipe_in(arguments["checkpoint"], named)
+        problems += [] if problems else no_recipe_in(arguments["checkpoint"], named)
     elif command.name == "check":
         if not problems and not any(key.partition(".")[0] == "env" for key in values):
             problems.append(f"which env? env.name=NAME, env.task=TASK or recipe=NAME; {EVERY_ENV}")
@@ -322,11 +322,11 @@ def text(key: str, value: Any, problems: list[str]) -> str:
 
 
 def texts(key: str, value: Any, problems: list[str]) -> tuple[str, ...]:
-    """The value as a tuple: one text, or a list of them."""
+    """The value as a tuple: one text, or a list of them; a folder may be named 3."""
     values = value if isinstance(value, list) else [value]
     if not values:
         problems.append(f"{key}=[]: name at least one")
-    return tuple(text(key, word, problems) for word in values)
+    return tuple(text(key, str(word) if type(word) is int else word, problems) for word in values)
 
 
 def no_recipe_in(checkpoints: tuple[str, ...], env_is_named: bool = False) -> list[str]:

@@ -170,7 +170,7 @@ def test_all_mistakes_are_listed_at_once_with_key_reason_and_source(recipe):
         ("runs/X", "write resume=runs/X"),
         ("env.name=CartPole-v1", "did you mean env.name=gym:CartPole-v1, of Gymnasium, or env.name=maniskill env.task"),
         ("env.name=pontmass", "did you mean 'pointmass'?"),
-        ("env.name=reasoning_gym:", "did you mean 'reasoning_gym:'?"),
+        ("env.name=reasoning_gym:", "env.name=reasoning_gym: names no env: write env.name=reasoning_gym:<task>;"),
         ("placement=hybird", "did you mean placement=hybrid?"),
         ("placement.sim=cpu:0", "'policy' has no place"),
         ("cluster.backend=ray2", "known: auto"),

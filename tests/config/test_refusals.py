@@ -204,7 +204,7 @@ SUMS policy.lora_rank=2 policy.lora_config.use_dorra=1 -> unknown key, did you m
 PPO env.name=pointmas -> did you mean 'pointmass'
 PPO env.name=CartPole-v1 -> verifiers:<environment>, gym:<id>, envpool:<id>, metaworld:<task>, my_pkg.my_module:MyEnv
 PPO env.num_envs=0 -> env.num_envs=0: should be greater than 0
-PPO env.name=gym -> did you mean 'gym:'
+PPO env.name=gym -> env.name=gym names no env: write env.name=gym:<id>; python -m embodied.list envs tasks says
 SUMS env.name=sort algo.prompts=epochs -> env.name=sort has an unlimited number
 SUMS env.name=talking_env:NothingToAsk algo.prompts=epochs -> num_questions says that no questions
 SUMS env.reward=difference -> there are own, success

@@ -129,6 +129,8 @@ def test_settings_multiply_and_every_setting_has_a_seed_before_one_has_the_next(
     [
         ("at_once=2", False, "at_once= needs seeds="),
         ("seeds=0-1 seed=3", False, "seeds=0-4"),
+        ("seeds=", False, "^seeds= has no value; if this key may have none, write seeds=null$"),
+        ("seeds=0-1 seeds=a", False, "^seeds is given twice on the command line: 0-1 and a$"),
         ("seeds=0-1 resume=auto", False, "leave resume= out"),
         ("seeds=0-1 at_once=0", False, "at_once=0"),
         ("seeds=0-1 at_once=half", False, "at_once='half'"),
