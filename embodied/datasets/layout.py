@@ -38,6 +38,7 @@ DATA = f"data/{FILE}.parquet"
 VIDEOS = f"videos/{{video_key}}/{FILE}.mp4"
 FILES_PER_CHUNK = 1000
 
+EXAMPLE = "{'dtype': 'float32', 'shape': (7,)}"  # of a feature
 STATE, ACTION, CAMERA = "observation.state", "action", "observation.images."
 REWARD, DONE, SUCCESS = "next.reward", "next.done", "next.success"
 # The index columns, which the writer fills in
@@ -83,18 +84,24 @@ def frame_of(
 
 def complete_features(features: Features) -> Features:
     """These features as info.json describes them, without the index columns."""
-    if wrong := [name for name in features if "/" in name or name in INDICES]:
-        raise ValueError(f"features {wrong}: a name has no '/' and is none of {', '.join(INDICES)}")
+    if not isinstance(features, dict) or not features:
+        raise ValueError(f"features are {features!r}, not {{NAME: {EXAMPLE}}}")
+    if wrong := [name for name in features if not isinstance(name, str) or "/" in name or name in INDICES]:
+        raise ValueError(f"features {wrong}: a name is text without '/', and none of {', '.join(INDICES)}")
     return {name: feature_entry(name, feature) for name, feature in features.items()}
 
 
 def feature_entry(name: str, feature: dict[str, Any]) -> dict[str, Any]:
-    dtype, shape = feature["dtype"], tuple(int(size) for size in feature["shape"])
+    try:
+        dtype, shape = feature["dtype"], tuple(int(size) for size in feature["shape"])
+        dtype = dtype if dtype == "video" else np.dtype(dtype).name
+    except (KeyError, TypeError, ValueError):
+        raise ValueError(f"feature {name} is {feature!r}, not like {EXAMPLE}, or of dtype 'video'") from None
     if dtype == "video":
         if len(shape) != 3 or shape[2] != 3:
             raise ValueError(f"feature {name} has shape {list(shape)}; a video's is [height, width, 3]")
         return {"dtype": dtype, "shape": shape, "names": ["height", "width", "channels"]}
-    if len(shape) != 1 or np.dtype(dtype).kind not in "fiub":
+    if len(shape) != 1 or shape[0] < 1 or np.dtype(dtype).kind not in "fiub":
         raise ValueError(f"feature {name} is {dtype} {list(shape)}; it must be a vector of numbers or a video")
     return {"dtype": dtype, "shape": shape, "names": feature.get("names")}
 

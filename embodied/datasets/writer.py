@@ -329,9 +329,12 @@ class EpisodeBuffer:
 
     def add(self, frame: layout.Frame) -> None:
         """Append an env step: a value for every feature."""
-        if odd := frame.keys() ^ self.features.keys():
-            missing, unknown = sorted(odd & self.features.keys()), sorted(odd & frame.keys())
-            raise ValueError(f"a frame lacks {missing} and has {unknown}, which is not among the dataset's features")
+        if not isinstance(frame, dict):
+            raise ValueError(f"a frame is a {type(frame).__name__}, not a dict of {', '.join(self.features)}")
+        if missing := [name for name in self.features if name not in frame]:
+            raise ValueError(f"a frame lacks {missing}; it has {[*frame]}")
+        if unknown := [name for name in frame if name not in self.features]:
+            raise ValueError(f"a frame has {unknown}; the dataset's features are {[*self.features]}")
         values = {name: as_described(name, frame[name], feature) for name, feature in self.features.items()}
         for name, column in self._columns.items():
             column.append(values[name])
@@ -341,6 +344,8 @@ class EpisodeBuffer:
 
     def finish(self, task: str, success: bool | None = None) -> Path:
         """Complete the folder and return it; `task` is the instruction."""
+        if not isinstance(task, str) or not isinstance(success, bool | np.bool_ | None):
+            raise ValueError(f"task={task!r} and success={success!r}: should be a text, and True, False or None")
         if not self.length:
             raise ValueError(f"{self.folder.name}: an episode needs at least one frame")
         for name, video in self._videos.items():
@@ -349,6 +354,7 @@ class EpisodeBuffer:
         stats = {name: layout.of_values(array) for name, array in arrays.items()}
         stats |= {name: pixels.stats() for name, pixels in self._pixels.items()}
         np.savez(self._place / NUMBERS, **arrays)
+        success = None if success is None else bool(success)
         metadata = {"task": task, "success": success, "length": self.length, "stats": as_lists(stats)}
         (self._place / ABOUT).write_text(json.dumps(metadata), encoding="utf-8")
         shutil.rmtree(self.folder, ignore_errors=True)
@@ -440,7 +446,14 @@ def as_described(name: str, value: object, feature: dict) -> np.ndarray:
         if array.shape != feature["shape"] or array.dtype != np.uint8:
             raise ValueError(f"{name} is {array.dtype} {list(array.shape)}, not uint8 {list(feature['shape'])}")
         return array
-    array = np.array(value, np.dtype(feature["dtype"])).reshape(-1)  # a copy: the env may use its array again
+    try:
+        given = np.asarray(value)
+        with np.errstate(invalid="ignore", over="ignore"):
+            array = np.array(given, np.dtype(feature["dtype"])).reshape(-1)  # a copy: the env may use its array again
+    except (TypeError, ValueError):
+        raise ValueError(f"{name} is {str(value)[:80]!r}, not {feature['dtype']} {list(feature['shape'])}") from None
+    if array.dtype.kind != "f" and (array != given.reshape(-1)).any():
+        raise ValueError(f"{name} is {given.dtype} {given.tolist()}, which {feature['dtype']} cannot hold")
     if array.shape != feature["shape"]:
         raise ValueError(f"{name} has {array.size} numbers, not {feature['shape'][0]}")
     if array.dtype.kind == "f" and not np.isfinite(array).all():

@@ -173,7 +173,41 @@ def test_frames_that_do_not_fit_are_refused_by_name(tmp_path):
             draft.add({**frame, "action": np.zeros(2)})
         with pytest.raises(ValueError, match=r"next\.reward is not finite"):
             draft.add({**frame, "next.reward": np.nan})
+        with pytest.raises(ValueError, match=r"action is '\[\[1\], \[2, 3\]\]', not float32 \[3\]"):
+            draft.add({**frame, "action": [[1], [2, 3]]})
+        with pytest.raises(ValueError, match=r"next\.done is float64 \[0\.5\], which bool cannot hold"):
+            draft.add({**frame, "next.done": [0.5]})
+        with pytest.raises(ValueError, match=r"a frame has \['force'\]; the dataset's features are"):
+            draft.add({**frame, "force": 1.0})
+        with pytest.raises(ValueError, match="a frame is a list, not a dict of"):
+            draft.add([frame])
+        draft.add(frame)
+        with pytest.raises(ValueError, match="task='go' and success='yes'"):
+            draft.finish("go", "yes")
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("feature", "told"),
+    [
+        ({"shape": (2,)}, r"feature action is {'shape': \(2,\)}, not like {'dtype': 'float32', 'shape': \(7,\)}"),
+        ({"dtype": "flot32", "shape": (2,)}, "feature action is .*flot32.*, not like"),
+        ({"dtype": "float32", "shape": 2}, "feature action is .*'shape': 2}, not like"),
+        ({"dtype": "float32", "shape": (0,)}, r"feature action is float32 \[0\]; it must be a vector of numbers"),
+        ("float32", "feature action is 'float32', not like"),
+    ],
+)
+def test_a_feature_that_is_not_described_is_refused_by_name(feature, told, tmp_path):
+    with pytest.raises(ValueError, match=told):
+        DatasetWriter(tmp_path / "set", 20, {"action": feature})
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_dtype_of_numpy_is_written_by_its_name(tmp_path):
+    with DatasetWriter(tmp_path / "set", 20, {"action": {"dtype": np.float32, "shape": (1,)}}) as writer:
+        writer.add_episode([{"action": 1.0}], "go", success=np.bool_(True))
+    dataset = read_dataset(tmp_path / "set")
+    assert dataset.features["action"]["dtype"] == "float32" and dataset[0].success is True
 
 
 def test_an_invalid_dataset_is_refused_and_leaves_no_folder(tmp_path):
