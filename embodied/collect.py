@@ -32,13 +32,13 @@ from embodied.run import launch
 from embodied.run.ending import Interruption
 from embodied.run.policy_source import PolicySource, find, resolved_recipe
 from embodied.run.rehearsal import rehearse
+from embodied.workflows.demonstrations import SOURCE
 
 if TYPE_CHECKING:
     from embodied.datasets import Dataset
 
 EXPERTS = {"scripted": "expert", "planner": "planner"}  # names of the experts, by collect.expert
 PLANS = 150  # env steps that are enough for all plans of the planner
-SOURCE = "meta/source.json"  # beside LeRobot's files: policy or expert, env, success rate
 
 
 def main(argv: list[str] | None = None) -> int:

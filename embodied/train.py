@@ -124,10 +124,10 @@ def follow(
 
         config, loaded = starting_from(config, start), replace(loaded, config=starting_from(loaded.config, start))
     origin = origin_of(start, config, run, checkpoint) if start else None
+    examples = config.sft if program.command == "sft" else config.algo.imitation
     if loaded.dry_run:
         from embodied.run.rehearsal import rehearse
 
-        examples = config.sft if program.command == "sft" else config.algo.imitation
         rehearse(config, *([origin] if origin else []), examples=examples, imitators=plan.count("learner"))
         print("\n".join([launch.describe(config, plan, weights=config.resume), *launch.notes(loaded)]))
         print(launch.describe_saving(config))
@@ -135,6 +135,10 @@ def follow(
         if program.command == "train":
             print(launch.memory_check.describe_seconds(config, plan, launch.machines(config)), end="")
         return 0
+    if examples and not run:
+        from embodied.run.rehearsal import check_before
+
+        check_before(config, examples, plan.count("learner"))
     # From here on the folder exists and records how the run ends.
     command = command_of(program)
     with Interruption(stop_s=config.run.stop_s) as interruption:

@@ -9,12 +9,18 @@ import pytest
 
 pytest.importorskip("pyarrow")
 
+from written_datasets import SPEC, write_new, write_older
+
+from embodied.algorithms.config import SFTConfig
 from embodied.collect import main as collect
+from embodied.core.errors import ConfigError
 from embodied.core.yaml_text import read_yaml
 from embodied.datasets import DatasetWriter, read_dataset
 from embodied.evaluate import main as evaluate
+from embodied.policies.openvla.config import OpenVLAConfig
 from embodied.sft import main as sft
 from embodied.train import main as train
+from embodied.workflows.demonstrations import check_actions
 
 TOY = ["recipe=pointmass_ppo", "cluster.backend=inline", "env.num_envs=8"]
 POLICY = ["policy.hidden=[32]", "policy.normalize_observations=true"]
@@ -212,8 +218,11 @@ def test_mistakes_are_reported_before_anything_starts(demos, tmp_path, capsys):
     other = ["recipe=pointmass_ppo", "env.state=proprio", "cluster.backend=inline", f"run.dir={tmp_path}"]
     assert sft([*other, f"sft.data={demos}"]) == sft([*other, f"sft.data={demos}", "--dry-run"]) == 2
     assert capsys.readouterr().err.count("observation.state is [4] here, [6] there") == 2
+    kept = [*other, f"algo.imitation.data={demos}"]
+    assert train(kept) == 2 and "observation.state is [4] here, [6] there" in capsys.readouterr().err
     assert sft([*other, f"sft.data={demos}", "env.privileged=true"]) == 2
     assert "set env.privileged=false" in capsys.readouterr().err
+    assert [path.name for path in tmp_path.iterdir() if path.is_dir()] == []
 
 
 @pytest.mark.parametrize(("dtype", "choice"), [("float32", 1), ("int64", 3), ("int64", -1)])
@@ -229,3 +238,23 @@ def test_choices_that_an_env_does_not_have_are_refused_before_anything_starts(dt
         f"is a choice from 0 to 1, int64 [1], and there it is {dtype} from {choice} to {choice}"
         in capsys.readouterr().err
     )
+
+
+def test_actions_in_units_of_the_robot_are_refused_before_anything_starts(tmp_path, capsys):
+    write_new(tmp_path / "radians", SPEC)
+    figures = json.loads((tmp_path / "radians/meta/stats.json").read_text())
+    figures["action"] |= {"min": [-1.0, -2.5], "max": [1.0, 0.5]}
+    (tmp_path / "radians/meta/stats.json").write_text(json.dumps(figures))
+    write_older(tmp_path / "radians", tmp_path / "older")  # without these figures
+    words = [*TOY, f"run.dir={tmp_path / 'runs'}", f"sft.data={tmp_path / 'radians'}"]
+    told = "action[1] is from -2.5 to 0.5, and actions are from -1 to 1"
+    assert sft([*words, "--dry-run"]) == sft(words) == 2
+    assert capsys.readouterr().err.count(told) == 2
+    assert train([*TOY, f"run.dir={tmp_path / 'runs'}", f"algo.imitation.data={tmp_path / 'radians'}"]) == 2
+    assert told in capsys.readouterr().err and not (tmp_path / "runs").exists()
+    assert sft([*TOY, f"run.dir={tmp_path}", f"sft.data={tmp_path / 'older'}", "--dry-run"]) == 0
+    options, dataset = SFTConfig(data=tmp_path / "radians"), read_dataset(tmp_path / "radians")
+    scaled = OpenVLAConfig(name="openvla", pretrained="folder")
+    check_actions(options, dataset, SPEC, scaled)
+    with pytest.raises(ConfigError, match="action"):
+        check_actions(options, dataset, SPEC, scaled.model_copy(update={"pretrained": None}))

@@ -315,9 +315,13 @@ def check_fits(source: PolicySource, env: Any, spec: EnvSpec) -> None:
 def trained_in(source: PolicySource, env: Any) -> bool:
     """True if this policy's run had an env with the observations and actions of `env`."""
     recipe = source.folder and stored_recipe(source.folder)
-    trained = env_stored_in(recipe) if recipe else {}
+    return same_env(env_stored_in(recipe) if recipe else {}, env)
+
+
+def same_env(then: dict[str, Any], env: Any) -> bool:
+    """True if these stored options make the observations and actions of `env`."""
     now = env.model_dump(mode="json")
-    return all(trained.get(key) == now.get(key) for key in trained.keys() | now.keys() if key not in UNSEEN)
+    return all(then.get(key) == now.get(key) for key in then.keys() | now.keys() if key not in UNSEEN)
 
 
 def of_another_env(source: PolicySource, env: Any) -> bool:

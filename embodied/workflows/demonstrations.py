@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
 
 from embodied.algorithms.config import SFTConfig
 from embodied.algorithms.imitation import KeptImitation
 from embodied.core.errors import ConfigError, naming
+from embodied.core.files import read_object
 from embodied.core.types import EnvSpec
 from embodied.envs import env_class
 from embodied.envs.text.text_env import TextEnv
@@ -18,11 +22,14 @@ if TYPE_CHECKING:
     from embodied.envs.config import EnvConfig
     from embodied.workflows.workers import Workers
 
+SOURCE = "meta/source.json"  # beside LeRobot's files: policy or expert, env, success rate
+REACH = 1.1  # of actions from -1 to 1, rounded or measured
+
 
 def open_data(workers: Workers, options: SFTConfig | KeptImitation) -> int:
     """The learners open the dataset, if it fits the env; returns its number of items."""
     if not workers.spec.text:
-        check_dataset(options, workers.spec, len(workers.learners))
+        check_dataset(options, workers.spec, len(workers.learners), workers.config.policy)
     return workers.learners.open_data().wait()[0]
 
 
@@ -86,8 +93,14 @@ def dataset_of(options: SFTConfig | KeptImitation) -> Dataset:
         return read_dataset(options.data, images=False, names=options.names)
 
 
-def check_dataset(config: SFTConfig | KeptImitation, spec: EnvSpec, learners: int) -> None:
-    """Refuse demonstrations of another robot or with other observations, and too few of them."""
+def env_of(path: Path) -> dict[str, Any]:
+    """The options of the env in which a dataset was collected; {} if it does not say."""
+    env = read_object(path / SOURCE, ConfigError).get("env") if (path / SOURCE).is_file() else None
+    return env if isinstance(env, dict) else {}
+
+
+def check_dataset(config: SFTConfig | KeptImitation, spec: EnvSpec, learners: int, policy: Any) -> None:
+    """Refuse demonstrations of another robot, with other observations or units of actions, and too few of them."""
     from embodied.datasets.layout import ACTION, CAMERA, STATE
 
     if spec.privileged_dim:
@@ -103,13 +116,34 @@ def check_dataset(config: SFTConfig | KeptImitation, spec: EnvSpec, learners: in
     ]
     if odd:
         raise ConfigError(f"{config.section}data={config.data} holds demonstrations of another env: {'; '.join(odd)}")
-    if choices := spec.action.num_choices:
-        kind, figures = dataset.features[ACTION]["dtype"], dataset.stats.get(dataset.theirs.get(ACTION, ACTION), {})
-        least, most = (float(figures.get(end, [0])[0]) for end in ("min", "max"))
-        if "int" not in kind or least < 0 or most >= choices:
-            raise ConfigError(
-                f"{config.section}data={config.data}: an action of this env is a choice from 0 to {choices - 1}, "
-                f"int64 [1], and there it is {kind} from {least:g} to {most:g}"
-            )
+    check_actions(config, dataset, spec, policy)
     if (count := min(config.episodes or len(dataset), len(dataset))) < learners:
         raise ConfigError(f"{learners} learners share {count} demonstrations; collect more, or use fewer learners")
+
+
+def check_actions(config: SFTConfig | KeptImitation, dataset: Dataset, spec: EnvSpec, policy: Any) -> None:
+    """Refuse choices that the env does not have, and actions in other units than the policy's."""
+    from embodied.datasets.layout import ACTION
+
+    column = dataset.theirs.get(ACTION, ACTION)
+    figures, given = dataset.stats.get(column, {}), f"{config.section}data={config.data}"
+    if not figures.keys() >= {"min", "max"}:  # an older layout
+        actions = np.concatenate([episode.actions for episode in dataset])
+        figures = {"min": actions.min(axis=0), "max": actions.max(axis=0)}
+    least, most = np.ravel(figures["min"]), np.ravel(figures["max"])
+    if choices := spec.action.num_choices:
+        kind = dataset.features[ACTION]["dtype"]
+        if "int" not in kind or least[0] < 0 or most[0] >= choices:
+            raise ConfigError(
+                f"{given}: an action of this env is a choice from 0 to {choices - 1}, int64 [1], and there it is "
+                f"{kind} from {least[0]:g} to {most[0]:g}"
+            )
+        return
+    has_own_units = ":" in policy.name or (policy.published and (policy.pretrained or policy.statistics))
+    far = np.maximum(-least, most)
+    if not has_own_units and far.max() > REACH:
+        at = int(far.argmax())
+        raise ConfigError(
+            f"{given}: {column}[{at}] is from {least[at]:g} to {most[at]:g}, and actions are from -1 to 1, which the "
+            "env turns into its own units; convert the data's actions so (docs/demonstrations.md, Imitating)"
+        )
