@@ -2,9 +2,6 @@
 
 import json
 
-import pytest
-
-from embodied.core.errors import EmbodiedError, in_a_line, printable
 from embodied.train import main as train
 
 ENV = """
@@ -29,19 +26,6 @@ class Odd(PointMassEnv):
             raise RuntimeError(WORDS)
         return super().step_chunk(actions, on_frame)
 """
-
-
-@pytest.mark.parametrize(
-    ("text", "shown"),
-    [("plain\tline\n", "plain\tline\n"), ("\udcff", "\\udcff"), ("\x1b[2J\r", "\\x1b[2J\\r"), ("é\x85", "é\\x85")],
-)
-def test_unprintable_characters_are_shown_as_escapes(text, shown):
-    assert printable(text) == shown == str(EmbodiedError(text))
-
-
-def test_an_error_names_no_address_of_an_object_in_memory():
-    assert str(EmbodiedError(f"no reward of {object()}")) == "no reward of <object object>"
-    assert in_a_line(TypeError(repr(printable))) == "TypeError: <function printable>"
 
 
 def test_an_error_of_any_bytes_is_one_restart_and_every_file_and_page_holds_it(tmp_path, monkeypatch, capsys):

@@ -191,7 +191,7 @@ print(families_of(Path(sys.argv[1])))
 def test_names_are_listed_without_an_import_and_a_run_imports_what_it_names(installed, tmp_path):
     listed = run(installed, "-c", LISTED).stdout.splitlines()
     assert {line.split()[0] for line in listed if "of the package arm-kit." in line} == {
-        *("dial", "leaves", "misplaced", "linear", "nowhere", "counting"),
+        *("dial", "leaves", "misplaced", "linear", "nowhere", "counting")
     }
     assert listed[-1].split() == ["imported"]
     (tmp_path / "config.json").write_text(json.dumps({"type": "linear"}))

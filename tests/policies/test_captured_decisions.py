@@ -5,7 +5,6 @@ import pytest
 import torch
 from tiny_vla import ROBOT, TEXTS, build, noise, observe, shallow
 
-from embodied.core.arrays import padded_rows
 from embodied.policies.worker import PolicyWorker
 from embodied.runtime import Cluster, HostPlan, Timers
 from embodied.runtime.device_graphs import CapturedGraphs
@@ -151,7 +150,3 @@ def test_a_decision_that_cannot_be_captured_is_made_as_usual_and_the_log_says_so
             assert_equal(plain.act(obs, draws), captured.act(obs, draws))
     assert not graphs_of(captured)
     assert capsys.readouterr().out.count("acting is not captured: tolist goes to or from the host's memory") == 1
-
-
-def test_numbers_of_rows():
-    assert [padded_rows(rows) for rows in (1, 2, 3, 8, 33, 64, 65, 200)] == [1, 2, 4, 8, 64, 64, 128, 256]

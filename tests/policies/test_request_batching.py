@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 
 from embodied.config.recipe import load
-from embodied.core.arrays import join_rows, num_rows, take_rows, text_arrays, text_lists
 from embodied.core.errors import StaleWeights, Unusable, WrongShape
 from embodied.core.types import ActionSpec, ActRequest, EnvSpec, Merging, PolicyOutput, SamplingRule
 from embodied.policies import make_policy
@@ -248,14 +247,6 @@ def test_large_networks_merge_by_default_and_small_ones_do_not():
     }
     assert load(["recipe=pointmass_ppo_pi0_tiny"]).config.merged_rows == 64
     assert load(["recipe=pointmass_ppo_pi0_tiny", "pipeline.merge_rows=8"]).config.merged_rows == 8
-
-
-def test_rows_are_put_together_whatever_the_observation_holds():
-    whole = seen(0, 5)
-    parts = [take_rows(text_arrays(whole), rows) for rows in (np.arange(2), np.arange(2, 5))]
-    again = text_lists(join_rows(parts))
-    assert num_rows(again) == 5 and again["instruction"] == whole["instruction"]
-    assert np.array_equal(again["images"]["top"], whole["images"]["top"])
 
 
 def test_evaluations_have_noise_of_their_own(channel):

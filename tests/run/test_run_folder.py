@@ -1,13 +1,11 @@
 """The run's folder: never overwritten, and readable whatever happened."""
 
-import errno
 import json
 import shutil
 from types import SimpleNamespace
 
 import pytest
 
-from embodied.core import files
 from embodied.core.errors import CheckpointError, ConfigError
 from embodied.run import run_folder
 from embodied.run.ending import Interruption, closing
@@ -60,18 +58,6 @@ def test_a_folder_that_was_removed_is_named_and_hides_no_cause(tmp_path, capsys)
     with pytest.raises(FileNotFoundError), closing(folder, Interruption(), print):
         folder.log.note("iteration 1")
     assert f"{folder.path} was removed" in capsys.readouterr().err
-
-
-def test_a_failed_write_keeps_the_old_text_and_leaves_no_draft(tmp_path, monkeypatch):
-    def no_space(path):
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-    (tmp_path / "latest").write_text("v000001\n")
-    monkeypatch.setattr(files, "flush", no_space)
-    with pytest.raises(OSError, match="No space left"):
-        files.replace_text(tmp_path / "latest", "v000002\n")
-    assert [path.name for path in tmp_path.iterdir()] == ["latest"]
-    assert (tmp_path / "latest").read_text() == "v000001\n"
 
 
 def test_a_run_that_goes_on_is_not_continued_by_another(tmp_path, monkeypatch):

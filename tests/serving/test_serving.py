@@ -69,23 +69,13 @@ def test_the_answer_is_what_the_policy_does(policy):
         assert np.array_equal(actions, policy.act(obs, noise).actions[0]) and actions.shape == (4, 2)
 
 
-def an_array(kind, shape, data=b""):
-    return msgpack.packb({"a": {b"__ndarray__": True, b"dtype": kind, b"shape": shape, b"data": data}})
-
-
 @pytest.mark.parametrize(
     ("sent", "reason"),
     [
         (b"\xc1", "as msgpack"),
         ("text", "requests are bytes"),
-        (msgpack.packb({"prompt": "go"}) + b"\x00", "something follows its end"),
-        (msgpack.packb({"x": [0] * 65}), r"'x' in the message.*65 exceeds max_array_len\(64\)"),
-        (msgpack.packb({"x": [[[]] * 60] * 9}), "'x' in the message: more than 512 maps and lists"),
-        (b"\x81\xa1x" + b"\x91" * 3000, "'x' in the message.*StackError"),
         (pack({"x": np.zeros(1_000_001, np.uint8)}), r"1000001 exceeds max_bin_len\(1000000\)"),
         (msgpack.packb({"prompt": 1}), "lacks 'images/top'"),
-        (an_array("|O", [1], b"x" * 8), r"type '\|O'"),
-        (an_array("<f8", [2**40]), "'a' in the message cannot be read.*reshape"),
     ],
 )
 def test_a_malformed_request_is_refused_and_the_next_client_is_served(policy, sent, reason):
@@ -100,31 +90,6 @@ def test_a_malformed_request_is_refused_and_the_next_client_is_served(policy, se
             connection.recv(timeout=30)
             assert ask(connection, request())["actions"].shape == (4, 2)
         assert not [line for line in told if "Traceback" in line]
-
-
-def nested(thing, depth):
-    """64 lists of 64 lists ... of 64 of these."""
-    for _ in range(depth):
-        thing = b"\xdc\x00\x40" + 64 * thing
-    return thing
-
-
-MAPS = b"\xdd" + (30_000_000).to_bytes(4, "big")
-BOMBS = {
-    "maps": lambda: MAPS + b"\x80" * 30_000_000,
-    "maps in a key": lambda: b"\x81\xa1x" + MAPS + b"\x80" * 30_000_000,
-    "maps in lists": lambda: b"\x81\xa1x" + nested(b"\x80", 4),
-}
-
-
-@pytest.mark.parametrize("bomb", BOMBS)
-def test_a_message_of_many_things_is_refused_before_they_are_made(bomb):
-    pack({})  # imports
-    message = BOMBS[bomb]()
-    began = time.thread_time()
-    with pytest.raises(BadMessage, match=r"in the message: more than|exceeds max_array_len|as msgpack"):
-        unpack(message)
-    assert time.thread_time() - began < 1  # seconds of this thread; it was ten
 
 
 def test_a_request_is_no_longer_than_what_the_policy_can_look_at(policy):

@@ -1,9 +1,7 @@
 """Small models that see, in folders as others publish them."""
 
 import json
-import subprocess
 
-from imageio_ffmpeg import get_ffmpeg_exe
 from tiny_language import SIZES, write
 from transformers import AutoModelForImageTextToText, Idefics3Config, Qwen2_5_VLConfig, SmolVLMConfig
 
@@ -15,15 +13,6 @@ TEMPLATE = (
 )
 WORDS = ["<picture>", "<place>", "</picture>", "<fake_token_around_image>", "<image>", "<global-img>"]
 WORDS += [f"<row_{row}_col_{column}>" for row in (1, 2) for column in (1, 2)] + ["<video>"]
-
-
-def write_video(path, frames, fps):
-    """A video with exactly these frames, uint8 [T, H, W, 3]."""
-    _, height, width, _ = frames.shape
-    raw = ["-f", "rawvideo", "-pix_fmt", "rgb24", "-s", f"{width}x{height}", "-r", str(fps), "-i", "-"]
-    exact = ["-c:v", "libx264rgb", "-crf", "0", str(path)]
-    subprocess.run([get_ffmpeg_exe(), "-y", "-v", "error", *raw, *exact], input=frames.tobytes(), check=True)
-    return path
 
 
 def publish(folder, kind, dim=8, thought=""):

@@ -4,7 +4,7 @@ the driver."""
 import numpy as np
 import pytest
 from talking_runs import ONE_OF_EACH, Talk
-from tiny_sight import write_video
+from written_videos import write_video
 
 from embodied.runtime.payload import MessageSocket
 

@@ -6,8 +6,9 @@ import numpy as np
 import pytest
 from rank_processes import run_ranks
 from tiny_language import answers, inputs_of, write
-from tiny_sight import publish, write_video
+from tiny_sight import publish
 from transformers import GptOssConfig, Qwen3Config, Starcoder2Config
+from written_videos import write_video
 
 from embodied.policies.language.attention import parts_of_ranks
 from embodied.policies.language.config import SEEING

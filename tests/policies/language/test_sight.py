@@ -1,19 +1,17 @@
 """Models that see: pictures named in a conversation are read by our engine and learner as transformers reads them."""
 
 import copy
-import struct
 import threading
-from base64 import b64encode
 
 import numpy as np
 import pytest
 import torch
-from PIL import Image
 from tiny_language import SEES, apart, build
-from tiny_sight import publish, write_video
+from tiny_sight import publish
+from written_videos import write_video
 
 from embodied.core.errors import CheckpointError, ConfigError
-from embodied.core.pictures import PictureError, as_data_url, data_url, drawing, load_picture, load_video, video
+from embodied.core.pictures import PictureError, data_url, drawing, load_picture, load_video, video
 from embodied.core.types import SamplingRule
 from embodied.learners.model import recompute
 from embodied.policies import load_policy
@@ -153,15 +151,6 @@ def test_later_moments_of_a_video_have_later_positions_and_so_has_the_text_behin
     assert row.tolist() == [0, *3 * [1, 1, 2, 2], 6, 7] and column.tolist() == [0, *3 * [1, 2, 1, 2], 6, 7]
 
 
-def test_the_rule_in_a_videos_name_chooses_its_frames(tmp_path):
-    frames = np.arange(10, dtype=np.uint8)[:, None, None, None] * np.full((1, 16, 32, 3), 20, np.uint8)
-    path = write_video(tmp_path / "a?b.mp4", frames, 5)
-    rules = {(4, None): [0, 2, 5, 7], (4, 0.2): [0, 2, 5, 7], (9, 1): [0, 5], (99, None): [*range(10)], (3, 9.0): [0]}
-    for rule, chosen in rules.items():
-        assert np.array_equal(load_video(video(path, *rule)).frames, frames[chosen]), rule
-    assert load_picture(video(path, 4)).shape == (16, 4 * 32, 3)
-
-
 def test_the_vision_tower_looks_once_at_a_picture_of_a_group(policy, monkeypatch):
     inputs, *_ = conversations(policy)
     seen, features = [], type(policy.sight).features
@@ -234,32 +223,13 @@ def test_a_picture_has_as_many_tokens_as_its_size_says_and_its_own_colours(shape
     assert {*np.unique(seen.pixels["pixel_values"])} - {0.0} == colours - {0.0}  # 0: padding
 
 
-EPS = b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 9 9\n%%EndComments\nshowpage\n"
-RLE = (
-    b"BM"
-    + struct.pack("<IIIIiiHHIIIIII", 1082, 0, 1078, 40, 4, 4, 1, 8, 1, 4, 0, 0, 256, 0)
-    + bytes(1024)
-    + b"\4\1\0\1"
-)
 REFUSED = {
     "text": (lambda p, t: build(SEES, preset="tiny"), "reads only text"),
     "message": (lambda p, t: build().tokenizer.encode(said(ONE), first=True), "reads only text"),
     "placeholder": (lambda p, t: p.tokenizer.encode(said(ONE, text=p.sight.placeholder), first=True), "1 pictures"),
     "gone": (lambda p, t: p.tokenizer.encode(said("nowhere.png"), first=True), "no picture nowhere.png"),
-    "damaged": (lambda p, t: p.sight.read("data:image/png;base64,aGFsbG8="), "is no PNG.*or damaged"),
-    "cut": (lambda p, t: p.sight.read(data_url(load_picture(WIDE))[:122]), "cannot be read: .*truncated"),
-    "a program": (lambda p, t: p.sight.read(f"data:image/x-eps;base64,{b64encode(EPS).decode()}"), "is no PNG"),
-    "compressed": (
-        lambda p, t: p.sight.read(f"data:image/bmp;base64,{b64encode(RLE).decode()}"),
-        "is a compressed BMP",
-    ),
     "room": (lambda p, t: p.sight.check_room([ONE, WIDE], 18), "the pictures have 25 tokens, .*conversation has 18"),
     "thin": (lambda p, t: p.sight.check_room([data_url(np.zeros((1, 300, 3), np.uint8))], 99), "cannot be processed"),
-    "not base64": (lambda p, t: p.sight.read("data:image/png;base64,!"), "not base64"),
-    "no video": (lambda p, t: p.sight.read("video:nowhere.mp4"), "there is no video nowhere.mp4"),
-    "no frames": (lambda p, t: p.sight.read(video(__file__)), "test_sight.py has no frames that ffmpeg reads"),
-    "frames for servers": (lambda p, t: as_data_url(video("a.mp4")), "no videos; policy.engine=transformers does"),
-    "drawing": (lambda p, t: p.sight.read("drawn:house?seed=1&pixels=48"), "no drawing 'house'"),
     "processor": (lambda p, t: Sight._processor(p.sight, t, {}), "preprocessor_config.json cannot be read"),
 }
 
@@ -296,10 +266,3 @@ def test_pictures_are_read_ahead_in_a_thread_and_once(fresh, monkeypatch):
     assert own not in threads[names[0]] and threads[names[3]] == [own]
     with pytest.raises(PictureError, match=r"there is no picture nowhere.png"):
         fresh.sight.read("nowhere.png")
-
-
-def test_a_file_and_a_data_url_show_the_same_picture(tmp_path):
-    pixels = load_picture(WIDE)
-    Image.fromarray(pixels).save(tmp_path / "one.png")
-    assert np.array_equal(load_picture(str(tmp_path / "one.png")), pixels)
-    assert np.array_equal(load_picture(data_url(pixels)), pixels)
