@@ -114,14 +114,13 @@ def pytest_xdist_auto_num_workers(config):
 PAGES = "tests/test_pages.py"
 DRAWING = (  # what draws ManiSkill's scenes
     "tests/envs/maniskill/",
-    "tests/test_bridge_evaluation.py",
     "tests/test_published_page.py",
     f"{PAGES}::test_a_page_is_followed[own_task.md",
 )
 TOGETHER = {  # files that one worker runs, since what they share takes seconds to start or hundreds of megabytes
     "drawing": DRAWING,
     "Ray": ("tests/runtime/",),
-    "MuJoCo": ("tests/envs/libero/", "tests/envs/test_robosuite.py", "tests/workflows/test_libero_runs.py"),
+    "MuJoCo": ("tests/envs/libero/", "tests/envs/robosuite/", "tests/workflows/test_libero_runs.py"),
     "ranks": (  # which fork from one server
         "tests/learners/test_collective.py",
         "tests/learners/test_divided_learners.py",

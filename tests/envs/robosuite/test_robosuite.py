@@ -20,7 +20,7 @@ pytestmark = [
     pytest.mark.usefixtures("plain_scenes"),
     pytest.mark.skipif("not __import__('importlib.util').util.find_spec('libero')", reason="needs robosuite"),
 ]
-PAGE = (Path(__file__).parents[2] / "docs" / "libero.md").read_text()
+PAGE = (Path(__file__).parents[3] / "docs" / "libero.md").read_text()
 PAGE = PAGE.partition("## A task of robosuite's")[2].split("\n## ")[0]
 INLINE = ["cluster.backend=inline", "eval.episodes=1", "eval.videos=0"]
 SHORT = ["run.env_steps=null", "run.iterations=1", "env.num_envs=2", "env.max_episode_steps=6"]

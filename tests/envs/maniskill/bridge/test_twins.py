@@ -92,7 +92,7 @@ def test_files_beside_the_checkout_are_found_unless_a_folder_is_named(named, fou
     (tmp_path / "shared" / "assets" / "data").mkdir(parents=True)
     here = tmp_path / "checkout" / "tests" / "conftest.py"
     here.parent.mkdir(parents=True)
-    here.write_text((Path(__file__).parents[2] / "conftest.py").read_text())
+    here.write_text((Path(__file__).parents[3] / "conftest.py").read_text())
     monkeypatch.setattr("sys.path", sys.path[:])
     monkeypatch.setenv("MS_ASSET_DIR", str(tmp_path / str(named)))
     if not named:
