@@ -118,10 +118,9 @@ def read_order(argv: Sequence[str], sweep: bool) -> Order:
     argv = [word for word in argv if word not in FLAGS]
     own, problems, rest = launch.split_keys(argv, OWN)
     typed = {key: text for key, _, text in (word.partition("=") for word in argv if word.partition("=")[0] in OWN)}
-    if any(problem.startswith("seeds") for problem in problems):  # it is said already
-        seeds = ()
-    else:
-        seeds = read_seeds(typed["seeds"], problems) if "seeds" in typed else (0,) if sweep else ()
+    seeds: tuple[int, ...] = (0,) if sweep else ()
+    if "seeds" in typed and not any(problem.startswith("seeds") for problem in problems):
+        seeds = read_seeds(typed["seeds"], problems)
     at_once = own.get("at_once")
     if at_once not in (None, SHARED) and (isinstance(at_once, bool) or not isinstance(at_once, int) or at_once < 1):
         problems.append(f"at_once={at_once!r}: should be a whole number of runs, at_once=2 for example, or shared")
