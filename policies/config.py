@@ -8,6 +8,7 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import pairwise
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 from urllib.parse import urlsplit
 
@@ -132,6 +133,9 @@ class PolicyOptions(Strict):
             raise ConfigError(f"eval.delay={delay} counts env steps, and policy.name={self.name} answers in words")
         rule.check(length, f"policy.chunk={length}")
         return rule if rule.num_continued else None
+
+    def check_sizes(self, folder: Path) -> None:
+        """Refuse options beyond the sizes of the published model in this folder, as its config.json states them."""
 
     def check_images(self, sizes: Mapping[str, tuple[int, ...]]) -> None:
         """Refuse an env without images where it needs some, or with too small ones; `sizes` are height and width of the

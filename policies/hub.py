@@ -70,6 +70,7 @@ def with_folder(policy: Any, dry: bool = False, elsewhere: bool = False) -> Any:
         if (folder := as_path(name)).exists():
             if key == "pretrained":
                 check_model(folder, policy, weights=dry and not elsewhere)  # otherwise the workers check it
+                policy.check_sizes(folder)
         elif elsewhere and not policy.speaks:  # published models have full size
             changes |= {"preset": "full"} if key == "pretrained" else {key: None}
         else:

@@ -124,14 +124,14 @@ def find(checkpoint: str, loaded: Loaded | None = None, trusted: str | None = No
     if ":" in config.name:
         named = [trusted, loaded.config.policy.name if loaded and "policy.name" in loaded.sources else None]
         check_named(checkpoint, config.name, named if on_hub else [*named, trained_class(policy)])
+    config = answering(playing(config, loaded), loaded)
+    config.check_sizes(policy)
     version = read_json(saved / "manifest.json")["version"] if saved else 0
     name = f"{run.resolve().name}-{name_of(version)}" if run else name
     out = (run or policy.parent) / "eval" / (f"{name_of(version)}-evaluate" if saved else policy.name)
     weights = Weights(version, read_blobs(policy)) if config.sends_weights else None
     about = {} if config.sends_weights else {FROM: read_json(policy / "config.json").get(FROM)}
-    return PolicySource(
-        name, answering(playing(config, loaded), loaded), spec, weights, policy, None if on_hub else out, about
-    )
+    return PolicySource(name, config, spec, weights, policy, None if on_hub else out, about)
 
 
 def load_policy(policy: Any, name: str | None = None) -> Policy:
@@ -370,7 +370,9 @@ def policy_of(folder: Path, loaded: Loaded) -> Any:
     check_model(folder, config, key="checkpoint")
     config = config.model_copy(update={"pretrained": str(folder)})
     chosen = policy_class(config.name).choices(config, env_class(loaded.config.env).tasks(loaded.config.env)[0])
-    return config.model_copy(update={key: chosen[key] for key in chosen if f"policy.{key}" not in loaded.asked})
+    config = config.model_copy(update={key: chosen[key] for key in chosen if f"policy.{key}" not in loaded.asked})
+    config.check_sizes(folder)
+    return config
 
 
 def published_spec(config: Any, env: Any) -> EnvSpec:

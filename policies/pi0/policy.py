@@ -26,6 +26,7 @@ from embodied.core.types import Observation
 from embodied.policies.pi0.config import Pi0Config
 from embodied.policies.policy_folder import TOKENIZER
 from embodied.policies.vla import flow_network as networks
+from embodied.policies.vla.config import HORIZONS
 from embodied.policies.vla.flow import MODEL, FlowPolicy, FlowSettings, normalization_of
 from embodied.policies.vla.layers import NamedParts
 from embodied.policies.vla.policy import hashed_words, pad_rows
@@ -56,7 +57,7 @@ MAX_TOKENS = {"pi0": 48, "pi05": 200}
 
 FULL = {
     "action_dim": 32,
-    "action_horizon": 50,
+    "action_horizon": HORIZONS["full"],
     "paligemma_variant": "gemma_2b",
     "action_expert_variant": "gemma_300m",
     "precision": "float32",
@@ -64,7 +65,7 @@ FULL = {
 TINY = FULL | {  # a small model does not pad actions
     "action_dim": 8,
     "max_state_dim": 32,
-    "action_horizon": 8,
+    "action_horizon": HORIZONS["tiny"],
     "paligemma_variant": "tiny_language",
     "action_expert_variant": "tiny_expert",
 }

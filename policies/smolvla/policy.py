@@ -22,6 +22,7 @@ from torch.nn import functional as F
 
 from embodied.core.types import Observation
 from embodied.policies.vla import flow_network as networks
+from embodied.policies.vla.config import HORIZONS
 from embodied.policies.vla.flow import FlowPolicy, FlowSettings, normalization_of
 from embodied.policies.vla.layers import NamedParts
 from embodied.policies.vla.policy import hashed_words, pad_rows
@@ -52,7 +53,7 @@ MODELS = {  # by vlm_model_name: vision, shuffle, language, vocabulary
 FULL = {
     "type": "smolvla",
     "vlm_model_name": "HuggingFaceTB/SmolVLM2-500M-Video-Instruct",
-    "chunk_size": 50,
+    "chunk_size": HORIZONS["full"],
     "max_state_dim": 32,
     "max_action_dim": 32,
     "tokenizer_max_length": 48,
@@ -60,7 +61,12 @@ FULL = {
     "self_attn_every_n_layers": 2,
     "expert_width_multiplier": 0.75,
 }
-TINY = FULL | {"vlm_model_name": "tiny", "chunk_size": 8, "max_action_dim": 8, "num_vlm_layers": 4}
+TINY = FULL | {
+    "vlm_model_name": "tiny",
+    "chunk_size": HORIZONS["tiny"],
+    "max_action_dim": 8,
+    "num_vlm_layers": 4,
+}
 UNLIKE = {  # options of lerobot that change the network -> supported values
     "attention_mode": ("cross_attn",),
     "add_image_special_tokens": (False,),

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from pathlib import Path
 from typing import Literal
 
 from pydantic import Field, NonNegativeInt
 
-from embodied.core.errors import ConfigError
+from embodied.core.errors import CheckpointError, ConfigError
+from embodied.core.files import read_object
 from embodied.core.options import Requirement
 from embodied.policies.config import CHUNKS, Chunks, LoraOptions
 
 TOKENIZERS = Requirement(("tokenizers",), "vla")
+HORIZONS = {"tiny": 8, "full": 50}  # of the flow families' presets
 MERGED_ROWS = 64  # merged env rows; a large network spends most of its time reading weights
 
 
@@ -92,10 +96,24 @@ class FlowConfig(VLAConfig):
     def mixed_precision(self) -> bool:
         return self.dtype == "bfloat16"
 
-    def check_chunk(self, horizon: int) -> None:
-        """Refuse decisions of more actions than a model predicts."""
+    def conflicts(self) -> Iterator[str]:
+        if horizon := self.horizon or (None if self.pretrained else HORIZONS[self.preset]):
+            yield from self.too_long(horizon)
+
+    def too_long(self, horizon: int) -> Iterator[str]:
+        """Yields a mistake if decisions have more actions than a model predicts."""
         if self.chunk > horizon:
-            raise ConfigError(
+            yield (
                 f"policy.chunk={self.chunk} is more than the {horizon} actions that the model predicts at once; "
                 f"try policy.chunk={horizon}"
             )
+
+    def check_chunk(self, horizon: int) -> None:
+        """Refuse longer decisions; `horizon` of the folder, which `policy.horizon` replaces."""
+        for mistake in self.too_long(self.horizon or horizon):
+            raise ConfigError(mistake)
+
+    def check_sizes(self, folder: Path) -> None:
+        stated = read_object(folder / "config.json", CheckpointError)
+        if isinstance(horizon := stated.get("action_horizon") or stated.get("chunk_size"), int):
+            self.check_chunk(horizon)

@@ -192,7 +192,6 @@ BOTH = ("openvla", "pi0")
         (["openvla_oft"], {"state_dim": None}, {"proprio": True}, "env.state=proprio"),
         (["pi0"], {"state_dim": None}, {}, "env.state=proprio"),
         (["pi0"], {"state_dim": 33}, {}, "room for 32 state numbers"),
-        (["pi0"], {}, {"chunk": 9}, "try policy.chunk=8"),
         (["pi0", "openvla"], {}, {"statistics": "nowhere"}, "nowhere is neither a data set that"),
         (["pi0"], {}, {"keyframes": [0], "train": "expert"}, r"policy\.keyframes trains the vision encoder"),
         (["smolvla", "openvla"], {}, {"keyframes": [4]}, r"policy\.keyframes=\[4\].*gives 4; set env\.state=proprio"),
@@ -202,6 +201,17 @@ def test_an_env_that_a_published_policy_cannot_act_in_is_refused_with_a_way_out(
     for family in families:
         with pytest.raises(ConfigError, match=words):
             build(family, spec=replace(ROBOT, **change), **options)
+
+
+@pytest.mark.parametrize("family", ["pi0", "smolvla"])
+def test_a_folder_whose_model_predicts_fewer_actions_is_refused_without_opening_it(family, folders, tmp_path):
+    opened(folders, family).save_pretrained(tmp_path)
+    for folder in (folders[family], tmp_path):
+        config = build(family, pretrained=str(folder)).config
+        long = config.model_copy(update={"chunk": 9})
+        with pytest.raises(ConfigError, match=r"policy.chunk=9 is more than the 8 actions .*; try policy.chunk=8"):
+            hub.with_folder(long)
+        hub.with_folder(long.model_copy(update={"horizon": 9}))
 
 
 def test_code_in_a_component_is_not_run(folders, tmp_path):
