@@ -12,6 +12,7 @@ The policy first plays some decisions in its env. The program must give the same
 
 from __future__ import annotations
 
+import json
 from dataclasses import asdict, replace
 from pathlib import Path
 from shlex import quote
@@ -31,6 +32,7 @@ from embodied.envs import env_class, make_env
 from embodied.envs.capabilities import choose_protocol
 from embodied.evaluate import one_env_each
 from embodied.policies import check_methods, make_policy
+from embodied.push import ORIGIN, evaluation_of, origin_of
 from embodied.records.progress import provenance
 from embodied.run import launch
 from embodied.run.policy_source import FROM, PolicySource, check_fits, find_all
@@ -85,16 +87,20 @@ def export(loaded: Loaded, options: Options) -> None:
         return
     policy, played = play(loaded.config, source, options.format)
     texts = instructions(policy, played, options.instructions)
+    recipe = stored_recipe(source.folder) if source.folder else None
+    evaluated = evaluation_of(source, recipe.parent if recipe else None)
+    origin = origin_of(source, recipe, evaluated)
+    origin["success"] += "\n\nThe checkpoint played these episodes, before the export." if evaluated else ""
     with whole_folder(out) as aside:
         with checksums(aside):
             largest = write(aside, options.format, policy, played, texts, source)
+            (aside / ORIGIN).write_text(json.dumps(origin, indent=2) + "\n", encoding="utf-8")
         if largest > options.tolerance:
             raise EmbodiedError(
                 f"the program's actions differ by {largest:.1e} from the policy's; if they may, set "
                 f"tolerance={2 * largest:.0e}, or try format={next(one for one in FORMATS if one != options.format)}"
             )
     rows = sum(num_rows(one.obs) for one in played)
-    recipe = stored_recipe(source.folder) if source.folder else None
     print(f"compared    {rows} decisions: actions differ by at most {largest:.1e} from the policy's")
     print(f"exported    {out}: {', '.join(sorted(path.name for path in out.iterdir()))}")
     if recipe:

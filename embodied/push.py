@@ -39,6 +39,7 @@ from embodied.run.policy_source import PolicySource, find, resolved_recipe
 
 USAGE = "which policy, and where to? python -m embodied.push runs/NAME-DATE USER/NAME"
 CARD, RECIPE, FILM = "README.md", "recipe.yaml", "film.mp4"
+ORIGIN = "origin.json"  # beside an exported program: what its card says of the policy that it was
 HERE = ("run", "resume", "cluster", "placement")  # sections of a recipe that are about this machine
 
 
@@ -102,15 +103,12 @@ def write(out: Path, source: PolicySource, recipe: Path | None, repository: str,
     with whole_folder(out) as aside:
         write_model(aside, source)
         played = evaluation_of(source, recipe.parent if recipe else None)
-        asked = recipe_without_places(recipe) if recipe else {}
-        if asked:
+        origin = origin_of(source, recipe, played)
+        if asked := origin["recipe"]:
             (aside / RECIPE).write_text(yaml.safe_dump(asked, sort_keys=False, allow_unicode=True), encoding="utf-8")
         if played and played.film:
             shutil.copyfile(played.film, aside / FILM)
-        made = recipe and recipe.with_name("run.json")
-        imitates = bool(made and made.is_file() and read_json(made).get("command") == "sft")
-        text = card(aside, source, asked, played, repository, options, imitates)
-        (aside / CARD).write_text(text, encoding="utf-8")
+        (aside / CARD).write_text(card(aside, source, origin, repository, options), encoding="utf-8")
 
 
 def write_model(folder: Path, source: PolicySource) -> None:
@@ -124,6 +122,21 @@ def write_model(folder: Path, source: PolicySource) -> None:
         load_policy(source.folder, source.config.name).save_published(folder)
     else:
         shutil.copytree(source.folder, folder, dirs_exist_ok=True)
+
+
+def origin_of(source: PolicySource, recipe: Path | None, played: Evaluated | None) -> dict[str, Any]:
+    """What a card says of the policy's training and success; of an exported program what it was, as export wrote it."""
+    if source.folder and (written := source.folder / ORIGIN).is_file():
+        return read_json(written) | ({"success": success(played)} if played else {})
+    made = recipe and recipe.with_name("run.json")
+    return {
+        "name": source.name,
+        "family": source.config.name,
+        "sha256": source.described()["sha256"],
+        "recipe": recipe_without_places(recipe) if recipe else {},
+        "imitates": bool(made and made.is_file() and read_json(made).get("command") == "sft"),
+        "success": success(played),
+    }
 
 
 def recipe_without_places(recipe: Path) -> dict[str, Any]:
@@ -158,16 +171,9 @@ def evaluation_of(source: PolicySource, run: Path | None) -> Evaluated | None:
 # The card
 
 
-def card(
-    folder: Path,
-    source: PolicySource,
-    recipe: dict[str, Any],
-    played: Evaluated | None,
-    name: str,
-    options: Options,
-    imitates: bool = False,
-) -> str:
-    """The model card: the policy, its success, its training (`imitates`: by imitation), and commands that use it."""
+def card(folder: Path, source: PolicySource, origin: dict[str, Any], name: str, options: Options) -> str:
+    """The model card: the policy, its success, its training, and commands that use it."""
+    recipe = origin["recipe"]
     family, env = source.config.name, recipe.get("env") or {}
     format_of = "lerobot" if read_json(folder / CONFIG).get("type") == family else ""
     kind = "text-generation" if source.config.speaks else "robotics"
@@ -176,23 +182,24 @@ def card(
     head["tags"] = ["embodied-loop", "reinforcement-learning", family]
     stated = yaml.safe_dump({key: value for key, value in head.items() if value}, sort_keys=False)
     began = recipe.get("policy", {}).get("pretrained")
+    kind_of_policy = f"A {family}" if origin["family"] == family else f"An exported {origin['family']}"
     lines = [
         f"---\n{stated}---",
         f"# {name.partition('/')[2]}",
-        f"A {family} policy" + (f" for {task}." if task else "."),
+        f"{kind_of_policy} policy" + (f" for {task}." if task else "."),
     ]
     lines += [
         "## Success",
-        success(played),
+        origin["success"],
         *([f"[A film]({FILM}) of an episode."] if (folder / FILM).is_file() else []),
     ]
     lines += ["## Training"]
     if recipe:
-        method, beside = ("imitation", None) if imitates else (recipe["algo"]["name"], recipe["algo"].get("imitation"))
+        algo = {"name": "imitation"} if origin["imitates"] else recipe["algo"]
         start = f", from {Path(began).name}" if began else ""
-        start += ", with an imitation loss beside it" if beside else ""
-        lines += [f"By {method}{start}, seed {recipe.get('seed')}; [`{RECIPE}`]({RECIPE}) has all settings.",
-                  f"Checkpoint {source.name}, SHA-256 of its weights {source.described()['sha256']}."]  # fmt: skip
+        start += ", with an imitation loss beside it" if algo.get("imitation") else ""
+        lines += [f"By {algo['name']}{start}, seed {recipe.get('seed')}; [`{RECIPE}`]({RECIPE}) has all settings.",
+                  f"Checkpoint {origin['name']}, SHA-256 of its weights {origin['sha256']}."]  # fmt: skip
     lines += [f"Made with Embodied Loop, commit {commit() or 'unknown'}.", "## Use", use(folder, name, family, env)]
     return "\n\n".join(lines) + "\n"
 

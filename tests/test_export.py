@@ -1,6 +1,7 @@
 """A policy that leaves: its program acts as it does, plays the same episodes, and is only data."""
 
 import json
+import shutil
 import subprocess
 import sys
 from importlib.util import find_spec
@@ -9,7 +10,7 @@ import numpy as np
 import pytest
 from tiny_language import publish
 
-from embodied import evaluate, export, load_policy, train
+from embodied import evaluate, export, load_policy, push, train
 from embodied.core.errors import ConfigError
 from embodied.policies.run_policy import Policy
 from embodied.policies.torch_session import TorchSession
@@ -74,6 +75,20 @@ def test_an_exported_policy_plays_the_episodes_of_its_checkpoint(name, kind, run
     origin = found["policy"]["exported_from"]
     weights = json.loads((runs[name] / "checkpoints/v000001/manifest.json").read_text())["files"]
     assert origin["sha256"] == weights["policy/model.safetensors"] and origin["version"] == 1
+
+
+def test_the_card_of_a_program_names_the_run_it_comes_from_and_its_success(runs, exported, tmp_path):
+    program = shutil.copytree(exported("mlp"), tmp_path / "program")  # never evaluated here
+    folder = push.push(str(program), "ada/reach", push.Options(out=str(tmp_path / "card")))
+    card = (folder / "README.md").read_text()
+    for words in (
+        "An exported mlp policy for pointmass reach.",
+        f"Checkpoint {runs['mlp'].name}-v000001",
+        "By ppo, seed 0",
+    ):
+        assert words in card
+    assert "(0/2)" in card and "The checkpoint played these episodes, before the export." in card
+    assert (folder / "recipe.yaml").is_file() and str(runs["mlp"].parent) not in (folder / "origin.json").read_text()
 
 
 def test_the_runner_needs_nothing_of_ours(exported):

@@ -134,7 +134,7 @@ PPO policy.chunk=4 eval.delay=3 -> is too short for eval.delay=3 and policy.chun
 PPO policy.chunk=4 policy.chunks.overlap=2 -> only evaluations join chunks: training scores the actions that the policy
 PPO policy.chunks.blend=real_time -> policy.chunks.blend=real_time needs a flow policy, and this is mlp; try
 pointmass_ppo_pi0_tiny policy.chunk=9 -> policy.chunk=9 is more than the 8 actions that the model predicts at once; try
-pointmass_ppo_pi0_tiny policy.horizon=3 -> policy.chunk=4 is more than the 3 actions that the model predicts at once; try
+pointmass_ppo_pi0_tiny policy.horizon=3 -> policy.chunk=4 is more than the 3 actions that the model predicts at once
 pickcube_sft policy.chunk=4 policy.chunks.overlap=2 -> only evaluations join chunks
 PPO policy.chunks.blend=cubic -> policy.chunks.blend='cubic': should be 'linear' or 'real_time'
 SUMS eval.delay=3 -> eval.delay=3 counts env steps, and policy.name=language answers in words
