@@ -427,6 +427,11 @@ def _load(values: dict[str, Any], problems: list[str], flags: frozenset[str], co
         from embodied.config.answers import explain
 
         problems += explain(err.errors(), schema, tree, incomplete, command)
+    if tree.sources.get("eval.episodes") == COMMAND_LINE and (tree.values.get("eval") or {}).get("sets"):
+        problems.append(
+            f"eval.episodes={tree.values['eval']['episodes']} has no effect with eval.sets: all of their questions are "
+            "asked; leave it out, limit a set's questions, or set eval.sets={} for the env's held-out prompts"
+        )
     if problems:
         from embodied.config.answers import config_error
 

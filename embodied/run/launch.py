@@ -392,12 +392,13 @@ def chosen_cluster(config: RunConfig, several: bool) -> RunConfig:
 def describe(config: RunConfig, plan: PlacementPlan, weights: Path | str | None = None) -> str:
     """The first lines of a command: task, policy, placement, memory. `weights`: the folder of the evaluated weights, if
     the recipe does not name it."""
+    from embodied.workflows.evaluator import evaluated, unasked
+
     env, physics = config.env, config.env.physics
     kind = env_class(env)
     evaluates = config
     if config.eval.sets:
         from embodied.envs.text.math import notes_on_sets
-        from embodied.workflows.evaluator import evaluated
 
         evaluates, remarks = evaluated(config), notes_on_sets(config.eval.sets, env)
     else:
@@ -410,7 +411,7 @@ def describe(config: RunConfig, plan: PlacementPlan, weights: Path | str | None 
         missing = files_missing_here(config)
         remarks += [f"missing on this machine: {missing}"] if missing else []
         remarks += missing_folders(config.policy)
-    remarks += memory_check.remarks(config, plan.count("learner") > 0)
+    remarks += [*unasked(config), *memory_check.remarks(config, plan.count("learner") > 0)]
     lines = [
         f"task        {played_task(env.name, env.task)}{f', physics {physics}' if physics else ''}",
         *(line for note in remarks for line in wrap(f"note        {note}", WIDTH, subsequent_indent=" " * 12)),

@@ -65,6 +65,18 @@ def evaluation_plan(config: RunConfig, cluster: Cluster, all_tasks: tuple[str, .
     return EvaluationPlan(protocol, protocol.apply(config.env), episodes, most, rows)
 
 
+def unasked(config: RunConfig) -> list[str]:
+    """A note if a text env has fewer held-out prompts than `eval.episodes` asks for."""
+    kind, options = env_class(config.env), config.eval
+    if not kind.speaks or options.sets:
+        return []
+    prompts = choose_protocol(kind, config.env, options.protocol).stored_states * len(kind.tasks(config.env))
+    if (most := prompts * options.samples) >= options.episodes:
+        return []
+    times = f", {options.samples} times each" * (options.samples > 1)
+    return [f"eval.episodes={options.episodes} is more than there are: all {prompts} prompts are asked{times}, {most}"]
+
+
 def evaluated(config: RunConfig) -> RunConfig:
     """The config of evaluations: with `eval.sets` their questions are the env, and all are asked."""
     if not (config.eval.sets and env_class(config.env).speaks):  # sets of other envs are refused later

@@ -528,6 +528,8 @@ def notes_on_sets(sets: Mapping[str, Any], env: Any) -> list[str]:
         trained, notes = {repr(question.said) for question in questions(env)[0]}, notes_on_file(env.file, env.columns)
     for name, asked in sets_of(env_of_sets(sets, env)).items():
         notes += notes_on_file(sets[name].file, sets[name].columns)
+        if (wanted := sets[name].questions or 0) > len(asked):
+            notes.append(f"eval.sets.{name}.questions={wanted} is more than there are: all {len(asked)} are asked")
         if both := sum(repr(question.said) in trained for question in asked):
             notes.append(f"{both} of the {len(asked)} questions of eval.sets.{name} are trained on, too (env.file)")
     return notes

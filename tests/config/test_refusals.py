@@ -188,6 +188,7 @@ SUMS SERVER -> set a folder that it sees as well, such as policy.weights=/dev/sh
 SUMS eval.top_p=0.9 eval.temperature=0 -> with eval.temperature=0 and policy.name=language: it takes the likeliest token
 SUMS eval.top_k=1 eval.temperature=0 -> eval.top_k=1 does not go with eval.temperature=0
 SUMS eval.overlay=true eval.mosaic=true -> eval.overlay=true and eval.mosaic=true do not go with policy.name=language
+SUMS eval.sets={"a":{"file":"a.jsonl"}} eval.episodes=9 -> eval.episodes=9 has no effect with eval.sets: all of their
 SUMS eval.sets={"a":{"file":"a.jsonl","temperature":0,"top_k":5}} -> top_k=5 does not go with temperature=0
 SUMS policy.chat=false policy.system=Brief -> there is no template
 PPO algo.final_lr=1e-5 -> algo.final_lr=1e-05 has no effect with algo.lr_schedule=constant; set algo.final_lr=0, or

@@ -9,6 +9,7 @@ import embodied
 from embodied.core.errors import ConfigError
 from embodied.core.files import data_files
 from embodied.records.results import read_results
+from embodied.train import main as train
 from tests.support.loopback_hub import commit_of, serve
 from tests.support.tiny_language import PLAIN, publish
 
@@ -97,3 +98,14 @@ def test_sets_that_cannot_be_asked_are_refused_by_their_name(tmp_path, model, se
     rows(tmp_path / "odd.jsonl", "query", *range(100, 103))
     with pytest.raises(ConfigError, match=words):
         embodied.train(recipe(tmp_path, model, **sets))
+
+
+def test_more_questions_than_there_are_is_said_in_a_line(tmp_path, model, capsys):
+    rows(tmp_path / "first.jsonl", "question", *range(3))
+    file = recipe(tmp_path, model, first={"file": "first.jsonl", "questions": 9})
+    prompts = ["recipe=sums_grpo", "run.start_from=null", "eval.episodes=1000", "eval.samples=4"]
+    for words in ([f"recipe={file}"], prompts):
+        assert train([*words, "--dry-run"]) == 0
+    shown = " ".join(capsys.readouterr().out.split())
+    assert "note eval.sets.first.questions=9 is more than there are: all 3 are asked" in shown
+    assert "eval.episodes=1000 is more than there are: all 200 prompts are asked, 4 times each, 800" in shown
