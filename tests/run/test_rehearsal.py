@@ -153,7 +153,9 @@ REFUSED = {
     OFT.format("pi0"): "the model there is pi0, and policy.name=openvla_oft",
     OFT.format("no_ranges"): "no action statistics",
     "recipe=libero_grpo_openvla_oft policy.pretrained=no_weights": "no weights there, no file .*safetensors",
-    "recipe=libero_ppo_pi0 policy.pretrained=pi0 policy.chunk=9 cluster.machines=8xH100": "try policy.chunk=8",
+    "recipe=libero_ppo_pi0 policy.pretrained=pi0 policy.horizon=null policy.chunk=9 cluster.machines=8xH100": (
+        "try policy.chunk=8"
+    ),
     "recipe=pointmass_ppo policy.name=my_former:Formr": "module 'my_former' has no attribute 'Formr'",
     "recipe=pointmass_ppo policy.name=my_former:Unready": r"act: RuntimeError: no weights \(.*former.py, line",
     "recipe=pointmass_ppo policy.name=my_former:Crooked": r"Crooked cannot .*actions are \[1, 1, 3\], this env takes",
