@@ -238,10 +238,10 @@ def started_as_users_do(request, monkeypatch):
 NUMBERS = (  # tests marked `numbers`: they compare what other widths, precisions or processes compute
     "test_invariance.py test_train_command.py::test_which_ test_train_command.py::test_acting_ "
     "learners/test_features.py learners/test_update.py::test_five_ learners/test_update.py::test_the_n "
-    "learners/test_update.py::test_parts_ learners/test_update.py::test_its_ policies/test_every_family.py::test_the_ "
-    "policies/test_lora.py policies/test_lora_targets.py::test_whatever_ policies/test_openvla "
+    "learners/test_update.py::test_parts_ learners/test_update.py::test_our_adam_ policies/test_openvla "
+    "policies/test_every_family.py::test_the_ policies/test_lora.py policies/test_lora_targets.py::test_whatever_ "
     "policies/test_pi0.py::test_imitation_ policies/test_pi0_blocks.py policies/test_smolvla.py "
-    "policies/test_request_batching.py policies/test_robot_runs.py::test_it_trains_and_ "
+    "policies/test_request_batching.py policies/test_robot_runs.py::test_a_run_of_ "
     "policies/language/test_trust.py policies/language/test_engines.py policies/language/test_kinds.py "
     "policies/language/test_language_policy.py::test_a_tied_ "
     "policies/language/test_language_policy.py::test_gradients_ "

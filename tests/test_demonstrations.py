@@ -134,7 +134,7 @@ def test_however_many_learners_share_the_episodes_the_steps_are_the_same(demos, 
     assert metrics(run)[0]["train/loss"] == pytest.approx(metrics(cloned)[0]["train/loss"], abs=1e-4)
 
 
-def test_a_fixed_deviation_stays(demos, tmp_path):
+def test_imitation_leaves_a_fixed_deviation_as_it_is(demos, tmp_path):
     import safetensors.numpy
 
     told = [*LEARN, f"sft.data={demos}", f"run.dir={tmp_path}", "sft.epochs=1", "sft.learn_deviation=false"]

@@ -197,7 +197,7 @@ def test_a_server_that_fails_ends_the_evaluation_with_a_line_and_nothing_played_
     assert "3 of 6 episodes" in told.out
 
 
-def test_the_same_command_plays_the_rest(tmp_path, capsys):
+def test_the_same_command_plays_the_episodes_that_a_failed_server_left(tmp_path, capsys):
     words = [*PLAYED, f"run.dir={tmp_path}", "eval.videos=0"]
     broken, played = [True], [0]
 

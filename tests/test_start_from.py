@@ -74,7 +74,7 @@ def test_a_run_goes_on_with_its_own_task(tmp_path):
         check_continues(tmp_path, None, load(["recipe=maniskill_ppo", "env.task=PickCube-v1"]).config)
 
 
-def test_how_a_policy_learns_may_differ(tmp_path):
+def test_options_of_how_a_policy_learns_may_differ_from_those_of_its_start(tmp_path):
     spec = EnvSpec(ActionSpec(3), state_dim=4, images={"top": (16, 16, 3)}, instruction=True)
     there = Pi0Config(name="pi0")
     make_policy(there, spec, 0).save_pretrained(tmp_path)

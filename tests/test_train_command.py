@@ -230,7 +230,7 @@ def test_resume_auto_keeps_what_the_run_was_started_with(tmp_path, call):
         (["env.name=gym:CartPole-v1", "env.task=null"], "env.name=pointmass there, gym:CartPole-v1 here"),
     ],
 )
-def test_a_run_goes_on_as_what_it_is_or_not_at_all(finished, call, changes, said):
+def test_options_that_would_change_what_a_resumed_run_trains_are_refused(finished, call, changes, said):
     _, path = finished
     before = (path / "run.json").read_text()
     output = call("train", f"resume={path}", "run.iterations=9", *changes, code=2)

@@ -22,7 +22,7 @@ def finished(pool, scores):
     pool.add(dict(zip(dealt, scores, strict=True)))
 
 
-def test_advantages_by_hand():
+def test_group_advantages_equal_hand_computed_numbers():
     scores = np.array([[1.0, 0.0, 0.0, 0.0], [1.0, 1.0, 1.0, 1.0]])
     # group 0: mean 1/4, deviation sqrt(3/16) = 0.433; group 1 has nothing to tell
     found = group_advantages(scores, "group", "group")
@@ -76,7 +76,7 @@ def test_advantages_equal_a_slow_reference(groups, size, baseline, scale, data):
 
 
 @pytest.mark.parametrize(("score", "unit"), [(0.1, 1e-17), (0.7, 2**-24), (-300.0, 2**-15)])
-def test_equal_scores_teach_nothing_whatever_rounding_does(score, unit):
+def test_scores_that_differ_by_rounding_alone_have_no_advantage(score, unit):
     """A unit in the last place of a sum in float64, and of what a reward network says in float32."""
     scores = np.full((1, 3), score) + np.array([[0.0, unit, -unit]])
     assert not group_advantages(scores).any()

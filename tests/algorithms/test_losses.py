@@ -62,7 +62,7 @@ def one_unit(ratio, advantage, dtype=F64, importance=None, **options):
         (5.0, -2.0, 10.0, 10.0, 1),  # ... without bound, as there is no dual clip
     ],
 )
-def test_the_clipped_loss_by_hand(ratio, advantage, loss, gradient, clipped):
+def test_the_clipped_loss_and_its_gradient_equal_hand_computed_numbers(ratio, advantage, loss, gradient, clipped):
     found, slope, stats = one_unit(ratio, advantage)
     assert (found, slope) == (pytest.approx(loss), pytest.approx(gradient))
     assert stats["clip_fraction"] == clipped
@@ -144,7 +144,7 @@ def test_a_decision_without_a_played_step_adds_nothing(level):
         (2.0, 0.5, 0.5, 1.125, 0.0),  # both: 0.5 * (2.5 - 0.25)
     ],
 )
-def test_the_value_loss_by_hand(value, value_clip, huber_delta, loss, gradient):
+def test_the_value_loss_and_its_gradient_equal_hand_computed_numbers(value, value_clip, huber_delta, loss, gradient):
     values = tensor([value], grad=True)
     found, stats = value_loss_sum(
         values, tensor([1.0]), tensor([4.0]), tensor([1.0]), value_clip=value_clip, huber_delta=huber_delta
@@ -154,7 +154,7 @@ def test_the_value_loss_by_hand(value, value_clip, huber_delta, loss, gradient):
     assert stats.get("value_clip_fraction", 0) == (value_clip is not None and abs(value - 1) > value_clip)
 
 
-def test_the_entropy_of_a_unit_by_hand():
+def test_the_entropy_of_a_unit_equals_hand_computed_numbers():
     # one item, second step not played: entropies 1 and 3 -> per dimension (1 + 3) / 2, per step and decision 1 + 3
     entropy = tensor([[[1.0, 3.0], [100.0, 100.0]]])
     mask = torch.tensor([[True, False]])
@@ -334,7 +334,7 @@ def test_float32_stays_float32_and_stats_carry_no_gradient():
 # The divergence from the reference
 
 
-def test_the_estimators_by_hand():
+def test_estimators_of_the_divergence_equal_hand_computed_numbers():
     # d = ln 2 and a ratio of 1: k1 0.6931, k2 0.6931^2 / 2 = 0.2402, k3 1/2 - 1 + 0.6931 = 0.1931
     one = torch.full((1, 1, 1), math.log(0.5), dtype=F64)
     reference = torch.full((1, 1, 1), math.log(0.25), dtype=F64)
@@ -364,7 +364,9 @@ def expectation(estimator, logits, behaviour, reference):
 
 
 @pytest.mark.parametrize(("estimator", "value_right", "slope_right"), [("k1", 1, 1), ("k2", 0, 1), ("k3", 1, 0)])
-def test_on_policy_each_estimator_is_right_about_what_it_says(estimator, value_right, slope_right):
+def test_on_policy_k1_has_the_right_value_and_gradient_k2_the_gradient_and_k3_the_value(
+    estimator, value_right, slope_right
+):
     logits = torch.tensor([0.3, -0.2, 0.9, 0.0], dtype=F64, requires_grad=True)
     reference = torch.tensor([-0.5, 0.4, 0.2, 0.7], dtype=F64).log_softmax(-1)
     logprobs = logits.log_softmax(-1)
@@ -399,7 +401,7 @@ def test_relatives_are_presets_of_the_same_options():
         (10.0, -2.0, 16.0, 0.0, 16.0, 1),  # also for A < 0, where PPO would push without bound
     ],
 )
-def test_one_sided_caps_by_hand(ratio, advantage, loss, aipo, tis, above):
+def test_losses_with_one_sided_caps_equal_hand_computed_numbers(ratio, advantage, loss, aipo, tis, above):
     for clip, slope in (("aipo", aipo), ("tis", tis)):
         found, gradient, stats = one_unit(ratio, advantage, clip=clip)
         assert (found, gradient) == (pytest.approx(loss), pytest.approx(slope)), clip
@@ -425,7 +427,9 @@ def test_a_ratio_beyond_all_numbers_is_capped_like_any_other(clip):
         (0.5, None, 0.7, -1.0, 0.4, 0.0),  # bad and rarer than 0.8: 0.8 times 0.5
     ],
 )
-def test_the_decoupled_loss_by_hand(importance, cap, ratio, advantage, loss, slope):
+def test_the_decoupled_loss_and_its_gradient_equal_hand_computed_numbers(
+    importance, cap, ratio, advantage, loss, slope
+):
     found, gradient, stats = one_unit(ratio, advantage, importance=importance, importance_cap=cap)
     assert (found, gradient) == (pytest.approx(loss), pytest.approx(slope))
     assert stats["importance_weight"] == pytest.approx(min(importance, cap or importance))
@@ -451,7 +455,7 @@ def mask_config(kind, **options):
     return PPOConfig(**{"episode_mask": kind, "episode_mask_low": 0.5, "episode_mask_high": 5.0} | options)
 
 
-def test_episodes_out_of_bounds_by_hand():
+def test_episodes_whose_ratio_is_out_of_bounds_are_found():
     # Three episodes of two, one and two items of one unit, ratios 2 and 8, 4, and 1/8 and 1/2:
     #   products 16, 4, 1/16: outside 0.5 to 5 are the first and the last
     #   geometric means sqrt(16) = 4, 4, sqrt(1/16) = 1/4: only the last is outside

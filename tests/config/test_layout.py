@@ -301,3 +301,11 @@ def test_no_link_of_the_repository_leads_out_of_it():
     told = subprocess.run(["git", "-C", str(ROOT), "ls-files", "-z"], capture_output=True, text=True, check=True)
     links = [ROOT / name for name in told.stdout.split("\0") if name and (ROOT / name).is_symlink()]
     assert links and all(link.resolve().is_relative_to(ROOT) for link in links)
+
+
+def test_files_and_tests_that_conftest_names_exist():
+    named = re.findall(r"(?<![\w/:])((?:\w+/)*test_\w+)(?:\.py)?(?:::(\w+))?", (ROOT / "tests/conftest.py").read_text())
+    assert len(named) > 40
+    for path, name in named:
+        files = [*(ROOT / "tests").glob(f"{path.removeprefix('tests/')}{'' if name else '*'}.py")]
+        assert files and (not name or f"\ndef {name}" in files[0].read_text()), f"{path}::{name}"

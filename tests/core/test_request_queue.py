@@ -86,7 +86,7 @@ def test_requests_of_a_dead_worker_come_first_and_a_leaving_worker_still_answers
     assert queue.take_answer(4) and not queue.take_answer(4) and not queue.take_answer(3)
 
 
-def test_requests_of_players_that_ask_no_more_are_dropped(queue):
+def test_requests_that_nobody_waits_for_any_more_are_dropped(queue):
     queue.put(*prompts(1, 2, 3))
     queue.drop(lambda one: one.key == 2)
     assert taken(queue) == {"a": [1], "b": [3]}

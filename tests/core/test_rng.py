@@ -20,7 +20,7 @@ def test_philox_gives_the_published_vectors(counter, key, expected):
     assert tuple(rng.philox(np.array([counter], np.uint32), key)[0]) == expected
 
 
-def test_noise_does_not_depend_on_the_company():
+def test_the_noise_of_a_row_does_not_depend_on_the_other_rows():
     episodes, decisions = np.array([4, 9, 2**40]), np.array([0, 3, 7])
     together = rng.normal(5, "act", episodes, decisions, 7)
     for row in range(3):
@@ -28,7 +28,7 @@ def test_noise_does_not_depend_on_the_company():
         assert np.array_equal(alone[0], together[row])
 
 
-def test_every_part_of_the_key_matters():
+def test_another_seed_name_episode_or_decision_gives_other_noise():
     def draw(seed=1, name="a", episode=2, decision=3):
         return rng.uniform(seed, name, np.array([episode]), np.array([decision]), 4)
 

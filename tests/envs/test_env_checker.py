@@ -230,7 +230,7 @@ def test_a_broken_vector_env_is_refused_with_the_name_of_the_rule(broken, rule, 
     assert caught.value.rule == rule, caught.value
 
 
-def test_a_tolerance_is_for_company_only():
+def test_a_tolerance_covers_differences_between_numbers_of_rows_but_not_between_repeats():
     almost = pushed(lambda self: 1e-4 * self._position.mean(axis=0))
     check_vector_env(almost(config(max_episode_steps=10), 4), atol=1e-3)
     with pytest.raises(ContractViolation, match="same-trajectory"):

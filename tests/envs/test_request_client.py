@@ -102,7 +102,7 @@ def test_a_part_of_a_worker_that_died_is_cut_anew_and_one_that_leaves_still_answ
     assert asking.client.answer().values.tolist() == [0, 1, 2, 3]
 
 
-def test_suspects_wait_until_nothing_else_is_played():
+def test_episodes_marked_as_alone_start_only_when_no_row_plays():
     episodes = deque(EpisodeSpec("reach", -1, 0, index) for index in range(4))
     alone = frozenset({2, 3})
     playing = np.array([True, False, False])

@@ -117,7 +117,7 @@ def test_chunks_rows_and_saved_states_change_nothing(reward):
     np.testing.assert_array_equal(found, [whole[0, 2:], whole[1, :3]])
 
 
-def test_a_function_of_ones_own(mine):
+def test_a_function_of_ones_own_is_the_reward(mine):
     env = begin(Scripted(reward="my_rewards:twice_the_action"))
     np.testing.assert_allclose(earned(env, 2, action=0.25), [[0.7, 1.0]] * 2, atol=1e-7)
 

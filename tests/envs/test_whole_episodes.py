@@ -81,7 +81,7 @@ def test_rows_that_have_finished_ask_nothing(alone):
     assert len(set(lengths.values())) > 1, "episodes of different lengths"
 
 
-def test_a_group_begins_alike(alone):
+def test_all_episodes_of_a_group_begin_in_one_state(alone):
     played = alone[0]
     begins = played.obs["state"][np.concatenate([[0], np.cumsum(played.lengths)[:-1]])]
     assert all((begins[start : start + 4] == begins[start]).all() for start in (0, 4, 8))

@@ -251,7 +251,7 @@ SUMMED_OVER_RANKS = [  # each has a sum, a mean or a bound of its own
 
 
 @pytest.mark.parametrize("options", SUMMED_OVER_RANKS, ids=str)
-def test_packs_and_ranks_change_nothing(options):
+def test_the_update_does_not_depend_on_packs_or_the_number_of_ranks(options):
     config, data, scores, reference = case(options | {"epochs": 2, "minibatch_size": 2 * SIZE})
     (weights, numbers), *_ = trained(data, config, reference=reference, scores=scores)
     assert far(weights, speaker(config).state_dict()) > 1e-3
@@ -428,7 +428,7 @@ def test_errors_of_log_probs_are_logged_and_conversations_above_a_bound_left_out
     assert far(weights, unmasked) > 1e-6
 
 
-def test_passes_that_make_up_for_those_of_other_ranks_count_nothing():
+def test_padding_passes_add_nothing_to_losses_and_gradients():
     config, data, policy = algo(kl_coef=0.1), talks(Speaking(), GROUPS, SIZE, stale=0.2), Speaking()
     share = share_of(policy, data, config, reference=Speaking(seed=3))
     steps = PolicySteps(model := Model(policy, LearnerConfig(shard=True)), None, config)

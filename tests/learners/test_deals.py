@@ -62,7 +62,7 @@ def deals(case, num_ranks, count):
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_any_deal_makes_the_update_of_one_rank_that_has_everything(case):
+def test_the_update_is_the_same_however_units_are_dealt_to_ranks(case):
     start = CASES[case][0]().state_dict()
     alone, numbers = trained(case, deals(case, 1, 1)[0], 0, Alone())
     assert max(float((alone[name] - start[name]).abs().max()) for name in start) > 1e-3 < numbers["train/grad_norm"]

@@ -59,7 +59,7 @@ def test_keyframes_are_where_the_gripper_moves_and_the_end(gripper, wanted):
     assert next_keyframes(actions).tolist() == wanted
 
 
-def test_an_item_knows_the_states_of_its_next_keyframe_and_of_its_end(tmp_path):
+def test_an_item_has_the_states_of_its_next_keyframe_and_of_the_episodes_end(tmp_path):
     episodes = [episode(number, length) for number, length in enumerate((3, 1, 4))]
     demos = Demonstrations(SPEC, 3, first=0, total=8)
     assert len(list(demos.read(iter(episodes), 8, tmp_path))) == 3
@@ -97,7 +97,7 @@ def test_a_disk_that_is_too_small_is_refused_before_anything_is_decoded(tmp_path
         next(demos.read(iter([]), 5000, tmp_path))
 
 
-def test_learning_rates_by_hand():
+def test_learning_rates_of_schedules_equal_hand_computed_numbers():
     cosine = SFTConfig(lr=1.0, final_lr=0.1, lr_schedule="cosine", warmup_steps=1)
     found = [sft_factor(cosine, step, 5, 5) for step in range(5)]
     assert found == pytest.approx([0.5, 1.0, 0.868198, 0.55, 0.231802], abs=1e-6)

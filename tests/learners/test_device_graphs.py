@@ -5,7 +5,7 @@ import torch
 from embodied.runtime.device_graphs import MOST, CapturedGraphs
 
 
-def test_a_graph_in_use_outlasts_shapes_that_come_now_and_then():
+def test_a_graph_in_use_is_kept_while_other_shapes_come_and_go():
     """As in an evaluation beside a rollout: its rows become fewer, those of the rollout do not."""
     graphs, calls = CapturedGraphs("cpu"), []
 

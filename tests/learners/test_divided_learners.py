@@ -21,7 +21,7 @@ def test_learners_that_divide_passes_end_with_the_weights_of_one(tmp_path, ranks
     assert any(len(degrees) > 1 for way, *_, degrees in rows if way == "auto"), "several degrees in one step"
 
 
-def test_ranks_run_any_table_to_its_end_and_refuse_a_shuffled_one(tmp_path):
+def test_ranks_finish_every_table_of_passes_and_refuse_tables_that_differ(tmp_path):
     rows = run_ranks(HERE / "divided_tables.py", tmp_path, 4)
     assert len(rows) == 4
     for _, tables, degrees, told in rows:

@@ -45,7 +45,7 @@ def batch_of(policy, rows=5):
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_images_are_not_looked_at_again(family, monkeypatch):
+def test_log_probs_from_cached_features_read_no_image(family, monkeypatch):
     config = FAMILIES[family]
     spec = EnvSpec(ActionSpec(2), state_dim=3, images=CAMERAS, instruction=True)
     policy = make_policy(config, spec, 0).eval()

@@ -146,7 +146,7 @@ def test_an_optimizer_that_has_not_stepped_yet_comes_back(tmp_path):
     PolicyOptimizer(toy.make(), PPO, Alone()).load(tmp_path)
 
 
-def test_an_optimizer_that_was_stored_from_shards_can_leave_still(tmp_path):
+def test_an_optimizer_saved_from_shards_can_be_offloaded(tmp_path):
     _, optimizer, _ = trained()
     optimizer.sharded = True  # so that what is stored is gathered, here from this rank alone
     optimizer.save(tmp_path)
@@ -225,7 +225,7 @@ def test_a_save_leaves_weights_that_others_may_be_reading_as_they_are(tmp_path):
     worker.close()
 
 
-def test_a_learner_that_has_left_its_device_sends_its_weights_still():
+def test_an_offloaded_learner_sends_its_weights():
     worker = LearnerWorker(toy.make().config, PPO, LearnerConfig(), 0, None)
     worker.rank, worker.world_size, worker.timers = 0, 1, Timers()
     worker.build(toy.ENV, "0" * 16, snapshot=False)
@@ -324,7 +324,7 @@ def test_ranks_find_their_rows_in_the_files_of_any_number_of_ranks(ranks):
             assert torch.equal(join_rows(shards, rows), whole[rows])
 
 
-def test_shards_of_an_optimizer_that_are_not_all_there_are_refused(tmp_path):
+def test_an_optimizer_with_a_missing_shard_is_refused(tmp_path):
     _, optimizer, _ = trained()
     optimizer.save(tmp_path)
     (tmp_path / "optimizer.safetensors").rename(tmp_path / "optimizer-1-of-2.safetensors")

@@ -131,7 +131,7 @@ def test_a_reference_is_counted_as_a_copy_of_what_is_trained():
     assert "reference" in str(compared) and "reference" not in str(plain)
 
 
-def test_learners_with_shards_hold_a_part_each_and_the_gradient_whole():
+def test_memory_of_learners_with_shards_is_a_part_of_the_weights_and_the_whole_gradient():
     """10 weights of 2 bytes, 4 of them trained: two learners hold half of (20 - 8) + 5 * 4 * 4 bytes, the gradient of
     4 * 4, and 3 + 5 beside; half of the reference's 20 too."""
     memory = Memory(10, 4, weights=20, training=0, activations=5, trained=8, gathered=3, gradient=16)

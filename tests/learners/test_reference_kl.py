@@ -34,7 +34,7 @@ def share_of(actor, algo, reference, seed=0, rows=None, collective=None):
     return data, toy.batch_of(data, algo, toy.make(), collective, reference=reference)
 
 
-def test_rewards_pay_for_leaving_the_reference_by_hand():
+def test_rewards_are_lowered_by_the_divergence_from_the_reference():
     actor, other = toy.make(), toy.make(seed=1)
     data, share = share_of(actor, config(kl_coef=0.5, kl_in="reward"), model(other))
     steps = toy.by_step(data)
@@ -71,7 +71,7 @@ def test_a_run_begins_at_its_reference_and_the_coefficient_keeps_it_there():
     assert apart[10.0] < 0.8 * apart[0.0] and apart[0.1] < apart[0.0]
 
 
-def test_without_a_coefficient_nothing_changes():
+def test_without_a_coefficient_a_reference_does_not_change_the_update():
     actor = toy.make()
     _, plain = share_of(actor, PLAIN, None)
     _, compared = share_of(actor, config(kl_coef=1e-9), model(toy.make(seed=1)))

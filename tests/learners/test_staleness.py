@@ -85,7 +85,7 @@ def test_decoupled_ppo_is_ppo_where_nothing_is_stale(options):
     assert others == pytest.approx(numbers, abs=1e-9)
 
 
-def test_with_stale_decisions_decoupling_capping_and_masking_each_learn_something_else():
+def test_with_stale_decisions_decoupling_capping_and_masking_give_different_weights():
     data, options = stale_rollout(), [{}, {"decoupled": True}, {"decoupled": True, "importance_cap": 1.05}, EVERYTHING]
     options += [{"clip": "aipo", "ratio_cap": 1.05}, {"clip": "tis", "ratio_cap": 1.05}]
     weights = [trained(data, PPOConfig(**BASE | each))[0][0] for each in options]

@@ -116,7 +116,7 @@ def test_all_answers_of_several_turns_are_imitated():
     assert np.flatnonzero(mask).tolist() == [3, 4, 8, 9]
 
 
-def test_the_same_number_and_seed_are_the_same_prompt_whoever_asks():
+def test_a_prompt_follows_from_its_number_and_the_seed():
     assert (
         solved_examples(env(), 3, range(4, 9))
         == solved_examples(env(), 3, range(12))[4:9]
@@ -143,7 +143,7 @@ def test_the_loss_is_the_mean_over_the_answers_tokens():
 
 
 @pytest.mark.parametrize("schedule", ["linear", "cosine"])
-def test_passes_in_parts_are_the_same_passes(schedule):
+def test_iterations_of_few_steps_make_the_steps_of_whole_passes(schedule):
     """45 conversations are 3 gradient steps a pass: iterations of 2 and 1."""
     whole = sft(lr_schedule=schedule)
     parts = sft(lr_schedule=schedule, steps=2)
@@ -187,7 +187,7 @@ def test_small_passes_add_up_to_the_same_steps(pack_tokens):
     assert whole[0][1]["train/loss"] == pytest.approx(one[0][1]["train/loss"], abs=1e-10)
 
 
-def test_passes_that_make_up_for_passes_of_other_ranks_count_nothing():
+def test_padding_passes_of_imitation_add_nothing():
     (_, numbers), weights = trained(sft())
     padded = learner(sft())
     padded.open_data()

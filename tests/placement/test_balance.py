@@ -12,13 +12,13 @@ from embodied.placement.balance import BALANCED, PassCost, balance_ratio, blocks
 from embodied.placement.topology import PlacementError
 
 
-def test_a_shared_prompt_costs_once_by_hand():
+def test_the_cost_of_a_shared_prompt_counts_once():
     """The example of `PassCost.of`; and apart, where 8 tokens and 9 + 25 pairs pass."""
     assert PassCost(1.0, 1.0).of([3, 5], shared=2) == (2 + 1 + 3) + (4 + 5 + 21)
     assert PassCost(1.0, 1.0).of([3, 5]) == 8 + 34 and PassCost().of([3, 5]) == 8
 
 
-def test_the_costliest_come_first_and_go_to_the_rank_that_has_least():
+def test_the_costliest_items_are_dealt_first_to_the_rank_with_the_least_cost():
     assert deal([8, 1, 1, 6], 2) == [0, 1, 1, 1]
     assert deal([2, 2, 2, 2], 2) == [0, 0, 1, 1], "neighbours stay together where that is balanced"
     assert deal([], 2) == [] and len(deal([5], 2)) == 1
@@ -71,7 +71,7 @@ def test_no_rank_has_more_items_than_it_has_room_for():
     st.booleans(),
     st.randoms(use_true_random=False),
 )
-def test_a_deal_is_within_a_third_of_the_best_and_no_worse_than_blocks(costs, num_ranks, cut, draw):
+def test_balanced_loads_are_within_a_third_of_the_best_and_no_worse_than_equal_blocks(costs, num_ranks, cut, draw):
     """4/3 is what longest-first promises where all units are of one step."""
     order = draw.sample(range(len(costs)), len(costs))
     steps = [step for step in (order[: len(costs) // 2], order[len(costs) // 2 :]) if step and cut]

@@ -222,7 +222,7 @@ FOUR_ASK_TWO = ((Zone(("sim",), "gpu", 4), Zone(("policy",), "gpu", 2)), (Zone((
         (100, 10 * (3 + 5)),
     ],
 )
-def test_questions_that_wait_are_answered_in_one_call_up_to_so_many_rows(merges, seconds):
+def test_waiting_requests_are_answered_in_one_call_up_to_the_limit_of_rows(merges, seconds):
     costs = constant(3), Curve((0, 8), (1.0, 9.0)), constant(0)
     assert iteration(FOUR_ASK_TWO, *costs, merges=merges)[1] == pytest.approx(seconds)
 

@@ -158,7 +158,7 @@ def test_prompts_that_go_by_way_of_the_driver_make_a_cycle_of_sims_and_engines()
     assert through_the_driver(flows, EmbodiedLoop.roles) == flows
 
 
-def test_a_judge_answers_before_those_who_asked_hand_on():
+def test_the_traced_graph_places_a_judge_between_the_reward_role_and_the_learner():
     roles = roles_of_run(EmbodiedLoop, recipe("roles.judge=m"))
     seen = {("sim", "reward"): (1.0, 2.0), ("reward", "judge"): (2.0, 5.0), ("judge", "reward"): (2.5, 6.0)}
     edges = {

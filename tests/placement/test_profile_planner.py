@@ -184,7 +184,7 @@ def test_several_learners_with_shards_share_no_weights():
         assert pricer.price(Layout(apart)).used_bytes["gpu"] == used
 
 
-def test_components_that_do_not_fit_together_swap_and_pay_for_it():
+def test_components_that_do_not_fit_together_swap_and_its_time_is_counted():
     profile = simple_profile(constant(1), constant(1), constant(1), bytes=constant(60), onload_s=2, offload_s=3)
     policy = Cost(constant(1), bytes=constant(50), onload_s=0.5, offload_s=0.25)
     profile = replace(profile, costs={**profile.costs, "policy": {"gpu": policy}})

@@ -77,7 +77,7 @@ def test_estimates_are_trained_in_deviations_of_each_number():
     assert policy.estimator[0].weight.grad.abs().max() > 0
 
 
-def test_a_better_eye_is_not_taken_for_another_policy():
+def test_training_the_estimator_does_not_change_log_probs():
     policy, obs = build(replace(SPEC, privileged_dim=2), estimate=True), knowing()
     output = act(policy, obs)
     torch.nn.init.ones_(policy.estimator[0].weight)

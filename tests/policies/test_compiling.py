@@ -69,7 +69,7 @@ def test_a_program_that_a_killed_process_left_unfinished_is_compiled_again(monke
     assert vla_policy.compiled(run)(x=3) == 3
 
 
-def test_a_saved_policy_does_not_keep_it(tmp_path):
+def test_a_saved_policy_does_not_keep_the_option_compile(tmp_path):
     fused = build("pi0", compile=True)
     fused.save_pretrained(tmp_path)
     assert json.loads((tmp_path / "config.json").read_text())["policy"]["compile"] is False

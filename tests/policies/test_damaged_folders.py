@@ -25,7 +25,7 @@ from embodied.policies.vla.statistics import MEAN_STD, Scale, read_figures
         ({"mean": [0.0] * 3, "std": [1.0, -1.0, 1.0]}, CheckpointError, "damaged: mean and std"),
     ],
 )
-def test_figures_that_do_not_fit_an_env(figures, error, reason):
+def test_statistics_that_do_not_fit_an_env_are_refused(figures, error, reason):
     with pytest.raises(error, match=f"those of here .*{reason}"):
         Scale(3).adopt(figures, MEAN_STD, 1e-6, "those of here")
 
@@ -35,7 +35,7 @@ def test_figures_filled_up_with_zeros_and_of_what_the_env_does_not_tell_are_take
     Scale(0).adopt({"mean": [0.5] * 3, "std": [1.0] * 3}, MEAN_STD, 1e-6, "here")
 
 
-def test_weights_and_figures_that_cannot_be_used(tmp_path):
+def test_unusable_weights_and_statistics_are_refused(tmp_path):
     for wrong, words in (({"mean": "abc"}, "could not convert"), (3, "no attribute")):
         (tmp_path / "norm_stats.json").write_text(json.dumps({"norm_stats": {"state": wrong, "actions": {}}}))
         with pytest.raises(CheckpointError, match=f"norm_stats.json cannot be read: .*{words}"):

@@ -127,7 +127,7 @@ def test_pictures_are_changed_as_openpi_changes_them():
             torch.testing.assert_close(found[row, view], wanted, atol=2e-5, rtol=0)
 
 
-def test_pi0_imitates_with_them_where_asked_and_acts_without():
+def test_pi0_imitates_changed_pictures_where_asked_and_acts_on_unchanged_ones():
     options = {"name": "pi0", "chunk": 4}
     plain, changed = (make_policy(Pi0Config(**options, augment=flag), SPEC, 0) for flag in (False, True))
     obs, shown = observe(2, SPEC, TOLD), actions(plain.horizon)

@@ -67,7 +67,7 @@ def test_the_keyframe_loss_of_a_row_depends_on_its_own_images_only(family):
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_a_folder_keeps_the_head_and_rl_does_without(family, tmp_path):
+def test_a_folder_keeps_the_keyframe_head_and_rl_drops_it(family, tmp_path):
     policy = build(family, keyframes=[1])
     policy.save_pretrained(tmp_path)
     assert torch.equal(load_policy(tmp_path).keyframe_head.weight, policy.keyframe_head.weight)

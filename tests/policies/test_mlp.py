@@ -98,7 +98,7 @@ def test_a_name_that_is_no_policy_is_refused(name, words):
         make_policy(MLPConfig(), EnvSpec(ActionSpec(2), images={"front": (8, 8, 3)}), 0)
 
 
-def test_one_thing_flung_away_does_not_change_what_everything_else_looks_like():
+def test_one_outlier_hardly_changes_the_normalisation_of_other_states():
     policy = build("gaussian", normalize_observations=True)
     states = np.random.default_rng(0).normal(size=(50, 4, 5))
     policy.merge_observation_moments(policy.observation_moments({"state": states}))

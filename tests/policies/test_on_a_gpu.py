@@ -155,7 +155,7 @@ WAYS = {
 
 @on_both
 @each_family
-def test_acting_and_valuing(family):
+def test_acting_and_values_stay_on_the_gpu(family):
     card, policy = on_the_card(family, truth=False)  # the normaliser has counted something
     with card:
         obs = on_card(seen(policy.spec))  # others come in the update

@@ -25,7 +25,7 @@ def test_sampling_follows_the_tempered_probabilities():
         np.testing.assert_allclose(np.bincount(chosen, minlength=4) / 20_000, wanted, atol=1e-3)
 
 
-def test_action_tokens_by_hand():
+def test_action_tokens_are_the_published_ids():
     codes = ActionTokens(256)
     # 256 edges are 2/255 apart. Published ids are 32000 - bin with bins from 1, ours count from id 31744.
     assert codes.encode(np.array([-1.0, 1.0, 0.0])).tolist() == [255, 0, 128]

@@ -77,7 +77,7 @@ def test_log_probs_of_the_published_sequence_equal_those_of_transformers_llama(s
         torch.testing.assert_close(ours[row], wanted, atol=1e-5, rtol=1e-5)
 
 
-def test_film_of_a_block_by_hand():
+def test_film_scales_and_shifts_the_attention_of_a_block():
     policy = build(film=True)
     film = policy.vision_backbone.featurizer.blocks[0]
     draw = torch.Generator().manual_seed(0)
@@ -90,7 +90,7 @@ def test_film_of_a_block_by_hand():
         torch.testing.assert_close(film(x, words), wanted)
 
 
-def test_laplace_numbers_by_hand():
+def test_log_probs_entropy_and_noise_of_the_laplace_distribution_equal_hand_computed_numbers():
     # density exp(-|x| / 2) / 4 with scale 2: at x = 1, -0.5 - ln 4; entropy 1 + ln 4
     logprob, entropy = laplace(torch.zeros(1), torch.tensor([2.0]).log(), torch.ones(1))
     assert logprob.item() == pytest.approx(-0.5 - np.log(4), abs=1e-6)

@@ -14,14 +14,14 @@ from embodied.policies.pi0.policy import EXPERT_HEAD, FULL, TIED, WORDS, Pi0Netw
 from embodied.policies.smolvla import policy as smolvla
 
 
-def test_every_step_of_flow_sde_is_noisy_for_some():
+def test_each_step_of_flow_sde_is_the_noisy_one_for_an_equal_share_of_rows():
     policy = build("pi0", steps=3)
     first = policy.act(observe(), noise(policy, 4)).replay["first"]
     many = policy._split(torch.from_numpy(noise(policy, 2000)))[2]
     assert set(first) <= {0, 1, 2} and np.allclose(np.bincount(many) / 2000, 1 / 3, atol=0.05)
 
 
-def test_imitation_at_time_one_by_hand():
+def test_imitation_at_time_one_equals_noise_minus_actions_minus_the_velocity():
     policy = build("pi0", chunk=8)
     obs = observe(2)
     actions = np.random.default_rng(3).normal(size=(2, 8, 3))

@@ -154,7 +154,7 @@ def test_no_more_rows_than_asked_for_and_a_large_question_by_itself(channel):
 
 
 @pytest.mark.parametrize(("state", "error"), [(1e7, ValueError), (np.nan, Unusable), (-1e7, WrongShape)])
-def test_a_bad_question_leaves_the_others_with_their_answers(state, error, channel, capfd):
+def test_a_request_that_fails_does_not_keep_merged_requests_from_their_answers(state, error, channel, capfd):
     requests = [question(sim, 2) for sim in range(3)]
     good, _ = asked(counting(), channel, [requests[0], requests[2]], "good")
     requests[1].obs["state"][0] = state
@@ -178,7 +178,7 @@ def test_questions_of_an_earlier_round_are_left_out(channel):
     assert worker.policy.rows == [3]
 
 
-def test_stale_weights_answer_nothing_however_many_ask(channel):
+def test_a_worker_with_stale_weights_answers_no_request(channel):
     worker = counting()
     with pytest.raises(StaleWeights):
         asked(worker, channel, [question(0, 1), question(1, 1)], version=4)

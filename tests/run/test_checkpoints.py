@@ -119,7 +119,7 @@ def test_a_damaged_checkpoint_is_refused_by_name_and_the_one_before_is_used(tmp_
         verify(second)
 
 
-def test_latest_is_only_a_hint(tmp_path):
+def test_a_wrong_file_latest_does_not_hide_the_newest_checkpoint(tmp_path):
     write(tmp_path, 1)
     for nonsense in ("v000009\n", "../../etc\n", ""):
         (tmp_path / "checkpoints" / "latest").write_text(nonsense)
@@ -143,7 +143,7 @@ def test_saving_the_same_version_twice_keeps_the_first(tmp_path):
 
 
 @pytest.mark.parametrize("manifest", ["[]", "{}", '{"files": []}', '{"files": {}}', "null", "{"])
-def test_a_manifest_that_lists_nothing_proves_nothing(tmp_path, manifest):
+def test_a_checkpoint_whose_manifest_lists_no_files_is_refused(tmp_path, manifest):
     first, second = write(tmp_path, 1), write(tmp_path, 2)
     (second / "manifest.json").write_text(manifest)
     with pytest.raises(CheckpointError, match=r"manifest\.json"):

@@ -94,7 +94,7 @@ def gang(name, *devices):
     return [Claim(f"{name}-{i}", (device,)) for i, device in enumerate(devices)]
 
 
-def test_asking_twice_and_giving_back_twice_are_mistakes():
+def test_acquiring_or_releasing_devices_twice_is_refused():
     coordinator = hybrid(14)
     finish(coordinator, coordinator.acquire("rollout"))
     with pytest.raises(LeaseError, match="has or waits for already"):

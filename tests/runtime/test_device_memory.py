@@ -22,7 +22,7 @@ def tensors_of(network, adam):
     return [*network.parameters(), *(value for state in adam.state.values() for value in state.values())]
 
 
-def test_weights_that_were_published_can_leave_still():
+def test_published_weights_can_be_offloaded():
     weights = torch.nn.Parameter(torch.ones(8))
     assert blob_of(weights).data.ctypes.data == weights.data_ptr()  # without a copy
     assert Offloader().offload([weights]) == 32
@@ -52,7 +52,7 @@ def test_offloaded_tensors_take_no_memory_and_return_with_their_views():
     assert torch.equal(view, shown + 1)
 
 
-def test_every_part_of_memory_is_moved_and_traced_separately():
+def test_weights_cache_and_optimizer_are_offloaded_and_traced_separately():
     timers, weights, scratch = Timers(), torch.arange(1000.0), torch.ones(500)
     belongings = DeviceTensors(timers)
     timers.record(True)
@@ -83,7 +83,7 @@ def test_every_turn_uses_the_copy_of_the_first():
     assert len(copies) == len(offloader._copies) == 1 and torch.equal(weights, torch.arange(8.0))
 
 
-def test_memory_of_somebody_else_stays():
+def test_memory_that_a_tensor_only_maps_is_not_offloaded():
     mapped = torch.frombuffer(bytearray(32), dtype=torch.float32)
     assert Offloader().offload([mapped]) == 0
     assert mapped.untyped_storage().nbytes() == 32

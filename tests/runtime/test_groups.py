@@ -170,7 +170,7 @@ def test_a_question_does_not_wait_for_the_work_before_it_even_where_the_class_is
         assert work.wait() == ["done"]
 
 
-def test_a_call_may_still_be_running(backend):
+def test_a_call_that_missed_its_deadline_can_be_waited_for_again(backend):
     with three(backend) as cluster:
         counters, go_on = cluster.launch(Counter, "count"), cluster.channel("go on")
         counters.who().wait()
@@ -282,7 +282,7 @@ def test_items_that_a_worker_put_before_its_failure_can_be_read(backend):
             channel.get()
 
 
-def test_the_death_of_a_rank_is_the_cause_and_not_what_its_peers_tell_before(tmp_path):
+def test_the_death_of_a_rank_is_named_as_the_cause_and_not_the_earlier_errors_of_its_peers(tmp_path):
     hosts = [HostPlan(f"h{i}", ("pair",)) for i in range(2)]
     with Cluster("local", hosts, log_dir=tmp_path, timeout_s=300) as cluster:
         pair, meet = cluster.launch(Together, "pair"), cluster.rendezvous("pair")
@@ -318,7 +318,7 @@ def test_a_killed_host_is_reported_with_signal_process_cores_and_log(processes, 
         assert "Segmentation fault" in (tmp_path / "one.log").read_text()
 
 
-def test_the_home_of_a_channel_dies(processes):
+def test_a_channel_whose_home_died_is_closed_with_the_cause(processes):
     with three(processes) as cluster:
         first, second = cluster.launch(Counter, "role0"), cluster.launch(Counter, "role1")
         channel = cluster.channel("at second", home=second)

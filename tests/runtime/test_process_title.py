@@ -31,7 +31,7 @@ def test_ps_and_top_show_hosts_by_name_and_the_cluster_tells_their_ids(processes
         assert shown(pids[1]) == ("embodied a-long-name-that-top-cuts", "a-long-name-tha")
 
 
-def test_a_host_that_is_started_again_is_told_and_shown_again(tmp_path):
+def test_a_host_that_is_started_again_is_announced_with_its_new_process(tmp_path):
     told = []
     plans = (HostPlan("left", ("a",)), HostPlan("right", ("b",)))
     with Cluster("local", plans, log_dir=tmp_path, timeout_s=300, on_start=lambda *one: told.append(one)) as cluster:

@@ -34,7 +34,7 @@ assert calls == ["127.0.0.1:1"], calls
 """
 
 
-def test_a_question_after_the_end_does_not_start_a_ray_cluster():
+def test_a_call_after_the_end_of_a_cluster_does_not_start_another_ray_cluster():
     done = subprocess.run([sys.executable, "-c", AFTER_THE_END], capture_output=True, text=True, timeout=120)
     assert done.stdout == "refused\n", done.stderr
 

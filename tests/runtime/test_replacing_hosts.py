@@ -266,7 +266,7 @@ def open_in(pid):
     return found
 
 
-def test_inline_replaces_nothing(tmp_path):
+def test_the_inline_backend_replaces_no_failed_worker(tmp_path):
     with Cluster("inline", HOSTS, timeout_s=300) as cluster:
         a = cluster.launch(Pupil, "a")
         cluster.supervise([a], Budget(3, 600, 1))

@@ -59,7 +59,7 @@ def test_a_successor_has_hang_s_to_beat_and_three_times_its_first_life_to_be_bui
     assert again and "hung: no sign of life for" in failure.cause and machine.restarts("sims") == 2
 
 
-def test_a_death_while_it_is_built_again_is_another_restart_of_the_budget():
+def test_the_death_of_a_host_that_is_being_rebuilt_counts_as_another_restart():
     machine = Supervisor(BUDGET, ["sims"])
     assert machine.died("sims", now=0) is None and machine.died("sims", now=1) is None
     assert not machine.at_work("sims") and machine.restarts("sims") == 2

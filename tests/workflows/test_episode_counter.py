@@ -71,7 +71,7 @@ def test_envs_without_a_saved_state_begin_the_next_or_the_same_again():
 
 
 @pytest.mark.parametrize(("envs", "sims", "tasks", "most"), [(640, 64, 10, 2), (320, 64, 10, 2), (40, 2, 10, 5)])
-def test_rows_stay_what_they_are_and_a_sim_owns_those_of_few_tasks(envs, sims, tasks, most):
+def test_every_row_has_one_sim_and_a_sim_has_rows_of_few_tasks(envs, sims, tasks, most):
     owned = rows_of_sims(envs, sims, tasks)
     assert sorted(np.concatenate(owned).tolist()) == list(range(envs))
     assert {len(rows) for rows in owned} == {envs // sims}

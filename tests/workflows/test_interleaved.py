@@ -98,7 +98,7 @@ def test_an_interleaved_evaluation_with_servers_finds_the_same(whole, alone, tmp
 
 
 @pytest.mark.parametrize("schedule", ["periodic", "async"])
-def test_with_every_schedule_it_equals_one_of_its_checkpoint(schedule, alone, tmp_path):
+def test_an_evaluation_beside_a_rollout_equals_one_of_its_checkpoint_with_every_schedule(schedule, alone, tmp_path):
     """Greedy answers, beside those of training that are drawn."""
     run = run_of(tmp_path, BESIDE, f"pipeline.schedule={schedule}", "eval.temperature=0")
     assert alone == [*([(2, 6)] if schedule == "async" else []), (3, 6)]  # where no rollout followed
@@ -115,7 +115,9 @@ def test_with_every_schedule_it_equals_one_of_its_checkpoint(schedule, alone, tm
     ],
     ids=["slices", "groups"],
 )
-def test_robots_play_it_with_the_same_results_and_train_the_same(options, by_themselves, alone, tmp_path):
+def test_an_evaluation_beside_a_rollout_of_robots_changes_neither_results_nor_training(
+    options, by_themselves, alone, tmp_path
+):
     """Evaluations take the likeliest actions; rollouts, beside which they are played, draw theirs."""
     for name, beside in (("whole", ()), ("beside", (BESIDE,))):
         alone.clear()
@@ -153,7 +155,7 @@ def test_an_evaluation_under_way_when_the_run_died_is_played_again(where, whole,
 
 
 @pytest.mark.slow
-def test_where_a_sim_dies_what_it_held_is_played_by_itself(whole, tmp_path):
+def test_evaluation_episodes_of_a_sim_that_dies_are_played_without_a_rollout_beside_them(whole, tmp_path):
     fault = f"env.kwargs={{fault: sigkill, place: evaluation, worker: sim-0, once: {tmp_path}/struck}}"
     places = "placement={sim: 'cpu:0-1*2', policy: 'cpu:0', learner: 'cpu:1'}"
     options = (BESIDE, "cluster.backend=local", places, fault)

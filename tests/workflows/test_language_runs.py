@@ -89,7 +89,7 @@ def test_only_the_requests_of_a_killed_engine_are_asked_again_each_once(sync, mo
     assert len(times) == 20 and lost and all(count == 1 + (one in lost) for one, count in times.items())
 
 
-def test_engines_on_a_learners_device_change_when_and_not_what(tmp_path):
+def test_engines_on_a_learners_device_give_the_same_conversations_and_weights(tmp_path):
     found = []
     for learner in ("fake:3", "fake:2"):
         placement = {"sim": "fake:0", "policy": "fake:1-2", "learner": learner}

@@ -42,7 +42,7 @@ def weights_of(folder, *recipe, placement):
 
 
 @pytest.mark.parametrize("recipe", [PPO, GRPO], ids=["ppo", "grpo"])
-def test_policies_on_the_learners_devices_change_when_and_not_what(recipe, tmp_path):
+def test_policies_on_the_learners_devices_give_the_same_weights(recipe, tmp_path):
     apart, overlap, all_overlap = (
         weights_of(tmp_path / str(number), *recipe, placement=placement)
         for number, placement in enumerate((APART, OVERLAP, ALL_OVERLAP))

@@ -260,7 +260,7 @@ def test_a_group_that_a_sim_has_forgotten_when_it_is_asked_for_is_lost_and_count
     assert row["groups/used"] == row["groups/kept"] == GROUPS - 1
 
 
-def test_a_long_first_episode_is_no_delay(tmp_path):
+def test_learners_wait_longer_than_the_timeout_for_a_long_first_episode(tmp_path):
     """The learners wait for longer than faults.timeout_s, while the sims show that they are alive."""
     few = ["algo.groups=2", "algo.group_size=2", "algo.filter=none", *AS_MANY]
     short = ["faults.timeout_s=4", "faults.hang_s=4"]

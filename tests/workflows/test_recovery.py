@@ -116,7 +116,7 @@ def test_a_repeated_error_of_a_policy_beside_its_sims_ends_the_run(tmp_path, mon
 
 
 @pytest.mark.chaos
-def test_a_smaller_slice_is_left_out_and_the_counts_follow(tmp_path):
+def test_the_slice_of_a_dead_sim_is_left_out_and_counted_where_it_is_less_than_half_the_batch(tmp_path):
     with Run(tmp_path, FOUR_SIMS, *faulty("exception", "rollout", tmp_path, worker="sim-2")) as run:
         _, numbers = run.iterate(0)
         assert numbers["env_steps"] == 6 * DECISIONS

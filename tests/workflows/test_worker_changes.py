@@ -150,7 +150,7 @@ class Storm:
 @pytest.mark.parametrize("backend", ["local", pytest.param("ray", marks=SLOW)])
 @pytest.mark.parametrize("kind", ["robots", "async", "text"])
 @pytest.mark.parametrize("seed", range(2))
-def test_no_storm_of_coming_going_and_dying_changes_anything(kind, seed, backend, tmp_path):
+def test_workers_that_join_leave_and_die_at_random_change_no_result(kind, seed, backend, tmp_path):
     make, recipe, _ = KINDS[kind]
     recipe = [word for word in recipe if not word.startswith("run.iterations")]
     recipe += ["faults.max_restarts=1000", "run.iterations=1000"] + ["pipeline.stages=2"] * (kind != "text")

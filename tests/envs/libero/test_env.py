@@ -39,7 +39,7 @@ def actions(seed, steps=5, num_envs=3):
     return np.random.default_rng(seed).uniform(-1, 1, (num_envs, steps, 7)).astype(np.float32)
 
 
-def test_a_task_a_suite_or_a_list_of_them():
+def test_a_task_option_names_a_task_a_suite_or_a_list_of_both():
     assert tasks_of("libero_10/3") == ("libero_10/3",)
     assert tasks_of("libero_90")[::89] == ("libero_90/0", "libero_90/89")
     assert tasks_of(["libero_goal/9", "libero_spatial"])[:2] == ("libero_goal/9", "libero_spatial/0")

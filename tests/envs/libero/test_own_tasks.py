@@ -90,7 +90,7 @@ def test_own_initial_states_are_played_in_their_order(mine):
         make_env(config(states_file="narrow.npy"), 2)
 
 
-def test_training_evaluation_and_another_folder(mine, monkeypatch, capsys):
+def test_an_own_libero_task_is_trained_and_evaluated_from_another_folder(mine, monkeypatch, capsys):
     short = ["run.env_steps=null", "run.iterations=1", "env.num_envs=2", "env.max_episode_steps=16", *INLINE]
     small = ["algo.rollout_decisions=2", "algo.minibatch_size=4"]
     assert train.main(["recipe=libero_ppo", "env.task=my_task.bddl", *short, *small]) == 0

@@ -23,7 +23,9 @@ HYBRID = ["renderD128", "renderD131", "renderD130", "renderD129", ""]  # another
         (HYBRID, None, "", None),
     ],
 )
-def test_the_card_is_found_by_its_file_or_by_what_cuda_shows(devices, place, wanted, chosen, monkeypatch, capsys):
+def test_the_gpu_that_draws_is_found_by_its_render_file_or_by_the_gpus_that_cuda_shows(
+    devices, place, wanted, chosen, monkeypatch, capsys
+):
     table = [(device, None) if isinstance(device, str) else device for device in devices]
     monkeypatch.setattr(rendering, "egl_devices", lambda: table)
     for key, value in {rendering.CHOICE: place, "EMBODIED_RENDER_FILE": wanted}.items():

@@ -162,7 +162,7 @@ def test_the_end_of_a_task_terminates_the_episode_and_a_task_may_report_no_succe
     ending.close(), untold.close()
 
 
-def test_cameras_proprio_and_other_options(mine):
+def test_robosuite_takes_cameras_proprio_robots_and_control_modes(mine):
     options = {"cameras": ["frontview", "robot0_eye_in_hand"], "image_size": 32, "state": "proprio"}
     env = make_env(config(reward_mode="sparse", robot="IIWA", control_mode="JOINT_POSITION", **options), 1)
     obs, _ = env.reset(seed=3)
@@ -185,7 +185,7 @@ def test_a_class_is_found_by_what_it_is(mine):
     assert whole.name == "robosuite"
 
 
-def test_training_and_evaluation(mine):
+def test_an_own_robosuite_class_is_trained_and_evaluated(mine):
     assert train.main(["recipe=robosuite_ppo", "env.task=my_nudge:Nudge", *SHORT, *INLINE]) == 0
     (run,) = (mine / "runs").glob("robosuite_ppo-*")
     assert evaluate.main([f"checkpoint={run}", *INLINE[:2], "eval.videos=1", "eval.failure_videos=0"]) == 0

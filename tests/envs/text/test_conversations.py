@@ -213,7 +213,7 @@ def test_an_env_plays_the_conversations_of_a_group_and_scores_them_together():
 
 
 @pytest.mark.parametrize("rows", [1, 2, 5, 100])
-def test_how_many_go_on_at_a_time_changes_no_conversation(rows):
+def test_conversations_do_not_depend_on_how_many_are_played_at_a_time(rows):
     alone = {index: trajectory_of(held(Policy(), [index]).values()) for index in range(7)}
     together = held(Policy(), range(7), rows)
     for index, one in together.items():
@@ -296,7 +296,7 @@ def test_a_truncated_answer_is_scored_and_ends_the_conversation():
     assert trajectory_of([one]).truncated.ravel().tolist() == [False, False, True]
 
 
-def test_episodes_that_are_to_be_alone_are():
+def test_episodes_marked_as_alone_are_played_by_themselves():
     policy, sizes = Policy(), []
 
     def answer():

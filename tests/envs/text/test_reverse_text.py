@@ -19,7 +19,7 @@ def asked(env, task, held_out=-1, seed=0):
     return env.reset(EpisodeSpec(task, held_out, seed, 0))
 
 
-def test_letters_are_wanted_backwards():
+def test_the_right_answer_to_letters_is_the_letters_backwards():
     env = ReverseText(config(task="letters"))
     said = asked(env, "letters", 3)
     text = said.removeprefix("reverse ").removesuffix(":")
@@ -30,7 +30,7 @@ def test_letters_are_wanted_backwards():
     assert env.step("").reward == 0.0
 
 
-def test_sentences_are_wanted_between_tags():
+def test_a_sentence_backwards_is_right_between_tags_alone():
     env = ReverseText(config())
     system, user = asked(env, "sentences", seed=5)
     assert (system["role"], user["role"]) == ("system", "user") and "<reversed_text>" in system["content"]

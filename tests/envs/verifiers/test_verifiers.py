@@ -259,7 +259,7 @@ def test_the_eval_dataset_is_held_out_and_what_it_repeats_is_not_trained_on():
     assert split(examples(*"abcd"), examples(*"cx")) == [["a", "b", "d"], ["c", "x"]]
 
 
-def test_without_one_the_first_examples_are_held_out():
+def test_without_an_eval_dataset_the_first_examples_are_held_out():
     assert split(examples(*"aba")) == [["b"], ["a"]]
     train, held_out = split(examples(*map(str, range(100))))
     assert (len(train), held_out) == (95, [*"01234"])

@@ -87,7 +87,7 @@ def sampling(engine, override):
 
 
 @TWO_SHAPES
-def test_each_conversation_has_its_own_manner_whoever_is_written_beside_it(name):
+def test_conversations_written_together_keep_their_own_sampling_rules(name):
     model = MODELS[name]()
     overrides = [
         None,
@@ -107,7 +107,7 @@ def test_each_conversation_has_its_own_manner_whoever_is_written_beside_it(name)
     assert written(mixed) != written(answers(engine_of(model), asked))
 
 
-def test_adapters_take_part():
+def test_an_engine_writes_with_adapters():
     model = qwen3()
     before = written(answers(engine_of(model), questions(3)))
     add_lora({"": model}, LanguageConfig(name="language", lora_rank=4, lora_scale=2.0))

@@ -26,7 +26,7 @@ def said(*texts, role="user"):
 
 
 @given(st.text(alphabet=CHARACTERS))
-def test_characters_go_there_and_back(text):
+def test_an_encoded_text_is_decoded_to_the_same_text(text):
     ids = OWN.encode(text, first=False)
     assert len(ids) == len(text) and OWN.decode(ids) == text
 

@@ -94,7 +94,7 @@ def test_each_conversation_is_in_one_pass_that_is_not_too_large(groups, most):
             assert any(members <= set(part) for part in found)
 
 
-def test_things_go_into_the_first_bin_with_room_the_largest_first():
+def test_packing_puts_the_largest_items_first_into_the_first_bin_with_room():
     assert first_fit([3, 7, 2, 5], 9) == [[1, 2], [3, 0]]
 
 

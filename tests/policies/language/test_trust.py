@@ -151,7 +151,7 @@ def test_in_bfloat16_several_answers_together_expose_weights_that_no_single_answ
         assert "were not drawn" in evidence(policy, asked, rule, lambda tokens: tokens, SamplingRule(0.3))
 
 
-def test_a_trial_multiplies_its_capital_by_what_it_wins_and_begins_anew_when_it_loses():
+def test_the_capital_of_a_trial_grows_with_every_win_and_starts_again_after_a_loss():
     trial, won = Trial(), CheckedAnswer(size=1.0)
     assert trial.add(CheckedAnswer(size=-1.0)) == ""
     answers = 0
@@ -168,7 +168,7 @@ def test_only_the_first_answer_of_a_prompt_or_a_conversation_is_bet_on():
     assert [trial.is_new(request) for request in asked] == [True, False, False, True]
 
 
-def test_an_honest_servers_rounding_has_no_direction_and_a_small_common_part_has():
+def test_a_server_is_accused_for_errors_in_one_direction_and_not_for_rounding():
     draw = np.random.default_rng(0)
     rounding, common = draw.normal(size=(3000, 2, 64)), draw.normal(size=64)
     honest, liar = Trial(), Trial()

@@ -119,7 +119,7 @@ def test_requests_that_vllm_aborts_return_the_tokens_written_so_far(drawn):
 
 
 @needs_vllm
-def test_asleep_it_has_neither_weights_nor_cache_and_answers_alike_once_new_weights_are_in(results):
+def test_a_sleeping_engine_has_neither_weights_nor_cache_and_answers_alike_after_loading(results):
     slept = results["slept"]
     weights, cache, packed = slept["awake"]
     assert weights > 1e4 and cache >= 2**30 and packed >= 8
