@@ -3,6 +3,7 @@
 import json
 import re
 import shlex
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -76,13 +77,15 @@ def here(tmp_path_factory):
     change_json(publish(models / "smolvla", "smolvla", ARM) / "config.json", chunk_size=50, n_action_steps=1)
     made = ["recipe=pointmass_ppo", f"out={root / 'demos' / 'libero'}", "collect.episodes=10", "env.num_envs=2"]
     assert collect([*made, "cluster.backend=inline"]) == 0
-    info = root / "demos" / "libero" / "meta" / "info.json"  # by the names that openpi's data set has
-    content = json.loads(info.read_text())
+    meta = root / "demos" / "libero" / "meta"  # by the names that openpi's data set has
+    content, figures = (json.loads((meta / name).read_text()) for name in ("info.json", "stats.json"))
     features = content["features"]
     for ours, theirs, width in (("action", "actions", 7), ("observation.state", "state", 8)):  # as wide as LIBERO's
         features[theirs] = features.pop(ours) | {"shape": [width], "names": None}
+        figures[theirs] = figures.pop(ours)
     features |= {key: {"dtype": "image", "shape": [256, 256, 3], "names": None} for key in ("image", "wrist_image")}
-    info.write_text(json.dumps(content))
+    (meta / "info.json").write_text(json.dumps(content))
+    (meta / "stats.json").write_text(json.dumps(figures))
     return root
 
 
@@ -90,6 +93,14 @@ def here(tmp_path_factory):
 def test_a_command_of_the_page_can_be_planned(command, told, here, monkeypatch, capsys):
     pytest.importorskip("libero")
     pytest.importorskip("mani_skill")
+    from embodied.envs.maniskill.bridge import put_on_plate
+
+    with_all = put_on_plate.variants  # the textures of their 16 objects have 0.6 GB
+    monkeypatch.setattr(
+        put_on_plate,
+        "variants",
+        lambda which: {name: replace(each, objects=(0,)) for name, each in with_all(which).items()},
+    )
     monkeypatch.chdir(here)
     counted = Memory(7, 1, weights=15e9, training=1e9, activations=1e9)  # which takes seconds for each of these
     monkeypatch.setattr(
