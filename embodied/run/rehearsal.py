@@ -165,25 +165,21 @@ def rehearse(config: RunConfig, *sources: PolicySource, examples: Any = None, im
             policy.check_images(shown)
     check_all_fit([source for source in sources if not trained_in(source, env)], env)
     if examples and examples.data is not None and not kind.speaks:
-        check_demonstrations(config, env, examples, imitators)
+        from embodied.workflows.demonstrations import check_dataset
 
-
-def check_demonstrations(config: RunConfig, env: Any, examples: Any, imitators: int) -> None:
-    """Build this env, and refuse a dataset that does not fit."""
-    from embodied.workflows.demonstrations import check_dataset
-
-    check_dataset(examples, built_spec(env), imitators, config.policy)
+        check_dataset(examples, built_spec(env), imitators, config.policy)
 
 
 def check_before(config: RunConfig, examples: Any, imitators: int) -> None:
-    """The same before a run; an env is built only if the dataset was not collected in one with these options."""
-    from embodied.workflows.demonstrations import env_of
+    """Refuse a dataset that does not fit before a run has a folder. An env is built for it, unless the dataset was
+    collected in one with these options."""
+    from embodied.workflows.demonstrations import check_dataset, env_of
 
     kind, env = env_class(config.env), config.env
     if examples.data is None or kind.speaks or config.cluster.joined:
         return
     if getattr(env, "privileged", False) or not same_env(env_of(examples.data), env):
-        check_demonstrations(config, kind.on_cores(env), examples, imitators)
+        check_dataset(examples, built_spec(kind.on_cores(env)), imitators, config.policy)
 
 
 def check_all_fit(sources: list[PolicySource], env: Any) -> None:

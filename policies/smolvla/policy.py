@@ -61,12 +61,7 @@ FULL = {
     "self_attn_every_n_layers": 2,
     "expert_width_multiplier": 0.75,
 }
-TINY = FULL | {
-    "vlm_model_name": "tiny",
-    "chunk_size": HORIZONS["tiny"],
-    "max_action_dim": 8,
-    "num_vlm_layers": 4,
-}
+TINY = FULL | {"vlm_model_name": "tiny", "chunk_size": HORIZONS["tiny"], "max_action_dim": 8, "num_vlm_layers": 4}
 UNLIKE = {  # options of lerobot that change the network -> supported values
     "attention_mode": ("cross_attn",),
     "add_image_special_tokens": (False,),
