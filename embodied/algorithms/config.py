@@ -70,7 +70,7 @@ class PolicyGradientConfig(Strict):
 
     logprob_level: Literal["action_dim", "action", "chunk", "episode"] = Field(
         "chunk",
-        description="The unit with its own probability ratio: each action dimension (or token), env step or decision; "
+        description="What has a probability ratio of its own: each action dimension (or token), env step or decision; "
         "episode: the geometric mean over an answer of a text env (GSPO).",
     )
     clip: Literal["two_sided", "aipo", "tis"] = Field(

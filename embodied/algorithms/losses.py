@@ -1,8 +1,8 @@
 """The losses as sums over items. The caller divides them by a count, so sums over micro-batches and ranks can be added.
 
-An item is one decision: C env steps of A action dimensions (or tokens). `level` defines the *unit* with its own
+An item is one decision: C env steps of A action dimensions (or tokens). `level` defines the *term* with its own
 probability ratio: "action_dim" each of C * A numbers, "action" each env step (log-probs summed over A), "chunk" the
-decision (summed over C and A). An item counts as the mean over its units, so its weight does not depend on C * A or on
+decision (summed over C and A). An item counts as the mean over its terms, so its weight does not depend on C * A or on
 the level. Steps after an episode's end (mask False) are in no sum, mean or ratio. An item of weight 0 is padding: it
 adds nothing, but must have finite numbers.
 
@@ -106,7 +106,7 @@ def reference_kl_sum(
     estimator: str,
     level: str,
 ) -> Tensor:
-    """KL(policy || reference) of a unit, estimated from the sampled action, with d = log-prob - reference log-prob:
+    """KL(policy || reference) of a term, estimated from the sampled action, with d = log-prob - reference log-prob:
 
         k1  ratio * d           right on average, and so is its gradient; may be negative
         k2  d^2 / 2             right gradient on average while the ratio is 1; its value is too large far away
@@ -115,15 +115,15 @@ def reference_kl_sum(
 
     For d = ln 2 at ratio 1: k1 0.693, k2 0.240, k3 0.5 - 1 + 0.693 = 0.193.
     """
-    difference, valid = _units(_zero_masked(logprobs - reference, mask), mask, level)
+    difference, valid = _terms(_zero_masked(logprobs - reference, mask), mask, level)
     if estimator == "k1":
-        ratio = _units(_zero_masked(logprobs - old_logprobs, mask), mask, level)[0].exp()
-        units = ratio * difference
+        ratio = _terms(_zero_masked(logprobs - old_logprobs, mask), mask, level)[0].exp()
+        terms = ratio * difference
     elif estimator == "k2":
-        units = 0.5 * difference**2
+        terms = 0.5 * difference**2
     else:
-        units = (-difference).expm1() + difference
-    return (weights * _mean(units, valid)).sum()
+        terms = (-difference).expm1() + difference
+    return (weights * _mean(terms, valid)).sum()
 
 
 def policy_loss_sum(
@@ -143,9 +143,9 @@ def policy_loss_sum(
     importance_cap: float | None = None,
     answers: Tensor | None = None,  # int [B], with level "episode"
 ) -> tuple[Tensor, Stats]:
-    """Minus the gain of the units, each with a probability ratio to the acting policy.
+    """Minus the gain of the terms, each with a probability ratio to the acting policy.
 
-    two_sided: min(ratio * A, clip(ratio) * A), and for A < 0 no less than dual_clip * A. One unit with clip 0.2 and
+    two_sided: min(ratio * A, clip(ratio) * A), and for A < 0 no less than dual_clip * A. One term with clip 0.2 and
     dual clip 3: ratio 1.5, A=1 costs -1.2 and ratio 0.5, A=-1 costs 0.8 (clipped: no gradient); ratio 1.5, A=-1 costs
     1.5 (not clipped); ratio 5, A=-1 costs 3 (dual-clipped).
     aipo: min(ratio, ratio_cap) * A, also for A < 0. The cap is on the ratio, so there is no gradient above it: this is
@@ -160,28 +160,28 @@ def policy_loss_sum(
     With level "episode" (GSPO) all tokens of an answer have its ratio, the geometric mean of theirs: with ratios 2 and
     8 and A=1 each of the two gains clip(4).
     """
-    # Ratios of units to the acting policy
+    # Ratios of terms to the acting policy
     anchor = old_logprobs if proximal is None else proximal
     log_ratio = _zero_masked(logprobs - anchor, mask)
-    units, valid = _units(log_ratio, mask, level, answers)
-    ratio, advantage = units.exp(), advantages[:, None]
-    # The clipped gain of each unit
-    cut = None  # units without gradient, bool [B, units]
+    terms, valid = _terms(log_ratio, mask, level, answers)
+    ratio, advantage = terms.exp(), advantages[:, None]
+    # The clipped gain of each term
+    cut = None  # terms without gradient, bool [B, terms]
     if clip == "two_sided":
         gain = torch.minimum(ratio * advantage, ratio.clamp(1 - clip_low, 1 + clip_high) * advantage)
         if dual_clip is not None:
             cut = (advantage < 0) & (ratio > dual_clip)
             gain = torch.where(cut, dual_clip * advantage, gain)
     else:
-        capped = units.clamp(max=math.log(ratio_cap)).exp()  # before exp: infinity times no gradient is NaN
-        gain = (capped if clip == "aipo" else capped.detach() * (units - units.detach()).exp()) * advantage
+        capped = terms.clamp(max=math.log(ratio_cap)).exp()  # before exp: infinity times no gradient is NaN
+        gain = (capped if clip == "aipo" else capped.detach() * (terms - terms.detach()).exp()) * advantage
     importance = None
     if proximal is not None:
         importance = _importance(proximal, old_logprobs, mask, level, importance_cap, answers)
     loss = -(weights * _mean(gain if importance is None else gain * importance, valid)).sum()
 
     def fraction(which: Tensor) -> Tensor:
-        """The sum over items of the fraction of these units."""
+        """The sum over items of the fraction of these terms."""
         return (weights * _mean(which.to(ratio.dtype), valid)).sum()
 
     # For the metrics
@@ -203,10 +203,10 @@ def policy_loss_sum(
 def _importance(
     proximal: Tensor, old_logprobs: Tensor, mask: Tensor | None, level: str, cap: float | None, answers: Tensor | None
 ) -> Tensor:
-    """[B, units]: a unit's probability under the weights at the start of the update, divided by its probability under
+    """[B, terms]: a term's probability under the weights at the start of the update, divided by its probability under
     the acting weights."""
-    units, _ = _units(_zero_masked(proximal - old_logprobs, mask), mask, level, answers)
-    return (units if cap is None else units.clamp(max=math.log(cap))).exp()
+    terms, _ = _terms(_zero_masked(proximal - old_logprobs, mask), mask, level, answers)
+    return (terms if cap is None else terms.clamp(max=math.log(cap))).exp()
 
 
 def out_of_bounds(
@@ -218,17 +218,17 @@ def out_of_bounds(
 ) -> Tensor:
     """bool [B]: items of episodes with a ratio (proximal / old) outside of `episode_mask_low` and `episode_mask_high`.
 
-    Two items of one unit each with ratios 2 and 8: their product is 16, their geometric mean 4. Their error, which only
-    has an upper bound, is 5: the mean over units of max(r, 1 / r), 1 where log-probs agree.
+    Two items of one term each with ratios 2 and 8: their product is 16, their geometric mean 4. Their error, which only
+    has an upper bound, is 5: the mean over terms of max(r, 1 / r), 1 where log-probs agree.
     """
     level = level_within_episode(config.logprob_level)
-    units, valid = _units(_zero_masked(proximal - old_logprobs, mask), mask, level)
-    none = units.new_zeros(len(units))
+    terms, valid = _terms(_zero_masked(proximal - old_logprobs, mask), mask, level)
+    none = terms.new_zeros(len(terms))
     if config.episode_mask == "error":
-        units = torch.where(valid, units.abs().exp(), 0.0)
-    totals = none.index_add(0, episodes, units.sum(dim=1))
+        terms = torch.where(valid, terms.abs().exp(), 0.0)
+    totals = none.index_add(0, episodes, terms.sum(dim=1))
     if config.episode_mask in ("mean", "error"):
-        totals = totals / none.index_add(0, episodes, valid.sum(dim=1).to(units.dtype)).clamp(min=1)
+        totals = totals / none.index_add(0, episodes, valid.sum(dim=1).to(terms.dtype)).clamp(min=1)
     if config.episode_mask == "error":
         totals = totals.log()
     outside = torch.zeros_like(totals, dtype=torch.bool)
@@ -260,9 +260,9 @@ def value_loss_sum(
 
 
 def entropy_sum(entropy: Tensor, mask: Tensor | None, weights: Tensor, level: str) -> Tensor:
-    """The entropy [B, C, A] of a unit, mean over an item's units, summed over items."""
-    units, valid = _units(_zero_masked(entropy, mask), mask, level)
-    return (weights * _mean(units, valid)).sum()
+    """The entropy [B, C, A] of a term, mean over an item's terms, summed over items."""
+    terms, valid = _terms(_zero_masked(entropy, mask), mask, level)
+    return (weights * _mean(terms, valid)).sum()
 
 
 # Units of the loss: numbers, actions, decisions or answers
@@ -273,10 +273,10 @@ def level_within_episode(level: str) -> str:
     return "chunk" if level == "episode" else level
 
 
-def _units(
+def _terms(
     masked: Tensor, mask: Tensor | None, level: str, answers: Tensor | None = None
 ) -> tuple[Tensor, Tensor | None]:
-    """[B, C, A] summed to [B, units], and a mask of existing units (None: all). With level "episode" the unit of an
+    """[B, C, A] summed to [B, terms], and a mask of existing terms (None: all). With level "episode" the term of an
     item is the mean over the existing items with the same number in `answers` [B]."""
     if level == "action_dim":
         return masked.flatten(1), None if mask is None else mask.repeat_interleave(masked.shape[2], dim=1)
@@ -299,13 +299,13 @@ def _zero_masked(numbers: Tensor, mask: Tensor | None) -> Tensor:
     return numbers if mask is None else numbers.masked_fill(~mask[:, :, None], 0.0)
 
 
-def _mean(units: Tensor, valid: Tensor | None) -> Tensor:
-    """[B]: the mean over existing units; 0 without any."""
-    if units.shape[1] == 1:
-        return units[:, 0] if valid is None else units[:, 0].masked_fill(~valid[:, 0], 0.0)
+def _mean(terms: Tensor, valid: Tensor | None) -> Tensor:
+    """[B]: the mean over existing terms; 0 without any."""
+    if terms.shape[1] == 1:
+        return terms[:, 0] if valid is None else terms[:, 0].masked_fill(~valid[:, 0], 0.0)
     if valid is None:
-        return units.sum(dim=1) / units.shape[1]
-    return units.masked_fill(~valid, 0.0).sum(dim=1) / valid.sum(dim=1).clamp(min=1)
+        return terms.sum(dim=1) / terms.shape[1]
+    return terms.masked_fill(~valid, 0.0).sum(dim=1) / valid.sum(dim=1).clamp(min=1)
 
 
 def _error(error: Tensor, huber_delta: float | None) -> Tensor:

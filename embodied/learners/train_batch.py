@@ -1,10 +1,10 @@
 """The batch of one learner rank: `RolloutBuffer` receives pieces of rollouts and whole episodes, of which `build_batch`
 makes items with advantages (`RankBatch`).
 
-An item is a decision, in text a token. Minibatches consist of *units* (not the `Unit` that a rank receives): items, or
-for language policies conversations, of which those with a common prompt stay together (`group_size`). A rank has any
-set of sequences. Units are numbered by their sequences' ids over all ranks, and statistics are computed over all ranks
-in that order: neither the owner of a sequence nor the order of arrival changes the result.
+An item is a decision, in text a token. Minibatches consist of *samples*: items, or for language policies conversations,
+of which those with a common prompt stay together (`group_size`). A rank has any set of sequences, from the units that
+it received. Samples are numbered by their sequences' ids over all ranks, and statistics are computed over all ranks in
+that order: neither the owner of a sequence nor the order of arrival changes the result.
 
 PPO estimates advantages from values along a sequence; GRPO and its relatives compare whole episodes within groups. Only
 the sampled tokens of a conversation count (`envs/text/worker.py` marks them). Its values are computed once, by the
@@ -61,12 +61,12 @@ class RankBatch(LossItems):
     current: Tensor  # bool [items]: sampled with the weights at the start of the update
     replay: dict[str, Tensor]
     sequences: Tensor  # int [items]: number of the item's episode or conversation, from 0
-    numbers: np.ndarray  # int [units], ascending: each unit's number over all ranks; -1: padding
+    numbers: np.ndarray  # int [samples], ascending: each sample's number over all ranks; -1: padding
     is_whole: bool = False  # the mask is True everywhere
-    groups: np.ndarray | None = None  # int [units], of conversations: equal for conversations with a common prompt
-    group_size: int = 1  # units that stay together in a minibatch
+    groups: np.ndarray | None = None  # int [samples], of conversations: equal for conversations with a common prompt
+    group_size: int = 1  # samples that stay together in a minibatch
     # Over all ranks
-    num_units: int = 0
+    num_samples: int = 0
     num_items: int = 0  # counted items
     weight_sum: float = 0.0  # sum of their weights
     loss_count: float = 0.0  # divisor of the whole batch's loss
@@ -98,34 +98,34 @@ class RankBatch(LossItems):
         return replace(self.select_loss_arrays(items), **seen)
 
     @property
-    def own_units(self) -> Tensor:
-        """The counted units; none if the rank only has a copy of another rank's unit."""
+    def own_samples(self) -> Tensor:
+        """The counted samples; none if the rank only has a copy of another rank's."""
         return torch.from_numpy(np.flatnonzero(self.numbers >= 0))
 
     # Distributing
 
     def order(self, seed: int, iteration: int, epoch: int) -> np.ndarray:
-        """The units of all ranks in the order of an epoch: groups are shuffled as a whole."""
-        groups = permutation(seed, iteration, epoch, self.num_units // self.group_size)
+        """The samples of all ranks in the order of an epoch: groups are shuffled as a whole."""
+        groups = permutation(seed, iteration, epoch, self.num_samples // self.group_size)
         return (groups[:, None] * self.group_size + np.arange(self.group_size)).ravel()
 
-    def split_own_units(self, minibatches: Sequence[np.ndarray]) -> tuple[Tensor, ...]:
-        """For each minibatch the local numbers of this rank's units, on the batch's device."""
+    def split_own_samples(self, minibatches: Sequence[np.ndarray]) -> tuple[Tensor, ...]:
+        """For each minibatch the local numbers of this rank's samples, on the batch's device."""
         owned = [indices_of_owned(minibatch, self.numbers) for minibatch in minibatches]
-        units = torch.from_numpy(np.concatenate(owned))
+        samples = torch.from_numpy(np.concatenate(owned))
         device = self.mask.device
         if self.groups is None and all(is_tensor(array) and array.device == device for array in leaves(self.obs)):
-            units = units.to(self.mask.device, non_blocking=True)
-        return units.split([len(of_minibatch) for of_minibatch in owned])
+            samples = samples.to(self.mask.device, non_blocking=True)
+        return samples.split([len(of_minibatch) for of_minibatch in owned])
 
-    def divisor(self, units: int) -> float:
-        """The divisor of the loss of a minibatch of `units` units. The minibatches' gradients sum to the gradient of
+    def divisor(self, samples: int) -> float:
+        """The divisor of the loss of a minibatch of so many samples. The minibatches' gradients sum to the gradient of
         the batch, for any division into minibatches."""
-        return (self.loss_count or 1.0) * units / self.num_units
+        return (self.loss_count or 1.0) * samples / self.num_samples
 
-    def stats_divisor(self, units: int) -> float:
-        """The divisor of the statistics of a minibatch of `units` units."""
-        return (self.weight_sum or 1.0) * units / self.num_units
+    def stats_divisor(self, samples: int) -> float:
+        """The divisor of the statistics of a minibatch of so many samples."""
+        return (self.weight_sum or 1.0) * samples / self.num_samples
 
     # Passing through the network
 
@@ -159,25 +159,25 @@ class RankBatch(LossItems):
         """The observations of these items, in the form for policies."""
         return text_lists(map_obs(lambda array: take(array, items), self.obs))
 
-    def passes(self, model: Model, units: Tensor, size: int | None = None) -> list[Pass]:
-        """The micro-batches of these units, and padding (`Model.passes`). `size`: the micro-batch size if no option
+    def passes(self, model: Model, samples: Tensor, size: int | None = None) -> list[Pass]:
+        """The micro-batches of these samples, and padding (`Model.passes`). `size`: the micro-batch size if no option
         sets it. If ranks divide sequences, some passes help with sequences of other ranks."""
         if self.groups is None:
-            size = model.config.micro_batch_size or size or len(units)
-            micro_batches, padding = units.split(size) if len(units) else (), torch.zeros(1, dtype=torch.int64)
+            size = model.config.micro_batch_size or size or len(samples)
+            micro_batches, padding = samples.split(size) if len(samples) else (), torch.zeros(1, dtype=torch.int64)
         else:
-            micro_batches, padding = self._packs(model, units), torch.nonzero(self.sequences.cpu() == 0)[:, 0]
+            micro_batches, padding = self._packs(model, samples), torch.nonzero(self.sequences.cpu() == 0)[:, 0]
         if model.table is not None:
             return model.table.passes(micro_batches, self.inputs, padding if model.config.shard else None)
         return model.passes(micro_batches, padding)
 
-    def _packs(self, model: Model, units: Tensor) -> list[Tensor]:
+    def _packs(self, model: Model, samples: Tensor) -> list[Tensor]:
         """The tokens of these conversations in packs, in the order of conversations."""
-        if not len(units):
+        if not len(samples):
             return []
         begins = np.cumsum(np.bincount(self.sequences.cpu(), minlength=len(self.numbers) + 1))
-        numbers = np.sort(units.numpy())
-        rows = [np.arange(begins[unit - 1] if unit else 0, begins[unit]) for unit in numbers]
+        numbers = np.sort(samples.numpy())
+        rows = [np.arange(begins[sample - 1] if sample else 0, begins[sample]) for sample in numbers]
         inputs = self.inputs(torch.from_numpy(np.concatenate(rows)))
         told = (inputs[name].cpu().numpy().ravel() for name in ("actions", "mask"))
         lengths = np.array([len(row) for row in rows])
@@ -186,11 +186,11 @@ class RankBatch(LossItems):
 
     # Learning
 
-    def teaching(self, units: Tensor) -> Tensor:
-        """The units with a counted item; some conversations have none."""
+    def teaching(self, samples: Tensor) -> Tensor:
+        """The samples with a counted item; some conversations have none."""
         if self.groups is None:
-            return units
-        return units[torch.from_numpy(np.bincount(self.sequences.cpu(), self.mask[:, 0].cpu()) > 0)[units]]
+            return samples
+        return samples[torch.from_numpy(np.bincount(self.sequences.cpu(), self.mask[:, 0].cpu()) > 0)[samples]]
 
     def loss_sum(self, scores: Scores, weight: float, config: AlgoConfig) -> tuple[Tensor, Stats]:
         """The loss of all items (`weight` 0: padding), and its parts."""
@@ -221,21 +221,21 @@ class RankBatch(LossItems):
     @property
     def num_masked(self) -> Tensor:
         """The number [1] of this rank's items that are left out of the policy's loss."""
-        if self.excluded is None or not len(self.own_units):
+        if self.excluded is None or not len(self.own_samples):
             return self.mask.new_zeros(1, dtype=torch.float64)
         return (self.excluded & self.mask.any(dim=1)).sum().double().view(1)
 
 
 def indices_of_owned(minibatch: np.ndarray, numbers: np.ndarray) -> np.ndarray:
-    """The indices in `numbers` (ascending) of a minibatch's units, in the minibatch's order; units of other ranks are
-    skipped."""
+    """The indices in `numbers` (ascending) of a minibatch's samples, in the minibatch's order, without those of other
+    ranks."""
     at = np.minimum(np.searchsorted(numbers, minibatch), len(numbers) - 1)
     return at[numbers[at] == minibatch]
 
 
-def units_per_step(config: AlgoConfig, units: int) -> int:
-    """The units of a minibatch, given the units of an iteration."""
-    return min(config.minibatch_size or units, units)
+def samples_per_step(config: AlgoConfig, samples: int) -> int:
+    """The samples of a minibatch, given the samples of an iteration."""
+    return min(config.minibatch_size or samples, samples)
 
 
 class AllRanks:
@@ -276,23 +276,23 @@ def build_batch(
     weights; all ranks take part."""
     speaks, lengths, all_ranks = model.policy.speaks, trajectory.lengths, AllRanks(unit, collective)
     trained = trained_items(trajectory, config, speaks)
-    # Of every sequence: units, counted items, and episodes or conversations with counted items
+    # Of every sequence: samples, counted items, and episodes or conversations with counted items
     of, sequence = episodes_within(trajectory), np.repeat(np.arange(len(lengths)), lengths)
     sizes = np.bincount(of, trained)
     begins = np.flatnonzero(np.diff(of, prepend=-1))
-    units = np.ones_like(lengths) if speaks else lengths
-    counts = np.stack([units, np.bincount(sequence, trained), np.bincount(sequence[begins], sizes > 0)], axis=1)
+    samples = np.ones_like(lengths) if speaks else lengths
+    counts = np.stack([samples, np.bincount(sequence, trained), np.bincount(sequence[begins], sizes > 0)], axis=1)
     total = all_ranks.gather(counts)
-    num_units, num_items, episodes = total.sum(axis=0).tolist()
+    num_samples, num_items, episodes = total.sum(axis=0).tolist()
     by_episode = config.weighting == "episode"
     weight_sum = episodes if by_episode else num_items
     batch = replace(
         items_of(trajectory, config, model, trained, version),
-        numbers=unit_numbers(units, total[:, 0].astype(np.int64), all_ranks),
-        num_units=int(num_units),
+        numbers=sample_numbers(samples, total[:, 0].astype(np.int64), all_ranks),
+        num_samples=int(num_samples),
         num_items=int(num_items),
         weight_sum=weight_sum,
-        loss_count=num_units * model.policy.config.max_tokens if config.weighting == "constant" else weight_sum,
+        loss_count=num_samples * model.policy.config.max_tokens if config.weighting == "constant" else weight_sum,
     )
     # Log-probs of the reference, and values of a language policy
     metrics, divergence = {}, None
@@ -339,13 +339,13 @@ def items_of(
     return replace(batch, groups=np.array(groups), group_size=config.group_size)
 
 
-def unit_numbers(units: np.ndarray, of_all: np.ndarray, all_ranks: AllRanks) -> np.ndarray:
-    """The numbers of this rank's units, from the number of units of its own sequences and of all sequences. Of
-    sequences with 2, 1 and 3 units, a rank with the first and the last has units 0, 1, 3, 4, 5."""
+def sample_numbers(samples: np.ndarray, of_all: np.ndarray, all_ranks: AllRanks) -> np.ndarray:
+    """The numbers of this rank's samples, from the number of samples of its own sequences and of all sequences. Of
+    sequences with 2, 1 and 3 samples, a rank with the first and the last has samples 0, 1, 3, 4, 5."""
     if not all_ranks.num_own:
-        return np.full(units.sum(), -1)
-    first = (np.cumsum(of_all) - of_all)[all_ranks.places] - (np.cumsum(units) - units)
-    return np.arange(units.sum()) + np.repeat(first, units)
+        return np.full(samples.sum(), -1)
+    first = (np.cumsum(of_all) - of_all)[all_ranks.places] - (np.cumsum(samples) - samples)
+    return np.arange(samples.sum()) + np.repeat(first, samples)
 
 
 def trained_items(trajectory: Trajectory, config: AlgoConfig, speaks: bool) -> np.ndarray:
@@ -493,7 +493,7 @@ def divergences(batch: RankBatch, reference: Tensor) -> np.ndarray:
 
 def logprobs_of(model: Model, batch: RankBatch, config: AlgoConfig) -> Tensor:
     """Log-probs of all items under a policy, without gradient."""
-    return scores_of(model, batch, units_per_step(config, len(batch)), lambda scores: scores.logprobs)
+    return scores_of(model, batch, samples_per_step(config, len(batch)), lambda scores: scores.logprobs)
 
 
 def scores_of(model: Model, batch: RankBatch, size: int, which: Callable[[Scores], Tensor]) -> Tensor:

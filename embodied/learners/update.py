@@ -24,7 +24,7 @@ from embodied.core.errors import ConfigError, Diverged, EmbodiedError, WrongShap
 from embodied.core.rng import minibatches
 from embodied.core.types import BatchEnd, Trajectory
 from embodied.learners.model import KEPT_BYTES, LrFactors, Model, Pass, PolicyOptimizer, scheduled
-from embodied.learners.train_batch import OF_ITEMS, RankBatch, units_per_step
+from embodied.learners.train_batch import OF_ITEMS, RankBatch, samples_per_step
 from embodied.policies.base import Scores
 from embodied.runtime.collective import Collective
 from embodied.runtime.device_memory import take
@@ -43,7 +43,7 @@ class StepSums:
 
     sums: Tensor  # float64, on the device: statistics summed over all ranks, and the gradient's norm
     epoch: int
-    units: int
+    samples: int
     divisor: float
     more: dict[str, float]
 
@@ -58,7 +58,7 @@ class GradientSteps:
     """The gradient steps of one update, for any loss:
 
     steps.add_passes(passes, loss_of, count)     # accumulates the gradient, and numbers for the log
-    steps.step(lr_factors, epoch, units, count)  # sums both over all ranks, and changes the weights
+    steps.step(lr_factors, epoch, samples, count)  # sums both over all ranks, and changes the weights
     rows, _ = steps.read(steps.steps)            # the numbers of each step, divided by its count
     """
 
@@ -85,12 +85,12 @@ class GradientSteps:
         self.model.backward(loss, last)
         self.sums[: len(numbers)].add_(numbers)
 
-    def step(self, lr_factors: LrFactors, epoch: int, units: int, divisor: float, count: float | None = None) -> None:
-        """Take a step with all ranks for a minibatch of `units` units. Statistics are divided by `divisor`, and the
+    def step(self, lr_factors: LrFactors, epoch: int, samples: int, divisor: float, count: float | None = None) -> None:
+        """Take a step with all ranks for a minibatch of so many samples. Statistics are divided by `divisor`, and the
         gradient by `count`, if given."""
         sums = self.exchange(lr_factors, count)
         more = self.model.policy.end_step(self.optimizer.collective.sum)
-        self.steps.append(StepSums(sums, epoch, units, divisor, more))
+        self.steps.append(StepSums(sums, epoch, samples, divisor, more))
 
     def exchange(self, lr_factors: LrFactors, count: float | None) -> Tensor:
         """Sum over all ranks and take a step; returns `StepSums.sums`."""
@@ -132,12 +132,12 @@ class PolicySteps(GradientSteps):
         self.by_own_logprobs = False  # True: log-probs of acting are replaced by those of the only step's passes
         # Largest gap and k3 of a decision, and largest error of a conversation
         self.largest = torch.full((3,), -math.inf, dtype=model.dtype, device=model.device)
-        self.counts = torch.zeros(3, dtype=torch.float64, device=model.device)  # loss and statistics divisors, units
+        self.counts = torch.zeros(3, dtype=torch.float64, device=model.device)  # loss and statistics divisors, samples
 
-    def add(self, batch: RankBatch, units: Tensor, divisor: float = 1.0) -> None:
-        """Add the gradient of these units' loss, divided by `divisor`. Before the first step, log-probs are compared
+    def add(self, batch: RankBatch, samples: Tensor, divisor: float = 1.0) -> None:
+        """Add the gradient of these samples' loss, divided by `divisor`. Before the first step, log-probs are compared
         with the log-probs at act time."""
-        passes = batch.passes(self.model, batch.teaching(units))
+        passes = batch.passes(self.model, batch.teaching(samples))
         prepare = partial(batch.read_ahead, self.model) if "picture" in batch.obs else None
         self.add_passes(passes, partial(self.loss_of, batch), divisor, prepare)
 
@@ -146,7 +146,7 @@ class PolicySteps(GradientSteps):
         if not micro_batch.is_own:  # the owner's gradient arrives through the exchange
             return 0.0 * scores.logprobs.sum(), self.sums[:0]
         weight = float(micro_batch.counts)
-        own_weight = weight * batch.weight_sum / (batch.num_units or 1)
+        own_weight = weight * batch.weight_sum / (batch.num_samples or 1)
         return self.loss_of_scores(scores, batch.select_loss_arrays(micro_batch.items), weight, own_weight)
 
     def loss_of_scores(
@@ -173,8 +173,8 @@ class PolicySteps(GradientSteps):
     def add_all(self, batch: RankBatch) -> None:
         """Add one of several batches, for one step; the divisors are summed, too."""
         self.by_own_logprobs = self.model.rescores
-        self.add(batch, batch.own_units)
-        self.counts += self.counts.new_tensor([batch.loss_count, batch.weight_sum, batch.num_units])
+        self.add(batch, batch.own_samples)
+        self.counts += self.counts.new_tensor([batch.loss_count, batch.weight_sum, batch.num_samples])
 
     def imitate(self, end: BatchEnd, divisor: float, count: float = 1.0) -> None:
         """With algo.imitation add its gradient to that of this step, whose statistics will be divided by `divisor`, and
@@ -183,17 +183,17 @@ class PolicySteps(GradientSteps):
             self.model.imitation(self, end.iteration, divisor, count)
 
     def epoch_kl(self, epoch: int) -> float:
-        """The sum of `approx_kl` over the epoch's units. Waits for the device."""
+        """The sum of `approx_kl` over the epoch's samples. Waits for the device."""
         steps = [step for step in self.steps if step.epoch == epoch]
-        return sum(step.units * row["approx_kl"] for step, row in zip(steps, self.read(steps)[0], strict=True))
+        return sum(step.samples * row["approx_kl"] for step, row in zip(steps, self.read(steps)[0], strict=True))
 
     def step_once(self, end: BatchEnd) -> dict[str, float]:
-        """Take the only step, after the last batch. Returns numbers for the log; {} if no rank had a unit."""
-        count, counted, units = self.optimizer.collective.sum(self.counts).tolist()
-        if not units:
+        """Take the only step, after the last batch. Returns numbers for the log; {} if no rank had a sample."""
+        count, counted, samples = self.optimizer.collective.sum(self.counts).tolist()
+        if not samples:
             return {}
         self.imitate(end, counted or 1.0, count or 1.0)
-        self.step(self.lr_factors(end), 0, int(units), counted or 1.0, count or 1.0)
+        self.step(self.lr_factors(end), 0, int(samples), counted or 1.0, count or 1.0)
         ages = {"train/staleness": 0.0, "train/staleness_max": 0.0, "train/staleness_0": 1.0}  # `check_version`
         metrics = self.metrics(end, 1) | ages
         note_gap(self.model, self.config, metrics)
@@ -250,7 +250,7 @@ class FixedPass:
         for buffer in (self.counts, *(buffers[name] for name in UNCOUNTED)):
             buffer[count:].zero_()
         self.divisor.fill_(divisor)
-        self.own_weight.fill_(batch.weight_sum / (batch.num_units or 1))
+        self.own_weight.fill_(batch.weight_sum / (batch.num_samples or 1))
 
 
 class GraphedSteps(PolicySteps):
@@ -284,8 +284,8 @@ class GraphedSteps(PolicySteps):
         self._pass_for(batch, self._most_items(batch))
         self.step_graph = self.step_graph or self._capture(self._take_step)
 
-    def add(self, batch: RankBatch, units: Tensor, divisor: float = 1.0) -> None:
-        for items in units.split(self._most_items(batch)) if len(units) else ():
+    def add(self, batch: RankBatch, samples: Tensor, divisor: float = 1.0) -> None:
+        for items in samples.split(self._most_items(batch)) if len(samples) else ():
             fixed = self._pass_for(batch, padded_size(len(items), self._most_items(batch)))
             fixed.fill(batch, items, divisor)
             self.model.begin_pass()
@@ -304,7 +304,7 @@ class GraphedSteps(PolicySteps):
         self.room.zero_()
 
     def _most_items(self, batch: RankBatch) -> int:
-        return self.model.config.micro_batch_size or units_per_step(self.config, batch.num_units)
+        return self.model.config.micro_batch_size or samples_per_step(self.config, batch.num_samples)
 
     def _pass_for(self, batch: RankBatch, size: int) -> FixedPass:
         shapes = [(name, tensor.dtype, tensor.shape[1:]) for name, tensor in tensors_of(batch).items()]
@@ -398,14 +398,14 @@ def update_policy(
         batch = batch.rescored(model, config, optimizer.collective)
     steps, batch = steps_of(model, optimizer, config, batch)
     for epoch in range(config.epochs):
-        of_epoch = minibatches(batch.order(seed, end.iteration, epoch), units_per_step(config, batch.num_units))
-        for minibatch, owned in zip(of_epoch, batch.split_own_units(of_epoch), strict=True):
-            units = len(minibatch)
-            steps.add(batch, owned, batch.divisor(units))
-            steps.imitate(end, batch.stats_divisor(units))
-            steps.step(steps.lr_factors(end), epoch, units, batch.stats_divisor(units))
+        of_epoch = minibatches(batch.order(seed, end.iteration, epoch), samples_per_step(config, batch.num_samples))
+        for minibatch, owned in zip(of_epoch, batch.split_own_samples(of_epoch), strict=True):
+            samples = len(minibatch)
+            steps.add(batch, owned, batch.divisor(samples))
+            steps.imitate(end, batch.stats_divisor(samples))
+            steps.step(steps.lr_factors(end), epoch, samples, batch.stats_divisor(samples))
         # The mean KL over all ranks, measured before each gradient step.
-        if config.target_kl is not None and steps.epoch_kl(epoch) / batch.num_units > config.target_kl:
+        if config.target_kl is not None and steps.epoch_kl(epoch) / batch.num_samples > config.target_kl:
             break
     metrics = steps.metrics(end, epoch + 1, batch)
     note_gap(model, config, metrics)

@@ -35,8 +35,8 @@ from embodied.learners.train_batch import (
     frozen_features,
     items_of,
     logprobs_of,
+    samples_per_step,
     trained_items,
-    units_per_step,
 )
 from embodied.learners.update import PolicySteps, check_divisor, check_version, update_policy
 from embodied.policies import check_methods, make_policy
@@ -240,7 +240,7 @@ class LearnerWorker(Worker):
             if buffer.features:
                 features = buffer.encoded(played.ids)
             else:
-                features = frozen_features(self.model, share, units_per_step(self.algo, len(share)))
+                features = frozen_features(self.model, share, samples_per_step(self.algo, len(share)))
         return replace(share, replay=share.replay | features)
 
     def _encodes_once(self) -> bool:

@@ -258,13 +258,13 @@ class CriticWorker(NetworkWorker):
             batch = batch.with_targets({"values": values, "returns": returns, "weights": trained}, self.model)
         for epoch in range(algo.epochs):
             order = rng.permutation(self.seed, self.updates, epoch, count)
-            for units in np.array_split(order, steps):
+            for samples in np.array_split(order, steps):
                 if batch is not None:
-                    passes = batch.passes(self.model, torch.from_numpy(np.sort(units)))
+                    passes = batch.passes(self.model, torch.from_numpy(np.sort(samples)))
                     steps_taken.add_passes(passes, partial(self.value_loss, batch), tokens / steps)
                 else:
                     self.help_learning()
-                steps_taken.step((lr_factor, lr_factor), epoch, len(units), tokens / steps)
+                steps_taken.step((lr_factor, lr_factor), epoch, len(samples), tokens / steps)
         losses = [row["value_loss"] for row in steps_taken.read(steps_taken.steps)[0]]
         if not np.isfinite(losses).all():
             raise Diverged("the critic's loss is not finite; try a lower roles.critic_lr")

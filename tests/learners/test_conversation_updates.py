@@ -310,7 +310,7 @@ def test_minibatches_hold_whole_groups_and_add_up_to_the_batch():
     assert sorted(order.tolist()) == list(range(18)) and order.tolist() != list(range(18))
     for minibatch in order.reshape(3, 6):
         assert (np.bincount(minibatch // SIZE)[np.unique(minibatch // SIZE)] == SIZE).all()
-        added(parts, config, share, share.split_own_units([minibatch])[0], share.divisor(6))
+        added(parts, config, share, share.split_own_samples([minibatch])[0], share.divisor(6))
     for mine, other in zip(parts.parameters(), whole.parameters(), strict=True):
         torch.testing.assert_close(mine.grad / 3, other.grad, atol=1e-12, rtol=1e-9)
 

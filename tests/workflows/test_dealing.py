@@ -75,7 +75,7 @@ def test_episodes_of_robots_are_dealt_one_by_one_by_their_decisions():
 def test_minibatches_are_those_that_ranks_take():
     found = dealer(f"algo.minibatch_size={2 * SIZE}", "algo.epochs=3")
     batch = object.__new__(RankBatch)
-    vars(batch).update(num_units=GROUPS * SIZE, group_size=SIZE)
+    vars(batch).update(num_samples=GROUPS * SIZE, group_size=SIZE)
     orders = np.concatenate([batch.order(found.config.seed, 5, epoch)[::SIZE] // SIZE for epoch in range(3)])
     assert np.array_equal(np.concatenate(found.steps(GROUPS, 5)), orders)
     assert {len(step) for step in found.steps(GROUPS, 5)} == {2}
