@@ -29,7 +29,7 @@ from embodied.envs.vector_env import StepResult, VectorEnv
 from embodied.policies.base import Scores
 from embodied.policies.config import MLPConfig
 from embodied.policies.networks import MLPPolicy
-from embodied.workflows.contract import Role
+from embodied.workflows import Role
 from embodied.workflows.relay import RelayWorker
 from embodied.workflows.rl_loop import EmbodiedLoop
 

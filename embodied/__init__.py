@@ -44,7 +44,7 @@ if TYPE_CHECKING:
     from embodied.runtime import Channel as Channel
     from embodied.runtime import Cluster as Cluster
     from embodied.runtime import Worker as Worker
-    from embodied.workflows.contract import Role as Role
+    from embodied.workflows import Role as Role
     from embodied.workflows.relay import RelayWorker as RelayWorker
     from embodied.workflows.rl_loop import EmbodiedLoop as EmbodiedLoop
 
@@ -63,7 +63,7 @@ _NAMES = {  # by module, as above
     "run.devices": "discover host_plans",
     "run.policy_source": "load_policy",
     "runtime": "Channel Cluster Worker",
-    "workflows.contract": "Role",
+    "workflows": "Role",
     "workflows.relay": "RelayWorker",
     "workflows.rl_loop": "EmbodiedLoop",
 }

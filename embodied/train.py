@@ -29,8 +29,7 @@ from embodied.run.launch import command_of, program_of, without_success
 from embodied.run.run_folder import REQUEST, SIMS, STATE, RunFolder, SaveClock, name_of, newest, prune, read_counters
 from embodied.runtime import Budget
 from embodied.runtime.supervision import Supervisor
-from embodied.workflows import roles_of_run
-from embodied.workflows.contract import UPDATE, WARNING
+from embodied.workflows import UPDATE, WARNING, roles_of_run
 from embodied.workflows.rl_loop import EmbodiedLoop
 
 if TYPE_CHECKING:

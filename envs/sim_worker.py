@@ -154,7 +154,7 @@ class SimWorker(PlayerWorker):
         stop = lambda: self.stopped  # noqa: E731
         return play_episodes(player, tally, tally.job.episodes, client, stop=stop)
 
-    def begin(self, episodes: EpisodeList, started: np.ndarray) -> None:
+    def take_over(self, episodes: EpisodeList, started: np.ndarray) -> None:
         """Take over from a dead worker, whose env rows had `started` episodes: begin their next ones."""
         for stage, begun in zip(self.stages, np.split(started, len(self.stages)), strict=True):
             stage.rows.started[:] = begun

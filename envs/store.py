@@ -6,7 +6,7 @@ store (`Stores`), and never the data:
     stores.put("sim-0", [3, 7])                   # sim-0 will play these: the driver has their refs
     transfer = stores.send([3, 7], channel, key)  # sim-0 puts both into a learner's or a role's channel
     transfer.sent_episodes()                      # [3, 7] if the call has succeeded; sim-0 may have died before
-    stores.lose("sim-0")                          # the refs of the dead worker's episodes are lost
+    stores.worker_died("sim-0")                   # the refs of the dead worker's episodes are lost
     stores.forget_all_but([7])                    # frees memory
 
 Checkpoints hold the stored episodes; after a resume workers store them again, and the driver has new refs.
@@ -122,7 +122,7 @@ class Stores:
         }
         return Transfer(self.sent, by_source, calls)
 
-    def lose(self, worker: str) -> None:
+    def worker_died(self, worker: str) -> None:
         """Mark the refs of all episodes that this dead worker stored as lost."""
         for ref in self.refs.values():
             ref.is_lost |= ref.worker == worker

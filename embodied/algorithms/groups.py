@@ -102,7 +102,7 @@ class GroupPool:
         held = set(self.held)
         self.solved = {episode: success for episode, success in self.solved.items() if episode in held}
 
-    def lose(self, episodes: Collection[int]) -> None:
+    def drop_groups_of(self, episodes: Collection[int]) -> None:
         """Drop the groups of lost episodes. Call it after adding all surviving episodes: the rest of a partly dealt
         group is skipped."""
         self.playing.difference_update(episodes)

@@ -8,7 +8,7 @@ second answer to the same request is ignored.
     queue.workers({"policy-0": inf, "policy-1": inf})
     queue.put(Waiting(key=(7, 0), request=request, rows=64))
     queue.take()       -> {"policy-0": [rows 0 to 31], "policy-1": [rows 32 to 63]}
-    queue.workers({"policy-1": inf})   # policy-0 has died: its rows wait again
+    queue.workers({"policy-1": inf})   # policy-0's devices are learning: its rows wait again
     queue.take()       -> {"policy-1": [rows 0 to 31]}
     queue.take_answer((7, 32))
 

@@ -570,7 +570,7 @@ def program_of(argv: list[str]) -> tuple[type[EmbodiedLoop], list[str]]:
 
 def own_program(name: str) -> type[EmbodiedLoop]:
     """The workflow my_module:MyLoop. Raises ConfigError if it is no workflow, or its roles do not fit together."""
-    from embodied.workflows.contract import check_roles
+    from embodied.workflows import check_roles
     from embodied.workflows.rl_loop import EmbodiedLoop
 
     program = import_class(name, "program")

@@ -260,11 +260,11 @@ class Cluster:
             self._backend.host.control(("revived", host))
         return [self._make([worker]) for worker in self._workers_of(host)]
 
-    def rebuilt_by(self, host: str, construction: Sequence[Handle]) -> None:
+    def watch_rebuilding(self, host: str, construction: Sequence[Handle]) -> None:
         """A replaced host works when these calls are done."""
         assert self._watchdog is not None
         with self._changed:
-            self._watchdog.rebuilt_by(host, construction)
+            self._watchdog.watch_rebuilding(host, construction)
 
     def restarts(self, host: str) -> int:
         """Returns how often this host was started again in this run."""
@@ -456,19 +456,21 @@ class Cluster:
             given_up = host in self._given_up
             if given_up:
                 failure.accept()
-                again = True  # so others send to it without an error
+                comes_back = True  # so others send to it without an error
             else:
-                failure, again = self._watchdog.died(host, failure) if self._watchdog else (failure.final(""), False)
+                failure, comes_back = (
+                    self._watchdog.died(host, failure) if self._watchdog else (failure.final(""), False)
+                )
                 failure.lost_state = self._watchdog is not None and not self._watchdog.supervisor.replaces(host)
             self._dead_hosts[host] = failure
-            if not again:
+            if not comes_back:
                 self._failures.append(failure)
-            died = ("died", host, failure.worker, failure.cause, again)
+            died = ("died", host, failure.worker, failure.cause, comes_back)
             for other in list(self._started):
                 if other not in self._dead_hosts:
                     self._backend.call(other, died)
             self._backend.host.control(died)
-        if not again:
+        if not comes_back:
             self._fail(calls.values(), failure, workers)
             return
         with self._changed:

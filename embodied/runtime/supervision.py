@@ -140,7 +140,7 @@ class Watchdog:
         self._rebuild_s = {host: self._allowed_s(built_s.get(host, 0.0)) for host in supervisor.hosts}
         self._next_check = 0.0
         self._condemned: dict[str, Failure] = {}  # host -> why it is being killed
-        self._rebuilt_by: dict[str, Sequence[Any]] = {}  # host -> the calls that construct its workers again
+        self._rebuilding: dict[str, Sequence[Any]] = {}  # host -> the calls that construct its workers again
 
     def add(self, host: str, built_s: float) -> None:
         """One more host works; its construction took so long."""
@@ -150,7 +150,7 @@ class Watchdog:
     def remove(self, host: str) -> None:
         """A host was ended on purpose."""
         self.supervisor.remove(host)
-        for records in (self._condemned, self._rebuilt_by):
+        for records in (self._condemned, self._rebuilding):
             records.pop(host, None)
 
     def _allowed_s(self, built_s: float) -> float:
@@ -185,7 +185,7 @@ class Watchdog:
         self._advance()
         calls_by_host = gather((running.host, running) for running in calls)
         for host in self.supervisor.hosts:
-            if host in self._condemned or not (self.supervisor.at_work(host) or host in self._rebuilt_by):
+            if host in self._condemned or not (self.supervisor.at_work(host) or host in self._rebuilding):
                 continue
             silence, call = self._silence(host, calls_by_host.get(host, []), now)
             if silence >= self.hang_s:
@@ -201,19 +201,19 @@ class Watchdog:
         """Returns the failure to report, and True if the host will be restarted."""
         self._advance()
         failure = self._condemned.pop(host, failure)
-        self._rebuilt_by.pop(host, None)
+        self._rebuilding.pop(host, None)
         reason = self.supervisor.died(host, self._clock())
         return (replace(failure, will_restart=True), True) if reason is None else (failure.final(reason), False)
 
-    def rebuilt_by(self, host: str, construction: Sequence[Any]) -> None:
+    def watch_rebuilding(self, host: str, construction: Sequence[Any]) -> None:
         """The host works again when these calls are done."""
-        self._rebuilt_by[host] = construction
+        self._rebuilding[host] = construction
 
     def _advance(self) -> None:
-        for host, construction in list(self._rebuilt_by.items()):
+        for host, construction in list(self._rebuilding.items()):
             if all(handle.succeeded() for handle in construction):
                 self.supervisor.constructed(host)
-                del self._rebuilt_by[host]
+                del self._rebuilding[host]
 
     def _silence(self, host: str, calls: list[Call], now: float) -> tuple[float, Call | None]:
         """Returns the longest silence of the process or of a busy worker, and that worker's call. A rebuilt worker has

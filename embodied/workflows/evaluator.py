@@ -32,7 +32,7 @@ from embodied.core.types import (
 from embodied.envs import env_class
 from embodied.envs.capabilities import choose_protocol
 from embodied.runtime import Cluster
-from embodied.workflows.contract import ROLLOUT, EvaluationPlan
+from embodied.workflows import ROLLOUT, EvaluationPlan
 from embodied.workflows.rollout_manager import Evaluation, RolloutManager, Round
 from embodied.workflows.workers import Workers
 

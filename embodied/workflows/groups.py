@@ -40,9 +40,10 @@ from embodied.core.types import (
 from embodied.envs import env_class
 from embodied.envs.store import EpisodeRef, Stores, Transfer
 from embodied.runtime import Handle
-from embodied.workflows.collector import Batch, Collector, metrics_of
-from embodied.workflows.contract import WARNING
+from embodied.workflows import WARNING
+from embodied.workflows.collector import Batch, Collector
 from embodied.workflows.dealing import Dealer
+from embodied.workflows.relay import metrics_of
 
 if TYPE_CHECKING:
     from embodied.config.sections import PipelineSection
@@ -147,7 +148,7 @@ class Groups(Collector):
         self.lost: set[int] = set()  # episodes
         self.loads = np.zeros(len(self.channels))  # by rank, the cost of the groups sent during the rollout
         self.dealt_to_dead: list[int] = []  # episodes that were dealt to sims that died
-        self._leave_out(self.stores.lost_among(self.pool.held))  # the first round plays as many more
+        self._drop_groups_of(self.stores.lost_among(self.pool.held))  # the first round plays as many more
         for episode in self.refs.keys() - {*self.pool.held}:
             del self.refs[episode]
         self.pool.counts.clear()
@@ -204,8 +205,8 @@ class Groups(Collector):
             self._end(results)
             self._wait_for_roles()
         self.dealt_to_dead += [spec.index for sim in played.failures for spec in self.shares.get(sim, ())]
-        self._leave_out(sorted(self.pool.playing))
-        self._leave_out(self.stores.lost_among(self.pool.held))
+        self._drop_groups_of(sorted(self.pool.playing))
+        self._drop_groups_of(self.stores.lost_among(self.pool.held))
 
     def record(self, results: Iterable[EpisodeResult]) -> None:
         """Record the outcomes of episodes; known outcomes change nothing."""
@@ -237,11 +238,11 @@ class Groups(Collector):
                 if rewards:
                     self.ready = sorted([*self.ready, group])
                 else:
-                    self._lose_group(group)
+                    self._drop_chosen(group)
             elif rewards:
                 self.record(self.ended[episode]._replace(total_reward=rewards[episode]) for episode in passage.episodes)
             else:
-                self._leave_out(passage.episodes)
+                self._drop_groups_of(passage.episodes)
 
     def _wait_for_roles(self) -> None:
         """Wait for the outcomes of all groups."""
@@ -261,20 +262,20 @@ class Groups(Collector):
 
     # What was lost
 
-    def lose(self, sim: int) -> int:
+    def sim_replaced(self, sim: int) -> int:
         """Mark the episodes of a dead sim. They are counted with their groups, so none is abandoned."""
-        self.stores.lose(self.rollouts.sims.workers[sim])
+        self.stores.worker_died(self.rollouts.sims.workers[sim])
         return 0
 
-    def _leave_out(self, episodes: Collection[int]) -> None:
+    def _drop_groups_of(self, episodes: Collection[int]) -> None:
         """Drop the groups of lost episodes."""
-        self.pool.lose(episodes)
+        self.pool.drop_groups_of(episodes)
         self.lost.update(episodes)
 
-    def _lose_group(self, group: Group) -> None:
-        """Leave out a lost group that the pool has already returned."""
+    def _drop_chosen(self, group: Group) -> None:
+        """Drop a lost group that the batch already contains."""
         if group.episodes[0] // self.algo.group_size in self.pool.sent:
-            self._leave_out(group.episodes)
+            self._drop_groups_of(group.episodes)
         else:
             self.pool.counts.update(kept=-1, incomplete=1)
             self.lost.update(group.episodes)
@@ -319,13 +320,12 @@ class Groups(Collector):
             self.ready = sorted([*self.ready, group])
 
     def remaining_units(self) -> Iterator[tuple[int, Unit]]:
-        """All groups of the batch, unless they were sent during the rollout. Carried-over episodes stay in
-        their stores, and others are forgotten."""
-        batch, self.is_taken = self.batch, True
+        """All groups of the batch, unless they were sent during the rollout."""
+        self.is_taken = True
         for group in self.pool.take():
             self._complete(group)
         yield from self.certain_units(wait=True)
-        finishing = self.relays.finish() if self.relays.streams else []
+        self.finishing = self.relays.finish() if self.relays.streams else []
         if self.prompts is not None:
             self.prompts.forget_all_but(self.pool.open)
         if not self.begins_early:
@@ -333,16 +333,19 @@ class Groups(Collector):
             compared = self.advantages(self.groups)
             for rank, unit in self.units:
                 yield rank, with_advantages(unit, compared)
-        held = self.pool.held
-        self.rollouts.wait_and_replace(*self.stores.forget_all_but(held))
+
+    def finish_batch(self) -> None:
+        """The episodes are in the order of their numbers. Carried-over episodes stay in their stores, and others are
+        forgotten."""
+        batch = self.batch
+        self.rollouts.wait_and_replace(*self.stores.forget_all_but(self.pool.held))
         results = [self.refs[episode].result for episode in self.dealt_to_dead if episode not in self.lost]
         saved = tuple(result for result in results if result)  # that sims had ended before they died
         batch.played += [Played(sum(result.length for result in saved), saved)] if saved else []
-        batch.finished = sorted(
-            (result for of_sim in batch.played for result in of_sim.finished), key=lambda one: one.index
-        )
-        self.rollouts.wait_and_replace(*finishing)
-        batch.metrics |= metrics_of(finishing) | self._metrics()
+        super().finish_batch()
+        batch.finished.sort(key=lambda result: result.index)
+        self.rollouts.wait_and_replace(*self.finishing)
+        batch.metrics |= metrics_of(self.finishing) | self._metrics()
         if self.text:
             batch.metrics |= added(self.rollouts.ask(self.rollouts.policies.engine_numbers))
         counts = ", ".join(f"{count} {name}" for name, count in sorted((+self.pool.counts).items()))
@@ -423,10 +426,10 @@ class Groups(Collector):
     def _send_all(self, groups: list[Group]) -> None:
         """Send every learner rank its part of a batch; groups lost with a sim are left out. A rank without episodes
         gets a copy of an episode as padding."""
-        self._leave_out(self.stores.lost_among(self.pool.held))
+        self._drop_groups_of(self.stores.lost_among(self.pool.held))
         lost = [group for group in groups if self.stores.lost_among(group.episodes)]
         for group in lost:
-            self._lose_group(group)
+            self._drop_chosen(group)
         if left := [group for group in groups if group not in lost]:
             rank_of = self.dealer.deal(left, self._iteration)
             padding: dict[int, list[int]] = {rank: [] for rank in {*range(len(self.channels))} - {*rank_of.values()}}
@@ -463,7 +466,7 @@ class Groups(Collector):
                     self.groups = sorted([*self.groups, transfer.group])
                 yield transfer.group, transfer.units()
             elif not padding:
-                self._lose_group(transfer.group)
+                self._drop_chosen(transfer.group)
 
     def _send(self, group: Group, shares: dict[int, list[int]], keep: bool) -> None:
         """Begin to send a group; its episodes are forgotten afterwards unless `keep` is true."""
@@ -489,7 +492,7 @@ class Groups(Collector):
         size = self.algo.group_size
         sent = (episode for number in self.pool.sent for episode in range(number * size, (number + 1) * size))
         lost = {*self.pool.playing, *self.pool.held, *sent}
-        self.pool.lose(lost)
+        self.pool.drop_groups_of(lost)
         if self.prompts is not None:
             self.prompts.forget_all_but(())
         self.rollouts.abandoned_episodes += len(lost)
@@ -520,7 +523,7 @@ class Groups(Collector):
             ):
                 self.stores.put(worker, episodes)
         lost = self.stores.lost_among(self.pool.held)
-        self.pool.lose(lost)
+        self.pool.drop_groups_of(lost)
         return len(lost)
 
 

@@ -1,4 +1,4 @@
-"""The prompts of a round that wait for one of several language engines.
+"""The prompts of a round that wait for one of several language engines. On two cores there are two.
 
 The length of an answer is not known in advance, so a prompt waits until an engine has room. Text envs put their prompts
 into one channel, and engines report there what they have answered, and how much room they have.

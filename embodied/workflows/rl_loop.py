@@ -32,8 +32,7 @@ from embodied.records.timeline import Timeline
 from embodied.run.run_folder import write_checkpoint
 from embodied.runtime import Cluster, Handle, WorkerGroup
 from embodied.runtime.published_weights import Publication
-from embodied.workflows import roles_of_run
-from embodied.workflows.contract import ROLLOUT, UPDATE, Role
+from embodied.workflows import ROLLOUT, UPDATE, Role, roles_of_run
 from embodied.workflows.evaluator import Evaluator, evaluation_plan
 from embodied.workflows.workers import Workers
 
@@ -204,7 +203,7 @@ class EmbodiedLoop:
 
     def publish(self, version: int) -> float:
         """Use the learners' weights for rollouts from now on, under this version; returns the learners' seconds."""
-        seconds = self._act_with(version)
+        seconds = self._publish_and_load(version)
         self.weight_sync.learned = version
         if self.lagging:
             self.lagging.begin(version)
@@ -214,12 +213,12 @@ class EmbodiedLoop:
     def acting_with_mean(self) -> Iterator[None]:
         """Inside, policies act with the mean of the last weights, if the recipe keeps one."""
         if self.config.algo.average:
-            self._act_with(self.version, mean=True)
+            self._publish_and_load(self.version, mean=True)
         yield
         if self.config.algo.average:
-            self._act_with(self.version)
+            self._publish_and_load(self.version)
 
-    def _act_with(self, version: int, mean: bool = False) -> float:
+    def _publish_and_load(self, version: int, mean: bool = False) -> float:
         """Publish the learners' weights, or their mean, under this version, and let policies load them."""
         with self.timers.measure("publish"):
             with self.device_sharing.phase(UPDATE):
@@ -392,7 +391,7 @@ class LaggingVersions:
     def choose_version(self) -> None:
         """Let policies act with the version of the next rollout, which they have received by now."""
         next_batch = len(self.ahead) + self.updating  # after the batch of the next or current update
-        self._act_with(max(self.start, self.weight_sync.learned + next_batch - self.lag))
+        self._load_published(max(self.start, self.weight_sync.learned + next_batch - self.lag))
 
     def act_with_newest(self) -> None:
         """Collect the rollouts with older versions; then let policies act with the learners' version."""
@@ -405,7 +404,7 @@ class LaggingVersions:
                     self.loop.rollouts.wait_and_replace(self.copying)
                     self.go_on()
             with self.loop.device_sharing.phase(ROLLOUT):
-                self._act_with(self.weight_sync.learned)
+                self._load_published(self.weight_sync.learned)
 
     # During a rollout
 
@@ -434,7 +433,7 @@ class LaggingVersions:
             self.copying = self.loop.learners.publish(version)
         return self.copying
 
-    def _act_with(self, version: int) -> None:
+    def _load_published(self, version: int) -> None:
         while self.weight_sync.version < version:
             publication = self.waiting.popleft()
             if publication.version == version:

@@ -12,8 +12,8 @@ which may come between the choice of jobs and their call. Its workers get:
 
 The `Broker` of a round knows the policy workers that take requests. A robot's requests wait with its player
 (`core/request_queue.py`), which gets the names of its workers: these follow from the source and the present workers
-alone. With several language engines all prompts wait here (`prompts.py`). While learners hold a policy worker's
-devices, other policy workers answer its requests.
+alone. With several language engines (two cores have two) all prompts wait here (`prompts.py`). While learners hold a
+policy worker's devices, other policy workers answer its requests.
 
 A user may add policy workers, and take the last one away (`embodied/workers.py`). An added worker is built beside the
 run, and takes part from the next round on. A worker that is taken away leaves its round like one whose devices the
@@ -40,7 +40,7 @@ from embodied.core.types import Answerers, EnvSpec, Job, Played, Report, Route, 
 from embodied.runtime import Budget, Channel, Cluster, DeviceSharing, Handle, HostPlan, WorkerGroup
 from embodied.runtime.device_leases import LeaseError
 from embodied.runtime.supervision import Failure, Repetitions
-from embodied.workflows.contract import ROLLOUT, WARNING
+from embodied.workflows import ROLLOUT, WARNING
 
 if TYPE_CHECKING:
     from embodied.config.recipe import RunConfig
@@ -97,7 +97,7 @@ class Training(Protocol):
     def add_report(self, report: Report) -> None:
         """A player has begun or ended episodes."""
 
-    def lose(self, sim: int) -> int:
+    def sim_replaced(self, sim: int) -> int:
         """A sim has died and has a successor; returns the number of abandoned episodes."""
 
 
@@ -388,7 +388,8 @@ class RolloutManager:
                 raise failure.final(reason).error()
 
     def _replace(self, deaths: dict[str, Failure]) -> list[int]:
-        """Restart dead hosts while other hosts work; returns their policy workers."""
+        """Restart dead hosts while other hosts work; returns their policy workers. A worker does its calls in order: it
+        loads weights, or begins its episodes, before it serves or plays."""
         replaced = []
         for host, failure in deaths.items():
             sims, policies = (
@@ -410,10 +411,10 @@ class RolloutManager:
             for policy in [policy for policy in here if not present(names[policy])]:
                 self.policies[policy].offload()  # after it has loaded weights
             self.read_reports()  # of the dead worker
-            abandoned = sum(self.training.lose(sim) for sim in sims) if self.training else 0
+            abandoned = sum(self.training.sim_replaced(sim) for sim in sims) if self.training else 0
             for sim in [sim for sim in sims if not present(self.sims.workers[sim])]:
                 self.sims[sim].offload()
-            self.cluster.rebuilt_by(host, built)
+            self.cluster.watch_rebuilding(host, built)
             self.restarts += 1
             self.abandoned_episodes += abandoned
             self._report_restart(restart, failure, abandoned)

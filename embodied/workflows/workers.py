@@ -23,7 +23,7 @@ from embodied.runtime.device_sharing import begin_beside_other_runs
 from embodied.runtime.published_weights import Publication, Weights
 from embodied.runtime.weights import NONE, WeightStore, new_name
 from embodied.runtime.worker import machine
-from embodied.workflows.contract import ROLLOUT, UPDATE, EvaluationPlan, Role, check_roles
+from embodied.workflows import ROLLOUT, UPDATE, EvaluationPlan, Role, check_roles
 from embodied.workflows.rollout_manager import RolloutManager
 
 if TYPE_CHECKING:

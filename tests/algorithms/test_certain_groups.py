@@ -39,7 +39,7 @@ def iterate(pool, num_envs, score, order, lost, early):
             for group in pool.certain() if early else ():
                 pool.mark_sent(group)
                 found.append(group)
-        pool.lose([episode for episode in dealt if episode in lost])
+        pool.drop_groups_of([episode for episode in dealt if episode in lost])
         if early:
             for group in pool.certain():
                 pool.mark_sent(group)
@@ -135,7 +135,7 @@ def test_a_group_that_could_not_be_handed_on_is_lost():
     one.add(dict(zip(range(4), [*KEPT, *KEPT], strict=True)))
     for group in one.certain():
         one.mark_sent(group)
-    one.lose([0, 1])
+    one.drop_groups_of([0, 1])
     assert one.counts == {"kept": 1, "incomplete": 1} and one.sent == {1} and one.take() == []
 
 

@@ -133,7 +133,7 @@ def test_incomplete_groups_are_dropped_and_played_again_where_half_is_missing():
     pool = GroupPool(config(groups=3))
     dealt = pool.deal(pool.wanted(0, num_envs=6))
     pool.add({episode: episode % 2 for episode in dealt if episode != 3})
-    pool.lose([3])
+    pool.drop_groups_of([3])
     assert pool.wanted(1, num_envs=6) == 0  # one of three
     assert [group.episodes for group in pool.take()] == [(0, 1), (4, 5)]
     assert pool.counts["incomplete"] == 1
@@ -141,7 +141,7 @@ def test_incomplete_groups_are_dropped_and_played_again_where_half_is_missing():
     pool.counts.clear()
     dealt = pool.deal(pool.wanted(0, num_envs=6))
     pool.add({dealt[0]: 0.0, dealt[1]: 1.0, dealt[2]: 0.0})
-    pool.lose(dealt[3:])
+    pool.drop_groups_of(dealt[3:])
     assert pool.counts["incomplete"] == 2
     assert pool.wanted(1, num_envs=6) == 4
     finished(pool, [0, 1, 1, 0])
@@ -164,7 +164,7 @@ def test_every_dealt_episode_is_used_once_or_dropped_and_counted(data):
             dealt |= set(episodes)
             gone = [episode for episode in episodes if data.draw(st.integers(0, 9)) == 0]
             pool.add({e: float(data.draw(st.integers(0, 1))) for e in episodes if e not in gone})
-            pool.lose(gone)
+            pool.drop_groups_of(gone)
             skipped += pool.dealt - before - count
             rounds += 1
             assert rounds <= 3

@@ -42,10 +42,9 @@ def test_every_block_gives_figures_and_the_second_time_none_is_run(tmp_path):
     assert card["blocks"]["ppo_fast"]["figures"]["steps_per_s"] == 1002
     assert 0 < card["blocks"]["ppo_fast"]["figures"]["seconds_to_95"] < card["blocks"]["ppo_fast"]["seconds"]
     assert any("offload" in figure for figure in card["blocks"]["language"]["figures"])
-    page = (tmp_path / "none/card.md").read_text()
-    assert (
-        all(f"| {name} " in page for name in gpu_card.BLOCKS) and "| block | figure | measured | bound | plan |" in page
-    )
+    page = " ".join((tmp_path / "none/card.md").read_text().split())
+    assert all(f"| {name} " in page for name in gpu_card.BLOCKS)
+    assert "| block | figure | measured | bound | plan |" in page
     (tmp_path / "ppo.py").unlink()  # nothing asks for it again
     subprocess.run(command, cwd=ROOT, check=True, capture_output=True)
     assert json.loads((tmp_path / "none/card.json").read_text())["blocks"] == card["blocks"]

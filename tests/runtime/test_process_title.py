@@ -41,7 +41,7 @@ def test_a_host_that_is_started_again_is_announced_with_its_new_process(tmp_path
         os.kill(first, signal.SIGKILL)
         assert list(cluster.wait_for_calls(group.ready())) == ["left"]
         again = cluster.replace("left")
-        cluster.rebuilt_by("left", again)
+        cluster.watch_rebuilding("left", again)
         second = group.ready().wait()[0]
         assert [pid for host, pid in told if host == "left"] == [first, second] and first != second
         assert shown(second) == ("embodied left", "left")

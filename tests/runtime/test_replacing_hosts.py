@@ -88,7 +88,7 @@ def lose(cluster, *handles):
 
 def replace(cluster, host):
     handles = cluster.replace(host)
-    cluster.rebuilt_by(host, handles)
+    cluster.watch_rebuilding(host, handles)
     assert cluster.wait_for_calls(*handles) == {}
 
 
@@ -230,7 +230,7 @@ def test_a_constructor_that_fails_in_the_second_life_ends_the_run(processes, tmp
         cluster.supervise([a], Budget(3, 600, 15))
         lose(cluster, a.die())
         handles = cluster.replace("one")
-        cluster.rebuilt_by("one", handles)
+        cluster.watch_rebuilding("one", handles)
         with pytest.raises(WorkerFailed, match="a-0: constructor failed: RuntimeError: no second life"):
             cluster.wait_for_calls(*handles)
 

@@ -48,7 +48,7 @@ def test_a_successor_has_hang_s_to_beat_and_three_times_its_first_life_to_be_bui
     watchdog = Watchdog(backend, machine, AwakeClock(lambda: backend.now), {"sims": 40.0})
     machine.died("sims", now=0)
     building = Handle(None, "sim.__init__", ["sim-0"])
-    watchdog.rebuilt_by("sims", [building])
+    watchdog.watch_rebuilding("sims", [building])
     while backend.killed_at is None and backend.now < 500:
         backend.now += 1
         if beats_until and backend.now <= beats_until:

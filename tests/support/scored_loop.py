@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from embodied.workflows.contract import Role
+from embodied.workflows import Role
 from embodied.workflows.relay import RelayWorker
 from embodied.workflows.rl_loop import EmbodiedLoop
 

@@ -112,7 +112,7 @@ def test_groups_of_a_dead_sim_are_not_sent():
     for sim, group in enumerate(groups):
         found.stores.put(sims.workers[sim], group.episodes)
     found.dealer.deal = lambda groups, iteration: {episode: 0 for group in groups for episode in group.episodes}
-    found.lose(1)
+    found.sim_replaced(1)
     assert found.stores.lost_among(range(2 * SIZE)) == [*groups[1].episodes]
     found._send_all(groups)
     assert found.groups == groups[:1] and had(sims, 0) == [*groups[0].episodes]
@@ -123,6 +123,6 @@ def test_the_first_round_replaces_groups_that_were_carried_over_and_lost():
     found.pool.deal(SIZE)
     found.pool.add({0: 0.0, 1: 1.0, 2: 0.0, 3: 1.0})
     assert found.pool.wanted(rounds=0, num_envs=8) == SIZE
-    found.lose(1)
+    found.sim_replaced(1)
     found.begin()
     assert found.pool.wanted(rounds=0, num_envs=8) == 2 * SIZE and found.lost == {1, 3}

@@ -12,8 +12,7 @@ import stepped
 from gated_env import wait_until
 from stepped import Run
 
-from embodied.workflows import rollout_manager
-from embodied.workflows.contract import UPDATE
+from embodied.workflows import UPDATE, rollout_manager
 
 APART = {"sim": "fake:0-1", "policy": "fake:2-3", "learner": "fake:4"}
 OVERLAP = {"sim": "fake:0-1", "policy": "fake:2-3", "learner": "fake:3"}

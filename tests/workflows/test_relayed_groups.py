@@ -14,7 +14,7 @@ from talking_runs import TALK, far
 from embodied.core.errors import WorkerFailed
 from embodied.policies.policy_folder import read_weights
 from embodied.run.run_folder import COUNTERS
-from embodied.workflows.contract import Role
+from embodied.workflows import Role
 from embodied.workflows.relay import RelayWorker
 from embodied.workflows.rl_loop import EmbodiedLoop
 

@@ -9,7 +9,7 @@ import stepped
 from embodied.core.errors import ConfigError
 from embodied.envs.sim_worker import SimWorker
 from embodied.policies.worker import PolicyWorker
-from embodied.workflows.contract import Role, check_roles
+from embodied.workflows import Role, check_roles
 from embodied.workflows.rl_loop import LEARNER, POLICY, SIM, EmbodiedLoop
 
 ARGUMENTS = (
