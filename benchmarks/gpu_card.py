@@ -271,7 +271,7 @@ def swap(asked: argparse.Namespace) -> Figures:
     from embodied.algorithms.config import PPOConfig
     from embodied.core.types import ActionSpec, EnvSpec
     from embodied.learners.config import LearnerConfig
-    from embodied.learners.worker import LearnerWorker
+    from embodied.learners.learner_worker import LearnerWorker
     from embodied.policies.config import MLPConfig
     from embodied.profiling.role_probe import moves_of, standalone_worker, used_bytes
     from embodied.runtime.weights import new_name
@@ -396,7 +396,7 @@ def acting(policy: Any, asked: argparse.Namespace, read: float = 0.0) -> Figures
     import numpy as np
     from torch.utils.flop_counter import FlopCounterMode
 
-    from embodied.learners.worker import peak_rate
+    from embodied.learners.learner_worker import peak_rate
     from embodied.runtime.device_graphs import CapturedGraphs
     from embodied.runtime.device_memory import num_bytes
 
@@ -498,9 +498,9 @@ def lora(asked: argparse.Namespace) -> Figures:
 
     from embodied.algorithms.config import PPOConfig
     from embodied.learners.config import LearnerConfig
+    from embodied.learners.learner_worker import peak_rate
     from embodied.learners.memory_estimate import count, made_up
     from embodied.learners.model import Model, compile_blocks, recompute
-    from embodied.learners.worker import peak_rate
 
     rank, rows = (2, 2) if asked.tiny else (32, 32)
     policy = large("openvla", asked, lora_rank=rank)

@@ -16,7 +16,7 @@ import torch
 from embodied.core.arrays import host, tensor_of
 from embodied.core.types import ActionSpec, EnvSpec, EpisodeSpec, Observation
 from embodied.envs.vector_env import StepResult, VectorEnv
-from embodied.policies.worker import uniform
+from embodied.policies.policy_worker import uniform
 
 STEPS, STATE, ACTIONS = 50, 42, 8
 REACH = 0.2

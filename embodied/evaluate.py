@@ -346,8 +346,8 @@ def players(config: RunConfig, cluster: Cluster, source: PolicySource, all_tasks
     """Workers that play with a policy; raises ConfigError if it does not fit the env. `all_tasks` are all tasks of the
     evaluation; this env plays some of them."""
     from embodied.workflows.evaluator import Evaluator, evaluation_plan
+    from embodied.workflows.launched_workers import Workers
     from embodied.workflows.rl_loop import EVALUATION_ROLES
-    from embodied.workflows.workers import Workers
 
     plan = evaluation_plan(config, cluster, all_tasks)
     workers = Workers(EVALUATION_ROLES, config, cluster, plan, notify=launch.say)

@@ -1,8 +1,8 @@
 """A player: plays jobs in the rows of an env, records them, asks policy workers, and reports to the driver.
 
 `PlayerWorker.play` plays the jobs of a round in turns, decision by decision: `play_horizon` for rollouts of a fixed
-length, `play_episodes` for whole episodes of training and of evaluations (`envs/text/worker.py`: conversations). The
-cycle of a decision is ask -> take -> ask: `ask` sends the current observations to the policy, `take` receives the
+length, `play_episodes` for whole episodes of training and of evaluations (`envs/text/text_worker.py`: conversations).
+The cycle of a decision is ask -> take -> ask: `ask` sends the current observations to the policy, `take` receives the
 actions, plays and records them, and episodes begin on the rows that are done. While the policy answers one stage of a
 sim worker, another stage is simulated.
 

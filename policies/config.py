@@ -72,7 +72,7 @@ class PolicyOptions(Strict):
     policy: ClassVar[str] = ""
     """Its class, as my_pkg.my_module:MyPolicy."""
 
-    worker: ClassVar[str] = "embodied.policies.worker:PolicyWorker"
+    worker: ClassVar[str] = "embodied.policies.policy_worker:PolicyWorker"
     """What acts with it."""
 
     alike: ClassVar[tuple[str, ...]] = ()

@@ -183,10 +183,10 @@ def rehearsed_here(monkeypatch):
 HOSTS_IMPORT = (
     "torch",
     "embodied.envs.sim_worker",
-    "embodied.policies.worker",
+    "embodied.policies.policy_worker",
     "embodied.policies.networks",
     "embodied.policies.language.policy",
-    "embodied.learners.worker",
+    "embodied.learners.learner_worker",
 )
 
 

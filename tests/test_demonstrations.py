@@ -81,7 +81,7 @@ def test_an_experts_successes_become_demonstrations(demos):
 
 
 def test_collecting_demonstrations_calls_no_policy_worker(tmp_path, monkeypatch):
-    monkeypatch.setattr("embodied.policies.worker.PolicyWorker.serve", None)  # to call it would fail
+    monkeypatch.setattr("embodied.policies.policy_worker.PolicyWorker.serve", None)  # to call it would fail
     assert collect([*TOY, f"out={tmp_path / 'demos'}", "collect.episodes=2"]) == 0
 
 

@@ -15,7 +15,7 @@ import embodied
 from embodied import train
 from embodied.config.recipe import load
 from embodied.envs import import_class
-from embodied.learners import worker as learner_worker
+from embodied.learners import learner_worker
 from embodied.placement.topology import one_machine
 from embodied.policies.policy_folder import read_weights
 from embodied.run import launch

@@ -34,9 +34,9 @@ from embodied.core.pictures import FRAMES
 from embodied.core.types import EnvSpec, Observation, env_blocks
 from embodied.datasets import DatasetEpisode, read_dataset
 from embodied.learners.examples import Example, beginning_of, read_examples, solved_examples
+from embodied.learners.learner_worker import MOVING_S, LearnerWorker
 from embodied.learners.model import Pass, lr_factor
 from embodied.learners.update import GradientSteps
-from embodied.learners.worker import MOVING_S, LearnerWorker
 from embodied.policies.base import Policy
 
 STEPS = 2**16  # more than the gradient steps of an iteration of RL

@@ -7,7 +7,7 @@ it received. Samples are numbered by their sequences' ids over all ranks, and st
 that order: neither the owner of a sequence nor the order of arrival changes the result.
 
 PPO estimates advantages from values along a sequence; GRPO and its relatives compare whole episodes within groups. Only
-the sampled tokens of a conversation count (`envs/text/worker.py` marks them). Its values are computed once, by the
+the sampled tokens of a conversation count (`envs/text/text_worker.py` marks them). Its values are computed once, by the
 weights at the start of the update, since engines have no value head.
 
 Frozen parts of a policy encode pieces as they arrive, on learners with devices of their own during the rollout. Their

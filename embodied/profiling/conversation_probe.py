@@ -12,8 +12,8 @@ import numpy as np
 
 from embodied.core.conversations import Completion, CompletionBatch, PromptBatch
 from embodied.core.types import SamplingRule, Trajectory
-from embodied.envs.text.worker import TextWorker
-from embodied.policies.language.worker import LanguageWorker
+from embodied.envs.text.text_worker import TextWorker
+from embodied.policies.language.language_worker import LanguageWorker
 from embodied.profiling.role_probe import DirectChannel, ProbedPart, ProbeWorker, Samples
 
 NUMBER = "\\boxed{7}"

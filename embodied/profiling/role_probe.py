@@ -40,10 +40,10 @@ from embodied.core.types import (
 from embodied.envs import env_class
 from embodied.envs.sim_worker import SimWorker
 from embodied.envs.store import arrays_of
+from embodied.learners.learner_worker import LearnerWorker
 from embodied.learners.memory_estimate import Memory, unsharded_gradient
-from embodied.learners.worker import LearnerWorker
 from embodied.policies import make_policy
-from embodied.policies.worker import PolicyWorker
+from embodied.policies.policy_worker import PolicyWorker
 from embodied.runtime import Timers, Worker
 from embodied.runtime.device_memory import Computing, num_bytes
 from embodied.runtime.weights import new_name

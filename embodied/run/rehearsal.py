@@ -120,7 +120,7 @@ def converse(kind: Any, env: Any, policies: Sequence[Any], answer: Path, verifie
     """Begin a held-out conversation, answer once, and let the verifier score that."""
     from embodied.envs.text.rewards import RewardSum
     from embodied.envs.text.text_env import checked_said
-    from embodied.envs.text.worker import as_text
+    from embodied.envs.text.text_worker import as_text
 
     with kind.explain_errors(env):
         shared = kind.load(env)

@@ -1,5 +1,5 @@
 """Versioned weights: written once by the trainer (`WeightStore`), seen by readers (`WeightReader`) only when published,
-and never half-changed. The driver brings each version to all readers (`workflows/workers.py`).
+and never half-changed. The driver brings each version to all readers (`workflows/launched_workers.py`).
 
 A reader's location decides how it gets a version:
 

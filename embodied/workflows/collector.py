@@ -32,8 +32,8 @@ from embodied.runtime import Handle
 from embodied.workflows.relay import Relays
 
 if TYPE_CHECKING:
+    from embodied.workflows.launched_workers import Workers
     from embodied.workflows.rollout_manager import Round
-    from embodied.workflows.workers import Workers
 
 
 @dataclass

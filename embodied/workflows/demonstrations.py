@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from embodied.config.recipe import RunConfig
     from embodied.datasets import Dataset
     from embodied.envs.config import EnvConfig
-    from embodied.workflows.workers import Workers
+    from embodied.workflows.launched_workers import Workers
 
 SOURCE = "meta/source.json"  # beside LeRobot's files: policy or expert, env, success rate
 REACH = 1.1  # of actions from -1 to 1, rounded or measured

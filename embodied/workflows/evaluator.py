@@ -33,8 +33,8 @@ from embodied.envs import env_class
 from embodied.envs.capabilities import choose_protocol
 from embodied.runtime import Cluster
 from embodied.workflows import ROLLOUT, EvaluationPlan
+from embodied.workflows.launched_workers import Workers
 from embodied.workflows.rollout_manager import Evaluation, RolloutManager, Round
-from embodied.workflows.workers import Workers
 
 if TYPE_CHECKING:
     from embodied.config.recipe import RunConfig

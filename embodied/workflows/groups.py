@@ -48,8 +48,8 @@ from embodied.workflows.relay import metrics_of
 if TYPE_CHECKING:
     from embodied.config.sections import PipelineSection
     from embodied.policies.language.config import LanguageConfig
+    from embodied.workflows.launched_workers import Workers
     from embodied.workflows.rollout_manager import Round
-    from embodied.workflows.workers import Workers
 
 
 @dataclass

@@ -16,7 +16,7 @@ from embodied.workflows.rl_loop import EVALUATION_ROLES, LEARNER, EmbodiedLoop, 
 
 if TYPE_CHECKING:
     from embodied.config.recipe import RunConfig
-    from embodied.workflows.workers import Workers
+    from embodied.workflows.launched_workers import Workers
 
 
 def imitator(config: RunConfig) -> str:

@@ -22,7 +22,7 @@ from embodied.runtime import Channel, Handle, WorkerGroup
 from embodied.workflows import Role
 
 if TYPE_CHECKING:
-    from embodied.workflows.workers import Workers
+    from embodied.workflows.launched_workers import Workers
 
 T = TypeVar("T")
 NO_DEADLINE = float("inf")  # rollouts may be long; if the run fails, the channel closes

@@ -1,7 +1,7 @@
 """The cyclic loop of embodied RL: simulate, act, learn, publish.
 
-`EmbodiedLoop.iterate` is one iteration, and `roles` declares the workers. `workers.py` launches them; `collector.py`
-(PPO), with `groups.py` for GRPO, collects batches; `rollout_manager.py` runs the rounds of sims and
+`EmbodiedLoop.iterate` is one iteration, and `roles` declares the workers. `launched_workers.py` launches them;
+`collector.py` (PPO), with `groups.py` for GRPO, collects batches; `rollout_manager.py` runs the rounds of sims and
 policies and replaces dead workers; `runtime/weights.py` versions the weights; `evaluator.py` evaluates. The plan
 decides where each worker runs.
 
@@ -34,7 +34,7 @@ from embodied.runtime import Cluster, Handle, WorkerGroup
 from embodied.runtime.published_weights import Publication
 from embodied.workflows import ROLLOUT, UPDATE, Role, roles_of_run
 from embodied.workflows.evaluator import Evaluator, evaluation_plan
-from embodied.workflows.workers import Workers
+from embodied.workflows.launched_workers import Workers
 
 if TYPE_CHECKING:
     from embodied.config.recipe import RunConfig
@@ -78,7 +78,7 @@ def learner_worker(config: RunConfig) -> str:
     if config.algo.name == "dagger":
         return "embodied.learners.dagger:DaggerLearner"
     if config.algo.imitation is None:
-        return "embodied.learners.worker:LearnerWorker"
+        return "embodied.learners.learner_worker:LearnerWorker"
     return f"embodied.learners.imitation:Imitating{'Text' if env_class(config.env).speaks else ''}Learner"
 
 

@@ -63,9 +63,9 @@ from embodied.learners.train_batch import (
 from embodied.learners.update import GradientSteps
 from embodied.policies import make_policy
 from embodied.policies.language.config import LanguageConfig
+from embodied.policies.language.language_worker import LanguageWorker
 from embodied.policies.language.policy import LanguagePolicy
 from embodied.policies.language.tokenizer import tokenizer_of
-from embodied.policies.language.worker import LanguageWorker
 from embodied.policies.policy_folder import read_weights
 from embodied.runtime import Needs
 from embodied.runtime.device_memory import Computing, DeviceTensors, give_back_unused, num_bytes

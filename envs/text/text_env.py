@@ -63,7 +63,7 @@ class Turn:
 class TextEnv(EnvCapabilities):
     """Base of every text env, constructed as `MyText(config, shared)` for each open conversation."""
 
-    worker: ClassVar[str] = "embodied.envs.text.worker:TextWorker"
+    worker: ClassVar[str] = "embodied.envs.text.text_worker:TextWorker"
     speaks: ClassVar[bool] = True
     mixes_tasks: ClassVar[bool] = True
     max_turns: ClassVar[int] = 1

@@ -21,7 +21,7 @@ class LanguageConfig(LoraOptions):
     """A causal language model, for text envs; with pictures if it reads them."""
 
     policy = "embodied.policies.language.policy:LanguagePolicy"
-    worker = "embodied.policies.language.worker:LanguageWorker"
+    worker = "embodied.policies.language.language_worker:LanguageWorker"
     published = True
     speaks = True
     compile: ClassVar[bool] = False

@@ -10,8 +10,8 @@ import numpy as np
 from embodied.core.arrays import host
 from embodied.core.types import ActRequest, EnvSpec, NoiseSpec, Observation, PolicyOutput, SamplingRule
 from embodied.policies.base import Policy
+from embodied.policies.policy_worker import PolicyWorker
 from embodied.policies.remote.client import Connection, OpenEpisodes
-from embodied.policies.worker import PolicyWorker
 
 MOST_ANSWERS = 1000  # in a decision
 

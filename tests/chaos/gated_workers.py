@@ -11,8 +11,8 @@ from faulty_env import commit
 from embodied.core.types import EnvSpec
 from embodied.envs.sim_worker import SimWorker
 from embodied.envs.vector_env import VectorEnv
-from embodied.learners.worker import LearnerWorker
-from embodied.policies.worker import PolicyWorker
+from embodied.learners.learner_worker import LearnerWorker
+from embodied.policies.policy_worker import PolicyWorker
 
 
 class GatedSim(SimWorker):

@@ -19,11 +19,11 @@ from embodied.algorithms.config import GRPOConfig, PPOConfig, SFTConfig
 from embodied.core.conversations import FIRST_PLACE
 from embodied.core.pictures import drawing
 from embodied.core.types import BatchEnd, Trajectory, Unit, choose
-from embodied.learners import worker as learner_worker
+from embodied.learners import learner_worker
 from embodied.learners.config import LearnerConfig
 from embodied.learners.divided_passes import PassTable, SharedPass
 from embodied.learners.imitation import TextImitationLearner
-from embodied.learners.worker import LearnerWorker
+from embodied.learners.learner_worker import LearnerWorker
 from embodied.policies.language.config import LanguageConfig
 from embodied.profiling.role_probe import Items
 from embodied.runtime import Timers

@@ -13,10 +13,10 @@ from embodied.algorithms.advantages import token_gae
 from embodied.algorithms.config import GRPOConfig, PPOConfig
 from embodied.core.types import BatchEnd, Unit, choose, env_blocks
 from embodied.learners.config import LearnerConfig
+from embodied.learners.learner_worker import LearnerWorker
 from embodied.learners.model import Model, PolicyOptimizer
 from embodied.learners.train_batch import build_batch
 from embodied.learners.update import PolicySteps, update_policy
-from embodied.learners.worker import LearnerWorker
 from embodied.profiling.role_probe import Items
 from embodied.runtime import Timers
 from embodied.runtime.collective import Alone

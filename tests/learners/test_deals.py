@@ -11,10 +11,10 @@ from speaking_policy import Judging, Speaking, talks
 from embodied.algorithms.config import GRPOConfig, PPOConfig
 from embodied.core.types import BatchEnd, Unit, choose
 from embodied.learners.config import LearnerConfig
+from embodied.learners.learner_worker import LearnerWorker
 from embodied.learners.model import Model, PolicyOptimizer
 from embodied.learners.train_batch import build_batch
 from embodied.learners.update import update_policy
-from embodied.learners.worker import LearnerWorker
 from embodied.runtime.collective import Alone
 
 GROUPS, SIZE = 6, 2

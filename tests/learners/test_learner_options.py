@@ -13,9 +13,9 @@ from embodied.algorithms.config import GRPOConfig, PPOConfig
 from embodied.core.errors import CheckpointError, ConfigError
 from embodied.core.types import BatchEnd
 from embodied.learners.config import LearnerConfig
+from embodied.learners.learner_worker import LearnerWorker
 from embodied.learners.model import Model, PolicyOptimizer, is_sharded, join_rows
 from embodied.learners.update import update_policy
-from embodied.learners.worker import LearnerWorker
 from embodied.policies.networks import RandomPolicy
 from embodied.policies.policy_folder import read_blobs, read_weights
 from embodied.runtime import Cluster, HostPlan, Timers
@@ -254,7 +254,7 @@ from embodied.core.types import BatchEnd, env_blocks
 from embodied.learners.config import LearnerConfig
 from embodied.runtime.rendezvous import RendezvousFile
 from embodied.learners.update import update_policy
-from embodied.learners.worker import LearnerWorker
+from embodied.learners.learner_worker import LearnerWorker
 from embodied.runtime import Timers
 from embodied.policies.policy_folder import read_weights
 

@@ -21,7 +21,7 @@ from embodied.algorithms.config import PPOConfig
 from embodied.core.errors import Diverged, WrongShape
 from embodied.core.rng import minibatches, permutation
 from embodied.core.types import BatchEnd, env_blocks
-from embodied.learners import worker as learner_worker
+from embodied.learners import learner_worker
 from embodied.learners.config import LearnerConfig
 from embodied.learners.model import Adam, Model, PolicyOptimizer, lr_factor
 from embodied.learners.train_batch import indices_of_owned

@@ -5,7 +5,7 @@ import pytest
 import torch
 from tiny_vla import ROBOT, TEXTS, build, noise, observe, shallow
 
-from embodied.policies.worker import PolicyWorker
+from embodied.policies.policy_worker import PolicyWorker
 from embodied.runtime import Cluster, HostPlan, Timers
 from embodied.runtime.device_graphs import CapturedGraphs
 from embodied.runtime.published_weights import spec_of

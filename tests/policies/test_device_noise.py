@@ -10,9 +10,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from embodied.core import rng
 from embodied.core.errors import Unusable
 from embodied.core.types import ActionSpec, ActRequest, EnvSpec, SamplingRule
-from embodied.policies import make_policy, worker
+from embodied.policies import make_policy, policy_worker
 from embodied.policies.config import MLPConfig
-from embodied.policies.worker import PolicyWorker
+from embodied.policies.policy_worker import PolicyWorker
 from embodied.runtime import Timers
 
 EPISODES, DECISIONS = np.array([0, 4, 2**40 + 9, 2**33, 7]), np.array([0, 3, 2**31, 7, 12345])
@@ -27,14 +27,14 @@ def test_a_device_draws_the_uniform_numbers_of_the_host_bit_for_bit_and_normal_o
         for kind in ("uniform", "normal"):
             arguments = (seed, "act/train", EPISODES, DECISIONS, width)
             theirs = getattr(rng, kind)(*arguments)
-            ours = worker.draw_noise(kind, *arguments, device).cpu().numpy()
+            ours = policy_worker.draw_noise(kind, *arguments, device).cpu().numpy()
             np.testing.assert_allclose(ours, theirs, rtol=0, atol=0 if kind == "uniform" else 1e-13)
             assert ours.shape == (len(EPISODES), width)
 
 
 def test_philox_of_tensors_gives_the_published_vectors():
     counters = tuple(torch.tensor([0x243F6A88, 0x85A308D3, 0x13198A2E, 0x03707344]).split(1))
-    found = [int(word) for word in worker.philox(counters, (0xA4093822, 0x299F31D0))]
+    found = [int(word) for word in policy_worker.philox(counters, (0xA4093822, 0x299F31D0))]
     assert found == [0xD16CFE09, 0x94FDCCEB, 0x5001E420, 0x24126EA1]
 
 

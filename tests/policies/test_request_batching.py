@@ -12,8 +12,8 @@ from embodied.policies import make_policy
 from embodied.policies.config import MLPConfig
 from embodied.policies.openvla.config import OpenVLAConfig, OpenVLAOFTConfig
 from embodied.policies.pi0.config import Pi0Config
+from embodied.policies.policy_worker import PolicyWorker, RequestBatcher
 from embodied.policies.smolvla.config import SmolVLAConfig
-from embodied.policies.worker import PolicyWorker, RequestBatcher
 from embodied.runtime import Cluster, HostPlan, Timers
 
 SPEC = EnvSpec(ActionSpec(3), state_dim=4, images={"top": (16, 16, 3)}, instruction=True)

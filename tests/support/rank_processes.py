@@ -10,7 +10,7 @@ import time
 from pathlib import Path
 
 PROCESSES = multiprocessing.get_context("forkserver")
-PROCESSES.set_forkserver_preload(["embodied.learners.worker", "embodied.policies.language.policy"])
+PROCESSES.set_forkserver_preload(["embodied.learners.learner_worker", "embodied.policies.language.policy"])
 LONGEST_S = 580
 
 

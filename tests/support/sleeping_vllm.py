@@ -14,9 +14,9 @@ import torch
 from embodied.core.types import SamplingRule
 from embodied.policies.language import vllm
 from embodied.policies.language.engine import Request, Sampling
+from embodied.policies.language.language_worker import LanguageWorker
 from embodied.policies.language.slots import SlotEngine
 from embodied.policies.language.vllm import FromFolder
-from embodied.policies.language.worker import LanguageWorker
 from embodied.workflows.rl_loop import LEARNER, POLICY, SIM, EmbodiedLoop
 
 CACHE_BYTES = 3_000_000

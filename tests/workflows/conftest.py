@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from embodied.learners import worker as learner_worker
+from embodied.learners import learner_worker
 
 SUPPORT = Path(__file__).parents[1] / "support"
 

@@ -7,7 +7,7 @@ from counted_transfers import READS, Transfers
 from stepped import Run
 
 from embodied.envs.sim_worker import SimWorker
-from embodied.policies.worker import PolicyWorker
+from embodied.policies.policy_worker import PolicyWorker
 from embodied.runtime.device_graphs import CapturedGraphs
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # ManiSkill's and SAPIEN's own

@@ -8,7 +8,7 @@ import stepped
 
 from embodied.core.errors import ConfigError
 from embodied.envs.sim_worker import SimWorker
-from embodied.policies.worker import PolicyWorker
+from embodied.policies.policy_worker import PolicyWorker
 from embodied.workflows import Role, check_roles
 from embodied.workflows.rl_loop import LEARNER, POLICY, SIM, EmbodiedLoop
 

@@ -11,9 +11,9 @@ import pytest
 from sleeping_vllm import CACHE_BYTES, SleepyLoop, SleepyLoopOnGPU, SleepyVLLM
 from talking_runs import Talk, far, told
 
-from embodied.learners.worker import LearnerWorker
+from embodied.learners.learner_worker import LearnerWorker
+from embodied.workflows.launched_workers import Workers
 from embodied.workflows.rl_loop import EmbodiedLoop
-from embodied.workflows.workers import Workers
 
 ITERATIONS = 3
 HYBRID = {"sim": "fake:0", "policy,learner": "fake:1"}

@@ -7,7 +7,7 @@ from stepped import Run
 
 from embodied.core.errors import WorkerFailed
 from embodied.runtime.published_weights import Publication
-from embodied.workflows.workers import WeightSync
+from embodied.workflows.launched_workers import WeightSync
 
 ARGUMENTS = (
     "recipe=pointmass_ppo env.num_envs=4 policy.hidden=[8] algo.rollout_decisions=4 algo.minibatch_size=16 "

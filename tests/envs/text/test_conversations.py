@@ -16,7 +16,7 @@ from embodied.core.types import RESTART, Answerers, EpisodeSpec, Job, decisions_
 from embodied.envs.config import ExternalEnvConfig
 from embodied.envs.player import Tally
 from embodied.envs.text.text_env import TextEnv, Turn
-from embodied.envs.text.worker import (
+from embodied.envs.text.text_worker import (
     ConversationClient,
     EnvsOfConfig,
     Part,

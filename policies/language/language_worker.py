@@ -30,7 +30,7 @@ from embodied.core.pictures import PictureError
 from embodied.core.types import EnvSpec, SamplingRule
 from embodied.policies import make_policy
 from embodied.policies.language.engine import Answer, Request, Sampling, make_engine
-from embodied.policies.worker import PolicyWorker
+from embodied.policies.policy_worker import PolicyWorker
 from embodied.runtime import Channel, Needs
 from embodied.runtime.device_memory import DeviceTensors
 from embodied.runtime.published_weights import Publication

@@ -9,7 +9,7 @@ from embodied.core.errors import WrongShape
 from embodied.core.types import PolicyOutput
 from embodied.policies.config import MLPConfig
 from embodied.policies.openvla.config import OpenVLAConfig
-from embodied.policies.worker import PolicyWorker, check_output
+from embodied.policies.policy_worker import PolicyWorker, check_output
 
 GOOD = {"actions": np.zeros((4, 2, 3)), "logprobs": np.zeros((4, 2, 3)), "values": np.zeros(4)}
 
