@@ -7,7 +7,7 @@ import pytest
 import torch
 from stepped import Run
 
-from embodied.learners import worker as learner
+from embodied.learners import learner_worker as learner
 
 ITERATIONS, ENVS, DECISIONS = 2, 6, 8
 ARGUMENTS = [

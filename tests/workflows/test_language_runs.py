@@ -16,7 +16,7 @@ from talking_runs import APART, ONE_OF_EACH, Talk, far, program, told
 
 from embodied import evaluate, train
 from embodied.core.types import join
-from embodied.learners import worker as learner_worker
+from embodied.learners import learner_worker
 from embodied.policies.language.language_worker import LanguageWorker
 from embodied.policies.policy_folder import read_weights
 from embodied.records.transcripts import SAMPLES, read_samples
