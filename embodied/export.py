@@ -194,7 +194,9 @@ def write(
     ours = {"name": "exported", "pretrained": ".", "chunk": policy.config.chunk, "noise": [noise.kind, noise.width]}
     spec = asdict(replace(policy.spec, privileged_dim=None))
     version = source.weights.version if source.weights else 0
-    origin = {**source.described(), "version": version, "format": file_format, "provenance": provenance()}
+    origin = {**source.described(), "version": version, "format": file_format}
+    origin |= {"folder": source.folder and source.folder.name}  # a program leaves this machine: no paths, no host
+    origin |= {"provenance": {name: provenance()[name] for name in ("commit", "python", "packages", "time")}}
     description = {"policy": ours, "env_spec": spec, "program": program, FROM: origin}
     runner = export_program.write(folder, file_format, description, policy, played[0].obs)
     return max(

@@ -88,7 +88,9 @@ def test_the_card_of_a_program_names_the_run_it_comes_from_and_its_success(runs,
     ):
         assert words in card
     assert "(0/2)" in card and "The checkpoint played these episodes, before the export." in card
-    assert (folder / "recipe.yaml").is_file() and str(runs["mlp"].parent) not in (folder / "origin.json").read_text()
+    assert (folder / "recipe.yaml").is_file()
+    for file in (folder / "origin.json", folder / "config.json"):
+        assert str(runs["mlp"].parent) not in file.read_text() and '"host"' not in file.read_text()
 
 
 def test_the_runner_needs_nothing_of_ours(exported):
