@@ -316,10 +316,10 @@ def test_our_adam_takes_the_steps_of_torchs_adamw(decay):
 
 
 def test_the_norm_of_a_large_gradient_is_whole():
-    """A float32 sum of 16 million squares is 0.16% short, its root 0.08%."""
-    layer = torch.nn.Linear(2**12, 2**12, bias=False)
+    """A float32 sum of 4 million squares is 0.02% short, its root 0.01%."""
+    layer = torch.nn.Linear(2**11, 2**11, bias=False)
     layer.parameter_groups = lambda: {"policy": [layer.weight], "value": []}
-    grad = torch.randn(2**12, 2**12, generator=torch.Generator().manual_seed(0)) * 1e-4
+    grad = torch.randn(2**11, 2**11, generator=torch.Generator().manual_seed(0)) * 1e-4
     layer.weight.grad = grad.clone()
     _, norm = PolicyOptimizer(layer, PPOConfig(), Alone()).exchange(torch.zeros(1))
     assert norm == pytest.approx(float(grad.double().norm()), rel=5e-5)

@@ -1,3 +1,6 @@
+"""Random numbers of many rows at once. Each test imports ManiSkill for itself, since every test worker collects this
+file."""
+
 import os
 
 import numpy as np
@@ -9,22 +12,20 @@ from embodied.envs.maniskill.bridge import asset_folder, missing_bridge_assets
 from embodied.envs.maniskill.config import ManiSkillConfig
 
 requires("mani_skill")
-from mani_skill.envs.utils.randomization.samplers import UniformPlacementSampler  # noqa: E402
-
-from embodied.envs.maniskill import cpu_batch  # noqa: E402
-from embodied.envs.maniskill.cpu_batch import (  # noqa: E402
-    FEW_ROWS,
-    EpisodeDraws,
-    RowsOfNormals,
-    RowsOfPlaces,
-    RowsOfUniforms,
-)
-from embodied.envs.maniskill.env import ManiSkillEnv  # noqa: E402
 
 
-@pytest.mark.parametrize("num_rows", [3, 3 * FEW_ROWS], ids=["few", "many"])
-def test_rows_draw_what_generators_of_their_own_draw_in_the_same_calls(num_rows):
+def built(rows, **options):
+    from embodied.envs.maniskill.env import ManiSkillEnv
+
+    return ManiSkillEnv(ManiSkillConfig(backend="cpu_batched", **options), rows)
+
+
+@pytest.mark.parametrize("are_many", [False, True])
+def test_rows_draw_what_generators_of_their_own_draw_in_the_same_calls(are_many):
     """Two calls each; among many rows are some whose pairs of normal numbers are rejected more often than usual."""
+    from embodied.envs.maniskill.cpu_batch import FEW_ROWS, EpisodeDraws, RowsOfNormals, RowsOfUniforms
+
+    num_rows = 3 * FEW_ROWS if are_many else 3
     seeds = np.random.default_rng(0).integers(0, 2**31 - 1, num_rows)
     draws = EpisodeDraws(seeds)
     normals, uniforms = RowsOfNormals(draws), RowsOfUniforms(draws, torch.device("cpu"))
@@ -40,6 +41,10 @@ def test_rows_draw_what_generators_of_their_own_draw_in_the_same_calls(num_rows)
 
 def test_whole_numbers_and_places_are_what_each_row_draws_alone():
     """Places are drawn until they are free: in some rows at once, in some after several trials."""
+    from mani_skill.envs.utils.randomization.samplers import UniformPlacementSampler
+
+    from embodied.envs.maniskill.cpu_batch import EpisodeDraws, RowsOfPlaces, RowsOfUniforms
+
     seeds = np.arange(40)
     rows = RowsOfUniforms(EpisodeDraws(seeds), torch.device("cpu"))
     chosen = rows.randint(3, 1000, size=(40,))
@@ -58,6 +63,8 @@ def test_whole_numbers_and_places_are_what_each_row_draws_alone():
 
 
 def test_numbers_for_another_device_are_drawn_from_the_hosts_generator():
+    from embodied.envs.maniskill import cpu_batch
+
     def drawn(device):
         with cpu_batch.own_draws(torch.device(device)) as seed, torch.device(device):
             seed(7)
@@ -80,8 +87,10 @@ SLOW = [pytest.param(task, marks=pytest.mark.slow) for task in ("PullCubeTool-v1
 def test_rows_that_begin_together_begin_as_each_does_alone(task):
     if task == PLATE and missing_bridge_assets(task, asset_folder(os.environ)):
         pytest.skip("needs the files of PutOnPlate-25")
-    env = ManiSkillEnv(ManiSkillConfig(task=task, backend="cpu_batched"), 24)
-    assert cpu_batch.draws_together(env.envs[0])
+    from embodied.envs.maniskill.cpu_batch import draws_together
+
+    env = built(task=task, rows=24)
+    assert draws_together(env.envs[0])
     env.close()
 
 
@@ -97,8 +106,8 @@ def test_a_task_whose_draws_depend_on_other_rows_begins_row_by_row(monkeypatch):
         whole(self, env_idx, options)
 
     monkeypatch.setattr(PushCubeEnv, "_initialize_episode", until_all_are_right)
-    monkeypatch.setattr(cpu_batch, "DRAWN_TOGETHER", ())
-    env = ManiSkillEnv(ManiSkillConfig(backend="cpu_batched"), 8)
+    monkeypatch.setattr("embodied.envs.maniskill.cpu_batch.DRAWN_TOGETHER", ())
+    env = built(rows=8)
     assert not env.envs[0].draws_together
     env.reset(seed=3)
     env.close()

@@ -10,7 +10,6 @@ from embodied.core.types import EpisodeSpec
 from embodied.envs import env_class
 from embodied.envs.maniskill.bridge import CAMERA, PLATES
 from embodied.envs.maniskill.bridge.bridge_expert import FASTEST, FASTEST_TURN
-from embodied.envs.maniskill.bridge.put_on_plate import variants
 from embodied.envs.maniskill.config import ManiSkillConfig
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # ManiSkill's and SAPIEN's own
@@ -58,6 +57,8 @@ def test_a_texture_covers_what_it_is_for(inside, tmp_path):
 @needs(SINGLE)
 @pytest.mark.slow
 def test_every_variant_plays():
+    from embodied.envs.maniskill.bridge.put_on_plate import variants
+
     for name in variants("all"):
         env = build(name, max_episode_steps=8)
         seen = env.reset(options={"episodes": [EpisodeSpec("task", -1, 1, 0)]})[0]
