@@ -121,11 +121,11 @@ def test_mirrored_images_are_the_raw_frames_turned_by_180_degrees(env):
 
 
 def test_states_do_not_depend_on_images(env):
-    with scenes(bare):
-        plain = make_env(config(cameras=()), 1)
     episode = EpisodeSpec(TASK, 4, 2, 0)
     actions = np.random.default_rng(0).uniform(-1, 1, (1, 4, 7)).astype(np.float32)
-    plain.reset(options={"episodes": [episode]})
+    with scenes(bare):
+        plain = make_env(config(cameras=()), 1)
+        plain.reset(options={"episodes": [episode]})
     env.reset(options={"reset_mask": np.array([True, False]), "episodes": [episode, None]})
     blind = plain.step_chunk(actions).obs["state"][0]
     assert np.array_equal(blind, env.step_chunk(np.repeat(actions, 2, 0)).obs["state"][0])
