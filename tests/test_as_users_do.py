@@ -24,10 +24,7 @@ FRIGHTENING = re.compile(
 @pytest.mark.parametrize("backend", [pytest.param("inline", marks=pytest.mark.slow), "local", "ray"])
 @pytest.mark.parametrize(
     ("recipe", "options"),
-    [
-        ("pointmass_ppo", FEW),
-        pytest.param("pointmass_grpo", [*FEW_GROUPS, "eval.episodes=4"], marks=pytest.mark.slow),
-    ],
+    [("pointmass_ppo", FEW), pytest.param("pointmass_grpo", [*FEW_GROUPS, "eval.episodes=4"], marks=pytest.mark.slow)],
     ids=["ppo", "grpo"],
 )
 def test_a_run_in_the_default_placement_starts_trains_evaluates_and_ends(tmp_path, backend, recipe, options):

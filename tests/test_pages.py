@@ -95,10 +95,7 @@ PAGES = {
         Step("train .*run.name=fist", "success_once", ROBOT, slow=True),
         Step("train .*run.name=effort", "success_once", ROBOT),
         Step(
-            "train .*run.name=effort",
-            "got an unexpected keyword argument 'price'",
-            "env.reward_kwargs.price=1",
-            code=2,
+            "train .*run.name=effort", "got an unexpected keyword argument 'price'", "env.reward_kwargs.price=1", code=2
         ),
         Step(
             "check env.name=my_gym:Slide env.max_episode_steps=40$",
@@ -235,7 +232,7 @@ PAGES = {
                 f"= {OFT[4]} of",
             ),
             slow=True,
-        ),
+        )
     ],
     "text_envs.md": [
         Step("check env.name=my_envs", ("contract kept", "held out 200 prompts")),

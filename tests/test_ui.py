@@ -127,12 +127,7 @@ def test_only_files_of_runs_are_given_and_only_to_this_machine(runs, tmp_path):
             "/etc/passwd",
             "//x/y",
         ]
-        refused += [
-            f"{folder}/weights.safetensors",
-            f"{folder}/.hidden.json",
-            f"{folder}/%00",
-            "/?run=/etc",
-        ]
+        refused += [f"{folder}/weights.safetensors", f"{folder}/.hidden.json", f"{folder}/%00", "/?run=/etc"]
         for path in refused:
             assert ask(server, path)[0] == 404, path
         assert ask(server, f"{folder}/run.json")[0] == 200

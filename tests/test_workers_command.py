@@ -89,13 +89,7 @@ def gpus(count, *nodes):
         ({"sim,policy": "cpu:0-1*2", "learner": "cpu:1"}, TWO, 1, "cpu:1", ["cpu:5"]),
         ({"sim": "cpu:0", "policy": "gpu:0", "learner": "gpu:1"}, gpus(4), 2, "", ["gpu:2", "gpu:3"]),
         ({"sim": "cpu:0", "policy": "gpu:0", "learner": "gpu:1"}, gpus(4), 1, "gpu:3", ["gpu:3"]),
-        (
-            {"sim": "a/cpu:0", "policy,learner": "a/gpu:0"},
-            gpus(1, "a", "b"),
-            1,
-            "",
-            ["b/gpu:0"],
-        ),
+        ({"sim": "a/cpu:0", "policy,learner": "a/gpu:0"}, gpus(1, "a", "b"), 1, "", ["b/gpu:0"]),
     ],
 )
 def test_an_added_worker_gets_a_free_device_or_a_core_of_learners_in_turns(placement, machines, count, named, found):

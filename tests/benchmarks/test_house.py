@@ -68,9 +68,7 @@ def test_code_lines_are_neither_blank_nor_comments_nor_docstrings(wood):
 def test_circles_are_counted_with_lazy_imports_and_once_more_with_those_for_types(wood):
     assert house.counts(wood)["circles"] == {
         "modules": [["embodied/loop.py", "embodied/types.py"]],
-        "modules_with_types": [
-            ["embodied/loop.py", "embodied/tools/saw.py", "embodied/types.py"],
-        ],
+        "modules_with_types": [["embodied/loop.py", "embodied/tools/saw.py", "embodied/types.py"]],
         "folders": [],
     }
 

@@ -129,8 +129,7 @@ OFTEN = ("local", "rollout", "sigkill")
 
 
 @pytest.mark.parametrize(
-    ("backend", "place", "fault"),
-    [OFTEN, *(pytest.param(*case, marks=chaos) for case in CASES if case != OFTEN)],
+    ("backend", "place", "fault"), [OFTEN, *(pytest.param(*case, marks=chaos) for case in CASES if case != OFTEN)]
 )
 def test_a_run_survives_what_happens_to_the_process_of_its_simulator(backend, place, fault, run, tmp_path):
     films = {"eval.videos": 2} if place == "frames" else {}

@@ -130,8 +130,6 @@ def test_all_mistakes_are_listed_at_once_with_key_reason_and_source(recipe):
         ("env.cameras=[topp]", "env.cameras.0='topp': unknown, did you mean 'top'?"),
         ("enviroment.num_envs=3", "did you mean 'env.num_envs'?"),
         ("algo.lr=.nan", "algo.lr=nan: should be a finite number"),
-        ("algo.lr=1e999", "algo.lr=inf: should be a finite number"),
-        ("algo.epochs=true", "should be a number"),
         ("algo.epochs=2.5", "algo.epochs=2.5: should be a valid integer"),
         ("run.name=7", "write run.name='\"7\"'"),
         ("run.name={x}", "should be text, which is quoted twice: run.name='\"...\"'"),
@@ -157,7 +155,6 @@ def test_all_mistakes_are_listed_at_once_with_key_reason_and_source(recipe):
         ("placement.sim=cpu:0", "'policy' has no place"),
         ("cluster.backend=ray2", "known: auto"),
         ("eval.seed=-1", "greater than or equal to 0"),
-        ("env.kwargs=*a", "aliases"),
     ],
 )
 def test_one_mistake_has_one_answer(argument, answer):

@@ -119,10 +119,7 @@ OLDER = {
     "older episodes a list": (text(OLDER_EPISODES, "[1]\n"), "episodes.jsonl cannot be read: line 1 holds no mapping"),
     "an episode without number": (line(OLDER_EPISODES, 1, episode_index=None), "has episode_index=None, not a count"),
     "an older task twice": (line(OLDER_TASKS, 1, task_index=0), "tasks.jsonl: line 2 gives no text"),
-    "data of another": (
-        lambda path: shutil.copy(path / FIRST, path / LAST),
-        "episode_000002.parquet cannot be read: ",
-    ),
+    "data of another": (lambda path: shutil.copy(path / FIRST, path / LAST), "episode_000002.parquet cannot be read: "),
 }
 FILMS = {
     "film gone": (gone(VIDEO), "file-000.mp4 cannot be read: "),

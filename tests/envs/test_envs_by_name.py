@@ -10,11 +10,7 @@ from pydantic import TypeAdapter
 
 from embodied.core.errors import ConfigError
 from embodied.envs import env_class, make_env
-from embodied.envs.config import (
-    EnvConfig,
-    ExternalEnvConfig,
-    env_that_knows,
-)
+from embodied.envs.config import EnvConfig, ExternalEnvConfig, env_that_knows
 from embodied.envs.gym.config import GymConfig
 from embodied.envs.maniskill.config import ManiSkillConfig
 from embodied.envs.pointmass.config import PointMassConfig
@@ -75,10 +71,7 @@ def test_a_users_class_is_found_in_the_working_directory(user_folder):
     ("where", "message"),
     [
         ("user_env_typo:Minee", "has no Minee; did you mean 'Mine'"),
-        (
-            "user_env_number:number",
-            "not a class of .*VectorEnv or gymnasium.Env, and not a task of a simulator: 3",
-        ),
+        ("user_env_number:number", "not a class of .*VectorEnv or gymnasium.Env, and not a task of a simulator: 3"),
     ],
 )
 def test_mistakes_in_a_users_class_are_explained(user_folder, where, message):

@@ -275,10 +275,7 @@ def test_trainer_tokens_and_mfu_count_what_passes_compute_per_second(monkeypatch
             policy(inputs)
     token, pair, _ = policy.pass_cost()
     operations = 2 * (3 + 1) * (6 * token + 2 * pair * (1 + 2 + 3 + 4 + 5 + 4))
-    assert told.numbers(Alone()) == {
-        "text/trainer_tokens_per_s": 3.0,
-        "text/mfu": pytest.approx(operations / 2 / 1e9),
-    }
+    assert told.numbers(Alone()) == {"text/trainer_tokens_per_s": 3.0, "text/mfu": pytest.approx(operations / 2 / 1e9)}
     assert told.numbers(Alone()) == {}, "nothing was learned since"
 
 

@@ -12,13 +12,7 @@ from embodied.placement.topology import read_topology
 from embodied.profiling.conversation_probe import ConversationProbe
 from embodied.profiling.measure import lengths_of, probe_hosts, share_of_step, sites_of
 from embodied.profiling.role_probe import standalone_worker
-from embodied.profiling.stored_profiles import (
-    cost_key,
-    dataflow_of,
-    device_counts,
-    periodic_is_the_same,
-    profile_path,
-)
+from embodied.profiling.stored_profiles import cost_key, dataflow_of, device_counts, periodic_is_the_same, profile_path
 from embodied.profiling.timed_run import through_the_driver
 from embodied.run import launch
 from embodied.workflows import roles_of_run

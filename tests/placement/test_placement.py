@@ -92,10 +92,7 @@ def test_any_role_can_be_on_any_device_of_any_node():
         ("learner-1", (4, 5, 6, 7), 1, ("fake:7",), ""),
         ("learner-2", (8, 9, 10, 11), 1, ("big/fake:0",), ""),
     ]
-    assert plan.describe()[1:3] == [
-        "2 x sim on cores 4-7, 2 each, drawing on gpu:0-1",
-        "2 x policy on gpu:1 of big",
-    ]
+    assert plan.describe()[1:3] == ["2 x sim on cores 4-7, 2 each, drawing on gpu:0-1", "2 x policy on gpu:1 of big"]
 
 
 def test_named_hardware_has_as_many_workers_as_there_is_of_it():

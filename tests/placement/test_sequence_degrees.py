@@ -5,13 +5,7 @@ import random
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from embodied.placement.balance import (
-    ExchangeCosts,
-    SequenceLoad,
-    divide_sequences,
-    order_of_passes,
-    sequence_ranks,
-)
+from embodied.placement.balance import ExchangeCosts, SequenceLoad, divide_sequences, order_of_passes, sequence_ranks
 
 K = 1024
 

@@ -13,10 +13,7 @@ from embodied.run import devices
 
 def test_64x8xgpu_are_512_gpus_and_their_cores():
     classes = read_topology("64x8xGPU").classes()
-    assert classes == [
-        DeviceClass("gpu", "gpu", 512, 80 * GB, 64, "GPU"),
-        DeviceClass("cpu", "cpu", 8192, 8 * GB, 64),
-    ]
+    assert classes == [DeviceClass("gpu", "gpu", 512, 80 * GB, 64, "GPU"), DeviceClass("cpu", "cpu", 8192, 8 * GB, 64)]
     assert read_topology("8xL4").describe() == ["1 node: 8 x L4, 24 GB each, 128 cores"]
     assert [c.name for c in read_topology("2xCPU").classes()] == ["cpu"]
     assert [c.kind for c in read_topology("4xFAKE").classes()] == ["fake", "cpu"]

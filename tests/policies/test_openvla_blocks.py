@@ -93,12 +93,7 @@ def test_siglip_features_equal_transformers():
 def test_dinov2_features_equal_transformers():
     tower = fill(Tower(TowerSettings("dinov2", 32, 3, 4, 128, 8, registers=4), 32))
     config = transformers.Dinov2WithRegistersConfig(
-        hidden_size=32,
-        num_hidden_layers=3,
-        num_attention_heads=4,
-        image_size=32,
-        patch_size=8,
-        num_register_tokens=4,
+        hidden_size=32, num_hidden_layers=3, num_attention_heads=4, image_size=32, patch_size=8, num_register_tokens=4
     )
     model = transformers.Dinov2WithRegistersModel(config).eval()
     own = {

@@ -147,12 +147,7 @@ SHELF = {"shelf": {"action": {"q01": [0] * 3, "q99": [1] * 3}}}
         ("pi0", "config.json", PI0 | {"paligemma_variant": "gemma_2b"}, r"no tokenizer.json.*paligemma-3b-pt-224"),
         ("pi0", "config.json", PI0 | {"action_expert_variant": "dummy"}, "this policy has"),
         ("pi05", "policy_preprocessor.json", {"steps": 3}, "policy_preprocessor.json cannot be read"),
-        (
-            "smolvla",
-            "config.json",
-            {"attention_mode": "self_attn"},
-            "attention_mode='self_attn', which is not",
-        ),
+        ("smolvla", "config.json", {"attention_mode": "self_attn"}, "attention_mode='self_attn', which is not"),
         ("smolvla", "config.json", {"vlm_model_name": "other/vlm"}, "built on 'other/vlm'; known: "),
         ("smolvla", "config.json", {"use_peft": True}, "merge the adapters into the weights first"),
         ("smolvla", "config.json", {"min_period": 0}, r"min_period and max_period should be .*, not \(0, 4.0\)"),

@@ -10,14 +10,7 @@ from embodied.core.types import EpisodeResult
 from embodied.records.progress import RunLog, text_numbers
 from embodied.records.results import write_results
 from embodied.records.success_stats import summarize
-from embodied.records.transcripts import (
-    PARTS,
-    SAMPLES,
-    TranscriptWriter,
-    as_line,
-    join_transcripts,
-    read_ends,
-)
+from embodied.records.transcripts import PARTS, SAMPLES, TranscriptWriter, as_line, join_transcripts, read_ends
 from embodied.reporting.comparison_page import comparison
 from embodied.reporting.run_page import report
 from embodied.reporting.runs import read_run

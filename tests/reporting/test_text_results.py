@@ -9,12 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from embodied.core.types import EpisodeResult
-from embodied.records.results import (
-    COLUMNS,
-    TEXT_COLUMNS,
-    read_results,
-    write_results,
-)
+from embodied.records.results import COLUMNS, TEXT_COLUMNS, read_results, write_results
 from embodied.records.success_stats import compare, pass_at, rate_over_prompts, summarize, wilson
 
 

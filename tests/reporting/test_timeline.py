@@ -5,15 +5,7 @@ from time import perf_counter
 
 import pytest
 
-from embodied.records.timeline import (
-    TimedSpan,
-    Timeline,
-    TraceWriter,
-    describe,
-    innermost,
-    read_trace,
-    time_fractions,
-)
+from embodied.records.timeline import TimedSpan, Timeline, TraceWriter, describe, innermost, read_trace, time_fractions
 from embodied.runtime import Cluster, HostPlan, Timers, Worker
 from embodied.runtime.worker import Total
 

@@ -35,13 +35,9 @@ def test_more_than_the_machine_can_hold_is_refused_with_what_fits():
 
 
 def test_simulators_that_load_large_scenes_are_counted_and_refused_where_they_cannot_fit():
-    suite = [
-        "recipe=libero_ppo",
-        "env.task=libero_object",
-        "env.num_envs=4",
-        "env.tasks_in_memory=3",
-        "algo.minibatch_size=128",
-    ]
+    suite = (
+        "recipe=libero_ppo env.task=libero_object env.num_envs=4 env.tasks_in_memory=3 algo.minibatch_size=128"
+    ).split()
     seen = load([*suite, "env.cameras=[wrist]"]).config
     assert sim_bytes(seen, 2, learn=True) == pytest.approx(0.7e9 + 3 * 0.8e9)  # 2 rows play, 3 tasks stay
     assert sim_bytes(load(suite).config, 1, learn=True) == pytest.approx(0.7e9 + 4 * 0.3e9)  # 4 rows play 4 tasks

@@ -19,15 +19,7 @@ from embodied.run import run_group
 from embodied.run.ending import Interruption
 from embodied.run.run_group import Member, RunGroup, find_group, lock_runs, read_group
 from embodied.sharing.children import BEGIN, GroupChildren, Place, slug
-from embodied.sweep import (
-    divide_machine,
-    load_all,
-    members_of,
-    read_order,
-    read_seeds,
-    runs_at_once,
-    split_values,
-)
+from embodied.sweep import divide_machine, load_all, members_of, read_order, read_seeds, runs_at_once, split_values
 
 # A run without training: seed 1 fails, seed 2 fails before it has a folder, seed 3 waits until it is told to stop.
 TRAIN = """import json, os, signal, sys, time

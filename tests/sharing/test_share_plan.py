@@ -19,13 +19,7 @@ from embodied.workflows import roles_of_run
 from embodied.workflows.rl_loop import EmbodiedLoop
 
 TWO = "devices=cpu:0-1"
-ROBOT = [
-    "recipe=pointmass_ppo",
-    "env.num_envs=8",
-    "algo.rollout_decisions=16",
-    "run.env_steps=null",
-    "run.iterations=3",
-]
+ROBOT = "recipe=pointmass_ppo env.num_envs=8 algo.rollout_decisions=16 run.env_steps=null run.iterations=3".split()
 ROBOT += ["algo.minibatch_size=32", "algo.epochs=2"]
 TALKER = ["recipe=sums_grpo", "run.start_from=null", "policy.preset=tiny_gpt2", "algo.groups=4", "algo.group_size=4"]
 TALKER += ["env.num_envs=8", "run.iterations=40"]
@@ -68,13 +62,7 @@ def test_ends_and_makespan_are_predicted_for_every_rule(tmp_path, capsys):
 
 
 def test_roles_that_a_recipe_adds_work_between_rollout_and_update(tmp_path):
-    words = [
-        "recipe=sums_ppo_critic",
-        "run.start_from=null",
-        "algo.groups=16",
-        "algo.minibatch_size=4",
-        "env.num_envs=8",
-    ]
+    words = "recipe=sums_ppo_critic run.start_from=null algo.groups=16 algo.minibatch_size=4 env.num_envs=8".split()
     parts = {"sim": constant(0.0), "policy": constant(5.0), "learner": constant(1.0), "critic": constant(3.0)}
     config = load(measured(tmp_path, words, **parts)).config
     cost = run_cost(config, words, own=1, runs=1)

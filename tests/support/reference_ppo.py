@@ -76,11 +76,9 @@ def advantages_and_returns(batch, config):
 
 def to_level(numbers, config):
     """[steps, A] to one number per unit."""
-    return {
-        "action_dim": numbers.flatten(),
-        "action": numbers.sum(1),
-        "chunk": numbers.sum().reshape(1),
-    }[config.logprob_level]
+    return {"action_dim": numbers.flatten(), "action": numbers.sum(1), "chunk": numbers.sum().reshape(1)}[
+        config.logprob_level
+    ]
 
 
 def policy_loss(new, old, advantage, config):

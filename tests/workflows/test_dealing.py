@@ -108,8 +108,7 @@ def test_a_language_models_cost_is_that_of_its_weights_and_of_attention_over_all
 
 
 @pytest.mark.parametrize(
-    ("recipe", "schedule"),
-    [("pointmass_ppo", "sync"), ("pointmass_grpo", "periodic"), ("pointmass_grpo", "async")],
+    ("recipe", "schedule"), [("pointmass_ppo", "sync"), ("pointmass_grpo", "periodic"), ("pointmass_grpo", "async")]
 )
 def test_a_run_logs_how_equal_the_loads_of_its_learners_are(recipe, schedule, tmp_path):
     options = ["run.iterations=2", "eval.episodes=1", "env.num_envs=4", f"pipeline.schedule={schedule}"]

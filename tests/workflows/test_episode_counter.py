@@ -109,13 +109,9 @@ def test_sims_of_few_tasks_each_learn_what_one_sim_of_all_tasks_learns(recipe, t
         PLAYED.clear()
         placement = f"""placement={{sim: "cpu:0{"-1*2" if sims == 2 else ""}", "policy,learner": "cpu:0"}}"""
         chosen = [*batch[recipe], "policy.dtype=float64", "policy.hidden=[8]", "env.num_envs=8", "run.iterations=2"]
-        tasks = [
-            "env.name=some_tasks:SomeTasks",
-            "env.task=[a,b,c,d]",
-            "cluster.backend=inline",
-            "eval.episodes=8",
-            "eval.videos=0",
-        ]
+        tasks = (
+            "env.name=some_tasks:SomeTasks env.task=[a,b,c,d] cluster.backend=inline eval.episodes=8 eval.videos=0"
+        ).split()
         run = embodied.train(recipe, *chosen, *tasks, placement, f"run.dir={tmp_path / str(sims)}")
         weights.append(read_weights(max(run.folder.glob("checkpoints/v*")) / "policy"))
         assert {len(played) for played in PLAYED.values() if played} == {4 // sims}

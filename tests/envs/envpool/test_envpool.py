@@ -90,13 +90,9 @@ def test_frames_are_drawn_and_leave_the_episode_as_it_is():
 
 
 def test_results_do_not_depend_on_the_number_of_workers_or_rows(tmp_path):
-    short = [
-        "env.name=envpool:CartPole-v1",
-        "checkpoint=random",
-        "eval.episodes=6",
-        "eval.videos=0",
-        "cluster.backend=inline",
-    ]
+    short = (
+        "env.name=envpool:CartPole-v1 checkpoint=random eval.episodes=6 eval.videos=0 cluster.backend=inline"
+    ).split()
     played = []
     for workers in (1, 2):
         sims = f"placement={{'sim,policy': 'cpu:0-{workers - 1}*{workers}', learner: 'cpu:0'}}"

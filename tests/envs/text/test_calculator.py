@@ -12,13 +12,7 @@ from embodied.envs.text.toys import calculate
 
 
 @pytest.mark.parametrize(
-    ("expression", "result"),
-    [
-        ("12*7", "84"),
-        (" 2 + 3 * (4 - 1) ", "11"),
-        ("7 / 2", "3.5"),
-        ("2**10", "1024"),
-    ],
+    ("expression", "result"), [("12*7", "84"), (" 2 + 3 * (4 - 1) ", "11"), ("7 / 2", "3.5"), ("2**10", "1024")]
 )
 def test_arithmetic_is_computed(expression, result):
     assert calculate(expression) == result

@@ -79,13 +79,9 @@ def test_a_bias_evens_out_the_loads(kind, tmp_path):
 def test_a_mixture_of_experts_learns_and_resumes_with_its_biases(tmp_path):
     """Qwen3-MoE's shape: acted with and scored alike, balanced on the way, MaxViolation in metrics and report."""
     options = [f"policy.pretrained={publish(tmp_path / 'moe', 'Qwen3Moe')}", "policy.preset=tiny", "algo.lr=0.003"]
-    options += [
-        "policy.expert_bias_rate=0.01",
-        "algo.adam_eps=1e-8",
-        "env.kwargs={}",
-        "policy.max_length=40",
-        "policy.dtype=float32",
-    ]
+    options += (
+        "policy.expert_bias_rate=0.01 algo.adam_eps=1e-8 env.kwargs={} policy.max_length=40 policy.dtype=float32"
+    ).split()
     with Talk(tmp_path / "run", *options) as run:
         rows = run.some(4)
         weights = run.weights()
