@@ -1,7 +1,7 @@
 """The algorithms: advantages, groups, losses, and their options.
 
-`config` has the options, `advantages` GAE and group advantages, `groups` the groups of GRPO and their
+`config` has the options, `advantages` GAE and group advantages, `group_pool` the groups of GRPO and their
 prompts, `losses` the losses of PPO and GRPO.
 """
 
-__all__ = ["advantages", "config", "groups", "losses"]
+__all__ = ["advantages", "config", "group_pool", "losses"]

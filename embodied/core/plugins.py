@@ -49,7 +49,7 @@ OURS = {
         "exported": "embodied.policies.config:ExportedConfig",
     },
     ENGINES: {  # policy.engine -> its class
-        "transformers": "embodied.policies.language.slots:SlotEngine",
+        "transformers": "embodied.policies.language.slot_engine:SlotEngine",
         "vllm": "embodied.policies.language.vllm:VLLMEngine",
         "http": "embodied.policies.language.servers.http_engine:HTTPEngine",
     },

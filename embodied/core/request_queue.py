@@ -12,6 +12,7 @@ second answer to the same request is ignored.
     queue.take()       -> {"policy-1": [rows 0 to 31]}
     queue.take_answer((7, 32))
 
+The driver has such a queue for the prompts of several language engines (`workflows/prompt_queue.py`).
 `RequestClient` is a player's end of a round: its own queue, the channels of its workers, and the channel of answers.
 """
 

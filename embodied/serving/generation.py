@@ -28,7 +28,7 @@ from embodied.policies.base import check_like
 from embodied.policies.language.engine import Answer, Request, Sampling, empty_answer
 from embodied.policies.language.http_messages import fingerprint
 from embodied.policies.language.policy import LanguagePolicy
-from embodied.policies.language.slots import SlotEngine
+from embodied.policies.language.slot_engine import SlotEngine
 from embodied.runtime.published_weights import Blob, blob_of, tensor_of
 from embodied.serving.openai import BadRequest, TokenScore
 

@@ -2,11 +2,11 @@
 
 A `Role` declares workers; the workflow (`rl_loop.EmbodiedLoop`, for imitation `imitation.ImitationLoop`) defines an
 iteration. Its `collector` collects batches: of fixed parts of every env row (`Horizon`, PPO on robots) or of whole
-episodes in `groups`, which `dealing` divides among learners. `evaluator` evaluates, and `demonstrations` checks data
-sets. `launched_workers` launches the roles and syncs weights. `rollout_manager` runs and replaces sim and policy
-workers, and assigns policy workers to sims; with several language engines `prompts` hands out prompts. `relay` passes
-trajectories through roles between sims and learners; `roles` has those that a recipe adds: a reward, a judge, a
-reference, a critic.
+episodes in groups (`group_collector`), which `dealing` divides among learners. `evaluator` evaluates, and
+`demonstrations` checks data sets. `launched_workers` launches the roles and syncs weights. `rollout_manager` runs and
+replaces sim and policy workers, and assigns policy workers to sims; with several language engines `prompt_queue` hands
+out prompts. `relay` passes trajectories through roles between sims and learners; `roles` has those that a recipe adds:
+a reward, a judge, a reference, a critic.
 docs/workflows.md derives a workflow with a reward model between sims and learners.
 """
 

@@ -1,10 +1,10 @@
 """Collects batches: plays rounds, and sends a batch's units to the learner ranks under the batch's number. Learners
 begin when the batch is complete, or early, before the first unit.
 
-`Collector` asks four questions, which `Horizon` (PPO on robots) and `groups.Groups` (GRPO, and all training with
-conversations) answer: what to play next, what is certain, what was lost, what to save. `DatasetBatches` (imitation)
-plays nothing. The driver only knows which parts exist, and learners get trajectories from the sims. `Relays` passes
-them through a program's own roles.
+`Collector` asks four questions, which `Horizon` (PPO on robots) and `group_collector.Groups` (GRPO, and all training
+with conversations) answer: what to play next, what is certain, what was lost, what to save. `DatasetBatches`
+(imitation) plays nothing. The driver only knows which parts exist, and learners get trajectories from the sims.
+`Relays` passes them through a program's own roles.
 """
 
 from __future__ import annotations

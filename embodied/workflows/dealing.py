@@ -9,7 +9,7 @@ from functools import cached_property
 from math import inf
 from typing import TYPE_CHECKING
 
-from embodied.algorithms.groups import Group
+from embodied.algorithms.group_pool import Group
 from embodied.core.arrays import gather
 from embodied.core.errors import ConfigError
 from embodied.core.rng import minibatches, permutation

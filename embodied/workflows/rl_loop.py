@@ -1,8 +1,8 @@
 """The cyclic loop of embodied RL: simulate, act, learn, publish.
 
 `EmbodiedLoop.iterate` is one iteration, and `roles` declares the workers. `launched_workers.py` launches them;
-`collector.py` (PPO), with `groups.py` for GRPO, collects batches; `rollout_manager.py` runs the rounds of sims and
-policies and replaces dead workers; `runtime/weights.py` versions the weights; `evaluator.py` evaluates. The plan
+`collector.py` (PPO), with `group_collector.py` for GRPO, collects batches; `rollout_manager.py` runs the rounds of sims
+and policies and replaces dead workers; `runtime/weights.py` versions the weights; `evaluator.py` evaluates. The plan
 decides where each worker runs.
 
 `pipeline.schedule` names two settings (`PipelineSection` in `config/sections.py`): by how many versions rollouts lag,
@@ -136,7 +136,7 @@ class EmbodiedLoop:
 
             open_data(workers, workers.config.algo.imitation)
         if workers.config.algo.whole_episodes:
-            from embodied.workflows.groups import Groups
+            from embodied.workflows.group_collector import Groups
 
             return Groups(workers)
         from embodied.workflows.collector import Horizon

@@ -27,7 +27,7 @@ from torch import Tensor
 
 from embodied.algorithms.advantages import token_gae
 from embodied.algorithms.config import AlgoConfig, PPOConfig
-from embodied.algorithms.groups import score_of
+from embodied.algorithms.group_pool import score_of
 from embodied.algorithms.losses import value_loss_sum
 from embodied.config.sections import RolesSection
 from embodied.core import rng

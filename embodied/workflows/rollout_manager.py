@@ -5,15 +5,15 @@ which is read here (`read_reports`). A host that dies in a round, or during an u
 which may come between the choice of jobs and their call. Its workers get:
 
     policy worker   its policy and the current weights, or the next ones if they are published while it builds. Its
-                    predecessor's unanswered requests wait for it, so nothing is lost. Workers of the same process die
-                    with it: on cores its sim, on GPUs its learner, unless placement= says otherwise
-    sim worker      its envs, and the next episode of every row. Data of the dead worker's round are lost, and the
-                    caller decides whether to collect them again
+                    predecessor's unanswered requests wait for it (prompts: for any), so nothing is lost. Workers of the
+                    same process die with it: on cores its sim, on GPUs its learner, unless placement= says otherwise
+    sim worker      its envs, and of horizons the next episode of every row. Data of the dead worker's round are lost,
+                    and the collector decides what to play for them
 
 The `Broker` of a round knows the policy workers that take requests. A robot's requests wait with its player
 (`core/request_queue.py`), which gets the names of its workers: these follow from the source and the present workers
-alone. With several language engines (two cores have two) all prompts wait here (`prompts.py`). While learners hold a
-policy worker's devices, other policy workers answer its requests.
+alone. With several language engines (two cores have two) all prompts wait here (`prompt_queue.py`), and those of a dead
+engine go to the next with room. While learners hold a policy worker's devices, others answer its requests.
 
 A user may add policy workers, and take the last one away (`embodied/workers.py`). An added worker is built beside the
 run, and takes part from the next round on. A worker that is taken away leaves its round like one whose devices the
@@ -45,7 +45,7 @@ from embodied.workflows import ROLLOUT, WARNING
 if TYPE_CHECKING:
     from embodied.config.recipe import RunConfig
     from embodied.core.conversations import Remark
-    from embodied.workflows.prompts import PromptQueue
+    from embodied.workflows.prompt_queue import PromptQueue
 
 
 class BackgroundTask(Protocol):
@@ -180,8 +180,8 @@ class RolloutManager:
         self.requests = [self._requests_to(policy) for policy in policies]
         self.newcomers: list[Newcomer] = []  # policy workers that are built, or are being built, for the next round
         self.is_leaving = False  # True: the last policy worker is to leave for good
-        self.prompts: Channel | None = None
-        self._share_prompts()
+        self.prompt_channel: Channel | None = None
+        self._make_prompt_channel()
         self.remarks: Remarks | None = None
         if text:
             is_inline = workers.config.cluster.backend == "inline"  # its workers print on the user's terminal
@@ -352,7 +352,7 @@ class RolloutManager:
                 self.newcomers.remove(newcomer)
                 self.weight_sync.add(route)
                 self.requests.append(self._requests_to(len(self.requests)))
-                self._share_prompts()
+                self._make_prompt_channel()
             else:
                 self.device_sharing.remove(newcomer.plan.name)
                 self.drop(newcomer)
@@ -373,11 +373,11 @@ class RolloutManager:
         name = f"requests-{self.policies.workers[policy]}"
         return self.cluster.channel(name, home=self.policies[policy], **self.channel_options)
 
-    def _share_prompts(self) -> None:
+    def _make_prompt_channel(self) -> None:
         """With several engines: make the channel of prompts for any engine with room, and of reports of their room."""
-        if self.spec.text and len(self.policies) > 1 and self.prompts is None:
-            self.prompts = self.cluster.channel("prompts", **self.channel_options)
-            self.cluster.watch(self.prompts)
+        if self.spec.text and len(self.policies) > 1 and self.prompt_channel is None:
+            self.prompt_channel = self.cluster.channel("prompts", **self.channel_options)
+            self.cluster.watch(self.prompt_channel)
 
     # Replacing
 
@@ -454,7 +454,7 @@ class Taker:
 class Broker:
     """Says which policy workers answer the requests of a round's sources. They may join, leave, die and be replaced
     meanwhile; every request is answered. Requests go directly from a source (a stage of a sim, or a text env worker) to
-    a policy worker. Only prompts for several language engines wait in the driver (`prompts`)."""
+    a policy worker. Only prompts for several language engines wait in the driver (`prompt_queue`)."""
 
     def __init__(
         self,
@@ -478,11 +478,11 @@ class Broker:
         self.lives = count()
         self.changes = -1  # number of known changes of turns
         self.takers = {policy: self._taker(policy) for policy in policies}
-        self.prompts: PromptQueue | None = None  # of several language engines
-        if policies and manager.prompts:
-            from embodied.workflows.prompts import PromptQueue
+        self.prompt_queue: PromptQueue | None = None  # of several language engines
+        if policies and manager.prompt_channel:
+            from embodied.workflows.prompt_queue import PromptQueue
 
-            self.prompts = PromptQueue(manager.prompts, {taker.name for taker in self.takers.values()})
+            self.prompt_queue = PromptQueue(manager.prompt_channel, {taker.name for taker in self.takers.values()})
         self.answerers = {source: self._answerers(source) for source in self.sources}
         for policy in policies:
             self._serve(policy)
@@ -494,7 +494,7 @@ class Broker:
 
     def is_due(self) -> bool:
         """True if workers can join, should leave or have left, or if prompts wait for a worker."""
-        if self.prompts and self.prompts.is_due():
+        if self.prompt_queue and self.prompt_queue.is_due():
             return True
         left = any(one.serving.done() or monotonic() > one.leaves_at for one in self.takers.values() if one.leaves_at)
         last = self.takers.get(len(self.policies) - 1)
@@ -505,8 +505,8 @@ class Broker:
         """Let policy workers join or leave, and send waiting prompts to engines."""
         self.device_sharing.go_on()
         self.changes = self.device_sharing.changes
-        if self.prompts:
-            self.device_sharing.report_progress(1 - (1 - self.collected) * (1 - self.prompts.progress))
+        if self.prompt_queue:
+            self.device_sharing.report_progress(1 - (1 - self.collected) * (1 - self.prompt_queue.progress))
         for policy in [policy for policy, taker in self.takers.items() if taker.leaves_at and taker.serving.done()]:
             del self.takers[policy]
             self.device_sharing.report_load_time(self.manager.weight_sync.load_s(policy))
@@ -517,10 +517,10 @@ class Broker:
         self._end_late()
         self.device_sharing.leave({self.policies.workers[policy] for policy in self.takers})
         self._announce_policies()
-        if self.prompts:
+        if self.prompt_queue:
             names = {policy: taker.name for policy, taker in self.takers.items()}
             workers = enumerate(self.policies.workers)
-            idle = [worker for policy, worker in workers if self.prompts.is_idle(names.get(policy, ""))]
+            idle = [worker for policy, worker in workers if self.prompt_queue.is_idle(names.get(policy, ""))]
             self.device_sharing.report_idle(idle)
 
     def replace_takers(self, replaced: Iterable[int]) -> None:
@@ -556,7 +556,7 @@ class Broker:
         """Start serving. A worker knows every source of the round, since any source may ask it later."""
         name, requests = self.takers[policy].name, self.manager.requests[policy]
         sources = [source for source, answerers in self.answerers.items() if name in answerers.channels]
-        more = {"name": name, "vacancies": self.prompts.channel} if self.prompts else {}
+        more = {"name": name, "vacancies": self.prompt_queue.channel} if self.prompt_queue else {}
         more |= {"remarks": remarks.channel} if (remarks := self.manager.remarks) else {}
         serving = self.policies[policy].serve(requests, dict(self.replies), *self.how, sources, **more)
         self.takers[policy].serving = serving
@@ -585,10 +585,10 @@ class Broker:
 
     def _announce_policies(self) -> None:
         """Tell the playing sources their policy workers, if these have changed."""
-        if self.prompts:
+        if self.prompt_queue:
             engines = {taker.name: self.manager.requests[policy] for policy, taker in self.takers.items()}
             staying = [self.takers[policy].name for policy in self._staying()]
-            self.prompts.hand_out(engines, staying, {*filter(self._plays, self.sources)})
+            self.prompt_queue.hand_out(engines, staying, {*filter(self._plays, self.sources)})
             return
         for source in filter(self._plays, self.sources):
             new, old = self._answerers(source), self.answerers[source]
@@ -602,8 +602,8 @@ class Broker:
     def _answerers(self, source: str) -> Answerers:
         """The workers that a source asks, and other workers that may still have requests of this source."""
         manager = self.manager
-        if self.prompts or not self.takers:
-            return Answerers(source, {"all": self.prompts.channel} if self.prompts else {})
+        if self.prompt_queue or not self.takers:
+            return Answerers(source, {"all": self.prompt_queue.channel} if self.prompt_queue else {})
         sim, stage = self.sources[source]
         place = sim, stage % self.stages
         block = block_of(*place, len(manager.sims), self.stages, self._staying(), manager.divides)

@@ -4,8 +4,8 @@ them. It never sees the policy, only the tokens that come with answers.
 Each row plays one conversation at a time; when one ends, the next begins. Conversations depend neither on their order
 nor on which policy worker answers. Earlier text is never encoded again: a turn appends to the conversation's tokens,
 unless the policy renders the conversation anew (`restarts`).
-Scores of cut-off answers, and whether they are learned from, are decided elsewhere (`score_of` in algorithms/groups.py,
-`trained_items` in learners/train_batch.py).
+Scores of cut-off answers, and whether they are learned from, are decided elsewhere (`score_of` in
+algorithms/group_pool.py, `trained_items` in learners/train_batch.py).
 """
 
 from __future__ import annotations

@@ -1,3 +1,3 @@
 """Language policies: causal language models that answer text envs."""
 
-__all__ = ["config", "engine", "folder", "http_messages", "language_worker", "packing", "policy", "slots"]
+__all__ = ["config", "engine", "folder", "http_messages", "language_worker", "packing", "policy", "slot_engine"]

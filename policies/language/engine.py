@@ -1,6 +1,6 @@
 """Engines continue conversations for a language policy worker, a token at a time.
 
-`policy.engine` picks one: our own loop over the policy's model (slots.py), vLLM in the same process (vllm.py),
+`policy.engine` picks one: our own loop over the policy's model (slot_engine.py), vLLM in the same process (vllm.py),
 or servers that are asked over HTTP (servers/). All are used in the same way: `add` while there is `room`, `step`
 until nothing is `running`, in any order, and `abort` to stop between two tokens. `choose` draws tokens from logits,
 `draw_errors` checks drawn tokens.

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from embodied.algorithms.config import GRPOConfig
-from embodied.algorithms.groups import score_of
+from embodied.algorithms.group_pool import score_of
 from embodied.algorithms.losses import out_of_bounds, policy_loss_sum
 from embodied.core.types import EpisodeResult
 from embodied.records.results import episodes_csv, read_episodes

@@ -10,9 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from embodied.algorithms.config import GRPOConfig
-from embodied.algorithms.groups import GroupPool
+from embodied.algorithms.group_pool import GroupPool
 from embodied.config.sections import PipelineSection
-from embodied.workflows.groups import discards_surplus
+from embodied.workflows.group_collector import discards_surplus
 
 KEPT, EQUAL, LOW = (1.0, 0.0), (1.0, 1.0), (0.25, 0.0)  # scores of a group of two; LOW where a bound is given
 

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from embodied.algorithms.advantages import group_advantages, returns_to_go
 from embodied.algorithms.config import GRPOConfig
-from embodied.algorithms.groups import GroupPool, verdict_on
+from embodied.algorithms.group_pool import GroupPool, verdict_on
 
 
 def config(**options):

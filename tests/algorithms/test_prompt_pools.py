@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from idle_groups import idle_groups
 
-from embodied.algorithms.groups import PromptPools, pool_of
+from embodied.algorithms.group_pool import PromptPools, pool_of
 from embodied.config.recipe import load
 from embodied.core.types import EpisodeResult
 

@@ -65,7 +65,7 @@ class LinearPolicy(MLPPolicy):
     pass
 """,
     "engine": """
-from embodied.policies.language.slots import SlotEngine
+from embodied.policies.language.slot_engine import SlotEngine
 
 class CountingEngine(SlotEngine):
     def add(self, request):

@@ -25,7 +25,7 @@ from embodied import serve
 from embodied.core.errors import EmbodiedError
 from embodied.core.pictures import data_url, drawing, load_picture
 from embodied.policies.language.engine import Request, make_engine
-from embodied.policies.language.slots import SlotEngine
+from embodied.policies.language.slot_engine import SlotEngine
 from embodied.runtime.published_weights import blob_of, spec_of, write_safetensors
 from embodied.serve import find_language, load_language, with_options
 from embodied.serving import language_server, openai

@@ -3,7 +3,7 @@
 from types import SimpleNamespace
 
 from embodied.workflows.collector import Batch
-from embodied.workflows.groups import Groups
+from embodied.workflows.group_collector import Groups
 
 
 def idle_groups(config, tasks, text=False, sims=None, learners=1):

@@ -15,7 +15,7 @@ from embodied.core.types import SamplingRule
 from embodied.policies.language import vllm
 from embodied.policies.language.engine import Request, Sampling
 from embodied.policies.language.language_worker import LanguageWorker
-from embodied.policies.language.slots import SlotEngine
+from embodied.policies.language.slot_engine import SlotEngine
 from embodied.policies.language.vllm import FromFolder
 from embodied.workflows.rl_loop import LEARNER, POLICY, SIM, EmbodiedLoop
 

@@ -8,7 +8,7 @@ import pytest
 from idle_groups import idle_groups
 from tiny_language import SEES, build
 
-from embodied.algorithms.groups import Group
+from embodied.algorithms.group_pool import Group
 from embodied.config.recipe import load
 from embodied.core.errors import ConfigError
 from embodied.core.types import ActionSpec, EnvSpec, EpisodeResult, Unit

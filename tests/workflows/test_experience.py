@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 from idle_groups import idle_groups
 
-from embodied.algorithms.groups import Group
+from embodied.algorithms.group_pool import Group
 from embodied.config.recipe import load
 
 SIZE = 4

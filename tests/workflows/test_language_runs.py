@@ -22,7 +22,7 @@ from embodied.policies.policy_folder import read_weights
 from embodied.records.transcripts import SAMPLES, read_samples
 from embodied.runtime.device_leases import Coordinator
 from embodied.runtime.device_sharing import DeviceSharing
-from embodied.workflows import prompts
+from embodied.workflows import prompt_queue
 from embodied.workflows.rl_loop import EmbodiedLoop
 
 THREE_ENGINES = {"sim": "cpu:0", "policy": "cpu:1-3*3", "learner": "cpu:0"}
@@ -67,7 +67,7 @@ def test_a_slow_engine_has_fewer_of_the_answers(sync, monkeypatch, tmp_path):
 def test_only_the_requests_of_a_killed_engine_are_asked_again_each_once(sync, monkeypatch, tmp_path):
     given = []
 
-    class Killing(prompts.RequestQueue):
+    class Killing(prompt_queue.RequestQueue):
         def take(self):
             found = super().take()
             for engine, mine in found.items():
@@ -76,7 +76,7 @@ def test_only_the_requests_of_a_killed_engine_are_asked_again_each_once(sync, mo
                 given.extend((engine, one.key) for one in mine)
             return found
 
-    monkeypatch.setattr(prompts, "RequestQueue", Killing)
+    monkeypatch.setattr(prompt_queue, "RequestQueue", Killing)
     with Talk(tmp_path, "policy.max_running=3", backend="local") as run:
         rows, asked = run.some(1), [*given]
         rows += run.play(1, 2)

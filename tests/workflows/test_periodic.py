@@ -15,7 +15,7 @@ from embodied.core.errors import WorkerFailed
 from embodied.envs.sim_worker import SimWorker
 from embodied.policies.config import MLPConfig
 from embodied.policies.networks import MLPPolicy
-from embodied.workflows.groups import Groups
+from embodied.workflows.group_collector import Groups
 
 ITERATIONS = 2
 GROUPS, SIZE = 6, 3

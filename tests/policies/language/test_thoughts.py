@@ -19,7 +19,7 @@ from embodied.core.pictures import drawing
 from embodied.core.types import RESTART
 from embodied.learners.imitation import ExampleTokens, written
 from embodied.policies.language.policy import LanguagePolicy
-from embodied.policies.language.slots import SlotEngine
+from embodied.policies.language.slot_engine import SlotEngine
 from embodied.policies.language.tokenizer import of_characters
 from embodied.workflows.roles import ScoringWorker
 

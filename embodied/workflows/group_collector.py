@@ -1,12 +1,12 @@
 """Whole episodes in groups, for GRPO and all training with conversations.
 
-Sims keep their episodes until the groups of the batch are chosen, and send only these. `algorithms/groups.py` decides
-which groups are played, wanted and carried over. With schedule=periodic a group is sent as soon as the batch is certain
-to contain it, to the rank with the lowest cost so far, and learners accumulate gradients meanwhile. With
+Sims keep their episodes until the groups of the batch are chosen, and send only these. `algorithms/group_pool.py`
+decides which groups are played, wanted and carried over. With schedule=periodic a group is sent as soon as the batch is
+certain to contain it, to the rank with the lowest cost so far, and learners accumulate gradients meanwhile. With
 pipeline.granularity certain groups are sent when they have so many decisions; without schedule=periodic learners then
-update when the batch is complete. Otherwise groups are sent at that time, distributed by cost
-(`placement/balance.py`). Groups may pass through roles on their way (`Relays`): with roles that stream each group as
-soon as all its episodes have ended, or with roles that only add columns as soon as it is certain.
+update when the batch is complete. Otherwise groups are sent at that time, distributed by cost (`placement/balance.py`).
+Groups may pass through roles on their way (`Relays`): with roles that stream each group as soon as all its episodes
+have ended, or with roles that only add columns as soon as it is certain.
 
 Learners use a group when all of it was sent: to one learner rank, or a part of it to each. If an episode is lost with
 its sim before that, its group is lost, too.
@@ -22,7 +22,7 @@ import numpy as np
 
 from embodied.algorithms.advantages import group_advantages
 from embodied.algorithms.config import GRPOConfig, PPOConfig
-from embodied.algorithms.groups import POOLS, Group, GroupPool, PromptPools, score_of
+from embodied.algorithms.group_pool import POOLS, Group, GroupPool, PromptPools, score_of
 from embodied.core.arrays import gather
 from embodied.core.errors import ConfigError
 from embodied.core.types import (
@@ -76,6 +76,10 @@ class GroupTransfer:
 
 
 class Groups(Collector):
+    """A group's way: dealt and playing (`pool`); open, until all its episodes have ended; ready, if its scores differ;
+    taken or certain, so it belongs to the batch; `adding` while roles add columns; `ready` to be sent; `under_way` from
+    its stores to learners; then one of `groups`, with a unit for each rank."""
+
     def __init__(self, workers: Workers) -> None:
         super().__init__(workers)
         config = self.config
@@ -88,7 +92,7 @@ class Groups(Collector):
             config.seed, "train", workers.tasks, group_size=self.algo.group_size, question_counts=self.question_counts
         )
         self.pool = GroupPool(self.algo, discards_surplus(self.algo, config.pipeline))
-        self.prompts = PromptPools(self.algo.pools, config.seed, self.algo.group_size) if self.algo.pools else None
+        self.prompt_pools = PromptPools(self.algo.pools, config.seed, self.algo.group_size) if self.algo.pools else None
         self.sampling = sampling_of(config.policy) if self.text else SamplingRule()
         self.stores = Stores(self.rollouts.sims, *self.relays.worker_groups)
         self.refs = self.stores.refs  # of episodes that are played, stored or sent
@@ -152,13 +156,13 @@ class Groups(Collector):
         for episode in self.refs.keys() - {*self.pool.held}:
             del self.refs[episode]
         self.pool.counts.clear()
-        if self.prompts is not None:
-            self.prompts.counts.clear()
+        if self.prompt_pools is not None:
+            self.prompt_pools.counts.clear()
 
     def next_jobs(self) -> dict[int, Job]:
         """Rounds of whole groups, until the algorithm has enough. Neighbouring episodes go to the same sim, so a dead
-        sim loses few groups. If a batch has equally many groups of every task, a sim plays the same few tasks in each
-        batch."""
+        sim loses its own groups alone. If a batch has equally many groups of every task, a sim plays the same few tasks
+        in each batch."""
         rollouts, first = self.rollouts, not self.batch.rounds
         if not (count := self.pool.wanted(self.batch.rounds, self.config.env.num_envs)):
             return {}
@@ -177,9 +181,9 @@ class Groups(Collector):
     def specs_of(self, indices: Sequence[int]) -> list[EpisodeSpec]:
         """The episodes with these numbers, with their groups' prompts."""
         size, numbers = self.algo.group_size, np.array(indices, np.int64)
-        if self.prompts is None:
+        if self.prompt_pools is None:
             return self.episodes.at(numbers)
-        return self.episodes.at(np.array([self.prompts.draw(index // size) * size for index in indices]), numbers)
+        return self.episodes.at(np.array([self.prompt_pools.draw(index // size) * size for index in indices]), numbers)
 
     # What was played
 
@@ -214,8 +218,8 @@ class Groups(Collector):
         for episode, result in new.items():
             self.refs[episode].end(result, self.config.policy.chunk, self.text)
         solved = {index: bool(result.success_once) for index, result in new.items()}
-        if self.prompts is not None:
-            self.prompts.add(solved)
+        if self.prompt_pools is not None:
+            self.prompt_pools.add(solved)
         longest = self.config.policy.max_tokens if self.algo.overlong else 0
         self.pool.add({index: score_of(result, self.algo, longest) for index, result in new.items()}, solved)
 
@@ -288,7 +292,7 @@ class Groups(Collector):
         return super().is_due() or self.relays.is_due() or any(transfer.done() for transfer in self.under_way)
 
     def certain_units(self, wait: bool) -> Iterator[tuple[int, Unit]]:
-        """With schedule=periodic: the groups that the batch is certain to contain, when learners have their data."""
+        """Groups that are sent early, when learners have their data. Certain groups begin to pass roles."""
         self._pass_on()
         while self.sends_early or self.relays.adds_columns:
             for group, of_ranks in self._arrived() if self.sends_early else ():
@@ -326,8 +330,8 @@ class Groups(Collector):
             self._complete(group)
         yield from self.certain_units(wait=True)
         self.finishing = self.relays.finish() if self.relays.streams else []
-        if self.prompts is not None:
-            self.prompts.forget_all_but(self.pool.open)
+        if self.prompt_pools is not None:
+            self.prompt_pools.forget_all_but(self.pool.open)
         if not self.begins_early:
             self._send_all(self.ready)
             compared = self.advantages(self.groups)
@@ -364,8 +368,8 @@ class Groups(Collector):
     def _metrics(self) -> dict[str, float]:
         batch, counts, algo = self.batch, self.pool.counts, self.algo
         metrics: dict[str, float] = {}
-        if self.prompts is not None:
-            metrics |= {f"groups/{name}_prompts": self.prompts.counts[name] for name in (*POOLS, "unseen")}
+        if self.prompt_pools is not None:
+            metrics |= {f"groups/{name}_prompts": self.prompt_pools.counts[name] for name in (*POOLS, "unseen")}
         if self.question_counts:
             metrics["groups/epochs"] = self.pool.dealt / (algo.group_size * sum(self.question_counts))
         if self.text:
@@ -493,15 +497,15 @@ class Groups(Collector):
         sent = (episode for number in self.pool.sent for episode in range(number * size, (number + 1) * size))
         lost = {*self.pool.playing, *self.pool.held, *sent}
         self.pool.drop_groups_of(lost)
-        if self.prompts is not None:
-            self.prompts.forget_all_but(())
+        if self.prompt_pools is not None:
+            self.prompt_pools.forget_all_but(())
         self.rollouts.abandoned_episodes += len(lost)
         return self._pool_state()
 
     def _pool_state(self) -> dict[str, np.ndarray]:
         pool = {f"groups.{name}": array for name, array in self.pool.state().items()}
-        if self.prompts is not None:
-            pool |= {f"pools.{name}": array for name, array in self.prompts.state().items()}
+        if self.prompt_pools is not None:
+            pool |= {f"pools.{name}": array for name, array in self.prompt_pools.state().items()}
         lengths = [(episode, *self.refs[episode].length) for episode in self.pool.held]
         numbers = {"empty": np.array(self.empty), "lengths": np.array(lengths, np.int64).reshape(-1, 4)}
         return pool | {f"groups.{name}": array for name, array in numbers.items()}
@@ -514,8 +518,8 @@ class Groups(Collector):
         self.empty = int(groups["empty"]) % self.algo.max_empty
         rows = groups["lengths"].tolist()
         self.refs |= {episode: EpisodeRef("", is_lost=True, length=tuple(length)) for episode, *length in rows}
-        if self.prompts is not None:
-            self.prompts.restore({name[6:]: array for name, array in state.items() if name.startswith("pools.")})
+        if self.prompt_pools is not None:
+            self.prompt_pools.restore({name[6:]: array for name, array in state.items() if name.startswith("pools.")})
         if kept := {name[5:]: array for name, array in state.items() if name.startswith("kept.")}:
             stores = self.stores.groups[self.relays.deciding]
             for worker, episodes in zip(

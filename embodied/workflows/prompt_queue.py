@@ -48,8 +48,8 @@ class PromptQueue:
         their answers. Prompts of other sources than `playing` are forgotten."""
         for item in [self.channel.get() for _ in range(self.channel.qsize())]:
             self._add_message(item)
-        self.queue.drop(lambda prompt: source_of(prompt) not in playing)
         self.queue.workers({name: self.room[name] for name in staying if name in self.room}, engines.keys() - staying)
+        self.queue.drop(lambda prompt: source_of(prompt) not in playing)  # also what a dead engine had taken
         if not any(name in self.first and name not in self.room for name in staying):
             for name, waiting in self.queue.take().items():
                 for source, batch in groupby(waiting, source_of):  # neighbouring prompts of a source together
