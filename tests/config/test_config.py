@@ -139,6 +139,8 @@ def test_all_mistakes_are_listed_at_once_with_key_reason_and_source(recipe):
         ("policy.hidden=64,64", "write policy.hidden='[64,64]'"),
         ('run.name="a\\nb"', "holds the character '\\n'"),
         ("run.dir=~nouser/runs", "there is no user nouser"),
+        ("run.dir=s3://bucket/runs", "is an address, which cannot be a path"),
+        ("run.dir=" + "é" * 130, "has 260 bytes; a file's name has at most 255"),
         ("run.dir=5", "run.dir=5: should be a path"),
         ("a" + ".a" * 5000 + "=1", "a.a: unknown key"),
         ("env.discrete=maybe", "env.discrete='maybe': should be a valid boolean"),

@@ -1,7 +1,6 @@
 """Files are replaced whole, their rows have places, and data sets of the hub are read at a commit."""
 
 import errno
-import fcntl
 import json
 import os
 from pathlib import Path
@@ -10,7 +9,7 @@ import pytest
 
 from embodied.core import files
 from embodied.core.errors import ConfigError
-from embodied.core.files import as_path, data_files, files_of_split, locked_folder, read_rows, whole_folder
+from embodied.core.files import data_files, files_of_split, read_rows, whole_folder
 from embodied.core.options import pinned
 from tests.support.loopback_hub import commit_of, serve
 
@@ -39,33 +38,6 @@ def test_a_folder_gets_its_name_when_it_is_whole(tmp_path):
     with pytest.raises(KeyboardInterrupt), whole_folder(tmp_path / "model") as aside:
         raise KeyboardInterrupt
     assert [path.relative_to(tmp_path).as_posix() for path in sorted(tmp_path.rglob("*"))] == ["model", "model/new"]
-
-
-def test_a_locked_folder_stays_as_long_as_its_lock(tmp_path):
-    (first, lock), (second, other) = (locked_folder(tmp_path, "weights") for _ in range(2))
-    assert {*tmp_path.iterdir()} == {first, second}
-    os.close(lock)
-    third, last = locked_folder(tmp_path, "weights")
-    assert {*tmp_path.iterdir()} == {second, third}
-    with pytest.raises(BlockingIOError):
-        fcntl.flock(os.open(third, os.O_RDONLY), fcntl.LOCK_EX | fcntl.LOCK_NB)
-    for lock in (other, last):
-        os.close(lock)
-
-
-@pytest.mark.parametrize(
-    ("text", "reason"),
-    [
-        ("a\nb", "holds the character"),
-        ("a/" + "é" * 130, "has 260 bytes"),
-        ("s3://bucket/a", "is an address"),
-        ("~nouser/a", "no user nouser"),
-    ],
-)
-def test_a_text_that_cannot_be_a_path_is_refused(text, reason):
-    with pytest.raises(ConfigError, match=reason):
-        as_path(text)
-    assert as_path("~/a") == Path.home() / "a"
 
 
 def test_rows_of_lines_of_parquet_and_of_a_folder_of_datasets_are_the_same(tmp_path):
