@@ -134,8 +134,9 @@ class PolicyOptions(Strict):
         rule.check(length, f"policy.chunk={length}")
         return rule if rule.num_continued else None
 
-    def check_sizes(self, folder: Path) -> None:
-        """Refuse options beyond the sizes of the published model in this folder, as its config.json states them."""
+    def check_sizes(self, folder: Path | None) -> None:
+        """Refuse options beyond the sizes of the published model in this folder, as its config.json states them; None:
+        of a new model."""
 
     def check_images(self, sizes: Mapping[str, tuple[int, ...]]) -> None:
         """Refuse an env without images where it needs some, or with too small ones; `sizes` are height and width of the

@@ -227,6 +227,8 @@ def check_training(config: RunConfig, kind: Any) -> None:
     memory_check.check_scorers(config)
     if ":" in config.policy.name:
         check_package(config.policy.name)
+    if not getattr(config.policy, "pretrained", None):
+        config.policy.check_sizes(None)
 
 
 def check_room(config: RunConfig, plan: PlacementPlan, topology: Topology, learn: bool) -> None:

@@ -97,8 +97,8 @@ class FlowConfig(VLAConfig):
         return self.dtype == "bfloat16"
 
     def conflicts(self) -> Iterator[str]:
-        if horizon := self.horizon or (None if self.pretrained else HORIZONS[self.preset]):
-            yield from self.too_long(horizon)
+        if self.horizon:
+            yield from self.too_long(self.horizon)
 
     def too_long(self, horizon: int) -> Iterator[str]:
         """Yields a mistake if decisions have more actions than a model predicts."""
@@ -113,7 +113,11 @@ class FlowConfig(VLAConfig):
         for mistake in self.too_long(self.horizon or horizon):
             raise ConfigError(mistake)
 
-    def check_sizes(self, folder: Path) -> None:
-        stated = read_object(folder / "config.json", CheckpointError)
+    def check_sizes(self, folder: Path | None) -> None:
+        stated = (
+            read_object(folder / "config.json", CheckpointError)
+            if folder
+            else {"action_horizon": HORIZONS[self.preset]}
+        )
         if isinstance(horizon := stated.get("action_horizon") or stated.get("chunk_size"), int):
             self.check_chunk(horizon)
