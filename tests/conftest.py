@@ -6,6 +6,7 @@ import gc
 import io
 import os
 import resource
+import signal
 import subprocess
 import sys
 import tempfile
@@ -26,6 +27,9 @@ BESIDE = Path(__file__).parents[2] / "shared" / "assets"  # other people's files
 if (BESIDE / "data").is_dir():
     os.environ.setdefault("MS_ASSET_DIR", str(BESIDE))
 
+
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as a shell's background has it: commands would inherit it
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 if kernels := os.environ.get("ATEN_CPU_CAPABILITY"):  # torch's compiler keeps code for one processor only
     os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(Path(tempfile.gettempdir()) / f"compiled-for-{kernels}"))

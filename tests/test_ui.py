@@ -180,7 +180,10 @@ def test_the_command_of_the_page_names_its_address_and_ctrl_c_ends_it(runs):
     with subprocess.Popen(words, cwd=runs.parent, **pipes) as process:
         told = process.stdout.readline() + process.stdout.readline()
         process.send_signal(signal.SIGINT)
-        _, err = process.communicate(timeout=60)
+        try:
+            _, err = process.communicate(timeout=60)
+        finally:
+            process.kill()
     assert f"runs        {runs}" in told and "listening   http://127.0.0.1:" in told
     assert (process.returncode, err) == (0, "")
 

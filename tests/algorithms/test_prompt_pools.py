@@ -83,9 +83,9 @@ def test_drawn_prompts_are_played_and_their_rates_are_in_the_checkpoint(size):
         EpisodeResult(s.index, s.task, -1, s.seed, 1, float(s.index % 2), bool(s.index % 2), True) for s in specs
     ]
     found.record(results)
-    assert found.prompts.rates == {0: 0.5, 1: 0.5}
+    assert found.prompt_pools.rates == {0: 0.5, 1: 0.5}
     again = found.specs_of(found.pool.deal(2 * size))
     assert [spec.index for spec in again] == list(range(2 * size, 4 * size))
     assert {spec.seed for spec in again} == {spec.seed for spec in specs}
     assert all(len({spec.seed for spec in again[g * size : (g + 1) * size]}) == 1 for g in range(2))
-    assert np.array_equal(found.prompts.state()["prompts"], [0, 1])
+    assert np.array_equal(found.prompt_pools.state()["prompts"], [0, 1])

@@ -312,7 +312,7 @@ def rules():
     kinds, found = [Strict], []
     while kinds:
         kind = kinds.pop()
-        kinds += kind.__subclasses__()
+        kinds += [one for one in kind.__subclasses__() if one.__module__.startswith("embodied.")]  # not of other tests
         found += [*vars(kind).get("rules", ()), *vars(kind).get("not_periodic", ())]
     whole = [value for module in (recipe, memory_check) for value in vars(module).values() if isinstance(value, tuple)]
     return [*found, *(rule for rules in whole for rule in rules if isinstance(rule, Rule))]
