@@ -247,11 +247,12 @@ class Trajectory:
 
 @dataclass(frozen=True)
 class Unit:
-    """A unit of training data for a learner rank: env rows of a rollout, or episodes of a group. The driver announces
-    it in the rank's channel; its sources put the trajectories into the same channel."""
+    """A unit of training data for a learner rank: env rows of a rollout, episodes of a group, or examples of a data
+    set. The driver announces it in the rank's channel; its sources put the trajectories into the same channel. Examples
+    have no source: each rank has read its own."""
 
     sources: tuple[str, ...]  # senders, as in `Trajectory`
-    ids: np.ndarray  # int [S], ascending
+    ids: np.ndarray  # int [S], ascending; of examples in the order of the gradient steps
     advantages: np.ndarray | None = None  # [S], for algorithms with groups
     scores: np.ndarray | None = None  # [S], returns of whole episodes
     is_padding: bool = False  # a copy of another rank's unit, for passes without effect

@@ -36,8 +36,10 @@ from embodied.datasets import DatasetEpisode, read_dataset
 from embodied.learners.examples import Example, beginning_of, read_examples, solved_examples
 from embodied.learners.learner_worker import MOVING_S, LearnerWorker
 from embodied.learners.model import Pass, lr_factor
+from embodied.learners.train_batch import RolloutBuffer
 from embodied.learners.update import GradientSteps
 from embodied.policies.base import Policy
+from embodied.runtime import Channel
 
 STEPS = 2**16  # more than the gradient steps of an iteration of RL
 
@@ -74,18 +76,32 @@ class ImitationLearner(LearnerWorker):
             policy.merge_observation_moments(np.concatenate(self.collective.gather(np.concatenate(moments))))
         return self.demos.total
 
-    def imitate(self, iteration: int, total: int) -> dict[str, float]:
-        """A pass over all demonstrations, or an iteration's part of one."""
+    def learn(
+        self,
+        trajectories: Channel,
+        batch: int,
+        version: int,
+        rows: np.ndarray | None = None,
+        begins_early: bool = False,
+        sends_early: bool = False,
+    ) -> dict[str, float]:
+        """Take the gradient steps of an iteration. Its units have the numbers of examples, which every rank gets and of
+        which it has some, so the other arguments change nothing."""
         self._restore_gpus()
+        buffer = RolloutBuffer()
+        numbers = np.concatenate([unit.ids for unit in buffer.units(trajectories, batch, self.timers)])
+        return self.imitate(numbers, buffer.end.iteration, buffer.end.total)
+
+    def imitate(self, numbers: np.ndarray, iteration: int, total: int) -> dict[str, float]:
+        """Take the steps on these examples, in this order: a pass over all, or an iteration's part of one."""
         demos, config = self.demos, self.algo
         steps = GradientSteps(self.model, self.optimizer, self._losses)
-        epoch, numbers = config.minibatches(demos.total, iteration)
-        minibatches = rng.minibatches(rng.permutation(self.seed, epoch, 0, demos.total), config.minibatch_size)
-        steps_in_all = total * config.epochs // config.iterations(demos.total) * len(minibatches)
+        epoch, places = config.minibatches(demos.total, iteration)
+        every = -(-demos.total // config.minibatch_size)
+        steps_in_all = total * config.epochs // config.iterations(demos.total) * every
         with self.store.updating(), self.computing.measured():
-            for number in numbers:
-                minibatch, step = minibatches[number], epoch * len(minibatches) + number
-                factor = sft_factor(config, step, len(minibatches), steps_in_all)
+            for place, minibatch in zip(places, rng.minibatches(numbers, config.minibatch_size), strict=True):
+                factor = sft_factor(config, epoch * every + place, every, steps_in_all)
                 items = minibatch - demos.first
                 items = torch.from_numpy(items[(items >= 0) & (items < len(demos))])
                 passes = self._passes(self._micro_batches(items))
@@ -323,6 +339,7 @@ class ImitatingLearner(ImitationLearner):
     seed, the iteration and the number of the step, so a resumed run takes the same ones."""
 
     algo: Any  # of RL
+    learn = LearnerWorker.learn
 
     @property
     def options(self) -> KeptImitation:

@@ -8,6 +8,10 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+import numpy as np
+
+from embodied.core import rng
+from embodied.core.types import Unit
 from embodied.envs import env_class
 from embodied.runtime import Handle
 from embodied.workflows.collector import Batch, Collector
@@ -15,6 +19,7 @@ from embodied.workflows.demonstrations import open_data
 from embodied.workflows.rl_loop import EVALUATION_ROLES, LEARNER, EmbodiedLoop, learner_arguments
 
 if TYPE_CHECKING:
+    from embodied.algorithms.config import SFTConfig
     from embodied.config.recipe import RunConfig
     from embodied.workflows.launched_workers import Workers
 
@@ -32,6 +37,13 @@ def imitator_arguments(workers: Workers) -> tuple:
     return *env, *learner_arguments(workers, config.sft)
 
 
+def examples_of(sft: SFTConfig, seed: int, num_items: int, iteration: int) -> np.ndarray:
+    """The numbers of an iteration's examples, in the order of its minibatches: a pass over all, or a part of one."""
+    epoch, places = sft.minibatches(num_items, iteration)
+    size = sft.minibatch_size
+    return rng.permutation(seed, epoch, 0, num_items)[places.start * size : places.stop * size]
+
+
 class DatasetBatches(Collector):
     """Demonstrations on disk, or answered prompts, instead of played episodes. Every learner reads its own."""
 
@@ -46,11 +58,12 @@ class DatasetBatches(Collector):
         """One per pass over the demonstrations, or per `sft.steps`."""
         return self.sft.iterations(self.num_items)
 
-    def update(self, batch: Batch, iteration: int, total: int) -> Handle:
-        _, minibatches = self.sft.minibatches(self.num_items, iteration)
-        size = self.sft.minibatch_size
-        self.learned = min(self.num_items, minibatches.stop * size) - minibatches.start * size
-        return self.learners.imitate(iteration, total)
+    def update(self, batch: Batch, iteration: int, total: int) -> Handle | None:
+        """The examples of an iteration are a unit, which every learner gets: each knows which of them it has."""
+        numbers = examples_of(self.sft, self.config.seed, self.num_items, iteration)
+        self.learned = len(numbers)
+        self._announce((rank, Unit((), numbers)) for rank in range(len(self.channels)))
+        return super().update(batch, iteration, total)
 
     def metrics(self, batch: Batch) -> dict[str, float]:
         return {"env_steps": self.learned}

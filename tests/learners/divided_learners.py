@@ -13,6 +13,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "support"))
+from announced import imitate
 from tiny_language import SEES, SPEC, build
 
 from embodied.algorithms.config import GRPOConfig, PPOConfig, SFTConfig
@@ -149,7 +150,7 @@ def imitated(config: LanguageConfig, options: LearnerConfig, rank: int, ranks: i
     worker.name, worker.rank, worker.world_size, worker.timers = f"learner-{rank}", rank, ranks, Timers()
     worker.build(SPEC, f"{rank:016d}", snapshot=False)
     worker.open_data()
-    numbers = worker.imitate(0, 1)
+    numbers = imitate(worker, 0, 1)
     weights = dict(worker._whole_tensors(worker.dtypes.keys()))
     worker.close()
     return weights, numbers

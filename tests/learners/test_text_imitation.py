@@ -7,6 +7,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+from announced import imitate
 from imitating_policy import Characters
 from tiny_language import PLAIN, publish
 
@@ -81,7 +82,7 @@ def learner(config, env_config=None, rank=0, ranks=1, room=None, pack_tokens=409
 def trained(config, passes=2, **options):
     one = learner(config, **options)
     one.open_data()
-    numbers = [one.imitate(iteration, config.epochs) for iteration in range(passes)]
+    numbers = [imitate(one, iteration, config.epochs) for iteration in range(passes)]
     weights = {name: tensor.clone() for name, tensor in one.policy.state_dict().items()}
     one.close()
     return numbers, weights
@@ -137,7 +138,7 @@ def test_the_loss_is_the_mean_over_the_answers_tokens():
     assert len({*sizes[:, 1].tolist()}) > 1, "answers of several lengths"
     with torch.no_grad():
         losses = [policy.imitate(one.demos.batch(torch.tensor([item])), None).sum() for item in range(3)]
-    (numbers,) = [one.imitate(0, 1)]
+    (numbers,) = [imitate(one, 0, 1)]
     assert numbers["train/loss"] == pytest.approx(float(sum(losses)) / sizes[:, 1].sum(), abs=1e-12)
     one.close()
 
@@ -152,7 +153,7 @@ def test_iterations_of_few_steps_make_the_steps_of_whole_passes(schedule):
     one = learner(parts)
     one.open_data()
     for iteration in range(4):
-        one.imitate(iteration, 4)
+        imitate(one, iteration, 4)
     equal(trained(whole)[1], one.policy.state_dict())
     one.close()
 
@@ -192,7 +193,7 @@ def test_padding_passes_of_imitation_add_nothing():
     padded = learner(sft())
     padded.open_data()
     padded.model.most_passes = lambda passes: passes + 2
-    rows = [padded.imitate(iteration, 2) for iteration in range(2)]
+    rows = [imitate(padded, iteration, 2) for iteration in range(2)]
     equal(weights, padded.policy.state_dict())
     assert rows[1]["train/loss"] == pytest.approx(numbers["train/loss"], abs=1e-10)
     padded.close()
@@ -220,14 +221,14 @@ def test_learning_goes_on_from_a_checkpoint_as_if_it_had_not_stopped(tmp_path):
     _, straight = trained(config, passes=3)
     first = learner(config)
     first.open_data()
-    first.imitate(0, 3)
+    imitate(first, 0, 3)
     first.save(tmp_path)
     first.close()
     second = learner(config)
     second.open_data()
     second.load(tmp_path)
     for iteration in (1, 2):
-        second.imitate(iteration, 3)
+        imitate(second, iteration, 3)
     assert all(torch.equal(straight[name], tensor) for name, tensor in second.policy.state_dict().items())
     second.close()
 

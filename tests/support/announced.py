@@ -1,0 +1,8 @@
+"""Learners that imitate without a driver: what it announces in each iteration."""
+
+from embodied.workflows.imitation import examples_of
+
+
+def imitate(learner, iteration, total):
+    """Learn from the examples of an iteration of `total`."""
+    return learner.imitate(examples_of(learner.algo, learner.seed, learner.demos.total, iteration), iteration, total)
