@@ -127,7 +127,13 @@ def write_model(folder: Path, source: PolicySource) -> None:
 def origin_of(source: PolicySource, recipe: Path | None, played: Evaluated | None) -> dict[str, Any]:
     """What a card says of the policy's training and success; of an exported program what it was, as export wrote it."""
     if source.folder and (written := source.folder / ORIGIN).is_file():
-        return read_json(written) | ({"success": success(played)} if played else {})
+        made = read_json(written)
+        recipe_then, keys = made.get("recipe"), {"name", "family", "sha256", "recipe", "imitates", "success"}
+        sections = recipe_then if isinstance(recipe_then, dict) else {"policy": None}
+        whole = not sections or all(isinstance(sections.get(name), dict) for name in ("policy", "algo", "env"))
+        if not whole or not made.keys() >= keys:
+            raise CheckpointError(f"{written} is not what embodied.export wrote; export the policy again")
+        return made | ({"success": success(played)} if played else {})
     made = recipe and recipe.with_name("run.json")
     return {
         "name": source.name,

@@ -385,7 +385,7 @@ def train(
         exhausted = "" if loop.solved else loop.exhausted
     if loop.solved:
         console.say("solved      every episode of the last iterations succeeded, so there is nothing more to learn")
-    console.end(state, interruption.requested or bool(exhausted), spent, loop.evaluator.most)
+    console.end(state, interruption.requested or bool(exhausted), spent, 0 if config.eval.sets else loop.evaluator.most)
     if exhausted:
         raise NothingToLearn(exhausted)
 

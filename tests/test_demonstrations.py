@@ -254,6 +254,9 @@ def test_actions_in_units_of_the_robot_are_refused_before_anything_starts(tmp_pa
     assert told in capsys.readouterr().err and not (tmp_path / "runs").exists()
     assert sft([*TOY, f"run.dir={tmp_path}", f"sft.data={tmp_path / 'older'}", "--dry-run"]) == 0
     options, dataset = SFTConfig(data=tmp_path / "radians"), read_dataset(tmp_path / "radians")
+    dataset.stats["action"] |= {"min": [-9.0], "max": []}  # of no use: the actions themselves are read
+    check_actions(options, dataset, SPEC, OpenVLAConfig(name="openvla"))
+    dataset = read_dataset(tmp_path / "radians")
     scaled = OpenVLAConfig(name="openvla", pretrained="folder")
     check_actions(options, dataset, SPEC, scaled)
     with pytest.raises(ConfigError, match="action"):

@@ -11,7 +11,7 @@ import pytest
 from tiny_language import publish
 
 from embodied import evaluate, export, load_policy, push, train
-from embodied.core.errors import ConfigError
+from embodied.core.errors import CheckpointError, ConfigError
 from embodied.policies.run_policy import Policy
 from embodied.policies.torch_session import TorchSession
 from embodied.records.results import read_results
@@ -91,6 +91,11 @@ def test_the_card_of_a_program_names_the_run_it_comes_from_and_its_success(runs,
     assert (folder / "recipe.yaml").is_file()
     for file in (folder / "origin.json", folder / "config.json"):
         assert str(runs["mlp"].parent) not in file.read_text() and '"host"' not in file.read_text()
+    (program / "checksums.json").unlink(missing_ok=True)
+    for odd in ("{}", '{"recipe": 3}', (folder / "origin.json").read_text().replace('"algo"', '"way"')):
+        (program / "origin.json").write_text(odd)
+        with pytest.raises(CheckpointError, match=r"origin\.json is not what embodied\.export wrote"):
+            push.push(str(program), "ada/reach", push.Options(out=str(tmp_path / "card")))
 
 
 def test_the_runner_needs_nothing_of_ours(exported):

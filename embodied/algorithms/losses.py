@@ -265,7 +265,7 @@ def entropy_sum(entropy: Tensor, mask: Tensor | None, weights: Tensor, level: st
     return (weights * _mean(terms, valid)).sum()
 
 
-# Units of the loss: numbers, actions, decisions or answers
+# Terms of the loss: numbers, actions, decisions or answers
 
 
 def level_within_episode(level: str) -> str:

@@ -27,13 +27,13 @@ def generator(seed: int, *names: str | int) -> np.random.Generator:
     return np.random.Generator(np.random.Philox(np.random.SeedSequence([seed, *key])))
 
 
-def permutation(seed: int, iteration: int, epoch: int, num_units: int) -> np.ndarray:
+def permutation(seed: int, iteration: int, epoch: int, num_samples: int) -> np.ndarray:
     """The numbers of all units, in an order that depends only on the run's seed, the iteration and the epoch."""
-    return generator(seed, "shuffle", iteration, epoch).permutation(num_units)
+    return generator(seed, "shuffle", iteration, epoch).permutation(num_samples)
 
 
 def minibatches(order: np.ndarray, size: int) -> list[np.ndarray]:
-    """Consecutive slices of `size` units; the last slice may be smaller."""
+    """Consecutive slices of `size` samples; the last slice may be smaller."""
     return [order[start : start + size] for start in range(0, len(order), size)]
 
 

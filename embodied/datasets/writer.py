@@ -450,7 +450,7 @@ def as_described(name: str, value: object, feature: dict) -> np.ndarray:
         given = np.asarray(value)
         with np.errstate(invalid="ignore", over="ignore"):
             array = np.array(given, np.dtype(feature["dtype"])).reshape(-1)  # a copy: the env may use its array again
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, OverflowError):
         raise ValueError(f"{name} is {str(value)[:80]!r}, not {feature['dtype']} {list(feature['shape'])}") from None
     if array.dtype.kind != "f" and (array != given.reshape(-1)).any():
         raise ValueError(f"{name} is {given.dtype} {given.tolist()}, which {feature['dtype']} cannot hold")

@@ -173,7 +173,7 @@ class Console:
 
     def end(self, state: dict, stopped: bool, spent: str, most: int | None = None) -> None:
         """Print the use of the time, the result files and the next commands. `most`: the largest number of different
-        evaluation episodes, if it is limited."""
+        evaluation episodes, if it is limited; 0: `eval.sets` say which."""
         from embodied.records.transcripts import TRANSCRIPTS
         from embodied.records.videos import worth_seeing
 
@@ -188,7 +188,8 @@ class Console:
             self.say(f"  transcripts {transcripts[-1]}")
         if self.last_checkpoint:
             self.say(f"  checkpoint  {self.last_checkpoint}")
-        evaluation = [f"checkpoint={self.folder}", f"eval.episodes={min(200, most or 200)}"]
+        evaluation = [f"checkpoint={self.folder}"]
+        evaluation += [] if most == 0 else [f"eval.episodes={min(200, most or 200)}"]
         self.say(f"  evaluate    python -m embodied.evaluate {join(evaluation)}")
         self.say(f"  resume      python -m embodied.{self.command} {quote(f'resume={self.folder}')}")
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -95,8 +96,10 @@ def dataset_of(options: SFTConfig | KeptImitation) -> Dataset:
 
 def env_of(path: Path) -> dict[str, Any]:
     """The options of the env in which a dataset was collected; {} if it does not say."""
-    env = read_object(path / SOURCE, ConfigError).get("env") if (path / SOURCE).is_file() else None
-    return env if isinstance(env, dict) else {}
+    with suppress(ConfigError, OSError):  # somebody else's file says nothing
+        env = read_object(path / SOURCE, ConfigError).get("env")
+        return env if isinstance(env, dict) else {}
+    return {}
 
 
 def check_dataset(config: SFTConfig | KeptImitation, spec: EnvSpec, learners: int, policy: Any) -> None:
@@ -127,7 +130,7 @@ def check_actions(config: SFTConfig | KeptImitation, dataset: Dataset, spec: Env
 
     column = dataset.theirs.get(ACTION, ACTION)
     figures, given = dataset.stats.get(column, {}), f"{config.section}data={config.data}"
-    if not figures.keys() >= {"min", "max"}:  # an older layout
+    if any(np.size(figures.get(name, ())) != spec.action.dim for name in ("min", "max")):  # an older layout
         actions = np.concatenate([episode.actions for episode in dataset])
         figures = {"min": actions.min(axis=0), "max": actions.max(axis=0)}
     least, most = np.ravel(figures["min"]), np.ravel(figures["max"])

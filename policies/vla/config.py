@@ -114,10 +114,8 @@ class FlowConfig(VLAConfig):
             raise ConfigError(mistake)
 
     def check_sizes(self, folder: Path | None) -> None:
-        stated = (
-            read_object(folder / "config.json", CheckpointError)
-            if folder
-            else {"action_horizon": HORIZONS[self.preset]}
-        )
+        stated = read_object(folder / "config.json", CheckpointError) if folder else {}
+        if folder is None and type(self).__module__.startswith("embodied."):  # another package has its own presets
+            stated = {"action_horizon": HORIZONS[self.preset]}
         if isinstance(horizon := stated.get("action_horizon") or stated.get("chunk_size"), int):
             self.check_chunk(horizon)

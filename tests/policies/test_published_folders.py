@@ -16,6 +16,7 @@ from embodied.policies.openvla.folder import TINY, read_published
 from embodied.policies.pi0.config import Pi0Config
 from embodied.policies.pi0.policy import TINY as PI0
 from embodied.policies.policy_folder import published_family
+from embodied.policies.vla.config import FlowConfig
 from embodied.policies.vla.policy import fast_tokenizer
 
 
@@ -207,6 +208,13 @@ def test_a_folder_whose_model_predicts_fewer_actions_is_refused_without_opening_
         with pytest.raises(ConfigError, match=r"policy.chunk=9 is more than the 8 actions .*; try policy.chunk=8"):
             hub.with_folder(long)
         hub.with_folder(long.model_copy(update={"horizon": 9}))
+
+
+def test_a_family_of_another_package_has_its_own_sizes():
+    class Larger(FlowConfig):
+        preset: str = "huge"
+
+    Larger(name="larger", chunk=40).check_sizes(None)
 
 
 def test_code_in_a_component_is_not_run(folders, tmp_path):
