@@ -82,7 +82,7 @@ def here(tmp_path_factory):
     features = content["features"]
     for ours, theirs, width in (("action", "actions", 7), ("observation.state", "state", 8)):  # as wide as LIBERO's
         features[theirs] = features.pop(ours) | {"shape": [width], "names": None}
-        figures[theirs] = figures.pop(ours)
+        figures[theirs] = {key: (numbers * width)[:width] for key, numbers in figures.pop(ours).items()}
     features |= {key: {"dtype": "image", "shape": [256, 256, 3], "names": None} for key in ("image", "wrist_image")}
     (meta / "info.json").write_text(json.dumps(content))
     (meta / "stats.json").write_text(json.dumps(figures))

@@ -28,7 +28,7 @@ def generator(seed: int, *names: str | int) -> np.random.Generator:
 
 
 def permutation(seed: int, iteration: int, epoch: int, num_samples: int) -> np.ndarray:
-    """The numbers of all units, in an order that depends only on the run's seed, the iteration and the epoch."""
+    """The numbers of all samples, in an order that depends only on the run's seed, the iteration and the epoch."""
     return generator(seed, "shuffle", iteration, epoch).permutation(num_samples)
 
 
