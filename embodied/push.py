@@ -125,7 +125,7 @@ def write_model(folder: Path, source: PolicySource) -> None:
 
 
 def origin_of(source: PolicySource, recipe: Path | None, played: Evaluated | None) -> dict[str, Any]:
-    """What a card says of the policy's training and success; of an exported program what it was, as export wrote it."""
+    """What a card says of the policy's training and success; of an exported program what export wrote of its policy."""
     if source.folder and (written := source.folder / ORIGIN).is_file():
         made = read_json(written)
         recipe_then, keys = made.get("recipe"), {"name", "family", "sha256", "recipe", "imitates", "success"}

@@ -55,15 +55,7 @@ class DaggerLearner(ImitationLearner):
         self.demos = Aggregate()
         return policy
 
-    def learn(
-        self,
-        trajectories: Channel,
-        batch: int,
-        version: int,
-        rows: np.ndarray | None = None,
-        begins_early: bool = False,
-        sends_early: bool = False,
-    ) -> dict[str, float]:
+    def learn(self, trajectories: Channel, batch: int, *others: Any, **more: Any) -> dict[str, float]:
         """Add this rank's labelled decisions of a batch to the aggregate, and imitate it, with all ranks. Labels are
         valid whichever version played, and the step needs all of them, so the other arguments change nothing."""
         self._restore_gpus()

@@ -76,15 +76,7 @@ class ImitationLearner(LearnerWorker):
             policy.merge_observation_moments(np.concatenate(self.collective.gather(np.concatenate(moments))))
         return self.demos.total
 
-    def learn(
-        self,
-        trajectories: Channel,
-        batch: int,
-        version: int,
-        rows: np.ndarray | None = None,
-        begins_early: bool = False,
-        sends_early: bool = False,
-    ) -> dict[str, float]:
+    def learn(self, trajectories: Channel, batch: int, *others: Any, **more: Any) -> dict[str, float]:
         """Take the gradient steps of an iteration. Its units have the numbers of examples, which every rank gets and of
         which it has some, so the other arguments change nothing."""
         self._restore_gpus()

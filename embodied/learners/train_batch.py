@@ -227,8 +227,8 @@ class RankBatch(LossItems):
 
 
 def indices_of_owned(minibatch: np.ndarray, numbers: np.ndarray) -> np.ndarray:
-    """The indices in `numbers` (ascending) of a minibatch's samples, in the minibatch's order, without those of other
-    ranks."""
+    """The indices in `numbers` (ascending) of a minibatch's samples, in the minibatch's order, without other ranks'
+    samples."""
     at = np.minimum(np.searchsorted(numbers, minibatch), len(numbers) - 1)
     return at[numbers[at] == minibatch]
 

@@ -1,4 +1,4 @@
-"""Names of pictures, videos and drawings: what is loaded by them, and which files are not."""
+"""Names of pictures, videos and drawings: which files they load, and which files are refused."""
 
 import struct
 from base64 import b64encode

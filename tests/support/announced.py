@@ -1,4 +1,4 @@
-"""Learners that imitate without a driver: what it announces in each iteration."""
+"""Imitation by learners alone, without a driver that announces the examples of each iteration."""
 
 from embodied.workflows.imitation import examples_of
 
