@@ -15,6 +15,7 @@ reads them; other policies as checkpoints have them. The token is that of `hf au
 
 from __future__ import annotations
 
+import json
 import shutil
 from contextlib import suppress
 from dataclasses import dataclass
@@ -39,7 +40,7 @@ from embodied.run.policy_source import PolicySource, find, resolved_recipe
 
 USAGE = "which policy, and where to? python -m embodied.push runs/NAME-DATE USER/NAME"
 CARD, RECIPE, FILM = "README.md", "recipe.yaml", "film.mp4"
-ORIGIN = "origin.json"  # beside an exported program: what its card says of the policy that it was
+ORIGIN = "origin.json"  # of an exported or pushed policy: what a card says of its training, which others read on
 HERE = ("run", "resume", "cluster", "placement")  # sections of a recipe that are about this machine
 
 
@@ -106,6 +107,7 @@ def write(out: Path, source: PolicySource, recipe: Path | None, repository: str,
         origin = origin_of(source, recipe, played)
         if asked := origin["recipe"]:
             (aside / RECIPE).write_text(yaml.safe_dump(asked, sort_keys=False, allow_unicode=True), encoding="utf-8")
+        (aside / ORIGIN).write_text(json.dumps(origin, indent=2) + "\n", encoding="utf-8")
         if played and played.film:
             shutil.copyfile(played.film, aside / FILM)
         (aside / CARD).write_text(card(aside, source, origin, repository, options), encoding="utf-8")
@@ -125,14 +127,14 @@ def write_model(folder: Path, source: PolicySource) -> None:
 
 
 def origin_of(source: PolicySource, recipe: Path | None, played: Evaluated | None) -> dict[str, Any]:
-    """What a card says of the policy's training and success; of an exported program what export wrote of its policy."""
+    """What a card says of the policy's training and success; what is written beside an exported or pushed one."""
     if source.folder and (written := source.folder / ORIGIN).is_file():
         made = read_json(written)
         recipe_then, keys = made.get("recipe"), {"name", "family", "sha256", "recipe", "imitates", "success"}
         sections = recipe_then if isinstance(recipe_then, dict) else {"policy": None}
         whole = not sections or all(isinstance(sections.get(name), dict) for name in ("policy", "algo", "env"))
         if not whole or not made.keys() >= keys:
-            raise CheckpointError(f"{written} is not what embodied.export wrote; export the policy again")
+            raise CheckpointError(f"{written} is not what embodied.export or push wrote; make the folder again")
         return made | ({"success": success(played)} if played else {})
     made = recipe and recipe.with_name("run.json")
     return {

@@ -30,7 +30,7 @@ from typing import Any, Literal
 
 from embodied import let_call
 from embodied.config.command_line import FLAGS, SEVERAL, from_python, parse
-from embodied.config.recipe import Loaded, load
+from embodied.config.recipe import Loaded, RunConfig, load
 from embodied.core.errors import ConfigError
 from embodied.core.files import as_path, check_place
 from embodied.core.yaml_text import read_yaml, write_yaml, yaml_problem
@@ -43,6 +43,7 @@ from embodied.run.ending import Interruption
 from embodied.run.launch import program_of
 from embodied.run.memory_check import PROCESS_BYTES, needs
 from embodied.run.policy_source import first_run
+from embodied.run.rehearsal import check_before
 from embodied.run.run_group import (
     GOING_ON,
     OVER,
@@ -58,6 +59,7 @@ from embodied.sharing.children import GroupChildren, Place
 from embodied.sharing.lease_server import RecordedLeases
 from embodied.sharing.runs import devices_of, own_devices, placement_for, reserve
 from embodied.workflows import roles_of_run
+from embodied.workflows.demonstrations import check_kept_data
 from embodied.workflows.rl_loop import EmbodiedLoop
 
 RATES = ("success_once", "success_at_end", "return")
@@ -346,6 +348,17 @@ def divide_machine(topology: Topology, count: int) -> list[Place]:
 # Running them
 
 
+def check_data_once(plans: Sequence[tuple[RunConfig, PlacementPlan]]) -> None:
+    """Refuse demonstrations of algo.imitation that do not fit, once instead of in every run."""
+    checked: list[Any] = []
+    for config, plan in plans:
+        asked = config.env, config.policy, config.algo.imitation
+        if config.algo.imitation and asked not in checked:
+            check_kept_data(config)
+            check_before(config, config.algo.imitation, plan.count("learner"))
+            checked.append(asked)
+
+
 def run_several(argv: Sequence[str], sweep: bool = False) -> tuple[int, Path | None]:
     """Run a command line. Returns the exit code and the group's folder (None after --dry-run or --cfg)."""
     order = read_order(argv, sweep)
@@ -361,6 +374,7 @@ def run_several(argv: Sequence[str], sweep: bool = False) -> tuple[int, Path | N
     dry = "--dry-run" in order.flags
     plans = [launch.planned(one.config, dry=dry, roles=roles_of_run(program, one.config)) for one in recipes.values()]
     config, plan = plans[0]
+    check_data_once(plans)
     at_once, why = decide(alone, recipes, plan)
     wanted = RunGroup(
         Path(),

@@ -19,6 +19,7 @@ from embodied.datasets import DatasetWriter, read_dataset
 from embodied.evaluate import main as evaluate
 from embodied.policies.openvla.config import OpenVLAConfig
 from embodied.sft import main as sft
+from embodied.sweep import main as sweep
 from embodied.train import main as train
 from embodied.workflows.demonstrations import check_actions
 
@@ -225,6 +226,15 @@ def test_mistakes_are_reported_before_anything_starts(demos, tmp_path, capsys):
     assert [path.name for path in tmp_path.iterdir() if path.is_dir()] == []
 
 
+def test_true_and_false_are_no_actions_of_a_robot(tmp_path, capsys):
+    state, action = {"dtype": "float32", "shape": (SPEC.state_dim,)}, {"dtype": "bool", "shape": (SPEC.action.dim,)}
+    with DatasetWriter(tmp_path / "switch", fps=10, features={"observation.state": state, "action": action}) as writer:
+        frame = {"observation.state": np.zeros(SPEC.state_dim, np.float32), "action": [True] * SPEC.action.dim}
+        writer.add_episode([frame, frame], task="go", success=True)
+    assert sft([*TOY, f"run.dir={tmp_path / 'runs'}", f"sft.data={tmp_path / 'switch'}"]) == 2
+    assert "action is bool, and actions of this env are numbers from -1 to 1" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(("dtype", "choice"), [("float32", 1), ("int64", 3), ("int64", -1)])
 def test_choices_that_an_env_does_not_have_are_refused_before_anything_starts(dtype, choice, tmp_path, capsys):
     state, action = {"dtype": "float32", "shape": (4,)}, {"dtype": dtype, "shape": (1,)}
@@ -251,7 +261,10 @@ def test_actions_in_units_of_the_robot_are_refused_before_anything_starts(tmp_pa
     assert sft([*words, "--dry-run"]) == sft(words) == 2
     assert capsys.readouterr().err.count(told) == 2
     assert train([*TOY, f"run.dir={tmp_path / 'runs'}", f"algo.imitation.data={tmp_path / 'radians'}"]) == 2
-    assert told in capsys.readouterr().err and not (tmp_path / "runs").exists()
+    assert told in capsys.readouterr().err
+    several = [*TOY, f"run.dir={tmp_path / 'runs'}", f"algo.imitation.data={tmp_path / 'radians'}", "algo.lr=1e-3,1e-4"]
+    assert sweep([*several, "seeds=0-1"]) == 2
+    assert capsys.readouterr().err.count(told) == 1 and not (tmp_path / "runs").exists()
     assert sft([*TOY, f"run.dir={tmp_path}", f"sft.data={tmp_path / 'older'}", "--dry-run"]) == 0
     options, dataset = SFTConfig(data=tmp_path / "radians"), read_dataset(tmp_path / "radians")
     dataset.stats["action"] |= {"min": [-9.0], "max": []}  # of no use: the actions themselves are read

@@ -94,7 +94,7 @@ def test_the_card_of_a_program_names_the_run_it_comes_from_and_its_success(runs,
     (program / "checksums.json").unlink(missing_ok=True)
     for odd in ("{}", '{"recipe": 3}', (folder / "origin.json").read_text().replace('"algo"', '"way"')):
         (program / "origin.json").write_text(odd)
-        with pytest.raises(CheckpointError, match=r"origin\.json is not what embodied\.export wrote"):
+        with pytest.raises(CheckpointError, match=r"origin\.json is not what embodied\.export or push wrote"):
             push.push(str(program), "ada/reach", push.Options(out=str(tmp_path / "card")))
 
 

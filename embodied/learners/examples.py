@@ -88,3 +88,9 @@ def example_of(row: dict[str, Any], where: str, data: Path, names: Mapping[str, 
     if not isinstance(answer, str) or not answer:
         raise ConfigError(f"{where}: no answer as text; {which_columns(row)}")
     return ((question_in(row, where, data), answer),)
+
+
+def check_shares(count: int, items: str, learners: int) -> None:
+    """Refuse fewer examples or demonstrations than learners, each of which has a part of them."""
+    if count < learners:
+        raise ConfigError(f"{learners} learners share {count} {items}; give more, or use fewer learners")

@@ -33,7 +33,7 @@ from embodied.core.errors import ConfigError
 from embodied.core.pictures import FRAMES
 from embodied.core.types import EnvSpec, Observation, env_blocks
 from embodied.datasets import DatasetEpisode, read_dataset
-from embodied.learners.examples import Example, beginning_of, read_examples, solved_examples
+from embodied.learners.examples import Example, beginning_of, check_shares, read_examples, solved_examples
 from embodied.learners.learner_worker import MOVING_S, LearnerWorker
 from embodied.learners.model import Pass, lr_factor
 from embodied.learners.train_batch import RolloutBuffer
@@ -302,8 +302,7 @@ class TextImitationLearner(ImitationLearner):
         config = self.options
         given = read_examples(config.data, config.episodes, config.names) if config.data else None
         total = config.episodes if given is None else len(given)
-        if total < self.world_size:
-            raise ConfigError(f"{self.world_size} learners share {total} examples; give more, or use fewer learners")
+        check_shares(total, "examples", self.world_size)
         block = env_blocks(total, self.world_size)[self.rank]
         if given is None:
             examples = solved_examples(self.env, self.seed, block, self.tick)

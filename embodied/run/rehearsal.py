@@ -164,7 +164,9 @@ def rehearse(config: RunConfig, *sources: PolicySource, examples: Any = None, im
         for policy in policies:
             policy.check_images(shown)
     check_all_fit([source for source in sources if not trained_in(source, env)], env)
-    if examples and examples.data is not None and not kind.speaks:
+    if examples and kind.speaks:
+        check_text(env, examples, imitators)
+    elif examples and examples.data is not None:
         from embodied.workflows.demonstrations import check_dataset
 
         check_dataset(examples, built_spec(env), imitators, config.policy)
@@ -176,10 +178,20 @@ def check_before(config: RunConfig, examples: Any, imitators: int) -> None:
     from embodied.workflows.demonstrations import check_dataset, env_of
 
     kind, env = env_class(config.env), config.env
-    if examples.data is None or kind.speaks or config.cluster.joined:
+    if kind.speaks:
+        return check_text(env, examples, imitators)
+    if examples.data is None or config.cluster.joined:
         return
     if getattr(env, "privileged", False) or not same_env(env_of(examples.data), env):
         check_dataset(examples, built_spec(kind.on_cores(env)), imitators, config.policy)
+
+
+def check_text(env: Any, examples: Any, imitators: int) -> None:
+    """Refuse fewer examples than learners that imitate them."""
+    from embodied.learners.examples import check_shares
+    from embodied.workflows.demonstrations import count_items
+
+    check_shares(count_items(env, examples), "examples", imitators)
 
 
 def check_all_fit(sources: list[PolicySource], env: Any) -> None:

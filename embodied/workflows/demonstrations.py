@@ -15,7 +15,7 @@ from embodied.core.files import read_object
 from embodied.core.types import EnvSpec
 from embodied.envs import env_class
 from embodied.envs.text.text_env import TextEnv
-from embodied.learners.examples import no_solution, read_examples
+from embodied.learners.examples import check_shares, no_solution, read_examples
 
 if TYPE_CHECKING:
     from embodied.config.recipe import RunConfig
@@ -120,8 +120,7 @@ def check_dataset(config: SFTConfig | KeptImitation, spec: EnvSpec, learners: in
     if odd:
         raise ConfigError(f"{config.section}data={config.data} holds demonstrations of another env: {'; '.join(odd)}")
     check_actions(config, dataset, spec, policy)
-    if (count := min(config.episodes or len(dataset), len(dataset))) < learners:
-        raise ConfigError(f"{learners} learners share {count} demonstrations; collect more, or use fewer learners")
+    check_shares(min(config.episodes or len(dataset), len(dataset)), "demonstrations", learners)
 
 
 def check_actions(config: SFTConfig | KeptImitation, dataset: Dataset, spec: EnvSpec, policy: Any) -> None:
@@ -142,6 +141,8 @@ def check_actions(config: SFTConfig | KeptImitation, dataset: Dataset, spec: Env
                 f"{kind} from {least[0]:g} to {most[0]:g}"
             )
         return
+    if (kind := dataset.features[ACTION]["dtype"]) == "bool":
+        raise ConfigError(f"{given}: {column} is {kind}, and actions of this env are numbers from -1 to 1, float32")
     has_own_units = ":" in policy.name or (policy.published and (policy.pretrained or policy.statistics))
     far = np.maximum(-least, most)
     if not has_own_units and far.max() > REACH:

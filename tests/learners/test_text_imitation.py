@@ -23,6 +23,7 @@ from embodied.learners.examples import read_examples, solved_examples
 from embodied.learners.imitation import ExampleTokens, TextImitationLearner, into_packs, written
 from embodied.policies import make_policy
 from embodied.policies.config import ExternalPolicyConfig
+from embodied.run.rehearsal import check_before
 from embodied.runtime.rendezvous import InProcessRendezvous
 from embodied.runtime.worker import Timers
 from embodied.sft import main
@@ -293,6 +294,9 @@ def test_a_warm_up_that_never_ends_is_refused_before_anything_starts_and_too_few
     check_data(late.with_values("sft", warmup_steps=5))
     with pytest.raises(ConfigError, match="2 learners share 1 examples"):
         of_two().open_data()
+    early = load(["recipe=sums_sft", "sft.episodes=1"], entry="sft").config
+    with pytest.raises(ConfigError, match="2 learners share 1 examples"):
+        check_before(early, early.sft, 2)
 
 
 def of_two():
