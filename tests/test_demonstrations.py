@@ -6,6 +6,7 @@ import shutil
 
 import numpy as np
 import pytest
+import yaml
 
 pytest.importorskip("pyarrow")
 
@@ -115,6 +116,19 @@ def test_the_clone_is_evaluated_and_trained_further_like_any_policy(cloned, tmp_
     assert train([*rl, "eval.episodes=40", "eval.videos=0"]) == 0
     (run,) = tmp_path.glob("pointmass*")
     assert overall(run)["success_once"]["rate"] >= 0.7
+
+
+def test_rl_that_keeps_imitating_takes_the_demonstrations_of_its_start(demos, cloned, tmp_path, capsys):
+    told = [*TOY, *POLICY, f"run.dir={tmp_path}", "algo.imitation.weight=0.2", "run.iterations=1", "eval.episodes=2"]
+    assert train(told) == 2 and "there is no run.start_from that imitated some" in capsys.readouterr().err
+    told += [f"run.start_from={cloned}", "eval.videos=0"]
+    assert train([*told, "--dry-run"]) == train(told) == 0
+    (run,) = tmp_path.glob("pointmass*")
+    assert metrics(run)[0]["train/imitation_weight"] == 0.2
+    assert yaml.safe_load((run / "config.yaml").read_text())["algo"]["imitation"]["data"] == str(demos)
+    assert train([f"resume={run}", "run.iterations=2"]) == 0 and len(metrics(run)) == 2
+    assert train([*told[:-2], f"run.start_from={run}"]) == 2
+    assert "imitated no demonstrations; set algo.imitation.data=FOLDER" in capsys.readouterr().err
 
 
 def test_an_imitation_run_that_was_stopped_and_resumed_equals_one_that_was_not(cloned, tmp_path):

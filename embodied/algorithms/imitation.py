@@ -18,7 +18,7 @@ class KeptImitation(Strict):
     kl_coef: ClassVar[float] = 0.0
 
     data: LocalPath | None = Field(
-        None, description="As sft.data; null: a text env's own solutions; the env's expert demonstrates first."
+        None, description="As sft.data; null: those that run.start_from imitated; a text env's own solutions."
     )
     names: dict[str, str] = Field({}, description="As sft.names.")
     episodes: int | None = Field(None, gt=0, description="As sft.episodes.")

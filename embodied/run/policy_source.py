@@ -527,5 +527,16 @@ def different_training(run: Path, first: Loaded) -> str:
 
 
 def starting_from(config: RunConfig, folder: Path) -> RunConfig:
-    """The config with this folder in `run.start_from`, so that a resumed run finds it."""
-    return config.with_values("run", start_from=folder.absolute())
+    """The config with this folder in `run.start_from`, so that a resumed run finds it, and with the demonstrations that
+    the start imitated in algo.imitation, if it names none."""
+    config = config.with_values("run", start_from=folder.absolute())
+    kept = config.algo.imitation
+    if kept is None or kept.data is not None or env_class(config.env).speaks:
+        return config
+    recipe = stored_recipe(folder)
+    sft = (resolved_recipe(recipe.parent) if recipe else {}).get("sft", {})
+    if sft.get("data") is None or not Path(sft["data"]).exists():
+        lacking = f"imitated {sft['data']}, which is gone" if sft.get("data") else "imitated no demonstrations"
+        raise ConfigError(f"run.start_from={folder} {lacking}; set algo.imitation.data=FOLDER")
+    taken = {name: sft[name] for name in ("names", "episodes") if name not in kept.model_fields_set}
+    return config.with_values("algo", imitation=kept.model_copy(update={**taken, "data": Path(sft["data"])}))

@@ -46,12 +46,13 @@ def check_data(config: RunConfig) -> None:
 def check_kept_data(config: RunConfig) -> None:
     """The same for algo.imitation, if it is set."""
     kept = config.algo.imitation
-    if kept and kept.data is None and not env_class(config.env).speaks:
+    of_start = kept and kept.data is None and not env_class(config.env).speaks
+    if of_start and config.run.start_from is None:
         raise ConfigError(
-            "algo.imitation names no demonstrations; set its data: python -m embodied.collect recipe=NAME out=demos/A, "
-            "then algo.imitation={data: demos/A}"
+            "algo.imitation names no demonstrations, and there is no run.start_from that imitated some; set its data: "
+            "python -m embodied.collect recipe=NAME out=demos/A, then algo.imitation={data: demos/A}"
         )
-    if kept:
+    if kept and not of_start:
         count_items(config.env, kept)
 
 

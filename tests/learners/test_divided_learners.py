@@ -15,7 +15,7 @@ def test_learners_that_divide_passes_end_with_the_weights_of_one(tmp_path, ranks
     rows = run_ranks(HERE / "divided_learners.py", tmp_path, ranks)
     assert len(rows) == (11 if ranks == 4 else 7) * ranks
     for way, apart, moved, degrees in rows:
-        precision = {"experts": 1e-4, "pictures": 1e-7}.get(way.split()[0], 1e-10)  # float32, and float32 in norms alone
+        precision = {"experts": 1e-4, "pictures": 1e-7}.get(way.split()[0], 1e-10)  # float32: all, norms
         assert float(apart) < precision and float(moved) > 1e-4, way
         assert degrees == {"fixed": str(ranks), "values": "2", "pictures": str(ranks)}.get(way, degrees), way
     assert any(len(degrees) > 1 for way, *_, degrees in rows if way == "auto"), "several degrees in one step"
