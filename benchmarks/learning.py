@@ -107,6 +107,7 @@ def learned(recipe: str, name: str, seed: int, given: Sequence[str], episodes: i
         "wall_s": round(cost.wall_s, 1),
         "cpu_s": round(cost.cpu_s, 1),
         "start": both[0][0]["success_once"] if start else None,
+        "start_at_end": both[0][0]["success_at_end"] if start else None,
         **{key: final[0][key] for key in ("success_once", "success_at_end", "return")},
         "gain": paired_gain(both[0][1], final[1]) if start else None,
         "weights_changed": not same_weights(start, run) if start else None,
@@ -154,7 +155,8 @@ def paired_gain(before: Sequence[bool], after: Sequence[bool]) -> dict:
     return {"mean": float(difference.mean()), "bootstrap_interval": [float(low), float(high)]}
 
 
-HEADER = ["recipe", "run", "start", "success once", "at the end", "return", "gain", "env steps", "training s", "CPU s"]
+HEADER = ["recipe", "run", "start once", "at the end", "success once", "at the end", "return", "gain"]
+HEADER += ["env steps", "training s", "CPU s"]
 
 
 def row_of(name: str, result: dict) -> list[str]:
