@@ -124,12 +124,13 @@ def follow(
         config, loaded = starting_from(config, start), replace(loaded, config=starting_from(loaded.config, start))
     origin = origin_of(start, config, run, checkpoint) if start else None
     examples = config.sft if program.command == "sft" else config.algo.imitation
+    kept = [config.algo.imitation.describe()] if program.command != "sft" and config.algo.imitation else []
     if loaded.dry_run:
         from embodied.run.rehearsal import rehearse
 
         rehearse(config, *([origin] if origin else []), examples=examples, imitators=plan.count("learner"))
         print("\n".join([launch.describe(config, plan, weights=config.resume), *launch.notes(loaded)]))
-        print(launch.describe_saving(config))
+        print("\n".join([launch.describe_saving(config), *kept]))
         print(launch.describe_learner(config), end="")
         if program.command == "train":
             print(launch.memory_check.describe_seconds(config, plan, launch.machines(config)), end="")
@@ -150,6 +151,8 @@ def follow(
             folder.record(placement=asdict(plan), **interpreter_of(config.env))
             console.say("\n".join([launch.describe(config, plan, weights=checkpoint), *launch.notes(loaded)]))
             console.say(launch.describe_saving(config))
+            for line in kept:
+                console.say(line)
             for line in folder.log.begin(config.run.log, bool(config.cluster.joined)):
                 console.say(line)
             console.say(f"results     {folder.path}")

@@ -123,6 +123,7 @@ def test_rl_that_keeps_imitating_takes_the_demonstrations_of_its_start(demos, cl
     assert train(told) == 2 and "there is no run.start_from that imitated some" in capsys.readouterr().err
     told += [f"run.start_from={cloned}", "eval.videos=0"]
     assert train([*told, "--dry-run"]) == train(told) == 0
+    assert capsys.readouterr().out.count(f"imitates    {demos}, weight 0.2\n") == 2
     (run,) = tmp_path.glob("pointmass*")
     assert metrics(run)[0]["train/imitation_weight"] == 0.2
     assert yaml.safe_load((run / "config.yaml").read_text())["algo"]["imitation"]["data"] == str(demos)

@@ -31,6 +31,10 @@ class KeptImitation(Strict):
 
     section = "algo.imitation."
 
+    def describe(self) -> str:
+        falling = f", times {self.decay:g} after each iteration" if self.decay < 1 else ""
+        return f"imitates    {self.data or 'the own solutions of the env'}, weight {self.weight:g}{falling}"
+
     def weight_at(self, iteration: int) -> float:
         """The weight of the loss in this iteration."""
         return self.weight * self.decay**iteration
