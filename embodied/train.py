@@ -119,12 +119,17 @@ def follow(
     if code:
         return code
     if start:
-        from embodied.run.policy_source import starting_from
+        from embodied.run.policy_source import imitating_as, starting_from
 
         config, loaded = starting_from(config, start), replace(loaded, config=starting_from(loaded.config, start))
+        if program.command != "sft":
+            config, loaded = imitating_as(start, config), replace(loaded, config=imitating_as(start, loaded.config))
     origin = origin_of(start, config, run, checkpoint) if start else None
     examples = config.sft if program.command == "sft" else config.algo.imitation
-    kept = [config.algo.imitation.describe()] if program.command != "sft" and config.algo.imitation else []
+    kept: list[str] = []
+    if program.command != "sft" and config.algo.imitation:
+        speaks = env_class(config.env).speaks
+        kept = [config.algo.imitation.describe("the env's own solutions" if speaks else "what its start imitates")]
     if loaded.dry_run:
         from embodied.run.rehearsal import rehearse
 

@@ -31,9 +31,10 @@ class KeptImitation(Strict):
 
     section = "algo.imitation."
 
-    def describe(self) -> str:
+    def describe(self, otherwise: str) -> str:
+        """The line of the first screen. `otherwise`: what is imitated without data."""
         falling = f", times {self.decay:g} after each iteration" if self.decay < 1 else ""
-        return f"imitates    {self.data or 'the own solutions of the env'}, weight {self.weight:g}{falling}"
+        return f"imitates    {self.data or otherwise}, weight {self.weight:g}{falling}"
 
     def weight_at(self, iteration: int) -> float:
         """The weight of the loss in this iteration."""

@@ -527,9 +527,12 @@ def different_training(run: Path, first: Loaded) -> str:
 
 
 def starting_from(config: RunConfig, folder: Path) -> RunConfig:
-    """The config with this folder in `run.start_from`, so that a resumed run finds it, and with the demonstrations that
-    the start imitated in algo.imitation, if it names none."""
-    config = config.with_values("run", start_from=folder.absolute())
+    """The config with this folder in `run.start_from`, so that a resumed run finds it."""
+    return config.with_values("run", start_from=folder.absolute())
+
+
+def imitating_as(folder: Path, config: RunConfig) -> RunConfig:
+    """The config with the demonstrations that this start imitated in algo.imitation, if that is set and names none."""
     kept = config.algo.imitation
     if kept is None or kept.data is not None or env_class(config.env).speaks:
         return config
